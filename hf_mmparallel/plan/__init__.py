@@ -1,0 +1,32 @@
+"""Plans as data: what a model is, what a user asks for, who holds what."""
+
+from .model_spec import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
+from .ownership import Holding, SyncGroup, holdings, stage_holds, sync_groups
+from .parallel_plan import Edge, ModulePlan, ParallelPlan, Stage
+from .plugin import ModulePlugin, MultimodalParallelPlugin
+from .resolve import check_plan, check_world_size, plan_for_model, resolve_plan
+from .step_plan import StepPlan
+
+__all__ = [
+    "LANGUAGE_MODEL",
+    "Edge",
+    "FeatureSpec",
+    "Holding",
+    "ModelSpec",
+    "ModulePlan",
+    "ModulePlugin",
+    "ModuleSpec",
+    "MultimodalParallelPlugin",
+    "ParallelPlan",
+    "ParameterSpec",
+    "Stage",
+    "StepPlan",
+    "SyncGroup",
+    "check_plan",
+    "check_world_size",
+    "holdings",
+    "plan_for_model",
+    "resolve_plan",
+    "stage_holds",
+    "sync_groups",
+]

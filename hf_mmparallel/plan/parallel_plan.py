@@ -1,0 +1,197 @@
+"""The one structure that everything about a layout is derived from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+SCHEDULES = ("1f1b", "gpipe")
+Schedule = Literal["1f1b", "gpipe"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """
+    Consecutive layers of a module on one grid of ranks.
+
+    Args:
+        layers (`tuple[int, int]`): First layer, and the one after the last.
+        ranks (`tuple[tuple[int, ...], ...]`): Global ranks, `cp` rows of `tp` ranks.
+        trainable (`bool`, *optional*, defaults to `True`): Whether any parameter of the stage gets a gradient.
+    """
+
+    layers: tuple[int, int]
+    ranks: tuple[tuple[int, ...], ...]
+    trainable: bool = True
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for row in self.ranks for rank in row)
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers[1] - self.layers[0]
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """
+    The layout of one module: `replicas[d][s]` is stage `s` of data-parallel copy `d`.
+
+    Replicas may have different numbers of stages. Ranks may also occur in other modules (colocation).
+
+    Args:
+        replicas (`tuple[tuple[Stage, ...], ...]`): The stages of each replica.
+        activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
+    """
+
+    replicas: tuple[tuple[Stage, ...], ...]
+    activation_checkpointing: bool = False
+
+    @property
+    def dp_size(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def num_layers(self) -> int:
+        return self.replicas[0][-1].layers[1]
+
+    def stages(self) -> Iterator[tuple[int, int, Stage]]:
+        """Yields (replica, index of the stage, stage)."""
+        for replica, stages in enumerate(self.replicas):
+            for index, stage in enumerate(stages):
+                yield replica, index, stage
+
+
+@dataclass(frozen=True)
+class Edge:
+    """
+    Features of module `source` enter module `target` at `layers[i]` (feature `i` of the source's spec).
+
+    Args:
+        source (`str`): An encoder.
+        target (`str`): The module that takes its features.
+        layers (`tuple[int, ...]`, *optional*, defaults to `(0,)`): The layer of `target` at which each feature enters.
+    """
+
+    source: str
+    target: str
+    layers: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """
+    Which rank holds what. JSON and YAML both ways; see [`resolve_plan`] to make one from a few sizes.
+
+    Args:
+        modules (`Mapping[str, ModulePlan]`): In topological order: encoders, then the language model.
+        edges (`tuple[Edge, ...]`): The boundaries between modules.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): `"1f1b"` or `"gpipe"`.
+        num_microbatches (`int`, *optional*, defaults to 1):
+            Microbatches of each language-model replica in a full global batch.
+    """
+
+    modules: Mapping[str, ModulePlan]
+    edges: tuple[Edge, ...] = ()
+    schedule: Schedule = "1f1b"
+    num_microbatches: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return 1 + max(rank for module in self.modules.values() for _, _, s in module.stages() for rank in s.all_ranks)
+
+    def stage(self, module: str, replica: int, index: int) -> Stage:
+        return self.modules[module].replicas[replica][index]
+
+    def stages_of_rank(self, rank: int) -> list[tuple[str, int, int]]:
+        """(module, replica, stage) of each stage that `rank` takes part in."""
+        return [
+            (name, replica, index)
+            for name, module in self.modules.items()
+            for replica, index, stage in module.stages()
+            if rank in stage.all_ranks
+        ]
+
+    def edge_stages(self, edge: Edge, replica: int) -> dict[int, tuple[int, ...]]:
+        """Stage of `edge.target`'s replica -> which features of `edge.source` enter there."""
+        result: dict[int, list[int]] = {}
+        for feature, layer in enumerate(edge.layers):
+            for index, stage in enumerate(self.modules[edge.target].replicas[replica]):
+                if stage.layers[0] <= layer < stage.layers[1]:
+                    result.setdefault(index, []).append(feature)
+        return {index: tuple(features) for index, features in sorted(result.items())}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "edges": [{"source": e.source, "target": e.target, "layers": list(e.layers)} for e in self.edges],
+            "modules": {
+                name: {
+                    "activation_checkpointing": module.activation_checkpointing,
+                    "replicas": [
+                        [
+                            {
+                                "layers": list(stage.layers),
+                                "ranks": [list(row) for row in stage.ranks],
+                                "trainable": stage.trainable,
+                            }
+                            for stage in stages
+                        ]
+                        for stages in module.replicas
+                    ],
+                }
+                for name, module in self.modules.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ParallelPlan:
+        modules = {
+            name: ModulePlan(
+                replicas=tuple(
+                    tuple(
+                        Stage(
+                            layers=(stage["layers"][0], stage["layers"][1]),
+                            ranks=tuple(tuple(row) for row in stage["ranks"]),
+                            trainable=stage.get("trainable", True),
+                        )
+                        for stage in stages
+                    )
+                    for stages in module["replicas"]
+                ),
+                activation_checkpointing=module.get("activation_checkpointing", False),
+            )
+            for name, module in data["modules"].items()
+        }
+        edges = tuple(Edge(e["source"], e["target"], tuple(e.get("layers", (0,)))) for e in data.get("edges", ()))
+        return cls(modules, edges, data.get("schedule", "1f1b"), data.get("num_microbatches", 1))
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as YAML, or as JSON when the file's name ends so."""
+        path = Path(path)
+        if path.suffix == ".json":
+            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+            return
+        import yaml
+
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None))
+
+    @classmethod
+    def load(cls, path: str | Path) -> ParallelPlan:
+        import yaml
+
+        return cls.from_dict(yaml.safe_load(Path(path).read_text()))
+
+    @property
+    def fingerprint(self) -> str:
+        """A short hash that ranks compare."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

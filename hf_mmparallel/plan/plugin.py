@@ -1,0 +1,167 @@
+"""What a user says about a layout: one `ModulePlugin` a module, one `MultimodalParallelPlugin` for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .parallel_plan import SCHEDULES, ParallelPlan, Schedule
+
+
+def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) -> None:
+    """Raises `ValueError` naming the nearest known key for the first key that is not known."""
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"Did you mean `{near[0]}`?" if near else f"Known: {', '.join(f'`{name}`' for name in known)}."
+            raise ValueError(f"{what} has no `{key}`. {hint}")
+
+
+@dataclass
+class ModulePlugin:
+    """
+    The layout and the settings of one module.
+
+    Args:
+        dp_size (`int`, *optional*, defaults to 1): Data-parallel copies.
+        pp_size (`int`, *optional*, defaults to 1): Pipeline stages.
+        tp_size (`int`, *optional*, defaults to 1): Ranks that share each layer's matrices.
+        cp_size (`int`, *optional*, defaults to 1): Ranks that share a sequence. Only 1 is built.
+        layers_per_stage (`list[int]`, *optional*): Layers of each stage; as even as can be when left out.
+        freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
+            `True` freezes the module with its projector, `"tower"` all but the projector, other strings are regular
+            expressions searched in parameter names.
+        activation_checkpointing (`bool`, *optional*, defaults to `False`):
+            Recompute the activations of each layer in the backward pass.
+        colocate_with (`str`, *optional*):
+            Another module whose ranks this one shares, stage by stage. Sizes then are those of that module.
+        peft_config (*optional*): A `peft` config, or its dict, for adapters in this module.
+        attn_implementation (`str`, *optional*): The attention function of this module's config.
+        zero_stage (`int`, *optional*, defaults to 0): Optimizer sharding over the copies. Only 0 is built.
+    """
+
+    dp_size: int = 1
+    pp_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    layers_per_stage: list[int] | None = None
+    freeze: bool | str | list[str] = False
+    activation_checkpointing: bool = False
+    colocate_with: str | None = None
+    peft_config: Any = None
+    attn_implementation: str | None = None
+    zero_stage: int = 0
+
+    def __post_init__(self):
+        if self.layers_per_stage is not None:
+            self.layers_per_stage = [int(n) for n in self.layers_per_stage]
+            if self.pp_size == 1:
+                self.pp_size = len(self.layers_per_stage)
+            if self.pp_size != len(self.layers_per_stage) or min(self.layers_per_stage, default=0) < 1:
+                raise ValueError(
+                    f"`layers_per_stage={self.layers_per_stage}` must name at least one layer for each of "
+                    f"`pp_size={self.pp_size}` stages."
+                )
+        for name in ("dp_size", "pp_size", "tp_size", "cp_size"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"`{name}={size!r}` must be a whole number of at least 1.")
+        if self.cp_size > 1:
+            raise ValueError(f"`cp_size={self.cp_size}`: context parallelism is not built yet. Use `cp_size=1`.")
+        if self.zero_stage:
+            raise ValueError(f"`zero_stage={self.zero_stage}`: optimizer sharding is not built yet. Use `zero_stage=0`.")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.dp_size * self.pp_size * self.tp_size * self.cp_size
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings that differ from their defaults, as plain data."""
+        result = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                result[f.name] = value.to_dict() if hasattr(value, "to_dict") else value
+        return result
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any] | ModulePlugin) -> ModulePlugin:
+        if isinstance(data, ModulePlugin):
+            return data
+        reject_unknown_keys("A `ModulePlugin`", list(data), [f.name for f in dataclasses.fields(cls)])
+        return cls(**data)
+
+
+@dataclass
+class MultimodalParallelPlugin:
+    """
+    The layout of a whole model.
+
+    Args:
+        modules (`dict[str, ModulePlugin]`): One entry a module; a module left out gets one rank of its own.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): `"1f1b"` or `"gpipe"`.
+        num_microbatches (`int`, *optional*):
+            Microbatches of each language-model replica. Found from the batch sizes when left out.
+        plan (`ParallelPlan`, *optional*): A finished plan; then `modules` may only hold settings, no sizes.
+    """
+
+    modules: dict[str, ModulePlugin] = field(default_factory=dict)
+    schedule: Schedule = "1f1b"
+    num_microbatches: int | None = None
+    plan: ParallelPlan | None = None
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            reject_unknown_keys("`schedule`", [str(self.schedule)], SCHEDULES)
+        self.modules = {name: ModulePlugin.from_dict(module) for name, module in self.modules.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
+        result = {"modules": result, "schedule": self.schedule}
+        if self.num_microbatches is not None:
+            result["num_microbatches"] = self.num_microbatches
+        if self.plan is not None:
+            result["plan"] = self.plan.to_dict()
+        return result
+
+    @classmethod
+    def from_any(cls, value: Any) -> MultimodalParallelPlugin:
+        """
+        Reads what `parallel=` takes: a plugin, a dict of [`ModulePlugin`], the dict form of either, a JSON string, or
+        the path of a YAML or JSON file that holds one of these or a saved [`ParallelPlan`].
+        """
+        if isinstance(value, MultimodalParallelPlugin):
+            return value
+        if isinstance(value, ParallelPlan):
+            return cls(plan=value, schedule=value.schedule, num_microbatches=value.num_microbatches)
+        if isinstance(value, (str, Path)):
+            value = _read(value)
+        if not isinstance(value, Mapping):
+            raise ValueError(f"`parallel={value!r}` must be a dict of modules, a plan's file or a plugin.")
+        if isinstance(value.get("plan"), Mapping):
+            value = {**value, "plan": ParallelPlan.from_dict(value["plan"])}
+        modules = value.get("modules")
+        if isinstance(modules, Mapping) and any(
+            isinstance(module, Mapping) and "replicas" in module for module in modules.values()
+        ):
+            return cls.from_any(ParallelPlan.from_dict(value))
+        if isinstance(modules, Mapping) or "plan" in value:
+            reject_unknown_keys("`parallel`", list(value), [f.name for f in dataclasses.fields(cls)])
+            return cls(**value)
+        return cls(modules=dict(value))
+
+
+def _read(source: str | Path) -> Any:
+    import yaml
+
+    text = str(source)
+    if text.lstrip().startswith("{"):
+        return yaml.safe_load(text)
+    path = Path(source)
+    if not path.is_file():
+        raise ValueError(f"`parallel={text!r}` is neither a file nor a JSON object. Give the path of a plan, or a dict.")
+    return yaml.safe_load(path.read_text())

@@ -1,0 +1,187 @@
+"""From a few sizes to a `ParallelPlan`, and every check that a plan can fail before a rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
+from .ownership import trainable_stages
+from .parallel_plan import Edge, ModulePlan, ParallelPlan, Schedule, Stage
+from .plugin import ModulePlugin, MultimodalParallelPlugin, reject_unknown_keys
+
+
+def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
+    """Layer ranges of each stage; extra layers go to the first stages. Raises `ValueError` when they can't be cut."""
+    pp_size = plugin.pp_size
+    if pp_size > num_layers:
+        raise ValueError(
+            f"`pp_size={pp_size}` needs at least {pp_size} layers; `{name}` has {num_layers}. "
+            f"Use `pp_size<={num_layers}`."
+        )
+    counts = plugin.layers_per_stage or [
+        num_layers // pp_size + (index < num_layers % pp_size) for index in range(pp_size)
+    ]
+    if sum(counts) != num_layers:
+        raise ValueError(
+            f"`layers_per_stage={counts}` adds up to {sum(counts)}; `{name}` has {num_layers} layers. "
+            f"Make it add up to {num_layers}."
+        )
+    stops = [sum(counts[: index + 1]) for index in range(pp_size)]
+    return [(stop - count, stop) for stop, count in zip(stops, counts)]
+
+
+def _check_tp(spec: ModuleSpec, tp_size: int) -> None:
+    for count, what in (
+        (spec.num_heads, "attention heads"),
+        (spec.num_kv_heads, "key and value heads"),
+        (spec.intermediate_size, "feed-forward columns"),
+    ):
+        if count % tp_size:
+            fits = [size for size in range(1, tp_size) if count % size == 0]
+            raise ValueError(
+                f"`tp_size={tp_size}` does not divide the {count} {what} of `{spec.name}`. "
+                f"Use a `tp_size` that does, such as {fits[-1]}."
+            )
+
+
+def resolve_plan(
+    spec: ModelSpec,
+    plugins: Mapping[str, ModulePlugin],
+    world_size: int | None = None,
+    schedule: Schedule = "1f1b",
+    num_microbatches: int = 1,
+) -> ParallelPlan:
+    """
+    Gives every stage its layers and ranks.
+
+    Modules take consecutive ranks in the order of `spec`; within a module the replica varies slowest, then the stage,
+    then the tensor-parallel rank, so that ranks that talk most are neighbours.
+
+    Args:
+        spec (`ModelSpec`): The model.
+        plugins (`Mapping[str, ModulePlugin]`): Settings by module; modules left out are on one rank.
+        world_size (`int`, *optional*): Ranks that were launched; checked when given.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule's name.
+        num_microbatches (`int`, *optional*, defaults to 1): Of each language-model replica.
+
+    Raises:
+        `ValueError`: For what does not fit, with a remedy.
+    """
+    reject_unknown_keys("The model", list(plugins), list(spec.modules))
+    modules: dict[str, ModulePlan] = {}
+    next_rank = 0
+    for name, module in spec.modules.items():
+        plugin = plugins.get(name, ModulePlugin())
+        module = module.with_frozen(plugin.freeze)
+        host = None
+        if plugin.colocate_with is not None:
+            host = modules.get(plugin.colocate_with)
+            if host is None:
+                earlier = ", ".join(f"`{other}`" for other in modules) or "none"
+                raise ValueError(
+                    f"`{name}` can't be colocated with `{plugin.colocate_with}`: it must stand before `{name}` in the "
+                    f"model. Earlier modules: {earlier}."
+                )
+            sizes = _sizes(host)
+            given = (plugin.dp_size, plugin.pp_size, plugin.tp_size)
+            if given not in ((1, 1, 1), sizes):
+                raise ValueError(
+                    f"`{name}` shares the ranks of `{plugin.colocate_with}` (dp, pp, tp = {sizes}) and can't have "
+                    f"{given}. Leave its sizes out."
+                )
+            plugin = ModulePlugin(*sizes, layers_per_stage=plugin.layers_per_stage)
+        if plugin.pp_size > 1 and module.inner_features:
+            raise ValueError(
+                f"`pp_size={plugin.pp_size}`: features leave `{name}` from inside its layers (DeepStack), so that it "
+                f"can't be cut into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+            )
+        _check_tp(module, plugin.tp_size)
+        ranges = split_layers(module.num_layers, plugin, name)
+        trainable = trainable_stages(module, spec.tied, ranges)
+        replicas = []
+        for replica in range(plugin.dp_size):
+            stages = []
+            for index, layers in enumerate(ranges):
+                if host is not None:
+                    ranks = host.replicas[replica][index].ranks
+                else:
+                    first = next_rank + (replica * plugin.pp_size + index) * plugin.tp_size
+                    ranks = (tuple(range(first, first + plugin.tp_size)),)
+                stages.append(Stage(layers, ranks, trainable[index]))
+            replicas.append(tuple(stages))
+        if host is None:
+            next_rank += plugin.num_ranks
+        modules[name] = ModulePlan(tuple(replicas), plugins.get(name, plugin).activation_checkpointing)
+    edges = tuple(
+        Edge(name, LANGUAGE_MODEL, tuple(feature.layer for feature in spec.modules[name].features))
+        for name in spec.encoders
+    )
+    plan = ParallelPlan(modules, edges, schedule, num_microbatches)
+    if world_size is not None:
+        check_world_size(plan, world_size)
+    return plan
+
+
+def _sizes(module: ModulePlan) -> tuple[int, int, int]:
+    return module.dp_size, len(module.replicas[0]), len(module.replicas[0][0].all_ranks)
+
+
+def check_world_size(plan: ParallelPlan, world_size: int) -> None:
+    """Raises `ValueError` with each module's ranks unless exactly `world_size` ranks are planned."""
+    if plan.world_size == world_size:
+        return
+    rows = []
+    for name, module in plan.modules.items():
+        dp, pp, tp = _sizes(module)
+        rows.append(f"{name}: dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp}")
+    lost = (
+        " One process is what a launch without a process group looks like: `accelerate launch --cpu` and plain `python` "
+        "start one whatever `--num_processes` says; see the ready files in `examples/accelerate_configs`."
+        if world_size == 1
+        else ""
+    )
+    raise ValueError(
+        f"The plan is for {plan.world_size} ranks ({'; '.join(rows)}), but {world_size} "
+        f"{'was' if world_size == 1 else 'were'} launched. Launch {plan.world_size} processes or change the sizes.{lost}"
+    )
+
+
+def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
+    """
+    Checks a plan from a file against the model.
+
+    Raises:
+        `ValueError`: If modules, layers or ranks do not fit.
+    """
+    reject_unknown_keys("The model", list(plan.modules), list(spec.modules))
+    missing = [name for name in spec.modules if name not in plan.modules]
+    if missing:
+        raise ValueError(f"The plan has no ranks for module `{missing[0]}` of the model. Add it under `modules`.")
+    used = set()
+    for name, module in plan.modules.items():
+        num_layers = spec.modules[name].num_layers
+        for replica, stages in enumerate(module.replicas):
+            bounds = [stage.layers for stage in stages]
+            if [b[0] for b in bounds] + [num_layers] != [0] + [b[1] for b in bounds]:
+                raise ValueError(
+                    f"The stages of `{name}` replica {replica} hold layers {bounds}; they must follow each other from "
+                    f"0 to {num_layers}, the layers of the model."
+                )
+            for stage in stages:
+                _check_tp(spec.modules[name], len(stage.ranks[0]))
+                used.update(stage.all_ranks)
+    gaps = sorted(set(range(plan.world_size)) - used)
+    if gaps:
+        raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")
+
+
+def plan_for_model(
+    plugin: MultimodalParallelPlugin, spec: ModelSpec, world_size: int | None, num_microbatches: int = 1
+) -> ParallelPlan:
+    """The plan of a plugin: the finished one that it carries, or one made from its sizes."""
+    if plugin.plan is not None:
+        check_plan(plugin.plan, spec)
+        if world_size is not None:
+            check_world_size(plugin.plan, world_size)
+        return plugin.plan
+    return resolve_plan(spec, plugin.modules, world_size, plugin.schedule, plugin.num_microbatches or num_microbatches)
