@@ -1,0 +1,1 @@
+"""What runs on ranks: process groups, transport, the executor, gradient sync, checkpoints."""

@@ -1,0 +1,465 @@
+"""Runs the actions of one rank: forwards, backwards, sends, receives and gradient sums, in the program's order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..plan import FeatureSpec, ModelSpec, ParallelPlan, StepPlan
+from ..schedule.actions import Message, Program, Task
+from ..schedule.graph import GradientFlow
+from .boundary import RowSpace, part_size, parts
+from .transport import Handle, Transport
+
+StageKey = tuple[str, int, int]
+BatchKey = tuple[str, int, int, int]
+LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TimedTask:
+    """A task as it ran: start and end in ms since the step's start on this rank."""
+
+    task: Task
+    start_ms: float
+    end_ms: float
+
+
+@dataclass
+class StepResult:
+    """
+    What one step left on this rank.
+
+    Args:
+        losses (`dict[Task, tuple[Tensor, Tensor]]`):
+            Forward of the last stage -> (sum over target tokens, number of target tokens).
+        timeline (`list[TimedTask]`): The tasks of this rank as they ran.
+        duration_ms (`float`): From the first action to the last.
+    """
+
+    losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    timeline: list[TimedTask] = field(default_factory=list)
+    duration_ms: float = 0.0
+
+
+@dataclass
+class _Running:
+    """A task between its forward and its backward."""
+
+    outputs: list[torch.Tensor]
+    leaves: dict[str, torch.Tensor]
+
+
+@dataclass
+class _Incoming:
+    """The part of a message that this rank receives: its buffers by part, and how they were started."""
+
+    num_rows: int
+    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    handles: list[Handle] = field(default_factory=list)
+
+
+class Executor:
+    """
+    The interpreter of programs.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        spec (`ModelSpec`): The model.
+        stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
+        transport (`Transport`): Carries the messages.
+        tp_groups (`Mapping[tuple[int, ...], ProcessGroup]`): Groups of the grids of this rank with several ranks.
+        loss_function (`Callable`): (logits, labels) -> (sum over target tokens, number of target tokens).
+        count_rows (`Callable`): (inputs, spec) -> modality -> rows of each sample.
+        device (`torch.device`): Where stages compute.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        spec: ModelSpec,
+        stages: Mapping[StageKey, Any],
+        transport: Transport,
+        tp_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        loss_function: LossFunction,
+        count_rows: Callable[[Mapping[str, Any], ModelSpec], dict[str, list[int]]],
+        device: torch.device,
+    ):
+        self.plan = plan
+        self.spec = spec
+        self.stages = stages
+        self.transport = transport
+        self.rank = transport.rank
+        self.tp_groups = tp_groups
+        self.loss_function = loss_function
+        self.count_rows = count_rows
+        self.device = device
+        self.flow = GradientFlow(plan)
+        self.on_sync: Callable[[int], None] = lambda index: None
+        self.before_forward: Callable[[Task], None] = lambda task: None
+        self.on_logits: Callable[[Task, torch.Tensor, Mapping[str, Any]], None] | None = None
+
+    def run(
+        self,
+        program: Program,
+        step: StepPlan,
+        batches: Mapping[BatchKey, Mapping[str, Any]],
+        training: bool,
+    ) -> StepResult:
+        """
+        Runs this rank's actions of one step.
+
+        Args:
+            program (`Program`): The program of the step.
+            step (`StepPlan`): Which sample is where.
+            batches (`Mapping[BatchKey, Mapping[str, Any]]`):
+                (module, replica, microbatch, chunk) -> model inputs, for the tasks of this rank.
+            training (`bool`): Whether gradients are computed.
+        """
+        run = _Step(self, step, batches, training)
+        start = time.perf_counter()
+        for action in program.actions.get(self.rank, ()):
+            if action.op == "sync":
+                self.on_sync(action.group)
+            elif action.op == "send":
+                run.send(action.message)
+            elif action.op == "recv":
+                run.receive(action.message)
+            else:
+                began = time.perf_counter()
+                run.wait(action.task)
+                ready = time.perf_counter()
+                run.compute(action.task)
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream().synchronize()
+                end = time.perf_counter()
+                assert began <= ready
+                run.result.timeline.append(TimedTask(action.task, 1e3 * (ready - start), 1e3 * (end - start)))
+        run.finish()
+        run.result.duration_ms = 1e3 * (time.perf_counter() - start)
+        return run.result
+
+
+class _Step:
+    """The state of one step on one rank."""
+
+    def __init__(
+        self, executor: Executor, step: StepPlan, batches: Mapping[BatchKey, Mapping[str, Any]], training: bool
+    ):
+        self.executor = executor
+        self.plan = executor.plan
+        self.spec = executor.spec
+        self.rank = executor.rank
+        self.step = step
+        self.batches = batches
+        self.training = training
+        self.result = StepResult()
+        self.running: dict[tuple, _Running] = {}
+        self.incoming: dict[Task, dict[Message, _Incoming]] = {}
+        self.local: dict[tuple[Message, int], torch.Tensor] = {}
+        self.sends: dict[tuple, list[Handle]] = {}
+        self.gradients: dict[tuple, dict[str, torch.Tensor]] = {}
+        self._rows: dict[BatchKey, dict[str, list[int]]] = {}
+        self._shapes: dict[tuple, list[torch.Size]] = {}
+
+    # What a message carries
+
+    def grid(self, task: Task) -> tuple[int, ...]:
+        return self.plan.stage(task.module, task.replica, task.stage).ranks[0]
+
+    def slots(self, task: Task) -> tuple[int, ...]:
+        return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+
+    def rows(self, task: Task) -> dict[str, list[int]]:
+        """Rows of each sample of a task of this rank, by modality."""
+        key = (task.module, task.replica, task.microbatch, task.chunk)
+        if key not in self._rows:
+            self._rows[key] = self.executor.count_rows(self.batches[key], self.spec)
+        return self._rows[key]
+
+    def features(self, message: Message) -> list[tuple[int, FeatureSpec]]:
+        """The features (place in the encoder's outputs, spec) that a boundary message carries."""
+        encoder, taker = self.ends(message)
+        edge = next(e for e in self.plan.edges if (e.source, e.target) == (encoder.module, taker.module))
+        chosen = self.plan.edge_stages(edge, taker.replica)[taker.stage]
+        return [(index, self.spec.modules[encoder.module].features[index]) for index in chosen]
+
+    @staticmethod
+    def ends(message: Message) -> tuple[Task, Task]:
+        """(task before, task after) in the direction of the forward."""
+        pair = (message.source, message.target)
+        return pair if message.kind == "act" else pair[::-1]
+
+    def shared_slots(self, message: Message) -> list[int]:
+        encoder, taker = self.ends(message)
+        taken = set(self.slots(taker))
+        return [slot for slot in self.slots(encoder) if slot in taken]
+
+    def space(self, message: Message, task: Task) -> RowSpace:
+        """The rows of `task` (one end of a boundary message) that the message's features have."""
+        return RowSpace([spec for _, spec in self.features(message)], self.slots(task), self.rows(task))
+
+    def shapes(self, task: Task) -> list[torch.Size]:
+        """Shapes of the hidden states that the stage of `task` receives."""
+        key = task.key
+        if key not in self._shapes:
+            stage = self.executor.stages[task.module, task.replica, task.stage]
+            self._shapes[key] = stage.input_shapes(self.batch(task))
+        return self._shapes[key]
+
+    def batch(self, task: Task) -> Mapping[str, Any]:
+        return self.batches[task.module, task.replica, task.microbatch, task.chunk]
+
+    @staticmethod
+    def is_boundary(message: Message) -> bool:
+        return message.source.module != message.target.module
+
+    # Receiving
+
+    def receive(self, message: Message) -> None:
+        """Posts the receives of this rank's parts of a message."""
+        task = message.target
+        if self.is_boundary(message):
+            num_rows = self.space(message, task).count(self.shared_slots(message))
+            width = self.spec.language_model.hidden_size
+        elif message.kind == "act":
+            shapes = self.shapes(task)
+            num_rows, width = sum(_num_rows(shape) for shape in shapes), shapes[0][-1] if shapes else 0
+        else:
+            outputs = self.running[task.key].outputs
+            num_rows, width = sum(_num_rows(out.shape) for out in outputs), outputs[0].shape[-1] if outputs else 0
+        incoming = _Incoming(num_rows)
+        encoder, taker = self.ends(message)
+        for part in parts(num_rows, self.grid(encoder), self.grid(taker)):
+            source, target = (part.source, part.target) if message.kind == "act" else (part.target, part.source)
+            if target != self.rank:
+                continue
+            if source == self.rank:
+                continue
+            buffer = torch.empty(part.num_rows, width, dtype=self.wire_dtype(task), device=self.executor.device)
+            incoming.buffers[part.index] = buffer
+            incoming.handles.append(self.executor.transport.recv(buffer, source))
+        self.incoming.setdefault(task, {})[message] = incoming
+
+    def wire_dtype(self, task: Task) -> torch.dtype:
+        return self.executor.stages[task.module, task.replica, task.stage].input_dtype
+
+    def wait(self, task: Task) -> None:
+        """Waits for all that a task takes."""
+        for incoming in self.incoming.get(task, {}).values():
+            for handle in incoming.handles:
+                handle.wait()
+
+    def taken(self, message: Message, incoming: _Incoming) -> list[tuple[int, torch.Tensor]]:
+        """The parts of a message that this rank has: (index of the part, rows)."""
+        result = dict(incoming.buffers)
+        for (kept, index), tensor in list(self.local.items()):
+            if kept == message:
+                result[index] = tensor
+                del self.local[kept, index]
+        return sorted(result.items())
+
+    def gathered(self, message: Message, incoming: _Incoming) -> torch.Tensor | None:
+        """All rows of an activation message, `None` when it has none."""
+        if incoming.num_rows == 0:
+            return None
+        grid = self.grid(message.target)
+        mine = self.taken(message, incoming)
+        if len(grid) == 1:
+            return mine[0][1]
+        size = part_size(incoming.num_rows, len(grid))
+        own = mine[0][1] if mine else None
+        width = own.shape[-1] if own is not None else self.message_width(message)
+        padded = torch.zeros(size, width, dtype=self.wire_dtype(message.target), device=self.executor.device)
+        if own is not None:
+            padded[: own.shape[0]] = own
+        full = torch.empty(size * len(grid), width, dtype=padded.dtype, device=padded.device)
+        dist.all_gather_into_tensor(full, padded, group=self.executor.tp_groups[grid])
+        return full[: incoming.num_rows]
+
+    def message_width(self, message: Message) -> int:
+        if self.is_boundary(message):
+            return self.spec.language_model.hidden_size
+        return self.shapes(message.target)[0][-1]
+
+    # Sending
+
+    def send(self, message: Message) -> None:
+        """Sends this rank's parts of a message, or keeps them when they stay on this rank."""
+        task = message.source
+        rows = self.payload(message)
+        encoder, taker = self.ends(message)
+        for part in parts(rows.shape[0], self.grid(encoder), self.grid(taker)):
+            source, target = (part.source, part.target) if message.kind == "act" else (part.target, part.source)
+            if source != self.rank:
+                continue
+            piece = rows[part.start : part.stop].contiguous()
+            if target == self.rank:
+                self.local[message, part.index] = piece
+            else:
+                handle = self.executor.transport.send(piece, target)
+                self.sends.setdefault((message.kind, task.key), []).append(handle)
+
+    def payload(self, message: Message) -> torch.Tensor:
+        """All rows of a message, on a rank of its source: `[num_rows, width]`."""
+        task = message.source
+        if message.kind == "act":
+            outputs = self.running[task.key].outputs
+            if not self.is_boundary(message):
+                rows = torch.cat([out.detach().reshape(-1, out.shape[-1]) for out in outputs])
+            else:
+                rows = torch.cat([outputs[index].detach() for index, _ in self.features(message)])
+        else:
+            name = message.target.module if self.is_boundary(message) else "hidden"
+            rows = self.gradients[task.key][name]
+        if self.is_boundary(message):
+            slots = self.shared_slots(message)
+            if list(self.slots(task)) != slots:
+                rows = rows[self.space(message, task).positions(slots).to(rows.device)]
+        return rows.to(self.wire_dtype(task))
+
+    # Computing
+
+    def compute(self, task: Task) -> None:
+        if task.kind == "fwd":
+            self.forward(task)
+        else:
+            self.backward(task)
+
+    def forward(self, task: Task) -> None:
+        """Runs a stage's forward on one chunk."""
+        key = (task.module, task.replica, task.stage)
+        flow = self.executor.flow
+        needs_graph = self.training and flow.has_backward(*key)
+        incoming = self.incoming.pop(task, {})
+        leaves: dict[str, torch.Tensor] = {}
+        hidden = None
+        if task.stage > 0:
+            (message,) = (m for m in incoming if not self.is_boundary(m))
+            rows = self.gathered(message, incoming[message])
+            before = (task.module, task.replica, task.stage - 1)
+            hidden = []
+            if rows is not None:
+                rows.requires_grad_(needs_graph and flow.output_needs_grad(*before))
+                leaves["hidden"] = rows
+                shapes = self.shapes(task)
+                pieces = rows.split([_num_rows(shape) for shape in shapes])
+                hidden = [piece.view(shape) for piece, shape in zip(pieces, shapes)]
+        features = self.features_of(task, incoming, leaves, needs_graph)
+        self.executor.before_forward(task)
+        stage = self.executor.stages[key]
+        with torch.set_grad_enabled(needs_graph):
+            outputs = stage(self.batch(task), hidden, features)
+            if stage.is_last_of_model:
+                outputs = self.loss(task, outputs)
+        self.running[task.key] = _Running(outputs if outputs else [], leaves)
+
+    def features_of(
+        self, task: Task, incoming: Mapping[Message, _Incoming], leaves: dict[str, torch.Tensor], needs_graph: bool
+    ) -> dict[str, list[torch.Tensor | None]]:
+        """The features of each encoder that enter at the stage of `task`; `None` for those that do not."""
+        result: dict[str, list[torch.Tensor | None]] = {}
+        by_encoder: dict[str, list[Message]] = {}
+        for message in incoming:
+            if self.is_boundary(message):
+                by_encoder.setdefault(message.source.module, []).append(message)
+        for encoder, messages in by_encoder.items():
+            space = self.space(messages[0], task)
+            leaf = torch.zeros(
+                space.num_rows,
+                self.spec.language_model.hidden_size,
+                dtype=self.wire_dtype(task),
+                device=self.executor.device,
+            )
+            for message in messages:
+                rows = self.gathered(message, incoming[message])
+                if rows is not None:
+                    leaf.index_copy_(0, space.positions(self.shared_slots(message)).to(leaf.device), rows)
+            leaf.requires_grad_(needs_graph and self.executor.flow.feature_needs_grad(encoder))
+            leaves[encoder] = leaf
+            tensors: list[torch.Tensor | None] = [None] * len(self.spec.modules[encoder].features)
+            with torch.set_grad_enabled(needs_graph):
+                pieces = leaf.split(space.sizes)
+            for (index, _), piece in zip(self.features(messages[0]), pieces):
+                tensors[index] = piece
+            result[encoder] = tensors
+        return result
+
+    def loss(self, task: Task, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Replaces the logits of the last stage by their loss, and hands them to whoever collects them."""
+        batch = self.batch(task)
+        (logits,) = outputs
+        if self.executor.on_logits is not None:
+            self.executor.on_logits(task, logits.detach(), batch)
+        if batch.get("labels") is None:
+            return []
+        loss, count = self.executor.loss_function(logits, batch["labels"])
+        self.result.losses[task] = (loss.detach(), count)
+        return [loss]
+
+    def backward(self, task: Task) -> None:
+        """Runs the backward of a chunk's forward and keeps the gradients of what it received."""
+        running = self.running.pop(task.key)
+        incoming = self.incoming.pop(task, {})
+        if self.executor.stages[task.module, task.replica, task.stage].is_last_of_model:
+            torch.autograd.backward(running.outputs)
+        else:
+            gradients = self.output_gradients(task, running, incoming)
+            used = [(out, g) for out, g in zip(running.outputs, gradients) if out.requires_grad]
+            if used:
+                torch.autograd.backward([out for out, _ in used], [g for _, g in used])
+        for handle in self.sends.pop(("act", task.key), []):
+            handle.wait()
+        self.gradients[task.key] = {
+            name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+            for name, leaf in running.leaves.items()
+            if leaf.requires_grad
+        }
+
+    def output_gradients(
+        self, task: Task, running: _Running, incoming: Mapping[Message, _Incoming]
+    ) -> list[torch.Tensor]:
+        """The gradient of each output of a task: the sum of what its takers sent back."""
+        gradients = [torch.zeros_like(out) for out in running.outputs]
+        grid = self.grid(task)
+        for message, arrived in incoming.items():
+            if arrived.num_rows == 0:
+                continue
+            size = part_size(arrived.num_rows, len(self.grid(message.source)))
+            width = running.outputs[0].shape[-1]
+            rows = torch.zeros(arrived.num_rows, width, dtype=self.wire_dtype(task), device=self.executor.device)
+            for index, part in self.taken(message, arrived):
+                rows[index * size : index * size + part.shape[0]] = part
+            if len(grid) > 1:
+                dist.all_reduce(rows, group=self.executor.tp_groups[grid])
+            if self.is_boundary(message):
+                chosen = [index for index, _ in self.features(message)]
+                space = self.space(message, task)
+                full = torch.zeros(space.num_rows, width, dtype=rows.dtype, device=rows.device)
+                full.index_copy_(0, space.positions(self.shared_slots(message)).to(full.device), rows)
+                pieces: Sequence[torch.Tensor] = full.split(space.sizes)
+            else:
+                chosen = list(range(len(running.outputs)))
+                pieces = rows.split([_num_rows(out.shape) for out in running.outputs])
+            for index, piece in zip(chosen, pieces):
+                gradients[index] += piece.view_as(gradients[index])
+        return gradients
+
+    def finish(self) -> None:
+        """Waits for the sends that are still on their way."""
+        for handles in self.sends.values():
+            for handle in handles:
+                handle.wait()
+
+
+def _num_rows(shape: Sequence[int]) -> int:
+    """Rows of a hidden state whose last dimension is its width."""
+    count = 1
+    for size in shape[:-1]:
+        count *= size
+    return count

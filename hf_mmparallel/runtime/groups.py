@@ -1,0 +1,78 @@
+"""Process groups, derived from the plan and made by all ranks in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..plan import ParallelPlan, SyncGroup
+
+
+def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
+    """Directed pairs of ranks between which a message can travel, in order."""
+    pairs: set[tuple[int, int]] = set()
+    for module in plan.modules.values():
+        for stages in module.replicas:
+            for before, after in zip(stages, stages[1:]):
+                pairs.update(_pairs(before.all_ranks, after.all_ranks))
+    for edge in plan.edges:
+        for source in plan.modules[edge.source].replicas:
+            for replica, stages in enumerate(plan.modules[edge.target].replicas):
+                for index in plan.edge_stages(edge, replica):
+                    pairs.update(_pairs(source[-1].all_ranks, stages[index].all_ranks))
+    return sorted(pairs)
+
+
+def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int]]:
+    """The pairs of one boundary, both ways: part `i` joins source `i mod a` and target `i`."""
+    result = set()
+    for index, target in enumerate(targets):
+        source = sources[index % len(sources)]
+        if source != target:
+            result.update({(source, target), (target, source)})
+    return result
+
+
+class ProcessGroups:
+    """
+    The groups that a rank uses. Creating one is collective: every rank of the world makes the same calls.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        sync (`Sequence[SyncGroup]`): The gradient sums.
+        device_type (`str`): `"cpu"` or `"cuda"`.
+    """
+
+    def __init__(self, plan: ParallelPlan, sync: Sequence[SyncGroup], device_type: str):
+        rank = dist.get_rank()
+        self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self.by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for module in plan.modules.values():
+            for _, _, stage in module.stages():
+                for row in stage.ranks:
+                    if len(row) > 1 and row not in self.tp_meshes:
+                        mesh = DeviceMesh(device_type, torch.tensor(row), mesh_dim_names=("tp",))
+                        self.tp_meshes[row] = mesh
+                        if rank in row:
+                            self.by_ranks[row] = mesh.get_group("tp")
+        for group in sync:
+            if group.ranks not in self.by_ranks:
+                made = dist.new_group(list(group.ranks))
+                if rank in group.ranks:
+                    self.by_ranks[group.ranks] = made
+        self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        if dist.get_backend() == "nccl":
+            for pair in talking_pairs(plan):
+                made = dist.new_group(list(pair))
+                if rank in pair:
+                    self.channels[pair] = made
+
+    def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
+        """The mesh of a row of tensor-parallel ranks, `None` for a single rank."""
+        return self.tp_meshes.get(ranks)
+
+    def tp_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return self.by_ranks.get(ranks) if len(ranks) > 1 else None

@@ -1,0 +1,141 @@
+"""Point-to-point messages: over `torch.distributed`, or inside one process for tests of whole programs."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Handle(Protocol):
+    """A started transfer."""
+
+    def wait(self) -> object: ...
+
+
+class Transport(Protocol):
+    """
+    Ordered channels between ranks: the n-th `recv` from a rank gets the n-th tensor that this rank sent here. Neither
+    call blocks; a received buffer is valid after `wait`, a sent tensor must not change before.
+    """
+
+    rank: int
+
+    def send(self, tensor: torch.Tensor, target: int) -> Handle: ...
+
+    def recv(self, buffer: torch.Tensor, source: int) -> Handle: ...
+
+
+class DistributedTransport:
+    """
+    Messages over `torch.distributed`.
+
+    Args:
+        groups (`dict[tuple[int, int], ProcessGroup]`, *optional*):
+            A group for each directed pair of ranks that talk, which backends that order all traffic of a group in one
+            stream (NCCL) need. Without it the default group carries everything; gloo orders each pair on its own.
+    """
+
+    def __init__(self, groups: dict[tuple[int, int], dist.ProcessGroup] | None = None):
+        self.rank = dist.get_rank()
+        self.groups = groups or {}
+        self._through_host = dist.get_backend() == "gloo"
+
+    def send(self, tensor: torch.Tensor, target: int) -> Handle:
+        if self._through_host:
+            tensor = tensor.cpu()
+        work = dist.isend(tensor, target, group=self.groups.get((self.rank, target)))
+        return _Sent(work, tensor)
+
+    def recv(self, buffer: torch.Tensor, source: int) -> Handle:
+        group = self.groups.get((source, self.rank))
+        if self._through_host and buffer.device.type != "cpu":
+            host = torch.empty(buffer.shape, dtype=buffer.dtype)
+            return _Copied(dist.irecv(host, source, group=group), host, buffer)
+        return dist.irecv(buffer, source, group=group)
+
+
+@dataclass
+class _Sent:
+    """Keeps the tensor of a send alive until it has left."""
+
+    work: Handle
+    tensor: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+
+
+@dataclass
+class _Copied:
+    """A receive into host memory that is copied to the device when it is waited for."""
+
+    work: Handle
+    host: torch.Tensor
+    buffer: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer.copy_(self.host)
+
+
+@dataclass
+class LoopbackWorld:
+    """The channels between ranks that are threads of one process."""
+
+    timeout_s: float = 20.0
+    channels: dict[tuple[int, int], queue.Queue] = field(default_factory=lambda: defaultdict(queue.Queue))
+    posted: dict[tuple[int, int], list[_Posted]] = field(default_factory=lambda: defaultdict(list))
+
+    def transport(self, rank: int) -> LoopbackTransport:
+        return LoopbackTransport(rank, self)
+
+
+class LoopbackTransport:
+    """The end of one rank in a [`LoopbackWorld`]; shapes are checked, which `torch.distributed` does not do."""
+
+    def __init__(self, rank: int, world: LoopbackWorld):
+        self.rank = rank
+        self.world = world
+
+    def send(self, tensor: torch.Tensor, target: int) -> Handle:
+        self.world.channels[self.rank, target].put(tensor.detach().clone())
+        return _Done()
+
+    def recv(self, buffer: torch.Tensor, source: int) -> Handle:
+        key = (source, self.rank)
+        posted = _Posted(buffer, self.world.channels[key], self.world.posted[key], self.world.timeout_s)
+        self.world.posted[key].append(posted)
+        return posted
+
+
+class _Done:
+    """A transfer that was finished when it was started."""
+
+    def wait(self) -> None:
+        pass
+
+
+class _Posted:
+    """A posted receive of a loopback channel; waiting for it first takes all that were posted before it."""
+
+    def __init__(self, buffer: torch.Tensor, channel: queue.Queue, posted: list[_Posted], timeout_s: float):
+        self.buffer = buffer
+        self.channel = channel
+        self.posted = posted
+        self.timeout_s = timeout_s
+        self.done = False
+
+    def wait(self) -> None:
+        while not self.done:
+            first = self.posted.pop(0)
+            tensor = self.channel.get(timeout=self.timeout_s)
+            assert tensor.shape == first.buffer.shape and tensor.dtype == first.buffer.dtype, (
+                f"sent {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(first.buffer.shape)} {first.buffer.dtype}"
+            )
+            first.buffer.copy_(tensor)
+            first.done = True
