@@ -1,0 +1,53 @@
+"""
+Multimodal parallel training for `transformers.Trainer`.
+
+Importing the package imports neither torch nor transformers; each public name loads its module on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .data import ChatCollator
+    from .modeling.composed import MultimodalConfig, MultimodalModel
+    from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
+    from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChatCollator",
+    "ModulePlugin",
+    "MultimodalConfig",
+    "MultimodalModel",
+    "MultimodalParallelPlugin",
+    "MultimodalParallelTrainer",
+    "MultimodalTrainingArguments",
+    "ParallelPlan",
+    "__version__",
+]
+
+_MODULE_OF = {
+    "ChatCollator": ".data",
+    "ModulePlugin": ".plan",
+    "MultimodalConfig": ".modeling.composed",
+    "MultimodalModel": ".modeling.composed",
+    "MultimodalParallelPlugin": ".plan",
+    "MultimodalParallelTrainer": ".trainer",
+    "MultimodalTrainingArguments": ".trainer",
+    "ParallelPlan": ".plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the module of a public name."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`. Public names: {', '.join(__all__)}.")
+    value = getattr(import_module(_MODULE_OF[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted(__all__)

@@ -1,0 +1,35 @@
+"""Order of the tiers, and what a tier needs."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the few cores of the machine
+
+TIERS = ("distributed", "slow", "gpu", "multi_gpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Runs the cheapest tier first and skips what has no device here."""
+    items.sort(key=_tier)
+    if any(_tier(item) >= TIERS.index("gpu") + 1 for item in items):
+        _skip_without_devices(items)
+
+
+def _tier(item: pytest.Item) -> int:
+    """0 for a plain test, else one more than the place of its last marker in `TIERS`."""
+    return max((place for place, name in enumerate(TIERS, 1) if item.get_closest_marker(name)), default=0)
+
+
+def _skip_without_devices(items: list[pytest.Item]) -> None:
+    """Marks the tests that need more CUDA devices than there are."""
+    import torch
+
+    found = torch.cuda.device_count()
+    for item in items:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1 if item.get_closest_marker("gpu") else 0
+        if needed > found:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {found}"))
