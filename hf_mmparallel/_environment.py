@@ -1,0 +1,11 @@
+"""The environment variables that the package reads; nothing else in it looks at the environment."""
+
+import os
+
+_WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_processes() -> tuple[int, str]:
+    """How many processes the launcher says it started, and the variable that says so; 1 without a launcher."""
+    counts = [(int(os.environ[name]), name) for name in _WORLD_SIZES if os.environ.get(name, "").isdigit()]
+    return max(counts, default=(1, ""), key=lambda pair: pair[0])

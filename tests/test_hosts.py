@@ -1,0 +1,100 @@
+"""Two hosts: separate networks, time limits, no traces, and a launch over both."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import TwoHosts, available
+
+_REASON = available()
+pytestmark = [pytest.mark.distributed, pytest.mark.skipif(_REASON is not None, reason=_REASON or "")]
+
+CONFIGS = Path(__file__).parent.parent / "examples" / "accelerate_configs"
+
+_ALL_REDUCE = """
+import torch
+import torch.distributed as dist
+from transformers import TrainingArguments
+
+args = TrainingArguments(output_dir="unused", use_cpu=True)
+value = torch.tensor([10.0 ** args.process_index])
+dist.all_reduce(value)
+place = f"rank {args.process_index} of {args.world_size}, local {args.local_process_index}"
+print(f"{place}: sum {value.item():g}\\n", end="", flush=True)  # one write: the ranks share the stream
+dist.destroy_process_group()  # a rank that exits with an open gloo group may abort
+"""
+
+_LISTEN = "import socket; s = socket.create_server(('127.0.0.1', 4321)); s.settimeout(3); s.accept()"
+_CONNECT = """
+import socket, sys, time
+for _ in range(10):
+    try:
+        socket.create_connection((sys.argv[1], 4321), timeout=0.2)
+        print("reached")
+        break
+    except OSError as error:
+        print(error)
+        time.sleep(0.1)
+"""
+
+
+def _names() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_hosts_see_each_other_and_have_a_loopback_each():
+    python = [sys.executable, "-c"]
+    with TwoHosts() as hosts:
+        assert hosts.addresses[0] != hosts.addresses[1]
+        listen = _LISTEN.replace("127.0.0.1", hosts.addresses[0])
+        over_cable = hosts.run([[*python, listen], [*python, _CONNECT, hosts.addresses[0]]], timeout=20)
+        assert "reached" in over_cable[1].output
+        over_loopback = hosts.run([[*python, _LISTEN], [*python, _CONNECT, "127.0.0.1"]], timeout=20)
+        assert "reached" not in over_loopback[1].output
+        assert "refused" in over_loopback[1].output
+
+
+def test_a_cut_cable_loses_what_is_sent():
+    python = [sys.executable, "-c"]
+    with TwoHosts() as hosts:
+        hosts.cut()
+        listen = _LISTEN.replace("127.0.0.1", hosts.addresses[0])
+        done = hosts.run([[*python, listen], [*python, _CONNECT, hosts.addresses[0]]], timeout=20)
+        assert "reached" not in done[1].output
+
+
+def test_what_runs_too_long_is_killed_with_its_children():
+    with TwoHosts() as hosts:
+        start = time.monotonic()
+        shell = ["bash", "-c", "echo begun; sleep 987 & sleep 987"]
+        done = hosts.run([shell, ["true"]], timeout=1)
+        assert time.monotonic() - start < 10
+        assert (done[0].returncode, done[0].output) == (-9, "begun\n")
+        assert done[1].returncode == 0
+    running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "sleep 987" not in running
+
+
+def test_nothing_stays_behind_when_the_body_raises():
+    with pytest.raises(KeyError), TwoHosts() as hosts:
+        assert hosts.names[0] in _names()
+        raise KeyError
+    assert hosts.names[0] not in _names()
+
+
+def test_accelerate_launches_over_both_hosts(tmp_path):
+    script = tmp_path / "all_reduce.py"
+    script.write_text(_ALL_REDUCE)
+    config = str(CONFIGS / "two_hosts_4cpu.yaml")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    with TwoHosts() as hosts:
+        launch += ["--main_process_ip", hosts.addresses[0], "--machine_rank"]
+        done = hosts.run([[*launch, str(host), str(script)] for host in range(2)], timeout=90)
+    for host, result in enumerate(done):
+        assert result.returncode == 0, result.output
+        lines = sorted(re.findall(r"rank \d.*", result.output))
+        assert lines == [f"rank {2 * host + local} of 4, local {local}: sum 1111" for local in range(2)]
