@@ -1,0 +1,47 @@
+"""The model's own loss as a sum over target tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+IGNORE_INDEX = -100
+
+
+def token_loss(
+    model: PreTrainedModel, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """
+    Sums the model's loss over target tokens, so that sums of microbatches and replicas add up.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The model whose `loss_function` is used.
+        logits (`torch.Tensor` of shape `[batch, sequence, vocabulary]`): The model's output.
+        labels (`torch.Tensor` of shape `[batch, sequence]`):
+            Token ids as in a batch (not shifted yet); `-100` is ignored.
+        label_smoothing (`float`, *optional*, defaults to 0.0): Weight of the uniform distribution in the target.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: The sum in float32 and the number of target tokens in int64, both scalars.
+    """
+    targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous().to(logits.device)
+    num_tokens = (targets != IGNORE_INDEX).sum()
+    if label_smoothing:
+        loss = _smoothed_loss(logits, targets, label_smoothing)
+    else:
+        loss = model.loss_function(
+            logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets, num_items_in_batch=1
+        )
+    return loss, num_tokens
+
+
+def _smoothed_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
+    """Sum over target tokens of `(1 - s)` times the cross entropy plus `s` times the mean over the vocabulary."""
+    return nn.functional.cross_entropy(
+        logits.float().reshape(-1, logits.shape[-1]),
+        targets.reshape(-1),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    ).to(torch.float32)

@@ -1,0 +1,289 @@
+"""What the modules of a model are and how they hang together, read off the model itself."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
+from .features import feature_specs
+
+ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}
+
+
+@dataclass(frozen=True)
+class ModulePart:
+    """
+    Where one module is in a model, and how its features are computed.
+
+    A model says this itself with a method `multimodal_parts() -> dict[str, ModulePart]` that names its encoders (the
+    language model is `get_decoder()` and all that no encoder claims); for other models [`module_parts`] finds out.
+
+    Args:
+        tower (`str`): Name of the submodule that holds the layers, in the whole model.
+        prefixes (`tuple[str, ...]`, *optional*):
+            Names of what else belongs to the module: projectors, single parameters.
+        features (`Mapping[str, Callable]`, *optional*):
+            Modality -> bound method that returns the encoder's output, whose `pooler_output` holds the projected
+            features in the order of the placeholder tokens. Empty for the language model.
+        inputs (`Mapping[str, tuple[str, ...]]`, *optional*):
+            Modality -> names of the batch's entries that the method takes; the first must be there for the modality
+            to be present. Read from the method's signature for modalities left out.
+        placeholders (`Mapping[str, int]`, *optional*): Modality -> id of its placeholder token in `input_ids`.
+    """
+
+    tower: str
+    prefixes: tuple[str, ...] = ()
+    features: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    placeholders: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return tuple(self.features)
+
+    def input_names(self, modality: str) -> tuple[str, ...]:
+        """Entries of a batch that the modality's features are computed from, the required one first."""
+        if modality in self.inputs:
+            return self.inputs[modality]
+        parameters = inspect.signature(inspect.unwrap(self.features[modality])).parameters.values()
+        return tuple(p.name for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD)
+
+
+def inside(name: str, prefix: str) -> bool:
+    """Whether `name` is `prefix` or something in it; everything is inside the empty prefix."""
+    return not prefix or name == prefix or name.startswith(prefix + ".")
+
+
+def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
+    """
+    The modules of a model: encoders first, the language model last.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): A model with a language-model head, with or without encoders.
+
+    Raises:
+        `ValueError`: If an encoder can't be found.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    decoder = model.get_decoder()
+    if hasattr(model, "multimodal_parts"):
+        parts = dict(model.multimodal_parts())
+    else:
+        parts = _discover_encoders(model, decoder, names)
+    claimed = [prefix for part in parts.values() for prefix in (part.tower, *part.prefixes)]
+    tower = names[id(decoder)]
+    rest = dict.fromkeys(
+        name
+        for name, _ in model.named_parameters()
+        if not inside(name, tower) and not any(inside(name, prefix) for prefix in claimed)
+    )
+    parts[LANGUAGE_MODEL] = parts.get(LANGUAGE_MODEL, ModulePart(tower, tuple(rest)))
+    return parts
+
+
+def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]) -> dict[str, ModulePart]:
+    """The encoders that the model's `get_{modality}_features` methods run."""
+    base = model.base_model
+    found: dict[str, dict[str, Any]] = {}
+    for modality, name in ENCODER_OF_MODALITY.items():
+        owner = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
+        token_id = _placeholder_token(model.config, modality)
+        if owner is None or token_id is None:
+            continue
+        tower = model.get_encoder(modality=modality)
+        if tower is model or tower is base or tower is decoder:
+            raise ValueError(
+                f"`{type(model).__name__}` has `get_{modality}_features`, but `get_encoder('{modality}')` finds no "
+                f"encoder. Give the model a method `multimodal_parts` that names it."
+            )
+        entry = found.setdefault(name, {"tower": names[id(tower)], "features": {}, "placeholders": {}, "owner": owner})
+        entry["features"][modality] = getattr(owner, f"get_{modality}_features")
+        entry["placeholders"][modality] = token_id
+    reserved = {id(decoder), *(id(model.get_submodule(entry["tower"])) for entry in found.values())}
+    claimed: set[str] = set()
+    for entry in found.values():
+        owner = entry.pop("owner")
+        prefixes = []
+        for attribute in sorted(_attributes_used(type(owner), [f.__func__ for f in entry["features"].values()])):
+            value = getattr(owner, attribute, None)
+            path = ".".join(filter(None, (names[id(owner)], attribute)))
+            if isinstance(value, (nn.Module, nn.Parameter)) and id(value) not in reserved and path not in claimed:
+                prefixes.append(path)
+                claimed.add(path)
+        entry["prefixes"] = tuple(prefixes)
+    return {name: ModulePart(**entry) for name, entry in found.items()}
+
+
+def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[str]:
+    """Attribute names in the code of methods of `cls` and of the methods of its model family that they call."""
+    pending, seen, used = list(functions), set(), set()
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        if function in seen or not isinstance(function, types.FunctionType):
+            continue
+        seen.add(function)
+        for name in _code_names(function.__code__):
+            used.add(name)
+            method = getattr(cls, name, None)
+            if callable(method) and not hasattr(PreTrainedModel, name):
+                pending.append(method)
+    return used
+
+
+def _code_names(code: types.CodeType) -> Iterator[str]:
+    """Names in a function's code, functions inside it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _code_names(constant)
+
+
+def _placeholder_token(config: Any, modality: str) -> int | None:
+    """Id of the token that stands for one feature row of the modality."""
+    return _setting(config, f"{modality}_token_id", f"{modality}_token_index")
+
+
+def _setting(config: Any, *names: str) -> Any:
+    """The first of the settings that a config has."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def find_stack(model: nn.Module, tower: str) -> str:
+    """
+    Name of the list of layers in `tower` that stages cut: the longest `ModuleList` that is not inside another one.
+
+    Raises:
+        `ValueError`: If there is no list.
+    """
+    best, most, outer = None, (-1, -1), []
+    for name, module in model.get_submodule(tower).named_modules():
+        if not isinstance(module, nn.ModuleList) or any(inside(name, prefix) for prefix in outer):
+            continue
+        outer.append(name)
+        size = (len(module), sum(parameter.numel() for parameter in module.parameters()))
+        if size > most:
+            best, most = name, size
+    if best is None:
+        raise ValueError(f"`{tower}` has no list of layers (`nn.ModuleList`). Use a model whose modules have one.")
+    return ".".join(filter(None, (tower, best)))
+
+
+def build_model_spec(model: PreTrainedModel) -> ModelSpec:
+    """
+    Describes a model's modules, layers, parameters and features for the planner.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]):
+            The whole model, on any device (`meta` too), with or without adapters.
+
+    Raises:
+        `ValueError`: If a module has no list of layers, or a parameter is shared in a way that can't be planned.
+
+    Example:
+
+    ```python
+    >>> spec = build_model_spec(LlavaForConditionalGeneration(config))
+    >>> list(spec.modules)
+    ['vision', 'language_model']
+    ```
+    """
+    parts = module_parts(model)
+    stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
+    places = _parameter_places(model, parts, stacks)
+    by_module: dict[str, list[ParameterSpec]] = {name: [] for name in parts}
+    for name, parameter in model.named_parameters():
+        module, layer = places[name]
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        by_module[module].append(
+            ParameterSpec(name, tuple(parameter.shape), layer, dtype, bool(parameter.requires_grad))
+        )
+    modules = {
+        name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
+    }
+    placeholders = {modality: token for part in parts.values() for modality, token in part.placeholders.items()}
+    return ModelSpec(modules, _tied(model, places), placeholders)
+
+
+def _parameter_places(
+    model: PreTrainedModel, parts: Mapping[str, ModulePart], stacks: Mapping[str, str]
+) -> dict[str, tuple[str, int]]:
+    """Every name of every parameter -> (module, layer) of that use."""
+    lengths = {name: len(model.get_submodule(stack)) for name, stack in stacks.items()}
+    base = next((name for name, module in model.named_modules() if module is model.base_model), "")
+    owners = [(prefix, name) for name, part in parts.items() for prefix in (part.tower, *part.prefixes)]
+    owners.sort(key=lambda entry: -len(entry[0]))
+    places: dict[str, tuple[str, int]] = {}
+    passed: set[str] = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        module = next((module for prefix, module in owners if inside(name, prefix)), LANGUAGE_MODEL)
+        stack = stacks[module]
+        if inside(name, stack):
+            passed.add(module)
+            layer = int(name[len(stack) + 1 :].split(".", 1)[0])
+        elif inside(name, parts[module].tower):
+            layer = lengths[module] if module in passed else -1
+        elif module == LANGUAGE_MODEL and base and inside(name, base):
+            layer = -1
+        else:
+            layer = lengths[module]
+        places[name] = (module, layer)
+    return places
+
+
+def _tied(model: PreTrainedModel, places: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
+    """First name of each parameter that is used at a second place -> that place."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    tied: dict[str, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = first[id(parameter)]
+        if places[name] == places[owner]:
+            continue
+        if tied.get(owner, places[name]) != places[name]:
+            raise ValueError(
+                f"`{owner}` is used at three places of the model, the last of which is `{name}`. Untie one of them."
+            )
+        tied[owner] = places[name]
+    return tied
+
+
+def _module_spec(
+    model: PreTrainedModel, name: str, part: ModulePart, stack: str, parameters: tuple[ParameterSpec, ...]
+) -> ModuleSpec:
+    tower = model.get_submodule(part.tower)
+    layers = model.get_submodule(stack)
+    config = getattr(tower, "config", model.config)
+    hidden_size = _hidden_size(layers[0], config)
+    num_heads = _setting(config, "num_attention_heads", "num_heads", "encoder_attention_heads") or 1
+    intermediate = _setting(config, "intermediate_size", "encoder_ffn_dim", "ffn_dim")
+    if intermediate is None:
+        intermediate = int(hidden_size * (_setting(config, "mlp_ratio") or 4))
+    features = feature_specs(part.modalities, config)
+    return ModuleSpec(
+        name=name,
+        stack=stack,
+        num_layers=len(layers),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=_setting(config, "num_key_value_heads") or num_heads,
+        intermediate_size=intermediate if isinstance(intermediate, int) else max(intermediate),
+        parameters=parameters,
+        features=features,
+        tower=part.tower,
+        inner_features=any(feature.index is not None for feature in features),
+    )
+
+
+def _hidden_size(layer: nn.Module, config: Any) -> int:
+    """Width of a layer's input: that of its first norm, else what the config says."""
+    for child in layer.children():
+        own = list(child.parameters())
+        if own and all(parameter.dim() == 1 for parameter in own):
+            return own[0].shape[0]
+    return _setting(config, "hidden_size", "embed_dim", "d_model")
