@@ -1,0 +1,219 @@
+"""Weights on the ranks that hold them, and nothing else."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from hf_mmparallel.modeling.hollow import is_hollow
+from hf_mmparallel.modeling.loading import build_on_meta, check_equal_models, load_owned
+from hf_mmparallel.modeling.spec import build_model_spec
+from hf_mmparallel.modeling.stages import prepare_stages
+from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
+from hf_mmparallel.plan import ModulePlugin, holdings, resolve_plan
+from tests.distributed import assert_ranks_raise, run_distributed
+
+
+def tiny_llava(tie: bool = False, seed: int = 0, hidden_size: int = 32) -> LlavaForConditionalGeneration:
+    torch.manual_seed(seed)
+    sizes = {"intermediate_size": 48, "num_attention_heads": 4}
+    return LlavaForConditionalGeneration(
+        LlavaConfig(
+            vision_config=CLIPVisionConfig(hidden_size=32, num_hidden_layers=2, image_size=16, patch_size=8, **sizes),
+            text_config=LlamaConfig(
+                hidden_size=hidden_size, num_hidden_layers=4, num_key_value_heads=2, vocab_size=54,
+                pad_token_id=0, tie_word_embeddings=tie, **sizes,
+            ),
+            image_token_id=52, vision_feature_layer=-1, tie_word_embeddings=tie,
+        )
+    )  # fmt: skip
+
+
+def layouts() -> dict[str, ModulePlugin]:
+    return {"vision": ModulePlugin(), "language_model": ModulePlugin(pp_size=2)}
+
+
+def pruned(model, rank: int):
+    """The model cut to one rank of three: the encoder, then two stages."""
+    spec = build_model_spec(model)
+    plan = resolve_plan(spec, layouts())
+    prepare_stages(model, spec, plan, rank)
+    owned = {name for name, holding in holdings(spec, plan).items() if holding.peers(rank)}
+    return spec, owned
+
+
+def check_rank(model, owned: set[str], full: dict[str, torch.Tensor]) -> None:
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        assert not tensor.is_meta, name
+    for name, parameter in model.named_parameters():
+        if name in owned:
+            torch.testing.assert_close(parameter.detach(), full[name], rtol=0, atol=0)
+        else:
+            assert is_hollow(parameter), name
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("original", [False, True])
+def test_owned_parameters_are_read(tmp_path, rank, tie, original):
+    reference = tiny_llava(tie)
+    reference.save_pretrained(tmp_path, save_original_format=original, max_shard_size="40KB")
+    keys = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert original == any(key.startswith("language_model.model") for key in keys)
+    model = build_on_meta(tmp_path)
+    assert type(model) is LlavaForConditionalGeneration
+    assert all(p.is_meta for p in model.parameters())
+    _, owned = pruned(model, rank)
+    load_owned(model, tmp_path)
+    check_rank(model, owned, dict(reference.named_parameters()))
+    if tie and rank == 2:
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_whole_model_equals_from_pretrained(tmp_path):
+    tiny_llava().to(torch.bfloat16).save_pretrained(tmp_path)
+    expected = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    model = build_on_meta(str(tmp_path))
+    model.get_parameter("model.multi_modal_projector.linear_1.weight").requires_grad_(False)
+    load_owned(model, tmp_path)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, expected.get_parameter(name))
+        assert parameter.requires_grad == ("linear_1.weight" not in name)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected.get_buffer(name)), name
+    assert build_on_meta(model) is model
+    assert build_on_meta(model.config).dtype == torch.bfloat16
+
+
+def test_fused_experts_are_converted(tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=3, vocab_size=20,
+    )  # fmt: skip
+    reference = MixtralForCausalLM(config)
+    reference.save_pretrained(tmp_path)
+    assert any(".experts.2." in key for key in load_file(tmp_path / "model.safetensors"))
+    model = build_on_meta(tmp_path)
+    load_owned(model, tmp_path)
+    assert all(torch.equal(p, reference.get_parameter(name)) for name, p in model.named_parameters())
+
+
+def test_adapters_are_initialised_and_the_base_is_read(tmp_path):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    reference = tiny_llava()
+    reference.save_pretrained(tmp_path)
+    models = []
+    for _ in range(2):
+        model = build_on_meta(tmp_path)
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
+        torch.manual_seed(len(models))  # the values do not depend on the state of the generator
+        load_owned(model, tmp_path)
+        models.append(dict(model.named_parameters()))
+    for name, parameter in models[0].items():
+        assert torch.equal(parameter, models[1][name])
+        if ".lora_B." in name:
+            assert not parameter.any()
+        elif ".lora_A." in name:
+            assert parameter.std() > 0.05
+        else:
+            assert torch.equal(parameter, reference.get_parameter(name.replace(".base_layer", "")))
+    drawn = [p for name, p in models[0].items() if ".lora_A." in name and "language_model" in name]
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_checkpoint_of_another_model(tmp_path):
+    other = tiny_llava(hidden_size=16)
+    other.save_pretrained(tmp_path / "shape")
+    model = build_on_meta(tiny_llava().config)
+    with pytest.raises(ValueError, match=r"another model: `.*` in `model.safetensors` has shape \(.*16.*"):
+        load_owned(model, tmp_path / "shape")
+    tiny_llava().save_pretrained(tmp_path / "key")
+    file = tmp_path / "key" / "model.safetensors"
+    state = load_file(file)
+    removed = next(key for key in state if "layers.1.mlp.up_proj" in key)
+    state.pop(removed)
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"none of its files has `model.language_model.layers.1.mlp.up_proj.weight`"):
+        load_owned(build_on_meta(tmp_path / "key"), tmp_path / "key")
+    with pytest.raises(ValueError, match="holds neither"):
+        load_owned(build_on_meta(tmp_path / "key"), tmp_path)
+
+
+_MEASURE = """
+import resource, sys, torch
+from hf_mmparallel.modeling.loading import build_on_meta, load_owned
+from tests.modeling.test_loading import pruned
+model = build_on_meta(sys.argv[1])
+pruned(model, 2)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+load_owned(model, sys.argv[1])
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+held = sum(p.untyped_storage().nbytes() for p in model.parameters())
+sys.stdout.write(f"{(after - before) * 1024} {held}")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_reads_its_share(tmp_path):
+    text = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8, vocab_size=64
+    )
+    config = LlavaConfig(vision_config=tiny_llava().config.vision_config, text_config=text, image_token_id=52)
+    whole = LlavaForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path)
+    total = sum(p.numel() * 4 for p in whole.parameters())
+    del whole
+    assert total > 250e6
+    result = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=100, check=True
+    )
+    grown, held = (int(value) for value in result.stdout.split())
+    assert 0.45 * total < held < 0.55 * total
+    assert grown < 1.25 * held  # pages of the mapped file that belong to other ranks never become resident
+
+
+def _load_sharded(folder: str) -> None:
+    reference = LlavaForConditionalGeneration.from_pretrained(folder)
+    model = build_on_meta(folder)
+    spec = build_model_spec(model)
+    mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
+    for module in spec.modules.values():
+        apply_module_tp(model, module, mesh, {p.name for p in module.parameters})
+    load_owned(model, folder)
+    for name, parameter in model.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(full, reference.get_parameter(name)), name
+
+
+@pytest.mark.distributed
+def test_shards_are_read(tmp_path):
+    tiny_llava().save_pretrained(tmp_path)
+    run_distributed(_load_sharded, 2, str(tmp_path))
+
+
+def _check_equal(differing: int | None) -> None:
+    model = tiny_llava()
+    if dist.get_rank() == differing:
+        with torch.no_grad():
+            model.lm_head.weight[3, 4] += 1e-6
+    check_equal_models(model)
+
+
+@pytest.mark.distributed
+def test_models_of_all_ranks_are_compared():
+    run_distributed(_check_equal, 3, None)
+    messages = assert_ranks_raise(
+        _check_equal, 3, 1, match=r"`lm_head.weight` is different on ranks \[0, 2\] than on rank 1"
+    )
+    assert len(set(messages)) == 1
