@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .spec import inside
 
@@ -63,6 +68,25 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -
     return args, {**kwargs, name: hidden}
 
 
+@cache
+def _returns_tuple(cls: type[nn.Module]) -> bool:
+    """Whether a layer's forward ends with a tuple (read off its code: return annotations are often wrong)."""
+    try:
+        source = inspect.getsource(inspect.unwrap(cls.forward))
+    except OSError:
+        return False
+    tree = ast.parse(textwrap.dedent(source))
+    tuples = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return any(isinstance(v, ast.Tuple) or (isinstance(v, ast.Name) and v.id in tuples) for v in returned)
+
+
 def _pass_through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hidden = hidden_of(args, kwargs)
     return (hidden,) if self.returns_tuple else hidden
@@ -81,8 +105,7 @@ def placeholder(layer: nn.Module) -> nn.Module:
     nn.Module.__init__(result)
     plain = set(result.__dict__)
     result.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in plain})
-    annotation = str(getattr(cls.forward, "__annotations__", {}).get("return", ""))
-    result.returns_tuple = annotation.startswith(("tuple", "Tuple", "typing.Tuple"))
+    result.returns_tuple = _returns_tuple(cls)
     result.is_placeholder = True
     result.train(layer.training)
     return result
@@ -104,10 +127,6 @@ def enable_checkpointing(model: nn.Module, tower: str, stack: str) -> None:
     Raises:
         `ValueError`: If the tower has no switch for it.
     """
-    from functools import partial
-
-    from torch.utils.checkpoint import checkpoint
-
     found = False
     recompute = partial(checkpoint, use_reentrant=False)
     for name, module in model.named_modules():
