@@ -1,0 +1,61 @@
+# `make demo` and `make test` set up `.venv` first; they need Python 3.11 with pip and a network.
+# Plain `pip install torch` is the CUDA build on some indexes; `make TORCH_INDEX=<index of CPU builds> test` avoids it.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+TORCH_VERSION ?= 2.13.0
+TORCH_INDEX ?=
+DEMO_OUT ?= out/digits
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: help venv demo test quick lint format bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
+
+venv: $(INSTALLED) ## the environment, nothing else
+
+$(INSTALLED): setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --progress-bar off "torch==$(TORCH_VERSION)" \
+	    $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[demo,dev]'
+	touch $@
+
+demo: $(INSTALLED) ## train the digits model on four CPU processes
+	$(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
+	    examples/train_digits_vlm.py --output_dir $(DEMO_OUT) $(DEMO_ARGS)
+
+test: lint ## all gates and all tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(INSTALLED) ## the tests that start no ranks
+	$(BIN)/python -m pytest -m "not distributed and not slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
+
+lint: $(INSTALLED) ## ruff, codespell, pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/pyright
+
+format: $(INSTALLED) ## rewrite the code as `make lint` wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## every benchmark of benchmarks/
+	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script"; done
+
+clean: ## the environment and what the tools left
+	rm -rf $(VENV) build dist out runs *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,147 @@
+"""The tree is the architecture: imports point down, and the pure levels stay pure."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "hf_mmparallel"
+NAME = "hf_mmparallel"
+
+LEVELS = {
+    "_environment": 0,
+    "plan": 0,
+    "kernels": 0,
+    "arrange": 1,
+    "cost": 1,
+    "schedule": 1,
+    "search": 2,
+    "data": 3,
+    "modeling": 3,
+    "runtime": 4,
+    "callbacks": 5,
+    "cli": 5,
+    "trainer": 5,
+}
+FORBIDDEN = {
+    "plan": ("torch", "transformers", "accelerate"),
+    "arrange": ("torch", "transformers", "accelerate"),
+    "cost": ("torch", "transformers", "accelerate"),
+    "schedule": ("torch", "transformers", "accelerate"),
+    "search": ("torch.distributed", "transformers", "accelerate"),
+}
+
+
+def imports_of(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of every import of a file, those inside functions included."""
+    parts = (root.name, *path.relative_to(root).with_suffix("").parts)
+    package = parts[:-1]  # of `__init__.py`, too: its own name is dropped
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def edges(root: Path) -> Iterator[tuple[str, str, str]]:
+    """Where, from which part of the package, and what each import takes; the package's own `__init__` is left out."""
+    for path in sorted(root.rglob("*.py")):
+        source = path.relative_to(root).parts[0].removesuffix(".py")
+        if source != "__init__":
+            yield from ((f"{path.relative_to(root)}:{line}", source, name) for line, name in imports_of(path, root))
+
+
+def violations(root: Path) -> list[str]:
+    """Every import that points up, and every impure import of a pure level."""
+    found = []
+    for where, source, name in edges(root):
+        if source not in LEVELS:
+            found.append(f"{where}: `{source}` has no level; give it one in LEVELS")
+            continue
+        for forbidden in FORBIDDEN.get(source, ()):
+            if f"{name}.".startswith(f"{forbidden}."):
+                found.append(f"{where}: `{source}` is pure and may not import `{name}`")
+        target = name.split(".")[1] if name.startswith(f"{root.name}.") else None
+        if target in LEVELS and LEVELS[target] > LEVELS[source]:
+            found.append(f"{where}: `{source}` may not import `{target}`, which is above it")
+    return found
+
+
+def cycle(root: Path) -> list[str] | None:
+    """Parts of the package that import each other, or `None`."""
+    graph: dict[str, set[str]] = {}
+    for _, source, name in edges(root):
+        target = name.split(".")[1] if name.startswith(f"{root.name}.") else None
+        if target in LEVELS and target != source:
+            graph.setdefault(source, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_imports_point_down():
+    assert violations(PACKAGE) == []
+
+
+def test_no_two_parts_import_each_other():
+    assert cycle(PACKAGE) is None
+
+
+def _tree(folder: Path, files: dict[str, str]) -> Path:
+    root = folder / NAME
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "complaint"),
+    [
+        ("plan/a.py", "from ..runtime import engine", "may not import `runtime`"),
+        ("plan/__init__.py", "from hf_mmparallel.trainer import x", "may not import `trainer`"),
+        ("modeling/b/c.py", "def f():\n    from ...runtime.groups import g", "may not import `runtime`"),
+        ("schedule/a.py", "from .. import cli", "may not import `cli`"),
+        ("cost/a.py", "def f():\n    import torch.distributed as dist", "may not import `torch.distributed`"),
+        ("search/a.py", "from torch import distributed", "may not import `torch.distributed`"),
+        ("arrange/a.py", "from transformers import Trainer", "may not import `transformers.Trainer`"),
+        ("novel/a.py", "import os", "has no level"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path, file, line, complaint):
+    (found,) = violations(_tree(tmp_path, {file: line}))
+    assert found.startswith(file) and complaint in found
+
+
+def test_allowed_imports_pass(tmp_path):
+    files = {
+        "plan/a.py": "import yaml\nfrom . import b\nfrom .b import c",
+        "search/a.py": "import torch\nfrom ..cost import x\nfrom .. import _environment",
+        "trainer/a.py": "from ..callbacks import x\nimport hf_mmparallel.runtime.engine",
+    }
+    assert violations(_tree(tmp_path, files)) == []
+    assert cycle(_tree(tmp_path, files)) is None
+
+
+def test_a_cycle_is_found(tmp_path):
+    files = {"data/a.py": "from ..modeling import x", "modeling/a.py": "from ..data import y"}
+    assert set(cycle(_tree(tmp_path, files)) or ()) == {"data", "modeling"}
+
+
+@pytest.mark.parametrize("name", [NAME, *(f"{NAME}.{part}" for part in FORBIDDEN if (PACKAGE / part).is_dir())])
+def test_importing_loads_no_heavy_package(name):
+    heavy = ["transformers", "triton", "accelerate", "torch.distributed"]
+    heavy += [] if name.endswith(".search") else ["torch"]
+    code = f"import sys, {name}; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
