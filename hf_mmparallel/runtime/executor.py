@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..plan import FeatureSpec, ModelSpec, ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, StepPlan
 from ..schedule.actions import Message, Program, Task
 from ..schedule.graph import GradientFlow
 from .boundary import RowSpace, part_size, parts
@@ -77,6 +77,7 @@ class Executor:
         loss_function (`Callable`): (logits, labels) -> (sum over target tokens, number of target tokens).
         count_rows (`Callable`): (inputs, spec) -> modality -> rows of each sample.
         device (`torch.device`): Where stages compute.
+        wire_dtype (`torch.dtype`): Of hidden states, features and their gradients between ranks.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Executor:
         loss_function: LossFunction,
         count_rows: Callable[[Mapping[str, Any], ModelSpec], dict[str, list[int]]],
         device: torch.device,
+        wire_dtype: torch.dtype,
     ):
         self.plan = plan
         self.spec = spec
@@ -99,6 +101,7 @@ class Executor:
         self.loss_function = loss_function
         self.count_rows = count_rows
         self.device = device
+        self.wire_dtype = wire_dtype
         self.flow = GradientFlow(plan)
         self.on_sync: Callable[[int], None] = lambda index: None
         self.before_forward: Callable[[Task], None] = lambda task: None
@@ -122,27 +125,51 @@ class Executor:
             training (`bool`): Whether gradients are computed.
         """
         run = _Step(self, step, batches, training)
-        start = time.perf_counter()
-        for action in program.actions.get(self.rank, ()):
+        clock = _Clock(self.device)
+        actions = program.actions.get(self.rank, ())
+        last_send = {action.message.source: action for action in actions if action.op == "send"}
+        marks = []
+        for action in actions:
             if action.op == "sync":
-                self.on_sync(action.group)
+                self.on_sync(action.index)
             elif action.op == "send":
                 run.send(action.message)
+                if last_send[action.message.source] is action:
+                    run.release(action.message.source)
             elif action.op == "recv":
                 run.receive(action.message)
             else:
-                began = time.perf_counter()
                 run.wait(action.task)
-                ready = time.perf_counter()
+                ready = clock.mark()
                 run.compute(action.task)
-                if self.device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
-                end = time.perf_counter()
-                assert began <= ready
-                run.result.timeline.append(TimedTask(action.task, 1e3 * (ready - start), 1e3 * (end - start)))
+                marks.append((action.task, ready, clock.mark()))
         run.finish()
-        run.result.duration_ms = 1e3 * (time.perf_counter() - start)
+        end = clock.mark()
+        run.result.timeline = [TimedTask(task, clock.ms(ready), clock.ms(done)) for task, ready, done in marks]
+        run.result.duration_ms = clock.ms(end)
         return run.result
+
+
+class _Clock:
+    """Marks of time: the host's clock, or events on the stream where work is queued ahead of the device."""
+
+    def __init__(self, device: torch.device):
+        self.on_device = device.type == "cuda"
+        self.start = self.mark()
+
+    def mark(self) -> Any:
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, mark: Any) -> float:
+        """Milliseconds from the start to a mark."""
+        if not self.on_device:
+            return 1e3 * (mark - self.start)
+        mark.synchronize()
+        return self.start.elapsed_time(mark)
 
 
 class _Step:
@@ -215,16 +242,17 @@ class _Step:
     def batch(self, task: Task) -> Mapping[str, Any]:
         return self.batches[task.module, task.replica, task.microbatch, task.chunk]
 
-    @staticmethod
-    def is_boundary(message: Message) -> bool:
-        return message.source.module != message.target.module
+    def is_last(self, task: Task) -> bool:
+        """Whether the task's stage ends in the logits."""
+        replica = self.plan.modules[task.module].replicas[task.replica]
+        return task.module == LANGUAGE_MODEL and task.stage == len(replica) - 1
 
     # Receiving
 
     def receive(self, message: Message) -> None:
         """Posts the receives of this rank's parts of a message."""
         task = message.target
-        if self.is_boundary(message):
+        if message.crosses_boundary:
             num_rows = self.space(message, task).count(self.shared_slots(message))
             width = self.spec.language_model.hidden_size
         elif message.kind == "act":
@@ -237,17 +265,12 @@ class _Step:
         encoder, taker = self.ends(message)
         for part in parts(num_rows, self.grid(encoder), self.grid(taker)):
             source, target = (part.source, part.target) if message.kind == "act" else (part.target, part.source)
-            if target != self.rank:
+            if target != self.rank or source == self.rank:
                 continue
-            if source == self.rank:
-                continue
-            buffer = torch.empty(part.num_rows, width, dtype=self.wire_dtype(task), device=self.executor.device)
+            buffer = torch.empty(part.num_rows, width, dtype=self.executor.wire_dtype, device=self.executor.device)
             incoming.buffers[part.index] = buffer
             incoming.handles.append(self.executor.transport.recv(buffer, source))
         self.incoming.setdefault(task, {})[message] = incoming
-
-    def wire_dtype(self, task: Task) -> torch.dtype:
-        return self.executor.stages[task.module, task.replica, task.stage].input_dtype
 
     def wait(self, task: Task) -> None:
         """Waits for all that a task takes."""
@@ -275,7 +298,7 @@ class _Step:
         size = part_size(incoming.num_rows, len(grid))
         own = mine[0][1] if mine else None
         width = own.shape[-1] if own is not None else self.message_width(message)
-        padded = torch.zeros(size, width, dtype=self.wire_dtype(message.target), device=self.executor.device)
+        padded = torch.zeros(size, width, dtype=self.executor.wire_dtype, device=self.executor.device)
         if own is not None:
             padded[: own.shape[0]] = own
         full = torch.empty(size * len(grid), width, dtype=padded.dtype, device=padded.device)
@@ -283,7 +306,7 @@ class _Step:
         return full[: incoming.num_rows]
 
     def message_width(self, message: Message) -> int:
-        if self.is_boundary(message):
+        if message.crosses_boundary:
             return self.spec.language_model.hidden_size
         return self.shapes(message.target)[0][-1]
 
@@ -310,18 +333,19 @@ class _Step:
         task = message.source
         if message.kind == "act":
             outputs = self.running[task.key].outputs
-            if not self.is_boundary(message):
-                rows = torch.cat([out.detach().reshape(-1, out.shape[-1]) for out in outputs])
+            if not message.crosses_boundary:
+                pieces = [out.detach().reshape(-1, out.shape[-1]) for out in outputs]
+                rows = torch.cat(pieces) if pieces else torch.zeros(0, 0)
             else:
                 rows = torch.cat([outputs[index].detach() for index, _ in self.features(message)])
         else:
-            name = message.target.module if self.is_boundary(message) else "hidden"
+            name = message.target.module if message.crosses_boundary else "hidden"
             rows = self.gradients[task.key][name]
-        if self.is_boundary(message):
+        if message.crosses_boundary:
             slots = self.shared_slots(message)
             if list(self.slots(task)) != slots:
                 rows = rows[self.space(message, task).positions(slots).to(rows.device)]
-        return rows.to(self.wire_dtype(task))
+        return rows.to(self.executor.wire_dtype)
 
     # Computing
 
@@ -340,12 +364,11 @@ class _Step:
         leaves: dict[str, torch.Tensor] = {}
         hidden = None
         if task.stage > 0:
-            (message,) = (m for m in incoming if not self.is_boundary(m))
+            (message,) = (m for m in incoming if not m.crosses_boundary)
             rows = self.gathered(message, incoming[message])
-            before = (task.module, task.replica, task.stage - 1)
             hidden = []
             if rows is not None:
-                rows.requires_grad_(needs_graph and flow.output_needs_grad(*before))
+                rows.requires_grad_(needs_graph and flow.hidden_needs_grad(*key))
                 leaves["hidden"] = rows
                 shapes = self.shapes(task)
                 pieces = rows.split([_num_rows(shape) for shape in shapes])
@@ -355,9 +378,9 @@ class _Step:
         stage = self.executor.stages[key]
         with torch.set_grad_enabled(needs_graph):
             outputs = stage(self.batch(task), hidden, features)
-            if stage.is_last_of_model:
+            if self.is_last(task):
                 outputs = self.loss(task, outputs)
-        self.running[task.key] = _Running(outputs if outputs else [], leaves)
+        self.running[task.key] = _Running(outputs, leaves)
 
     def features_of(
         self, task: Task, incoming: Mapping[Message, _Incoming], leaves: dict[str, torch.Tensor], needs_graph: bool
@@ -366,14 +389,14 @@ class _Step:
         result: dict[str, list[torch.Tensor | None]] = {}
         by_encoder: dict[str, list[Message]] = {}
         for message in incoming:
-            if self.is_boundary(message):
+            if message.crosses_boundary:
                 by_encoder.setdefault(message.source.module, []).append(message)
         for encoder, messages in by_encoder.items():
             space = self.space(messages[0], task)
             leaf = torch.zeros(
                 space.num_rows,
                 self.spec.language_model.hidden_size,
-                dtype=self.wire_dtype(task),
+                dtype=self.executor.wire_dtype,
                 device=self.executor.device,
             )
             for message in messages:
@@ -406,7 +429,7 @@ class _Step:
         """Runs the backward of a chunk's forward and keeps the gradients of what it received."""
         running = self.running.pop(task.key)
         incoming = self.incoming.pop(task, {})
-        if self.executor.stages[task.module, task.replica, task.stage].is_last_of_model:
+        if self.is_last(task):
             torch.autograd.backward(running.outputs)
         else:
             gradients = self.output_gradients(task, running, incoming)
@@ -432,12 +455,12 @@ class _Step:
                 continue
             size = part_size(arrived.num_rows, len(self.grid(message.source)))
             width = running.outputs[0].shape[-1]
-            rows = torch.zeros(arrived.num_rows, width, dtype=self.wire_dtype(task), device=self.executor.device)
+            rows = torch.zeros(arrived.num_rows, width, dtype=self.executor.wire_dtype, device=self.executor.device)
             for index, part in self.taken(message, arrived):
                 rows[index * size : index * size + part.shape[0]] = part
             if len(grid) > 1:
                 dist.all_reduce(rows, group=self.executor.tp_groups[grid])
-            if self.is_boundary(message):
+            if message.crosses_boundary:
                 chosen = [index for index, _ in self.features(message)]
                 space = self.space(message, task)
                 full = torch.zeros(space.num_rows, width, dtype=rows.dtype, device=rows.device)
@@ -449,6 +472,13 @@ class _Step:
             for index, piece in zip(chosen, pieces):
                 gradients[index] += piece.view_as(gradients[index])
         return gradients
+
+    def release(self, task: Task) -> None:
+        """Frees what a task held for its messages, once the last one is on its way."""
+        if task.kind == "bwd":
+            del self.gradients[task.key]
+        elif not (self.training and self.executor.flow.has_backward(task.module, task.replica, task.stage)):
+            del self.running[task.key]
 
     def finish(self) -> None:
         """Waits for the sends that are still on their way."""

@@ -1,0 +1,52 @@
+"""The sampler's own order: consecutive samples make up a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan
+from ..plan.step_plan import Slots
+
+
+def num_microbatches(num_samples: int, microbatch_size: int, dp_size: int) -> int:
+    """Microbatches of each language-model replica for a batch of `num_samples`."""
+    return max(1, -(-num_samples // (microbatch_size * dp_size)))
+
+
+def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size: int, epoch: int = 0) -> StepPlan:
+    """
+    Cuts a global batch into consecutive microbatches of `microbatch_size` samples.
+
+    Microbatch `b` goes to language-model replica `b mod dp`; the last ones may be smaller or empty. The samples that
+    all replicas take at the same place are shared evenly among the replicas of each encoder.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+        epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
+    """
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    count = num_microbatches(len(samples), microbatch_size, dp_size)
+    language: list[list[Slots]] = [[() for _ in range(count)] for _ in range(dp_size)]
+    for block, start in enumerate(range(0, len(samples), microbatch_size)):
+        stop = min(start + microbatch_size, len(samples))
+        language[block % dp_size][block // dp_size] = tuple(range(start, stop))
+    microbatches: dict[str, tuple[tuple[Slots, ...], ...]] = {}
+    for name, module in plan.modules.items():
+        if name == LANGUAGE_MODEL:
+            microbatches[name] = tuple(tuple(replica) for replica in language)
+            continue
+        by_index = [[slot for replica in language for slot in replica[index]] for index in range(count)]
+        microbatches[name] = tuple(
+            tuple(_share(slots, replica, module.dp_size) for slots in by_index) for replica in range(module.dp_size)
+        )
+    targets: dict[str, tuple[str, ...]] = {}
+    for edge in plan.edges:
+        targets[edge.source] = (*targets.get(edge.source, ()), edge.target)
+    return StepPlan(tuple(samples), microbatches, targets, epoch)
+
+
+def _share(slots: Sequence[int], index: int, count: int) -> Slots:
+    """Consecutive part `index` of `count` nearly equal ones."""
+    return tuple(slots[index * len(slots) // count : (index + 1) * len(slots) // count])

@@ -1,0 +1,224 @@
+"""A model under a plan on this rank: what the Trainer holds in place of a wrapped model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..data.loader import StepBatch, keys_of_rank, stable_seed
+from ..modeling import count_rows, prepare_stages, token_loss
+from ..modeling.tensor_parallel import apply_module_tp
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, holdings, sync_groups
+from ..schedule import Program, Task, build_program
+from .executor import Executor, StepResult
+from .failure import disagreement
+from .gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
+from .groups import ProcessGroups
+from .transport import DistributedTransport, Transport
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """
+    Sums over all ranks of one step.
+
+    Args:
+        loss (`float`): Sum over the target tokens of the global batch.
+        num_targets (`int`): Target tokens.
+        num_tokens (`int`): Input tokens with padding.
+        num_real_tokens (`int`): Input tokens without padding.
+    """
+
+    loss: float
+    num_targets: int
+    num_tokens: int
+    num_real_tokens: int
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(self.num_targets, 1)
+
+
+class ParallelEngine(nn.Module):
+    """
+    Prepares this rank's part of a model and runs steps on it.
+
+    The model is pruned in place: what other ranks hold loses its memory, names stay those of the whole model.
+
+    Args:
+        model (`PreTrainedModel`): The whole model; owned weights may still be on the meta device when `load` is given.
+        spec (`ModelSpec`): Its description.
+        plan (`ParallelPlan`): The plan.
+        device (`torch.device`): Where this rank computes.
+        label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
+        seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
+        load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
+        transport (`Transport`, *optional*): Carries messages; over `torch.distributed` when left out.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        spec: ModelSpec,
+        plan: ParallelPlan,
+        device: torch.device,
+        label_smoothing: float = 0.0,
+        seed: int = 0,
+        load: Callable[[PreTrainedModel], None] | None = None,
+        transport: Transport | None = None,
+    ):
+        super().__init__()
+        self.spec = spec
+        self.plan = plan
+        self.device = device
+        self.seed = seed
+        self.rank = dist.get_rank()
+        self.sync_groups = sync_groups(spec, plan)
+        self.holdings = holdings(spec, plan)
+        self.groups = ProcessGroups(plan, self.sync_groups, device.type)
+        self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
+        self.stages = prepare_stages(model, spec, plan, self.rank, device)
+        if load is not None:
+            load(model)
+        self.module = model.to(device)
+        self._shard_layers()
+        self.executor = Executor(
+            plan,
+            spec,
+            self.stages,
+            transport or DistributedTransport(self.groups.channels),
+            self.groups.by_ranks,
+            lambda logits, labels: token_loss(model, logits, labels, label_smoothing),
+            count_rows,
+            device,
+            _wire_dtype(spec),
+        )
+        self.executor.before_forward = self._seed_task
+        named = dict(self.module.named_parameters())
+        self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks)
+        self.executor.on_sync = self.sync.start
+        self.trained = [p for p in named.values() if p.requires_grad]
+        self.counted = [
+            named[name]
+            for name, holding in self.holdings.items()
+            if name in named and named[name].requires_grad and self._counts(named[name], holding.ranks)
+        ]
+        self.step_index = 0
+        self.last_result: StepResult | None = None
+        self.current_step: StepPlan | None = None
+        self._programs: dict[tuple, Program] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            "A model under a plan has no forward of its own, each rank holds a part. Use `trainer.gather_model()` on "
+            "all ranks for a whole model."
+        )
+
+    def _shard_layers(self) -> None:
+        """Applies tensor parallelism to the stages of this rank."""
+        for (module, replica, index), stage in self.stages.items():
+            ranks = self.plan.stage(module, replica, index).ranks[0]
+            mesh = self.groups.tp_mesh(ranks)
+            if mesh is not None:
+                owned = {name for name, holding in self.holdings.items() if (module, replica, index) in holding.stages}
+                apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
+
+    def _counts(self, parameter: nn.Parameter, ranks: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether this rank is the one that counts a parameter, or its shard of it, in the norm."""
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements):
+            return any(group[0] == self.rank for group in ranks)
+        return ranks[0][0] == self.rank
+
+    def _seed_task(self, task: Task) -> None:
+        """Gives dropout a seed that depends on the step and the task, and is equal on its tensor-parallel ranks."""
+        if self.module.training:
+            seed = stable_seed(self.seed, self.step_index, task.key)
+            torch.manual_seed(seed)
+
+    def keys(self, step: StepPlan) -> Mapping[tuple[str, int, int, int], tuple[int, ...]]:
+        """The chunks that this rank works on."""
+        return keys_of_rank(self.plan, step, self.rank)
+
+    def program(self, step: StepPlan, training: bool) -> Program:
+        """The program of a step; steps of equal structure share one."""
+        key = (training, step.structure)
+        if key not in self._programs:
+            self._programs[key] = build_program(self.plan, step, self.sync_groups, training=training)
+        return self._programs[key]
+
+    def train_step(self, batch: StepBatch, step_index: int) -> StepTotals:
+        """
+        Computes the gradient of the mean loss over the target tokens of a global batch, summed over all replicas.
+
+        Args:
+            batch (`StepBatch`): The inputs of this rank, on its device.
+            step_index (`int`): Number of the optimizer step.
+        """
+        self.step_index = step_index
+        self.current_step = batch.step
+        self.module.train()
+        program = self.program(batch.step, training=True)
+        result = self.executor.run(program, batch.step, batch.batches, training=True)
+        self.sync.finish()
+        self.last_result = result
+        totals = self._totals(result, batch)
+        scale_gradients(self.trained, 1.0 / max(totals.num_targets, 1))
+        return totals
+
+    @torch.no_grad()
+    def evaluate_step(self, batch: StepBatch) -> StepResult:
+        """Runs the forwards of a batch."""
+        self.module.eval()
+        self.current_step = batch.step
+        program = self.program(batch.step, training=False)
+        return self.executor.run(program, batch.step, batch.batches, training=False)
+
+    def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
+        """Sums a step's numbers over the ranks, and checks that all ranks ran the same step."""
+        numbers = torch.zeros(4, dtype=torch.float64)
+        for task, (loss, count) in result.losses.items():
+            if self.plan.stage(task.module, task.replica, task.stage).all_ranks[0] == self.rank:
+                numbers[0] += loss.double().cpu()
+                numbers[1] += float(count)
+        for (module, replica, _, _), inputs in batch.batches.items():
+            if module == LANGUAGE_MODEL and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
+                ids = inputs["input_ids"]
+                numbers[2] += ids.numel()
+                mask = inputs.get("attention_mask")
+                numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
+        check = stable_seed(batch.step.samples, batch.step.microbatches) % 2**20
+        numbers = torch.cat([numbers, torch.tensor([check, check**2], dtype=torch.float64)]).to(self.device)
+        dist.all_reduce(numbers)
+        loss, targets, tokens, real, first, second = numbers.tolist()
+        world = dist.get_world_size()
+        if (first, second) != (check * world, check**2 * world):
+            raise RuntimeError(disagreement(check))
+        return StepTotals(loss, int(targets), int(tokens), int(real))
+
+    def gradient_norm(self) -> torch.Tensor:
+        """The 2-norm of the gradient over all modules."""
+        return gradient_norm(self.counted, self.device)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clips the gradient by its norm over all modules and returns the norm before."""
+        norm = self.gradient_norm()
+        clip_gradients(self.trained, norm, max_norm)
+        return norm
+
+
+def _wire_dtype(spec: ModelSpec) -> torch.dtype:
+    """The widest floating-point type of the model's parameters."""
+    dtypes = {getattr(torch, p.dtype) for module in spec.modules.values() for p in module.parameters}
+    result = torch.bfloat16
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            result = torch.promote_types(result, dtype) if result != dtype else dtype
+    return result

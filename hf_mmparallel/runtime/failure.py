@@ -1,0 +1,47 @@
+"""One rank's failure becomes the same sentence on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+_KEY = "hf_mmparallel/failure"
+
+
+class RemoteRankError(RuntimeError):
+    """Another rank failed; the message says which and why."""
+
+
+def disagreement(check: int) -> str:
+    """The table of ranks that do not run the same step. Collective."""
+    values: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, check)
+    rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+    return (
+        f"The ranks drew different global batches (checksums: {rows}). The dataset must have the same length and order "
+        "on all ranks, and `data_seed` the same value."
+    )
+
+
+@contextlib.contextmanager
+def shared_failure() -> Iterator[None]:
+    """
+    Publishes the first exception inside the block in the store of the process group, so that ranks that stop because
+    their peer is gone say why it is gone.
+
+    Raises:
+        [`RemoteRankError`]: In place of a lost connection, when another rank has published its failure.
+    """
+    try:
+        yield
+    except Exception as error:
+        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+        if store is None:
+            raise
+        message = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        first = store.compare_set(_KEY, "", message).decode()
+        if first != message and isinstance(error, RuntimeError):
+            raise RemoteRankError(f"Another rank failed first: {first}") from error
+        raise

@@ -1,0 +1,70 @@
+"""`TrainingArguments` with a layout for each module."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from ..plan import MultimodalParallelPlugin
+
+
+@dataclass
+class MultimodalTrainingArguments(TrainingArguments):
+    """
+    The arguments of [`MultimodalParallelTrainer`]: those of `transformers.TrainingArguments`, and:
+
+    Args:
+        parallel (`dict` or `str`, *optional*):
+            The layout: a dict of [`ModulePlugin`] by module, a [`MultimodalParallelPlugin`], the path of a YAML or
+            JSON file, or a JSON string. Without it the stock Trainer runs.
+        global_batch_size (`int`, *optional*):
+            Samples of an optimizer step, whatever the layout. By default `per_device_train_batch_size *
+            gradient_accumulation_steps`, times the copies of the language model.
+    """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel"]
+
+    parallel: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Layout of each module: a dict of module settings, the path of a YAML or JSON file, or a JSON "
+            'string such as \'{"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}\'.'
+        },
+    )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Samples of an optimizer step, whatever the layout. By default per_device_train_batch_size x "
+            "gradient_accumulation_steps x the copies of the language model."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.parallel is not None:
+            self.parallel = _plain(MultimodalParallelPlugin.from_any(self.parallel).to_dict())
+            json.dumps(self.parallel)
+        if self.global_batch_size is not None and self.global_batch_size < 1:
+            raise ValueError(f"`global_batch_size={self.global_batch_size}` must be at least 1.")
+
+    @property
+    def plugin(self) -> MultimodalParallelPlugin | None:
+        """The layout as a plugin."""
+        return None if self.parallel is None else MultimodalParallelPlugin.from_any(self.parallel)
+
+
+def _plain(value: Any) -> Any:
+    """Sets, tuples, paths and string enumerations as what JSON holds."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(_plain(item) for item in value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.value if hasattr(value, "value") else value

@@ -1,0 +1,175 @@
+"""From a model and the arguments to an engine: settings of modules, the plan, this rank's part."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.logging import get_logger
+from transformers import PreTrainedModel
+
+from ..arrange import num_microbatches
+from ..modeling import build_model_spec
+from ..modeling.adapters import add_adapters
+from ..modeling.loading import build_on_meta, check_equal_models, load_owned
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, plan_for_model
+from ..plan.plugin import reject_unknown_keys
+from ..runtime.engine import ParallelEngine
+from .arguments import MultimodalTrainingArguments
+
+logger = get_logger(__name__)
+
+
+def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool:
+    """Whether all sizes are 1 on one process, which is the stock Trainer."""
+    return world_size == 1 and plugin.plan is None and all(m.num_ranks == 1 for m in plugin.modules.values())
+
+
+def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
+    """Applies attention functions, adapters and frozen parameters to the whole model, in place."""
+    spec = build_model_spec(model)
+    reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
+    _set_attention(model, spec, plugin.modules)
+    adapters = {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
+    if adapters:
+        add_adapters(model, spec, adapters)
+        spec = build_model_spec(model)
+    parameters = dict(model.named_parameters())
+    for name, module in plugin.modules.items():
+        for parameter in spec.modules[name].with_frozen(module.freeze).parameters:
+            if not parameter.trainable:
+                parameters[parameter.name].requires_grad_(False)
+    return build_model_spec(model)
+
+
+def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, ModulePlugin]) -> None:
+    """Sets the attention function of each module's own config."""
+    chosen = {}
+    for name, plugin in plugins.items():
+        if plugin.attn_implementation is None:
+            continue
+        config = model.get_submodule(spec.modules[name].tower).config
+        keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is config]
+        chosen[keys[0] if keys else ""] = plugin.attn_implementation
+    if chosen:
+        model.set_attn_implementation(chosen)
+
+
+def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin) -> None:
+    """Turns on activation checkpointing for the modules that ask for it, on one process."""
+    for name, module in plugin.modules.items():
+        if module.activation_checkpointing:
+            tower = model.get_submodule(spec.modules[name].tower)
+            tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def resolve_batch(args: MultimodalTrainingArguments, dp_size: int) -> int:
+    """
+    Samples of a global batch.
+
+    Raises:
+        `ValueError`: If `global_batch_size` and the arguments of HF contradict each other.
+    """
+    derived = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
+    if args.global_batch_size is None:
+        return derived
+    if args.gradient_accumulation_steps > 1 and derived != args.global_batch_size:
+        raise ValueError(
+            f"`global_batch_size={args.global_batch_size}` contradicts `per_device_train_batch_size="
+            f"{args.per_device_train_batch_size}` x `gradient_accumulation_steps={args.gradient_accumulation_steps}` x "
+            f"{dp_size} copies = {derived}. Leave `gradient_accumulation_steps` out; microbatches follow from the rest."
+        )
+    return args.global_batch_size
+
+
+def single_process_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingArguments:
+    """The arguments of the stock Trainer for the same global batch."""
+    if args.global_batch_size is None:
+        return args
+    share = args.per_device_train_batch_size * args.world_size
+    resolve_batch(args, args.world_size)
+    if args.global_batch_size % share:
+        raise ValueError(
+            f"`global_batch_size={args.global_batch_size}` is no multiple of `per_device_train_batch_size="
+            f"{args.per_device_train_batch_size}` x {args.world_size} processes. Use a `per_device_train_batch_size` "
+            "that divides it."
+        )
+    args = copy.copy(args)
+    args.gradient_accumulation_steps = args.global_batch_size // share
+    return args
+
+
+def planned_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingArguments:
+    """A copy of the arguments in which the Trainer's own loop sees one batch a step and leaves the model alone."""
+    args = copy.copy(args)
+    args.gradient_accumulation_steps = 1
+    args.activation_checkpointing = False
+    args.place_model_on_device = False
+    return args
+
+
+def build_engine(
+    model: PreTrainedModel | str | Path, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
+) -> tuple[ParallelEngine, int]:
+    """
+    Prepares this rank's part of the model.
+
+    Args:
+        model (`PreTrainedModel`, `str` or `Path`):
+            A whole model, equal on all ranks, or an id or folder from which each rank reads only what it holds.
+        args (`MultimodalTrainingArguments`): The arguments.
+        plugin (`MultimodalParallelPlugin`): The layout.
+
+    Returns:
+        The engine, and the samples of a global batch.
+    """
+    source = model if isinstance(model, (str, Path)) else None
+    whole = build_on_meta(source) if source is not None else model
+    if source is None:
+        check_equal_models(whole, None)
+    spec = apply_module_settings(whole, plugin)
+    plan = _plan(plugin, spec, args)
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    global_batch_size = resolve_batch(args, dp_size)
+    engine = ParallelEngine(
+        whole,
+        spec,
+        plan,
+        args.device,
+        label_smoothing=args.label_smoothing_factor,
+        seed=args.seed,
+        load=None if source is None else lambda pruned: load_owned(pruned, source),
+    )
+    _check_same_plan(plan)
+    return engine, global_batch_size
+
+
+def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:
+    """The plan with the number of microbatches that the batch sizes give."""
+    draft = plan_for_model(plugin, spec, args.world_size)
+    dp_size = draft.modules[LANGUAGE_MODEL].dp_size
+    count = num_microbatches(resolve_batch(args, dp_size), args.per_device_train_batch_size, dp_size)
+    plan = plan_for_model(plugin, spec, args.world_size, count)
+    if args.activation_checkpointing:
+        modules = {name: replace(module, activation_checkpointing=True) for name, module in plan.modules.items()}
+        plan = replace(plan, modules=modules)
+    return plan
+
+
+def _check_same_plan(plan: ParallelPlan) -> None:
+    """Raises `ValueError` on every rank when the ranks were given different plans."""
+    prints: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(prints, plan.fingerprint)
+    if len(set(prints)) > 1:
+        rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))
+        raise ValueError(f"The ranks were given different plans ({rows}). Give all ranks the same `parallel`.")
+
+
+def settings_dict(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
+    """The settings that are not sizes, for the model card."""
+    sizes = {"dp_size", "pp_size", "tp_size", "cp_size", "layers_per_stage", "colocate_with"}
+    rows = {name: {k: v for k, v in m.to_dict().items() if k not in sizes} for name, m in plugin.modules.items()}
+    return {name: row for name, row in rows.items() if row}

@@ -1,0 +1,91 @@
+"""What can't hold under a plan is refused with a reason, on every rank, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from .._environment import launched_processes
+
+# Argument -> (is it set, why it can't hold, remedy).
+_REFUSED = {
+    "fp16": (lambda a: a.fp16, "its loss scaler lives in one backward", "Use `bf16=True`."),
+    "auto_find_batch_size": (
+        lambda a: a.auto_find_batch_size,
+        "a smaller batch size changes the plan",
+        "Lower `per_device_train_batch_size`; the global batch stays.",
+    ),
+    "fsdp": (lambda a: bool(a.fsdp), "it shards one model over one mesh", "Use `dp_size` of the modules."),
+    "deepspeed": (lambda a: a.deepspeed, "it wraps one model on all ranks", "Use `dp_size` of the modules."),
+    "parallelism_config": (
+        lambda a: a.parallelism_config is not None and a.parallelism_config.total_size > 1,
+        "it is one mesh for the whole model",
+        "Give the sizes of each module in `parallel`.",
+    ),
+    "neftune_noise_alpha": (
+        lambda a: a.neftune_noise_alpha is not None,
+        "the noise of one process can't be reproduced on several stages",
+        "Leave it out.",
+    ),
+    "torch_compile": (lambda a: a.torch_compile, "stages leave the model's forward early", "Leave it out."),
+    "use_liger_kernel": (lambda a: a.use_liger_kernel, "it fuses the head with the loss", "Leave it out."),
+    "train_sampling_strategy": (
+        lambda a: a.train_sampling_strategy == "batch_rebalance",
+        "the plan arranges the samples of a batch itself",
+        'Use `"random"`, `"sequential"` or `"group_by_length"`.',
+    ),
+    "batch_eval_metrics": (
+        lambda a: a.batch_eval_metrics,
+        "predictions reach rank 0 by microbatch",
+        "Use `preprocess_logits_for_metrics` to keep predictions small.",
+    ),
+    "optim": (
+        lambda a: a.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in str(a.optim),
+        "it updates weights inside the backward, before replicas have summed their gradients",
+        'Use `"adamw_torch"` or another optimizer with a step of its own.',
+    ),
+}
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Raises `ValueError` for the first argument that can't hold under a plan."""
+    for name, (is_set, reason, remedy) in _REFUSED.items():
+        if is_set(args):
+            raise ValueError(f"`{name}={getattr(args, name)!r}` can't be used with `parallel`: {reason}. {remedy}")
+
+
+def check_trainer(trainer: Trainer, given: dict[str, Any]) -> None:
+    """Raises `ValueError` for a loss or a model source that can't hold under a plan."""
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        raise ValueError(
+            f"`{type(trainer).__name__}.compute_loss` is overridden, but under a plan no rank sees a whole forward: the "
+            "loss is the model's own, summed over target tokens. Remove the override, or train without `parallel`."
+        )
+    if given.get("compute_loss_func") is not None:
+        raise ValueError(
+            "`compute_loss_func` can't be used with `parallel`: the loss is the model's own, summed over the target "
+            "tokens of the global batch. Leave it out."
+        )
+    if given.get("model_init") is not None:
+        raise ValueError(
+            "`model_init` can't be used with `parallel`: the plan is made once, for one model. Pass `model`."
+        )
+    if given.get("optimizers", (None, None)) != (None, None):
+        raise ValueError(
+            "`optimizers` can't be used with `parallel`: each rank's optimizer holds that rank's parameters. Use "
+            "`optimizer_cls_and_kwargs` or `args.optim`."
+        )
+
+
+def check_launch(args: TrainingArguments) -> None:
+    """Raises `ValueError` when several processes were launched and each would train alone."""
+    launched, source = launched_processes()
+    if launched > 1 and args.world_size == 1:
+        raise ValueError(
+            f"`{source}` says that {launched} processes were launched, but this one is alone: each would train the whole "
+            "model by itself. On CPU set `ACCELERATE_USE_CPU=true` and launch with `--multi_gpu` or a ready file of "
+            "`examples/accelerate_configs`; under Slurm or MPI start each process through `accelerate launch` or "
+            "`torchrun`."
+        )

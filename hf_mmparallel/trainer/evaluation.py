@@ -1,0 +1,144 @@
+"""Evaluation and prediction under a plan: forwards on all ranks, predictions and metrics on rank 0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import EvalLoopContainer
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from ..runtime.engine import ParallelEngine
+from ..schedule import Task
+
+if TYPE_CHECKING:
+    from .trainer import MultimodalParallelTrainer
+
+_KINDS = ("predictions", "labels", "inputs", "losses")
+
+
+class _Collector:
+    """Keeps what the last stage of a replica yields for each microbatch of one step."""
+
+    def __init__(self, trainer: MultimodalParallelTrainer):
+        self.trainer = trainer
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+
+    def __call__(self, task: Task, logits: torch.Tensor, inputs: dict[str, Any]) -> None:
+        engine = self.trainer.engine
+        if engine.plan.stage(task.module, task.replica, task.stage).all_ranks[0] != engine.rank:
+            return
+        labels = inputs.get("labels")
+        if self.trainer.preprocess_logits_for_metrics is not None:
+            logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
+        kept = {"predictions": _on_host(logits), "labels": _on_host(labels)}
+        if "inputs" in self.trainer.args.include_for_metrics:
+            kept["inputs"] = _on_host(inputs["input_ids"])
+        self.rows.append((self._first_slot(task), kept))
+
+    def _first_slot(self, task: Task) -> int:
+        step = self.trainer.engine.current_step
+        return step.chunks[task.module, task.replica, task.microbatch][task.chunk][0]
+
+
+def _on_host(value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.detach().float().cpu() if value.dtype == torch.bfloat16 else value.detach().cpu()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_host(item) for item in value)
+    return value
+
+
+def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[int, float, int]]:
+    """(first slot, mean loss, samples) of each microbatch whose last stage leads its grid on this rank."""
+    result = []
+    for task, (loss, count) in losses.items():
+        if engine.plan.stage(task.module, task.replica, task.stage).all_ranks[0] == engine.rank:
+            slots = engine.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+            result.append((slots[0], float(loss) / max(float(count), 1.0), len(slots)))
+    return result
+
+
+def evaluate(
+    trainer: MultimodalParallelTrainer, dataloader: DataLoader, prediction_loss_only: bool, prefix: str
+) -> EvalLoopOutput:
+    """
+    Runs an evaluation or a prediction.
+
+    The loss is that of the stock Trainer: the mean over samples of the mean over the target tokens of their microbatch
+    of `per_device_eval_batch_size` samples.
+
+    Returns:
+        `EvalLoopOutput`: The metrics on all ranks; predictions and labels on rank 0, `None` elsewhere.
+    """
+    engine = trainer.engine
+    main = trainer.is_world_process_zero()
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        trainer.optimizer.eval()
+    trainer.callback_handler.eval_dataloader = dataloader
+    containers = {kind: EvalLoopContainer(trainer.args.eval_do_concat_batches, padding_index=-100) for kind in _KINDS}
+    collector = None if prediction_loss_only else _Collector(trainer)
+    losses: list[tuple[float, int]] = []
+    num_samples = 0
+    for batch in dataloader:
+        engine.executor.on_logits = collector
+        try:
+            result = engine.evaluate_step(trainer._on_device(batch))
+        finally:
+            engine.executor.on_logits = None
+        num_samples += len(batch.step.samples)
+        gathered = _gather((_step_losses(engine, result.losses), collector.rows if collector else []))
+        if collector:
+            collector.rows = []
+        if main:
+            rows = sorted(row for rank in gathered for row in rank[0])
+            losses += [(loss, count) for _, loss, count in rows]
+            for _, loss, count in rows:
+                containers["losses"].add(torch.full((count,), loss))
+            for _, kept in sorted((row for rank in gathered for row in rank[1]), key=lambda row: row[0]):
+                for kind, value in kept.items():
+                    if value is not None:
+                        containers[kind].add(value)
+        trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+    metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})
+    shared = [metrics]
+    dist.broadcast_object_list(shared, src=0, device=engine.device if dist.get_backend() == "nccl" else None)
+    return EvalLoopOutput(
+        predictions=arrays.get("predictions"),
+        label_ids=arrays.get("labels"),
+        metrics=shared[0],
+        num_samples=num_samples,
+    )
+
+
+def _gather(value: Any) -> list[Any]:
+    """The values of all ranks on rank 0, an empty list elsewhere."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
+
+
+def _metrics(
+    trainer: MultimodalParallelTrainer,
+    containers: dict[str, EvalLoopContainer],
+    losses: list[tuple[float, int]],
+    prefix: str,
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The metrics with their prefix, and the collected arrays, on rank 0."""
+    arrays = {kind: container.get_arrays() for kind, container in containers.items()}
+    metrics: dict[str, float] = {}
+    if trainer.compute_metrics is not None and arrays["predictions"] is not None and arrays["labels"] is not None:
+        extra = {
+            kind: arrays[kind]
+            for kind, name in (("inputs", "inputs"), ("losses", "loss"))
+            if name in trainer.args.include_for_metrics
+        }
+        metrics = trainer.compute_metrics(
+            EvalPrediction(predictions=arrays["predictions"], label_ids=arrays["labels"], **extra)
+        )
+    metrics = denumpify_detensorize(metrics)
+    if losses:
+        metrics[f"{prefix}_loss"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+    return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}, arrays

@@ -1,0 +1,367 @@
+"""`transformers.Trainer` with a layout for each module."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import SeedableRandomSampler
+from accelerate.logging import get_logger
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints, seed_worker
+from transformers.utils import is_datasets_available
+
+from ..arrange import contiguous_step
+from ..data import default_collator
+from ..data.loader import StepBatch, StepDataset, StepSampler, as_is
+from ..plan import LANGUAGE_MODEL, ParallelPlan
+from ..runtime import checkpoint
+from ..runtime.engine import ParallelEngine
+from ..runtime.failure import shared_failure
+from .arguments import MultimodalTrainingArguments
+from .build import (
+    apply_module_settings,
+    build_engine,
+    enable_checkpointing,
+    is_single_process,
+    planned_arguments,
+    single_process_arguments,
+)
+from .checks import check_arguments, check_launch, check_trainer
+from .evaluation import evaluate
+from .model_card import write_model_card
+from .report import print_plan, save_schedule_picture
+
+logger = get_logger(__name__)
+
+
+def planned(method: Callable) -> Callable:
+    """Makes an override hold under a plan only; without one the stock method runs."""
+
+    @functools.wraps(method)
+    def wrapper(self, *args, **kwargs):
+        if self.engine is None:
+            return getattr(super(MultimodalParallelTrainer, self), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return wrapper
+
+
+class MultimodalParallelTrainer(Trainer):
+    """
+    `transformers.Trainer` for models whose encoders and language model each have a layout of their own.
+
+    Takes the arguments of [`~transformers.Trainer`]. Losses, gradient norms and weights are those of the stock Trainer
+    on one process with the same global batch. Without `args.parallel`, or with every size 1 on one process, it is the
+    stock Trainer.
+
+    Args:
+        model (`PreTrainedModel`, `str` or `Path`):
+            A whole model that is equal on all ranks; or an id or folder, from which each rank reads only the weights
+            that it holds.
+        args ([`MultimodalTrainingArguments`]): The arguments, with the layout in `parallel`.
+
+    Raises:
+        `ValueError`: For a plan that does not fit the model or the launch, and for arguments that can't hold under one.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | str | Path | None = None,
+        args: MultimodalTrainingArguments | None = None,
+        **kwargs: Any,
+    ):
+        args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
+        check_launch(args)
+        self.engine: ParallelEngine | None = None
+        plugin = getattr(args, "plugin", None)
+        if kwargs.get("data_collator") is None:
+            kwargs["data_collator"], raw = default_collator(kwargs.get("train_dataset"), kwargs.get("processing_class"))
+            args.remove_unused_columns = args.remove_unused_columns and not raw
+        if plugin is None or is_single_process(plugin, args.world_size):
+            args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
+            if plugin is not None and model is not None:
+                enable_checkpointing(model, apply_module_settings(model, plugin), plugin)
+            self.loss_is_scaled_for_ga = None
+            super().__init__(model=model, args=args, **kwargs)
+            return
+        check_arguments(args)
+        check_trainer(self, kwargs)
+        with shared_failure():
+            self.engine, self.global_batch_size = build_engine(model, args, plugin)
+            super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
+        if self.is_world_process_zero():
+            print_plan(self.engine, self.args, self.global_batch_size)
+            save_schedule_picture(self.engine, self.args)
+
+    @property
+    def plan(self) -> ParallelPlan | None:
+        """The plan that this run follows, `None` for the stock Trainer."""
+        return None if self.engine is None else self.engine.plan
+
+    # The model
+
+    @planned
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self.engine
+
+    def gather_model(self) -> PreTrainedModel | None:
+        """
+        The whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over; `None` on
+        other ranks. Collective: call it on all ranks.
+        """
+        if self.engine is None:
+            return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
+        state = checkpoint.gather_state_dict(self.model, self.engine.spec, self.engine.plan, self.engine.rank)
+        if state is None:
+            return None
+        model = type(self.model)(self.model.config)
+        model.load_state_dict(state, strict=False)
+        model.tie_weights()
+        return model.to(dtype=self.model.dtype).eval()
+
+    # Data
+
+    @planned
+    def get_train_dataloader(self) -> DataLoader:
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        sampler = self._get_train_sampler(self.train_dataset)
+        batches = BatchSampler(self._seeded(sampler), self.global_batch_size, self.args.dataloader_drop_last)
+        return self._step_loader(self.train_dataset, batches, self.args.per_device_train_batch_size, "Training")
+
+    @planned
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("Trainer: evaluation requires an eval_dataset.")
+        return self._eval_loader(dataset, "Evaluation")
+
+    @planned
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return self._eval_loader(test_dataset, "test")
+
+    def _eval_loader(self, dataset: Any, description: str) -> DataLoader:
+        """A loader of steps with enough microbatches to fill the pipeline."""
+        plan = self.engine.plan
+        depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
+        size = self.args.per_device_eval_batch_size
+        count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
+        batches = BatchSampler(SequentialSampler(dataset), count, drop_last=False)
+        return self._step_loader(dataset, batches, size, description)
+
+    def _seeded(self, sampler: Any) -> Any:
+        """The stock Trainer's order on one process: the sampler that accelerate makes of it."""
+        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.generator = torch.Generator().manual_seed(seed)
+        if not isinstance(sampler, RandomSampler):
+            return sampler
+        return SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=torch.Generator(),
+            data_seed=seed,
+        )
+
+    def _step_loader(self, dataset: Any, batches: BatchSampler, microbatch_size: int, description: str) -> DataLoader:
+        """A loader that yields a [`StepBatch`] for each global batch."""
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise ValueError(
+                f"A `{type(dataset).__name__}` is read in order, but under a plan each rank picks the samples that it "
+                "needs. Use a dataset with `__getitem__` and `__len__`."
+            )
+        collator = self.data_collator
+        if is_datasets_available() and hasattr(dataset, "column_names"):
+            dataset = self._remove_unused_columns(dataset, description=description)
+        else:
+            collator = self._get_collator_with_removed_columns(collator, description=description)
+        engine, workers = self.engine, self.args.dataloader_num_workers
+        return DataLoader(
+            StepDataset(dataset, collator, engine.keys, self.args.seed),
+            batch_sampler=StepSampler(
+                batches, lambda samples, epoch: contiguous_step(engine.plan, samples, microbatch_size, epoch)
+            ),
+            collate_fn=as_is,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
+        )
+
+    @planned
+    def get_total_train_batch_size(self, args: MultimodalTrainingArguments) -> int:
+        return self.global_batch_size
+
+    @planned
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
+        with shared_failure():
+            batch = next(epoch_iterator, None)
+        return ([] if batch is None else [batch]), None
+
+    def _on_device(self, batch: StepBatch) -> StepBatch:
+        return StepBatch(batch.step, {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()})
+
+    # A step
+
+    @planned
+    def training_step(self, model: nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        with shared_failure(), self.compute_loss_context_manager(), self.accelerator.autocast():
+            self._totals = self.engine.train_step(self._on_device(inputs), self.state.global_step)
+        return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
+
+    @planned
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        return self.engine.clip(self.args.max_grad_norm)
+
+    @planned
+    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
+        return self.engine.gradient_norm() if grad_norm is None else grad_norm
+
+    @planned
+    def floating_point_ops(self, inputs: StepBatch) -> int:
+        if not self.is_world_process_zero():
+            return 0  # `store_flos` adds up the ranks
+        return 6 * self._totals.num_tokens * self.engine.num_compute_parameters
+
+    @planned
+    def _track_num_input_tokens(self, inputs: StepBatch) -> None:
+        counted = self.args.include_num_input_tokens_seen
+        if counted != "no":
+            totals = self._totals
+            self.state.num_input_tokens_seen += (
+                totals.num_real_tokens if counted == "non_padding" else totals.num_tokens
+            )
+
+    # Evaluation
+
+    @planned
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Metrics on all ranks, predictions on rank 0, each sample once and in the dataset's order."""
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        logger.info(f"\n***** Running {description} *****")
+        with shared_failure(), self.accelerator.autocast():
+            return evaluate(self, dataloader, prediction_loss_only, metric_key_prefix)
+
+    # Checkpoints
+
+    @planned
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        output_dir = output_dir or self.args.output_dir
+        engine = self.engine
+        with shared_failure():
+            checkpoint.save_model(self.model, engine.spec, engine.plan, engine.rank, output_dir)
+            if self.args.should_save:
+                self._save_beside(output_dir)
+            dist.barrier()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_beside(self, output_dir: str) -> None:
+        """What stands beside the weights: processor, arguments, plan."""
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processor is not None:
+            processor.save_pretrained(output_dir)
+        torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
+        self.engine.plan.save(Path(output_dir) / "parallel_plan.json")
+
+    @planned
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all."""
+        self.store_flos()
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with shared_failure(), checkpoint.atomic_folder(folder) as writing:
+            self.save_model(str(writing), _internal_call=True)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(str(writing))
+                self._save_rng_state(str(writing))
+            if self.state.best_global_step:
+                best = folder.parent / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+                if best == folder or best.is_dir():
+                    self.state.best_model_checkpoint = str(best)
+            if self.args.should_save:
+                self._save_state(writing)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder.parent),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+        dist.barrier()
+
+    def _save_state(self, folder: Path) -> None:
+        """Writes the Trainer's state with that of its callbacks."""
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                name = type(callback).__name__
+                kept = self.state.stateful_callbacks[name]
+                if isinstance(kept, list):
+                    kept.append(callback.state())
+                else:
+                    self.state.stateful_callbacks[name] = callback.state()
+        self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    @planned
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoint.save_optimizer(self.optimizer, self.model, output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    @planned
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        if folder is None or not os.path.isfile(os.path.join(folder, "scheduler.pt")):
+            return
+        with shared_failure():
+            checkpoint.load_optimizer(self.optimizer, self.model, folder)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(folder, "scheduler.pt"), weights_only=True))
+
+    @planned
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        engine = self.engine
+        with shared_failure():
+            checkpoint.load_model(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
+
+    @planned
+    def _load_best_model(self) -> None:
+        logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    # The model card
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The stock model card, with the plan, its picture and the measured efficiency under a plan."""
+        if self.engine is not None:
+            tags = kwargs.get("tags") or []
+            kwargs["tags"] = [*([tags] if isinstance(tags, str) else tags), "hf_mmparallel"]
+        super().create_model_card(*args, **kwargs)
+        if self.engine is not None and self.is_world_process_zero():
+            write_model_card(Path(self.args.output_dir), self.engine, self.global_batch_size, self.state.log_history)
