@@ -1,0 +1,267 @@
+"""From a task graph to an order: list scheduling, which is a simulation of the ranks under a policy."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..plan import ParallelPlan
+from .actions import StageKey, Task
+from .graph import TaskGraph
+
+Cost = Callable[[Task], float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """
+    When each task of a graph runs in the simulation. Events are numbered in the order in which they happen, so that
+    the numbers also order what happens at one time.
+
+    Args:
+        start_ms (`tuple[float, ...]`): Of each task, in the order of the graph.
+        end_ms (`tuple[float, ...]`): Of each task.
+        started (`tuple[int, ...]`): Number of the event that each task starts.
+        finished (`tuple[int, ...]`): Number of the event that each task is done.
+    """
+
+    start_ms: tuple[float, ...]
+    end_ms: tuple[float, ...]
+    started: tuple[int, ...]
+    finished: tuple[int, ...]
+
+
+def default_cost(task: Task) -> float:
+    """1 ms for a forward, 2 ms for a backward."""
+    return 1.0 if task.kind == "fwd" else 2.0
+
+
+def live_caps(plan: ParallelPlan, graph: TaskGraph) -> dict[StageKey, float]:
+    """
+    How many microbatches may be in flight on each stage under 1F1B: the number of stages from it to the end of the
+    longest way through the model (Cornstarch, section 4.4: `N - p`).
+
+    A module that takes more microbatches than the module behind it gets proportionally more.
+    """
+    counts: dict[tuple[str, int], int] = {}
+    for task in graph.tasks:
+        key = (task.module, task.replica)
+        counts[key] = max(counts.get(key, 0), task.microbatch + 1)
+    most = {
+        name: max((counts.get((name, d), 0) for d in range(m.dp_size)), default=0) for name, m in plan.modules.items()
+    }
+    caps: dict[StageKey, float] = {}
+    for name in reversed(list(plan.modules)):
+        behind = 0
+        for edge in plan.edges:
+            if edge.source == name:
+                depth = max(caps[edge.target, d, 0] for d in range(plan.modules[edge.target].dp_size))
+                behind = max(behind, math.ceil(depth * max(1.0, most[name] / max(1, most[edge.target]))))
+        for replica, stages in enumerate(plan.modules[name].replicas):
+            for index in range(len(stages)):
+                caps[name, replica, index] = len(stages) - index + behind
+    return caps
+
+
+class _Stage:
+    """The queues of one stage during the simulation."""
+
+    __slots__ = ("backwards", "cap", "forwards", "island", "live", "next", "number", "ranks")
+
+    def __init__(self, number: int, ranks: tuple[int, ...], cap: float):
+        self.number = number
+        self.ranks = ranks
+        self.cap = cap
+        self.island = 0
+        self.forwards: list[int] = []
+        self.next = 0
+        self.backwards: list[int] = []
+        self.live = 0.0
+
+
+class _Scheduler:
+    """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
+
+    def __init__(self, plan: ParallelPlan, graph: TaskGraph, cost: Cost):
+        self.tasks = graph.tasks
+        self.cost = cost
+        self.gpipe = plan.schedule == "gpipe"
+        caps = {} if self.gpipe else live_caps(plan, graph)
+        self.stages: list[_Stage] = []
+        by_key: dict[StageKey, _Stage] = {}
+        for name, module in plan.modules.items():
+            for replica, index, stage in module.stages():
+                key = (name, replica, index)
+                by_key[key] = _Stage(len(self.stages), stage.all_ranks, caps.get(key, math.inf))
+                self.stages.append(by_key[key])
+        self.islands = _islands(self.stages)
+        self.stage_of = [by_key[task.stage_key] for task in self.tasks]
+        self._read(graph)
+        self.busy = [False] * plan.world_size
+        self.running: list[tuple[float, int]] = []
+        self.now = 0.0
+        self.events = 0
+        count = len(self.tasks)
+        self.start_ms, self.end_ms = [0.0] * count, [0.0] * count
+        self.started, self.finished = [0] * count, [0] * count
+
+    def _read(self, graph: TaskGraph) -> None:
+        """Fills the queues: what each task waits for, its share of its microbatch, the forwards of each stage."""
+        chunks: dict[tuple[int, int], int] = {}
+        count = len(self.tasks)
+        self.missing = [len(found) for found in graph.predecessors]
+        self.successors: list[list[int]] = [[] for _ in range(count)]
+        self.has_backward = [False] * count
+        for index, (task, found) in enumerate(zip(self.tasks, graph.predecessors)):
+            for other in found:
+                self.successors[other].append(index)
+            if task.kind == "fwd":
+                stage = self.stage_of[index]
+                stage.forwards.append(index)
+                key = (stage.number, task.microbatch)
+                chunks[key] = chunks.get(key, 0) + 1
+            else:
+                self.has_backward[found[0]] = True
+        self.share = [1.0 / chunks[stage.number, task.microbatch] for stage, task in zip(self.stage_of, self.tasks)]
+
+    def run(self) -> Timeline:
+        """Simulates until every task is done."""
+        left = len(self.tasks)
+        for island in range(len(self.islands)):
+            self._dispatch(island)
+        while left:
+            if not self.running:
+                self._raise_cap()
+                continue
+            dirty: set[int] = set()
+            limit = self.running[0][0] * (1 + 1e-12) + 1e-9
+            while self.running and self.running[0][0] <= limit:
+                self.now, index = heapq.heappop(self.running)
+                self._finish(index, dirty)
+                left -= 1
+            for island in sorted(dirty):
+                self._dispatch(island)
+        return Timeline(tuple(self.start_ms), tuple(self.end_ms), tuple(self.started), tuple(self.finished))
+
+    def _candidate(self, stage: _Stage) -> tuple[int, int, int, int, int] | None:
+        """The task that the stage would run next, with its priority in front."""
+        forward = None
+        if stage.next < len(stage.forwards):
+            index = stage.forwards[stage.next]
+            task = self.tasks[index]
+            if not self.missing[index] and (
+                task.chunk or not self.has_backward[index] or stage.live + 1e-6 < stage.cap
+            ):
+                forward = (1, task.microbatch, task.chunk, stage.number, index)
+        if self.gpipe and stage.next < len(stage.forwards):
+            return forward
+        if stage.backwards:
+            index = stage.backwards[0]
+            return (2 if self.gpipe else 0, self.tasks[index].microbatch, self.tasks[index].chunk, stage.number, index)
+        return forward
+
+    def _dispatch(self, island: int) -> None:
+        """Starts tasks on the island's free ranks, the best first, until none can start."""
+        stages = self.islands[island]
+        while True:
+            best = None
+            for stage in stages:
+                if any(self.busy[rank] for rank in stage.ranks):
+                    continue
+                candidate = self._candidate(stage)
+                if candidate is not None and (best is None or candidate < best):
+                    best = candidate
+            if best is None:
+                return
+            self._start(best[-1])
+
+    def _start(self, index: int) -> None:
+        stage = self.stage_of[index]
+        if self.tasks[index].kind == "fwd":
+            stage.next += 1
+            if self.has_backward[index]:
+                stage.live += self.share[index]
+        else:
+            heapq.heappop(stage.backwards)
+        for rank in stage.ranks:
+            self.busy[rank] = True
+        self.started[index] = self.events
+        self.events += 1
+        self.start_ms[index] = self.now
+        self.end_ms[index] = self.now + self.cost(self.tasks[index])
+        heapq.heappush(self.running, (self.end_ms[index], index))
+
+    def _finish(self, index: int, dirty: set[int]) -> None:
+        stage = self.stage_of[index]
+        if self.tasks[index].kind == "bwd":
+            stage.live -= self.share[index]
+        for rank in stage.ranks:
+            self.busy[rank] = False
+        self.finished[index] = self.events
+        self.events += 1
+        dirty.add(stage.island)
+        for other in self.successors[index]:
+            self.missing[other] -= 1
+            if not self.missing[other]:
+                target = self.stage_of[other]
+                dirty.add(target.island)
+                if self.tasks[other].kind == "bwd":
+                    heapq.heappush(target.backwards, other)
+
+    def _raise_cap(self) -> None:
+        """
+        Lets one more microbatch into the stage that holds up the earliest one. Reached when the arrangement feeds a
+        microbatch from more microbatches than the cap admits.
+        """
+        blocked = []
+        for stage in self.stages:
+            if stage.next < len(stage.forwards) and not self.missing[stage.forwards[stage.next]]:
+                task = self.tasks[stage.forwards[stage.next]]
+                blocked.append((task.microbatch, task.chunk, stage.number))
+        stage = self.stages[min(blocked)[-1]]
+        stage.cap = stage.live + 1
+        self._dispatch(stage.island)
+
+
+def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
+    """Groups stages that share ranks, directly or through others."""
+    parent: dict[int, int] = {}
+
+    def root(rank: int) -> int:
+        while parent.setdefault(rank, rank) != rank:
+            parent[rank] = parent[parent[rank]]
+            rank = parent[rank]
+        return rank
+
+    for stage in stages:
+        first = root(stage.ranks[0])
+        for rank in stage.ranks[1:]:
+            parent[root(rank)] = first
+    groups: dict[int, list[_Stage]] = {}
+    for stage in stages:
+        groups.setdefault(root(stage.ranks[0]), []).append(stage)
+    for island, members in enumerate(groups.values()):
+        for stage in members:
+            stage.island = island
+    return list(groups.values())
+
+
+def schedule_tasks(plan: ParallelPlan, graph: TaskGraph, cost: Cost | None = None) -> Timeline:
+    """
+    Orders the tasks of a graph.
+
+    Under `1f1b` a stage prefers backwards and holds at most as many microbatches in flight as [`live_caps`] says;
+    under `gpipe` it runs all of its forwards first. Forwards of a stage run in the order of its chunks, backwards as
+    their gradients arrive. The order is read off a simulation that has happened, so that it can't deadlock.
+
+    Args:
+        plan (`ParallelPlan`): The layout and the name of the policy.
+        graph (`TaskGraph`): The tasks.
+        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
+
+    Returns:
+        `Timeline`: When each task runs.
+    """
+    return _Scheduler(plan, graph, cost or default_cost).run()

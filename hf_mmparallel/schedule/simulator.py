@@ -1,0 +1,219 @@
+"""Replays a program: how long it takes, who waits, how much is in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..plan import ParallelPlan
+from .actions import Action, DeadlockError, Message, Program, StageKey, Task
+from .checks import waiting_table
+from .scheduler import Cost, default_cost
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Span:
+    """
+    A task on a rank from `start_ms` to `end_ms`, predicted or measured.
+
+    Args:
+        rank (`int`): The rank.
+        task (`Task`): The task.
+        start_ms (`float`): Its start.
+        end_ms (`float`): Its end.
+    """
+
+    rank: int
+    task: Task
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """
+    What a replay of a program gives.
+
+    Args:
+        spans (`tuple[Span, ...]`): Every task on every rank, in the order of their starts.
+        iteration_ms (`float`): From the first start to the end of the last action.
+        num_ranks (`int`): Ranks of the plan, with those that have nothing to do.
+        peak_in_flight (`dict[tuple[str, int, int], float]`):
+            (module, replica, stage) -> the most microbatches whose forward is done or running and whose backward is
+            not done; a chunk counts as its share of the microbatch.
+    """
+
+    spans: tuple[Span, ...]
+    iteration_ms: float
+    num_ranks: int
+    peak_in_flight: dict[StageKey, float]
+
+    @cached_property
+    def busy_ms(self) -> dict[int, float]:
+        """Rank -> time in tasks."""
+        busy = dict.fromkeys(range(self.num_ranks), 0.0)
+        for span in self.spans:
+            busy[span.rank] += span.end_ms - span.start_ms
+        return busy
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of all ranks' time that is not spent in tasks."""
+        total = self.iteration_ms * self.num_ranks
+        return 1 - sum(self.busy_ms.values()) / total if total else 0.0
+
+
+def simulate(
+    plan: ParallelPlan,
+    program: Program,
+    cost: Cost | None = None,
+    comm_ms: float | Callable[[Message], float] = 0.0,
+    sync_ms: float | Callable[[int], float] = 0.0,
+) -> Simulation:
+    """
+    Replays the lists of a program.
+
+    A task starts when all ranks of its stage have come to it and all messages to it have arrived; a gradient sum when
+    all of its ranks have come to it. Sends and receives take no time of a rank.
+
+    Args:
+        plan (`ParallelPlan`): The layout.
+        program (`Program`): The program.
+        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; a backward is two forwards when left out.
+        comm_ms (`float` or `Callable[[Message], float]`, *optional*, defaults to 0): Time that a message travels.
+        sync_ms (`float` or `Callable[[int], float]`, *optional*, defaults to 0): Time of the gradient sum of a group.
+
+    Returns:
+        `Simulation`: Times and memory.
+
+    Raises:
+        `DeadlockError`: If ranks wait for ever; it names the action that each waits at.
+    """
+    return _Replay(plan, program, cost or default_cost, _function(comm_ms), _function(sync_ms)).run()
+
+
+def _function(value: float | Callable) -> Callable:
+    return value if callable(value) else lambda _: value
+
+
+class _Gate:
+    """What a blocking action waits for: ranks to come, messages to arrive."""
+
+    __slots__ = ("arrived", "messages", "ready_ms", "wanted")
+
+    def __init__(self, wanted: int):
+        self.wanted = wanted
+        self.arrived: list[int] = []
+        self.messages = 0
+        self.ready_ms = 0.0
+
+
+class _Replay:
+    """Moves each rank through its list as far as it gets, until all are through."""
+
+    def __init__(self, plan: ParallelPlan, program: Program, cost: Cost, comm_ms: Callable, sync_ms: Callable):
+        self.plan, self.program = plan, program
+        self.cost, self.comm_ms, self.sync_ms = cost, comm_ms, sync_ms
+        self.gates: dict[Action, _Gate] = {}
+        self.unsent: dict[Message, int] = {}
+        self.arrival_ms: dict[Message, float] = {}
+        for actions in program.actions.values():
+            for action in actions:
+                if action.op == "sync":
+                    self.gates.setdefault(action, _Gate(0)).wanted += 1
+                elif action.task is not None and action not in self.gates:
+                    self.gates[action] = _Gate(len(self._ranks(action.task)))
+        received = {a.message for actions in program.actions.values() for a in actions if a.op == "recv"}
+        for message in received:
+            if message is not None and (gate := self.gates.get(Action.run(message.target))) is not None:
+                self.unsent[message] = len(self._ranks(message.source))
+                gate.messages += 1
+        self.position = dict.fromkeys(program.actions, 0)
+        self.time_ms = dict.fromkeys(program.actions, 0.0)
+        self.spans: list[Span] = []
+
+    def _ranks(self, task: Task) -> tuple[int, ...]:
+        return self.plan.stage(task.module, task.replica, task.stage).all_ranks
+
+    def run(self) -> Simulation:
+        """Replays to the end."""
+        ready = list(self.program.actions)
+        while ready:
+            rank = ready.pop()
+            action = self._advance(rank, ready)
+            if action is not None:
+                gate = self.gates[action]
+                gate.arrived.append(rank)
+                gate.ready_ms = max(gate.ready_ms, self.time_ms[rank])
+                self._try(action, ready)
+        stuck = {
+            rank: actions[self.position[rank]]
+            for rank, actions in self.program.actions.items()
+            if self.position[rank] < len(actions)
+        }
+        if stuck:
+            raise DeadlockError(f"The program deadlocks:\n{waiting_table(stuck)}")
+        self.spans.sort(key=lambda span: (span.start_ms, span.rank))
+        end = max(self.time_ms.values(), default=0.0)
+        return Simulation(tuple(self.spans), end, self.plan.world_size, _peak_in_flight(self.spans))
+
+    def _advance(self, rank: int, ready: list[int]) -> Action | None:
+        """Runs what does not block; returns the action at which the rank blocks."""
+        actions = self.program.actions[rank]
+        while self.position[rank] < len(actions):
+            action = actions[self.position[rank]]
+            if action.message is None:
+                return action
+            self.position[rank] += 1
+            if action.op == "send" and action.message in self.unsent:
+                self._sent(action.message, self.time_ms[rank], ready)
+        return None
+
+    def _sent(self, message: Message, now: float, ready: list[int]) -> None:
+        """Notes that one source rank has sent; with the last one the message travels."""
+        self.unsent[message] -= 1
+        self.arrival_ms[message] = max(self.arrival_ms.get(message, 0.0), now)
+        if self.unsent[message] == 0:
+            action = Action.run(message.target)
+            gate = self.gates[action]
+            gate.messages -= 1
+            gate.ready_ms = max(gate.ready_ms, self.arrival_ms[message] + self.comm_ms(message))
+            self._try(action, ready)
+
+    def _try(self, action: Action, ready: list[int]) -> None:
+        """Runs a blocking action if nothing is missing any more."""
+        gate = self.gates[action]
+        if gate.messages or len(gate.arrived) < gate.wanted:
+            return
+        duration = self.sync_ms(action.index) if action.task is None else self.cost(action.task)
+        for rank in gate.arrived:
+            self.position[rank] += 1
+            self.time_ms[rank] = gate.ready_ms + duration
+            if action.task is not None:
+                self.spans.append(Span(rank, action.task, gate.ready_ms, gate.ready_ms + duration))
+        ready.extend(gate.arrived)
+
+
+def _peak_in_flight(spans: Sequence[Span]) -> dict[StageKey, float]:
+    """The most microbatches between the start of their forward and the end of their backward, for each stage."""
+    times: dict[Task, tuple[float, float]] = {span.task: (span.start_ms, span.end_ms) for span in spans}
+    chunks: dict[tuple[StageKey, int], int] = {}
+    for task in times:
+        if task.kind == "fwd":
+            key = (task.stage_key, task.microbatch)
+            chunks[key] = chunks.get(key, 0) + 1
+    events: dict[StageKey, list[tuple[float, float]]] = {}
+    for task, (start, end) in times.items():
+        if task.kind == "fwd":
+            share = 1 / chunks[task.stage_key, task.microbatch]
+            _, end = times.get(Task("bwd", *task.key), (start, end))
+            events.setdefault(task.stage_key, []).extend(((start, share), (end, -share)))
+    peaks = {}
+    for stage, changes in events.items():
+        live = peak = 0.0
+        for _, change in sorted(changes):
+            live += change
+            peak = max(peak, live)
+        peaks[stage] = round(peak, 6)
+    return peaks

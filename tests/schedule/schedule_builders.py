@@ -1,0 +1,147 @@
+"""Small plans and steps, fixed and random, for the tests of schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    Edge,
+    FeatureSpec,
+    ModelSpec,
+    ModulePlan,
+    ModuleSpec,
+    ParallelPlan,
+    ParameterSpec,
+    Stage,
+    StepPlan,
+    SyncGroup,
+    sync_groups,
+)
+from hf_mmparallel.plan.ownership import trainable_stages
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: ParallelPlan
+    step: StepPlan
+    groups: list[SyncGroup]
+
+
+def module_spec(
+    name: str, num_layers: int = 4, frozen: frozenset[int] = frozenset(), feature_layers: tuple[int, ...] = ()
+) -> ModuleSpec:
+    """One matrix a layer, one before and one after the stack; `frozen` are the layers that get no gradient."""
+    parameters = tuple(
+        ParameterSpec(f"{name}.{layer}.weight", (16, 16), layer, trainable=layer not in frozen)
+        for layer in range(-1, num_layers + 1)
+    )
+    features = tuple(FeatureSpec(name, layer=layer) for layer in feature_layers)
+    return ModuleSpec(name, f"{name}.layers", num_layers, 16, 4, 4, 32, parameters, features)
+
+
+def make_plan(
+    modules: dict[str, list[list[tuple[int, ...]]]],
+    specs: dict[str, ModuleSpec] | None = None,
+    schedule: str = "1f1b",
+    tied: dict[str, tuple[str, int]] | None = None,
+) -> tuple[ModelSpec, ParallelPlan]:
+    """`modules[name][replica][stage]` are ranks; layers are cut evenly."""
+    specs = specs or {
+        name: module_spec(name, feature_layers=() if name == LANGUAGE_MODEL else (0,)) for name in modules
+    }
+    spec = ModelSpec(specs, tied=tied or {})
+    plans = {}
+    for name, replicas in modules.items():
+        rows = []
+        for ranks in replicas:
+            size = specs[name].num_layers
+            cuts = [size * i // len(ranks) for i in range(len(ranks) + 1)]
+            ranges = list(zip(cuts, cuts[1:]))
+            trainable = trainable_stages(specs[name], spec.tied, ranges)
+            rows.append(tuple(Stage(c, (r,), t) for c, r, t in zip(ranges, ranks, trainable)))
+        plans[name] = ModulePlan(tuple(rows))
+    edges = tuple(
+        Edge(name, LANGUAGE_MODEL, tuple(f.layer for f in module.features))
+        for name, module in specs.items()
+        if module.features
+    )
+    return spec, ParallelPlan(plans, edges, schedule)
+
+
+def make_step(microbatches: dict[str, list[list[list[int]]]]) -> StepPlan:
+    """`microbatches[module][replica][microbatch]` are slots."""
+    frozen = {
+        name: tuple(tuple(tuple(slots) for slots in replica) for replica in replicas)
+        for name, replicas in microbatches.items()
+    }
+    count = sum(len(slots) for replica in frozen[LANGUAGE_MODEL] for slots in replica)
+    return StepPlan(
+        tuple(range(count)), frozen, {name: (LANGUAGE_MODEL,) for name in frozen if name != LANGUAGE_MODEL}
+    )
+
+
+def chain(num_stages: int, num_microbatches: int, schedule: str = "1f1b") -> Case:
+    """One encoder stage before a pipelined language model, one sample a microbatch."""
+    rows = [[i] for i in range(num_microbatches)]
+    if num_stages == 1:
+        modules, microbatches = {LANGUAGE_MODEL: [[(0,)]]}, {LANGUAGE_MODEL: [rows]}
+    else:
+        modules = {"vision": [[(0,)]], LANGUAGE_MODEL: [[(rank,) for rank in range(1, num_stages)]]}
+        microbatches = {"vision": [rows], LANGUAGE_MODEL: [rows]}
+    size = max(4, num_stages)
+    specs = {name: module_spec(name, size, feature_layers=() if name == LANGUAGE_MODEL else (0,)) for name in modules}
+    spec, plan = make_plan(modules, specs, schedule)
+    return Case(plan, make_step(microbatches), sync_groups(spec, plan))
+
+
+def shared(num_microbatches: int = 3) -> Case:
+    """A vision encoder and a language model, two replicas each, on the same two ranks, tied embeddings."""
+    ranks = [[(0,)], [(1,)]]
+    spec, plan = make_plan(
+        {"vision": ranks, LANGUAGE_MODEL: ranks}, tied={f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)}
+    )
+    rows = [[[2 * i + d] for i in range(num_microbatches)] for d in range(2)]
+    return Case(plan, make_step({"vision": rows, LANGUAGE_MODEL: rows}), sync_groups(spec, plan))
+
+
+@st.composite
+def cases(draw) -> Case:
+    """Any small layout: shared and overlapping ranks, unequal replicas, frozen layers, DeepStack, any arrangement."""
+    names = draw(
+        st.sampled_from([("language_model",), ("vision", "language_model"), ("vision", "audio", "language_model")])
+    )
+    disjoint = draw(st.booleans())
+    specs, modules, next_rank = {}, {}, 0
+    for name in names:
+        frozen = draw(
+            st.sampled_from([frozenset(), frozenset(range(-1, 5)), frozenset(range(-1, 4)), frozenset({0, 1})])
+        )
+        layers = () if name == LANGUAGE_MODEL else draw(st.sampled_from([(0,), (0, 2), (3,)]))
+        specs[name] = module_spec(name, 4, frozen, layers)
+        tp_size = draw(st.integers(1, 2))
+        modules[name] = []
+        for _ in range(draw(st.integers(1, 3))):
+            grids = []
+            for _ in range(draw(st.integers(1, 4))):
+                if disjoint:
+                    grids.append(tuple(range(next_rank, next_rank + tp_size)))
+                    next_rank += tp_size
+                else:
+                    grids.append(tuple(draw(st.permutations(range(5)))[:tp_size]))
+            modules[name].append(grids)
+    tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
+    spec, plan = make_plan(modules, specs, draw(st.sampled_from(["1f1b", "gpipe"])), tied)
+    slots = range(draw(st.integers(0, 14)))
+    microbatches = {}
+    for name in names:
+        sizes = [draw(st.integers(1, 5)) for _ in range(plan.modules[name].dp_size)]
+        rows = [[[] for _ in range(size)] for size in sizes]
+        for slot in slots:
+            if name == LANGUAGE_MODEL or draw(st.booleans()):
+                replica = draw(st.integers(0, len(rows) - 1))
+                rows[replica][draw(st.integers(0, sizes[replica] - 1))].append(slot)
+        microbatches[name] = rows
+    return Case(plan, make_step(microbatches), sync_groups(spec, plan))
