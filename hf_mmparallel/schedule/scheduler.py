@@ -114,7 +114,7 @@ class _Scheduler:
         self.missing = [len(found) for found in graph.predecessors]
         self.successors: list[list[int]] = [[] for _ in range(count)]
         self.has_backward = [False] * count
-        for index, (task, found) in enumerate(zip(self.tasks, graph.predecessors)):
+        for index, (task, found) in enumerate(zip(self.tasks, graph.predecessors, strict=True)):
             for other in found:
                 self.successors[other].append(index)
             if task.kind == "fwd":
@@ -124,7 +124,9 @@ class _Scheduler:
                 chunks[key] = chunks.get(key, 0) + 1
             else:
                 self.has_backward[found[0]] = True
-        self.share = [1.0 / chunks[stage.number, task.microbatch] for stage, task in zip(self.stage_of, self.tasks)]
+        self.share = [
+            1.0 / chunks[stage.number, task.microbatch] for stage, task in zip(self.stage_of, self.tasks, strict=True)
+        ]
 
     def run(self) -> Timeline:
         """Simulates until every task is done."""

@@ -21,6 +21,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.plan.ownership import trainable_stages
+from hf_mmparallel.plan.parallel_plan import Schedule
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def module_spec(
 def make_plan(
     modules: dict[str, list[list[tuple[int, ...]]]],
     specs: dict[str, ModuleSpec] | None = None,
-    schedule: str = "1f1b",
+    schedule: Schedule = "1f1b",
     tied: dict[str, tuple[str, int]] | None = None,
 ) -> tuple[ModelSpec, ParallelPlan]:
     """`modules[name][replica][stage]` are ranks; layers are cut evenly."""
@@ -59,9 +60,9 @@ def make_plan(
         for ranks in replicas:
             size = specs[name].num_layers
             cuts = [size * i // len(ranks) for i in range(len(ranks) + 1)]
-            ranges = list(zip(cuts, cuts[1:]))
+            ranges = list(zip(cuts[:-1], cuts[1:], strict=True))
             trainable = trainable_stages(specs[name], spec.tied, ranges)
-            rows.append(tuple(Stage(c, (r,), t) for c, r, t in zip(ranges, ranks, trainable)))
+            rows.append(tuple(Stage(c, (r,), t) for c, r, t in zip(ranges, ranks, trainable, strict=True)))
         plans[name] = ModulePlan(tuple(rows))
     edges = tuple(
         Edge(name, LANGUAGE_MODEL, tuple(f.layer for f in module.features))
@@ -83,7 +84,7 @@ def make_step(microbatches: dict[str, list[list[list[int]]]]) -> StepPlan:
     )
 
 
-def chain(num_stages: int, num_microbatches: int, schedule: str = "1f1b") -> Case:
+def chain(num_stages: int, num_microbatches: int, schedule: Schedule = "1f1b") -> Case:
     """One encoder stage before a pipelined language model, one sample a microbatch."""
     rows = [[i] for i in range(num_microbatches)]
     if num_stages == 1:
