@@ -29,13 +29,13 @@ venv: $(INSTALLED) ## the environment, nothing else
 
 $(INSTALLED): setup.cfg pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --progress-bar off "torch==$(TORCH_VERSION)" \
-	    $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install --quiet --progress-bar off $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	    "torch==$(TORCH_VERSION)"
 	$(BIN)/python -m pip install --quiet --progress-bar off -e '.[demo,dev]'
 	touch $@
 
 demo: $(INSTALLED) ## train the digits model on four CPU processes
-	$(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
+	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
 	    examples/train_digits_vlm.py --output_dir $(DEMO_OUT) $(DEMO_ARGS)
 
 test: lint ## all gates and all tests

@@ -15,7 +15,7 @@ _SCRIPT = """
 import torch.distributed as dist
 from transformers import TrainingArguments
 
-args = TrainingArguments(output_dir="unused", use_cpu=True)
+args = TrainingArguments(output_dir="unused")
 print(f"rank {args.process_index} of {args.world_size} on {args.device}\\n", end="", flush=True)
 dist.destroy_process_group()  # a rank that exits with an open gloo group may abort
 """
@@ -31,7 +31,8 @@ def test_accelerate_reads_the_file_and_its_name_counts_the_processes(path):
 
 
 @pytest.mark.distributed
-def test_four_cpu_processes_start(tmp_path):
+def test_four_cpu_processes_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", FOLDER / "one_host_4cpu.yaml"]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainingArguments
 
-args = TrainingArguments(output_dir="unused", use_cpu=True)
+args = TrainingArguments(output_dir="unused")
 value = torch.tensor([10.0 ** args.process_index])
 dist.all_reduce(value)
 place = f"rank {args.process_index} of {args.world_size}, local {args.local_process_index}"
@@ -91,9 +91,10 @@ def test_accelerate_launches_over_both_hosts(tmp_path):
     script.write_text(_ALL_REDUCE)
     config = str(CONFIGS / "two_hosts_4cpu.yaml")
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    cpu = {"ACCELERATE_USE_CPU": "true"}
     with TwoHosts() as hosts:
         launch += ["--main_process_ip", hosts.addresses[0], "--machine_rank"]
-        done = hosts.run([[*launch, str(host), str(script)] for host in range(2)], timeout=90)
+        done = hosts.run([[*launch, str(host), str(script)] for host in range(2)], timeout=90, env=cpu)
     for host, result in enumerate(done):
         assert result.returncode == 0, result.output
         lines = sorted(re.findall(r"rank \d.*", result.output))
