@@ -1,0 +1,210 @@
+"""Configuration and callbacks of a model composed of unimodal encoders and a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from transformers import AutoConfig, PreTrainedConfig
+
+FEATURE_SELECTIONS = ("full", "default", "pooled")
+PROJECTOR_TYPES = ("linear", "mlp", "custom")
+
+
+@dataclass(frozen=True)
+class EncoderSettings:
+    """
+    How one encoder is attached to the language model.
+
+    Args:
+        token_id (`int`): Id of the placeholder token in `input_ids` that its feature rows replace.
+        model_class (`str`, *optional*): Class name of the encoder; empty for the class that `AutoModel` picks.
+        projector (`str`, *optional*, defaults to `"mlp"`): `"linear"`, `"mlp"`, or `"custom"` for a module of yours.
+        feature_layer (`int`, *optional*):
+            Index into the encoder's `hidden_states` to take features from; by default `last_hidden_state`.
+        feature_select (`str`, *optional*, defaults to `"full"`):
+            `"full"` keeps all tokens, `"default"` drops the first one (CLS), `"pooled"` takes the encoder's
+            `pooler_output` (one token an item for most encoders).
+        pooling (`str`, *optional*): `"mean"` averages the tokens of an item to one.
+        feature_size (`int`, *optional*): Width of the features; by default what the encoder's config says.
+        input_names (`dict[str, str]`, *optional*):
+            Names in the batch -> arguments of the encoder's forward, where these differ, such as
+            `{"image_grid_thw": "grid_thw"}`.
+    """
+
+    token_id: int
+    model_class: str = ""
+    projector: Literal["linear", "mlp", "custom"] = "mlp"
+    feature_layer: int | None = None
+    feature_select: Literal["full", "default", "pooled"] = "full"
+    pooling: Literal["mean"] | None = None
+    feature_size: int | None = None
+    input_names: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if isinstance(self.token_id, bool) or not isinstance(self.token_id, int) or self.token_id < 0:
+            raise ValueError(f"`token_id={self.token_id!r}` is no token. Give the id of a placeholder token.")
+        for name, allowed in (
+            ("projector", PROJECTOR_TYPES),
+            ("feature_select", FEATURE_SELECTIONS),
+            ("pooling", (None, "mean")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}={getattr(self, name)!r}` is not known. Use one of {list(allowed)}.")
+        if self.feature_select == "pooled" and self.feature_layer is not None:
+            raise ValueError(
+                f"`feature_layer={self.feature_layer}` has no effect with `feature_select='pooled'`, which takes the "
+                "encoder's pooled output. Drop one of them."
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EncoderSettings:
+        """Settings from plain data; an unknown key is an error that names the nearest one."""
+        known = [f.name for f in fields(cls)]
+        for key in values:
+            if key not in known:
+                nearest = get_close_matches(key, known, n=1, cutoff=0.0)[0]
+                raise ValueError(f"`{key}` is no setting of an encoder. Did you mean `{nearest}`?")
+        return cls(**values)
+
+
+@dataclass
+class MultimodalCallbacks:
+    """
+    Functions that run between the modules of a [`MultimodalModel`] (papers/000, section 5.1). They are not saved with
+    the model: give them to `from_pretrained` again.
+
+    Args:
+        before_encoder (`dict[str, Callable]`, *optional*): Encoder -> `fn(inputs) -> inputs`.
+        after_encoder (`dict[str, Callable]`, *optional*): Encoder -> `fn(inputs, output) -> output`.
+        after_projector (`dict[str, Callable]`, *optional*):
+            Encoder -> `fn(inputs, features) -> features`, a tensor of rows or a list of such.
+        before_language_model (`Callable`, *optional*):
+            `fn(encoder_outputs, inputs) -> inputs`. `inputs` holds `input_ids`, `inputs_embeds`, `attention_mask`
+            and `position_ids`; an output that it removes from `encoder_outputs` counts as merged already.
+    """
+
+    before_encoder: dict[str, Callable] = field(default_factory=dict)
+    after_encoder: dict[str, Callable] = field(default_factory=dict)
+    after_projector: dict[str, Callable] = field(default_factory=dict)
+    before_language_model: Callable | None = None
+
+    def check(self, encoders: tuple[str, ...]) -> None:
+        """Raises for a callback of an encoder that the model has not."""
+        for place in ("before_encoder", "after_encoder", "after_projector"):
+            for name in getattr(self, place):
+                if name not in encoders:
+                    raise ValueError(
+                        f"`callbacks.{place}` names `{name}`, which is no encoder of this model. "
+                        f"Its encoders are {list(encoders)}."
+                    )
+
+
+class MultimodalConfig(PreTrainedConfig):
+    """
+    Configuration of a [`MultimodalModel`]. The config of encoder `name` is also `config.<name>_config` (so it is the
+    key for `attn_implementation={"vision_config": "sdpa"}`), its placeholder is `config.<name>_token_id`.
+
+    Args:
+        encoder_configs (`dict[str, PreTrainedConfig | dict]`): Encoder -> its config.
+        text_config (`PreTrainedConfig | dict`): Config of the language model.
+        encoder_settings (`dict[str, dict]`): Encoder -> values of [`EncoderSettings`].
+        projector_hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of `"mlp"` projectors.
+        lm_head_bias (`bool`, *optional*, defaults to `False`): Whether the language model's head has a bias.
+        tie_word_embeddings (`bool`, *optional*): Whether head and embeddings are one; by default as `text_config`.
+        encoder_names (`list[str]`, *optional*): The order of the encoders; by default that of `encoder_configs`.
+    """
+
+    model_type = "hf_mmparallel_composed"
+    has_no_defaults_at_init = True
+
+    encoder_configs: dict | None = None
+    text_config: dict | PreTrainedConfig | None = None
+    encoder_settings: dict | None = None
+    projector_hidden_act: str = "gelu"
+    lm_head_bias: bool = False
+    tie_word_embeddings: bool | None = None
+    encoder_names: list | None = None
+
+    def __post_init__(self, **kwargs):
+        configs = self.encoder_configs or {}
+        self.encoder_names = list(self.encoder_names or configs)  # JSON sorts the keys of a dict
+        check_encoder_names(tuple(self.encoder_names))
+        self.encoder_configs = {name: _as_config(configs[name]) for name in self.encoder_names}
+        self.text_config = _as_config({"model_type": "llama"} if self.text_config is None else self.text_config)
+        settings = self.encoder_settings or {}
+        if set(settings) != set(self.encoder_configs):
+            raise ValueError(
+                f"`encoder_settings` is given for {sorted(settings)} and `encoder_configs` for "
+                f"{sorted(self.encoder_configs)}. Give both for the same encoders."
+            )
+        self.encoder_settings = {
+            name: asdict(value if isinstance(value, EncoderSettings) else EncoderSettings.from_dict(value))
+            for name, value in ((name, settings[name]) for name in self.encoder_names)
+        }
+        if self.tie_word_embeddings is None:
+            self.tie_word_embeddings = bool(getattr(self.text_config, "tie_word_embeddings", False))
+        kept = self._implementations()
+        super().__post_init__(**kwargs)
+        for config, attention, experts in kept:  # the configs of live models say how these run
+            if kwargs.get("attn_implementation") is None:
+                config._attn_implementation_internal = attention
+            if kwargs.get("experts_implementation") is None:
+                config._experts_implementation_internal = experts
+
+    def _implementations(self) -> list[tuple[PreTrainedConfig, Any, Any]]:
+        """The sub-configs, at any depth, with their attention and experts implementations."""
+        found, pending = [], [*self.encoder_configs.values(), self.text_config]
+        while pending:
+            config = pending.pop()
+            found.append((config, config._attn_implementation, config._experts_implementation))
+            pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
+        return found
+
+    @property
+    def sub_configs(self) -> dict[str, type]:  # type: ignore[override]
+        return {**{f"{name}_config": AutoConfig for name in self.encoder_names or ()}, "text_config": AutoConfig}
+
+    def settings(self, name: str) -> EncoderSettings:
+        """The settings of one encoder."""
+        return EncoderSettings.from_dict(self.encoder_settings[name])
+
+    def __getattr__(self, name: str):
+        """Serves `<name>_config` and `<name>_token_id` of the encoders."""
+        for suffix, table in (("_config", "encoder_configs"), ("_token_id", "encoder_settings")):
+            entries = self.__dict__.get(table) or {}
+            encoder = name.removesuffix(suffix)
+            if name.endswith(suffix) and encoder in entries:
+                return entries[encoder] if suffix == "_config" else entries[encoder]["token_id"]
+        raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`")
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()
+        output["encoder_configs"] = {name: config.to_dict() for name, config in self.encoder_configs.items()}
+        self.dict_dtype_to_str(output)
+        return output
+
+
+def check_encoder_names(names: tuple[str, ...]) -> None:
+    """Raises unless every name can be a submodule, a prefix of inputs, and none is the prefix of another."""
+    if not names:
+        raise ValueError("`encoders` is empty: a composed model needs one encoder at least. Give `{'vision': ...}`.")
+    for name in names:
+        if not name.isidentifier() or name in ("text", "language_model", "encoder"):
+            raise ValueError(f"`{name}` cannot name an encoder. Use a word such as `vision` or `audio`.")
+        for other in names:
+            if other.startswith(name + "_"):
+                raise ValueError(
+                    f"Inputs of encoder `{other}` could be read as those of `{name}`, since names are prefixes of "
+                    f"inputs. Rename one of them."
+                )
+
+
+def _as_config(value: PreTrainedConfig | Mapping) -> PreTrainedConfig:
+    """A config from itself or from its plain data."""
+    if isinstance(value, PreTrainedConfig):
+        return value
+    values = dict(value)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
