@@ -1,0 +1,53 @@
+"""The pages: links lead somewhere, Python examples compile, commands name files and targets that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as forges make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pages
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in _anchors(linked), f"{page.name} links to {target}"
+
+
+@pages
+def test_python_examples_compile(page):
+    for block in _blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+@pages
+def test_commands_name_what_exists(page):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for block in _blocks(page, "bash"):
+        for path in re.findall(r"\b(?:examples|benchmarks|tests|docs)/[\w./-]+", block):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
+        for target in re.findall(r"^make ([a-z]+)", block, re.MULTILINE):
+            assert target in targets, f"{page.name} names `make {target}`"
+
+
+def test_the_makefile_runs_files_that_exist():
+    paths = re.findall(r"\b(?:examples|benchmarks|tests)/[\w./-]+\.(?:py|yaml)\b", (ROOT / "Makefile").read_text())
+    assert paths and [path for path in paths if not (ROOT / path).exists()] == []
