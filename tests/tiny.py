@@ -1,8 +1,8 @@
 """
 Tiny random models of many families, with datasets and collators to match.
 
-`FAMILIES[name]()` builds a seeded model, `make_dataset(name, size)` per-sample dicts with no, one or several images (or
-audio clips) each, `collate(name)` the function that pads a list of them to the right.
+`FAMILIES[name]()` builds a seeded model, `make_dataset(name, size)` per-sample dicts with no, one or several images
+(or audio clips) each, `collate(name)` the function that pads a list of them to the right.
 """
 
 from __future__ import annotations

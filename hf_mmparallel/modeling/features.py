@@ -66,6 +66,7 @@ def merge_output(features: Sequence[tuple[FeatureSpec, Tensor]]) -> BaseModelOut
     output = BaseModelOutputWithPooling()
     for feature, rows in features:
         if feature.index is None:
+            output.last_hidden_state = Rows(rows)  # what some models merge, where it is the projected features too
             setattr(output, feature.field, Rows(rows))
         else:
             levels = getattr(output, feature.field, None) or []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,6 +333,14 @@ class ModuleStage:
         return {modality: merge_output(pairs) for modality, pairs in gathered.items()}
 
 
+def _takes_outputs(model: PreTrainedModel, modality: str) -> bool:
+    """Whether the model's forward merges what `mm_encoder_outputs` holds for a modality."""
+    if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
+        return False
+    forward = inspect.unwrap(type(model.base_model).forward)
+    return hasattr(model, "multimodal_parts") or modality in forward.__code__.co_consts
+
+
 @contextmanager
 def _features_given(
     model: PreTrainedModel, parts: Mapping[str, ModulePart], outputs: Mapping[str, Any]
@@ -340,29 +348,28 @@ def _features_given(
     """
     Keyword arguments that make the model merge these encoder outputs.
 
-    Models whose forward has no `mm_encoder_outputs` call their feature methods instead, which then return the outputs;
-    an empty tensor as input makes them do so.
+    A forward that does not look for a modality in `mm_encoder_outputs` calls its feature method, which then returns
+    the output; an empty tensor as input makes it do so.
     """
-    if not outputs:
-        yield {}
-        return
-    if "mm_encoder_outputs" in inspect.signature(model.forward).parameters:
-        yield {"mm_encoder_outputs": dict(outputs)}
-        return
-    replaced, given = [], {}
-    try:
+    direct = {modality: output for modality, output in outputs.items() if _takes_outputs(model, modality)}
+    given: dict[str, Any] = {"mm_encoder_outputs": direct} if direct else {}
+    with ExitStack() as stack:
         for part in parts.values():
-            for modality, method in part.features.items():
-                if modality not in outputs:
-                    continue
-                owner, name = method.__self__, method.__name__
-                owner.__dict__[name] = lambda *args, _output=outputs[modality], **kwargs: _output
-                replaced.append((owner, name))
+            for modality in (outputs.keys() - direct.keys()) & part.features.keys():
+                method = part.features[modality]
+                stack.enter_context(_returning(method.__self__, method.__name__, outputs[modality]))
                 given[part.input_names(modality)[0]] = torch.empty(0, device=model.device)
         yield given
+
+
+@contextmanager
+def _returning(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Makes a method of one object return `value`."""
+    owner.__dict__[name] = lambda *args, **kwargs: value
+    try:
+        yield
     finally:
-        for owner, name in replaced:
-            del owner.__dict__[name]
+        del owner.__dict__[name]
 
 
 def prepare_stages(

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,16 +16,18 @@ from tests import tiny
 torch.set_num_threads(1)
 
 
-def make_plan(spec: ModelSpec, cuts: Mapping[str, Sequence[int]], **options) -> ParallelPlan:
-    """One replica of each module, cut before the given layers, each stage on a rank of its own."""
-    modules, rank = {}, 0
+def make_plan(
+    spec: ModelSpec, cuts: Mapping[str, Sequence[int]], recompute: Sequence[str] = (), shared: bool = False
+) -> ParallelPlan:
+    """One replica of each module, cut before the given layers; a rank for each stage, or `shared` by the modules."""
+    modules, next_rank = {}, 0
     for name, module in spec.modules.items():
         bounds = [0, *cuts.get(name, ()), module.num_layers]
         stages = []
-        for first, stop in zip(bounds, bounds[1:]):
-            stages.append(Stage((first, stop), ((rank,),)))
-            rank += 1
-        modules[name] = ModulePlan((tuple(stages),), **options.get(name, {}))
+        for index, (first, stop) in enumerate(pairwise(bounds)):
+            stages.append(Stage((first, stop), ((index if shared else next_rank,),)))
+            next_rank += 1
+        modules[name] = ModulePlan((tuple(stages),), activation_checkpointing=name in recompute)
     return ParallelPlan(modules)
 
 
@@ -48,7 +51,10 @@ def run_module(stages: Sequence[ModuleStage], batch: dict, features: dict | None
     done, hidden = [], None
     for stage in stages:
         given = {
-            name: [t if stage.layers[0] <= s.layer < stage.layers[1] else None for t, s in zip(tensors, specs)]
+            name: [
+                t if stage.layers[0] <= s.layer < stage.layers[1] else None
+                for t, s in zip(tensors, specs, strict=True)
+            ]
             for name, tensors in (features or {}).items()
             for specs in [stage.spec.modules[name].features]
         }
@@ -64,7 +70,7 @@ def run_module(stages: Sequence[ModuleStage], batch: dict, features: dict | None
 def push_back(done: list[tuple], gradients: list[Tensor | None]) -> None:
     """Backward through the stages of a module, last first."""
     for received, output in reversed(done):
-        pairs = [(o, g) for o, g in zip(output, gradients) if g is not None and o.requires_grad]
+        pairs = [(o, g) for o, g in zip(output, gradients, strict=True) if g is not None and o.requires_grad]
         torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         gradients = [tensor.grad for tensor in received]
 
@@ -133,3 +139,209 @@ def cuts_of(family: str) -> list[dict[str, list[int]]]:
 def test_stages_equal_the_whole_model(family, cuts):
     model = tiny.FAMILIES[family]().train()
     assert_same(model, make_plan(build_model_spec(model), cuts), make_batch(family))
+
+
+@pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name not in tiny.TEXT_ONLY])
+def test_batches_without_images_equal_the_whole_model(family):
+    model = tiny.FAMILIES[family]().train()
+    plan = make_plan(build_model_spec(model), {LANGUAGE_MODEL: [2]})
+    batch = make_batch(family, text_only=True)
+    assert not any(name.startswith(("pixel", "input_features")) for name in batch)
+    assert_same(model, plan, batch)
+
+
+def with_videos(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same batch of a Qwen family, its last image taken for a video."""
+    batch = {name: value.clone() for name, value in batch.items()}
+    grid = batch["image_grid_thw"]
+    patches, tokens = int(grid[-1].prod()), int(grid[-1].prod()) // 4
+    batch["video_grid_thw"], batch["image_grid_thw"] = grid[-1:], grid[:-1]
+    batch["pixel_values_videos"] = batch["pixel_values"][-patches:]
+    batch["pixel_values"] = batch["pixel_values"][:-patches]
+    place = (batch["input_ids"] == tiny.MEDIA_TOKEN).nonzero()[-tokens:].unbind(-1)
+    batch["input_ids"][place] = tiny.VIDEO_TOKEN
+    batch["mm_token_type_ids"][place] = 2
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("family", "cuts"),
+    [
+        ("qwen2_vl", {"vision": [2], LANGUAGE_MODEL: [2]}),
+        ("qwen2_5_vl", {"vision": [1], LANGUAGE_MODEL: [1]}),
+        ("qwen3_vl", {LANGUAGE_MODEL: [1, 2]}),
+    ],
+)
+def test_images_and_videos_share_a_tower(family, cuts):
+    model = tiny.FAMILIES[family]().train()
+    batch = with_videos(make_batch(family))
+    spec = build_model_spec(model)
+    plan = make_plan(spec, cuts)
+    assert_same(model, plan, batch)
+    if family != "qwen3_vl":
+        stage = prepare_stages(model, spec, plan, 1)["vision", 0, 1]
+        assert len(stage.input_shapes(batch)) == 2
+
+
+def test_deepstack_features_enter_only_at_their_layers():
+    model = tiny.FAMILIES["qwen3_vl"]().train()
+    spec = build_model_spec(model)
+    plan = make_plan(spec, {LANGUAGE_MODEL: [2]})
+    stage = prepare_stages(model, spec, plan, 2)[LANGUAGE_MODEL, 0, 1]
+    batch = make_batch("qwen3_vl")
+    rows = int((batch["input_ids"] == tiny.MEDIA_TOKEN).sum())
+    hidden = torch.randn(*batch["input_ids"].shape, 64)
+    text = {name: value for name, value in batch.items() if name != "pixel_values"}
+    given = [None, None, None, torch.randn(rows, 64), None, None, None, None]
+    assert stage(text, [hidden], {"vision": given})[0].isfinite().all()
+    with pytest.raises(ValueError, match="layer 2, which is in this stage"):
+        stage(text, [hidden], {"vision": [None] * 8})
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "voxtral", "gemma3"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_activation_checkpointing_changes_nothing(family, shared):
+    model = tiny.FAMILIES[family]().train()
+    spec = build_model_spec(model)
+    encoder = spec.encoders[0]
+    cuts = {encoder: [2], LANGUAGE_MODEL: [2]}
+    plan = make_plan(spec, cuts, recompute=[encoder], shared=shared)
+    models = assert_same(model, plan, make_batch(family))
+    stacks = {name: [own.get_submodule(module.stack) for own in models] for name, module in spec.modules.items()}
+    assert [layer.gradient_checkpointing for layer in stacks[encoder][0]] == [True, True, False, False]
+    assert not any(layer.gradient_checkpointing for stack in stacks[LANGUAGE_MODEL] for layer in stack)
+    assert_same(model, make_plan(spec, cuts, recompute=list(spec.modules), shared=shared), make_batch(family))
+
+
+def test_microbatches_in_flight_do_not_mix():
+    model = tiny.FAMILIES["llama"]().train()
+    plan = make_plan(build_model_spec(model), {LANGUAGE_MODEL: [1]})
+    first, last = (
+        prepare_stages(own := copy.deepcopy(model), build_model_spec(own), plan, rank)[LANGUAGE_MODEL, 0, rank]
+        for rank in (0, 1)
+    )
+    batches = [make_batch("llama", size=size) for size in (2, 3)]
+    sent = [first(batch)[0] for batch in batches]
+    received = [wire([tensor])[0] for tensor in sent]
+    losses = [
+        token_loss(model, last(batch, [hidden])[0], batch["labels"])[0]
+        for batch, hidden in zip(batches, received, strict=True)
+    ]
+    for index in (1, 0):
+        losses[index].backward()
+        sent[index].backward(received[index].grad)
+    expected = [reference(model, batch) for batch in batches]
+    for stage in (first, last):
+        for name, parameter in stage.parameters():
+            torch.testing.assert_close(parameter.grad, sum(grads[name] for _, grads in expected))
+    assert torch.equal(torch.stack(losses), torch.stack([loss for loss, _ in expected]))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "mistral3"])
+def test_stages_under_autocast_equal_the_whole_model(family):
+    model = tiny.FAMILIES[family]().train()
+    plan = make_plan(build_model_spec(model), {"vision": [1], LANGUAGE_MODEL: [1, 3]})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same(model, plan, make_batch(family))
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_adapters_belong_to_their_layer(family):
+    from peft import LoraConfig
+
+    model = tiny.FAMILIES[family]()
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.train()
+    models = assert_same(
+        model, make_plan(build_model_spec(model), {"vision": [2], LANGUAGE_MODEL: [2]}), make_batch(family)
+    )
+    trained = {n for own in models for n, p in own.named_parameters() if p.requires_grad}
+    assert trained == {n for n, p in model.named_parameters() if "lora_" in n}
+
+
+def held_bytes(model: PreTrainedModel) -> int:
+    """Memory behind the parameters of a model."""
+    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3", "qwen3_vl", "voxtral", "llama_tied"])
+def test_what_is_not_owned_takes_no_memory_and_names_stay(family):
+    model = tiny.FAMILIES[family]()
+    spec = build_model_spec(model)
+    names = dict(model.named_parameters())
+    plan = make_plan(spec, {LANGUAGE_MODEL: [1, 2]})
+    seen: dict[str, int] = {}
+    for rank in range(plan.world_size):
+        own = copy.deepcopy(model)
+        (stage,) = prepare_stages(own, spec, plan, rank).values()
+        real = {name: p for name, p in own.named_parameters() if not is_hollow(p)}
+        assert dict(stage.parameters()).keys() == real.keys()
+        assert all(torch.equal(p, names[name]) for name, p in real.items())
+        hollow = [p for p in own.parameters() if is_hollow(p)]
+        assert not any(p.requires_grad for p in hollow)
+        assert held_bytes(own) == sum(4 * p.numel() for p in real.values()) + 4 * len(hollow)
+        for name in real:
+            seen[name] = seen.get(name, 0) + 1
+    assert seen == {name: 2 if name in spec.tied else 1 for name in names}
+
+
+def test_tied_weights_stay_tied_where_both_uses_are():
+    model = tiny.FAMILIES["gemma3"]()
+    spec = build_model_spec(model)
+    whole, cut = make_plan(spec, {}), make_plan(spec, {LANGUAGE_MODEL: [2]})
+    for plan, rank in ((whole, 1), (cut, 1), (cut, 2)):
+        own = copy.deepcopy(model)
+        prepare_stages(own, spec, plan, rank)
+        assert own.lm_head.weight is own.get_input_embeddings().weight
+        assert not is_hollow(own.lm_head.weight)
+
+
+def test_a_model_on_meta_stays_there_where_it_is_owned():
+    with torch.device("meta"):
+        model = tiny.FAMILIES["llava"]()
+    spec = build_model_spec(model)
+    assert spec == build_model_spec(tiny.FAMILIES["llava"]())
+    prepare_stages(model, spec, make_plan(spec, {LANGUAGE_MODEL: [2]}), 1)
+    for parameter in model.parameters():
+        assert parameter.is_meta != is_hollow(parameter)
+
+
+def test_a_rank_without_stages_holds_nothing():
+    model = tiny.FAMILIES["llava"]()
+    spec = build_model_spec(model)
+    assert prepare_stages(model, spec, make_plan(spec, {}), 7) == {}
+    assert all(is_hollow(parameter) for parameter in model.parameters())
+
+
+def test_a_selected_hidden_state_of_another_stage_is_refused():
+    model = tiny.FAMILIES["llava"]()
+    model.config.vision_feature_layer = [-2, -4]
+    model.model.multi_modal_projector = type(model.model.multi_modal_projector)(model.config)
+    spec = build_model_spec(model)
+    assert_same(model.train(), make_plan(spec, {"vision": [1]}), make_batch("llava"))
+    with pytest.raises(ValueError, match=r"`vision_feature_layer=\[-2, -4\]` selects hidden state 1"):
+        prepare_stages(model, spec, make_plan(spec, {"vision": [2]}), 0)
+
+
+def test_layers_that_read_weights_of_an_earlier_stage_are_refused():
+    model = tiny.FAMILIES["llama"]()
+    model.model.rotary_emb.register_forward_hook(lambda m, args, out: tuple(t + args[0].mean() for t in out))
+    spec = build_model_spec(model)
+    stage = prepare_stages(model, spec, make_plan(spec, {LANGUAGE_MODEL: [2]}), 1)[LANGUAGE_MODEL, 0, 1]
+    batch = make_batch("llama")
+    with pytest.raises(ValueError, match="depends on weights of an earlier stage"):
+        stage(batch, [torch.zeros(*batch["input_ids"].shape, 64)])
+
+
+def test_placeholders_return_what_the_layer_returns():
+    from transformers.models.falcon.modeling_falcon import FalconDecoderLayer
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoderLayer
+
+    from hf_mmparallel.modeling.hollow import _returns_tuple
+
+    assert _returns_tuple(FalconDecoderLayer)
+    assert _returns_tuple(Qwen2_5OmniAudioEncoderLayer)
+    assert not _returns_tuple(Gemma3DecoderLayer)
