@@ -92,10 +92,7 @@ class _Checker:
             elif kind == "send":
                 self._check_send(rank, action, number, done, blocking)
             elif kind == "recv":
-                if ("task", self.graph.ends[number][1]) in done:
-                    raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before.")
-                for source in self.ranks[self.graph.ends[number][0]]:
-                    self.received.setdefault((source, rank), []).append(number)
+                self._check_recv(rank, action, number, done)
             else:
                 summed.update(self.groups[number].stages)
             if kind in ("task", "sync"):
@@ -145,6 +142,18 @@ class _Checker:
         self.successors[blocking[-1]].append(target)
         for other in self.ranks[target]:
             self.sent.setdefault((rank, other), []).append(number)
+
+    def _check_recv(self, rank: int, action: Action, number: int, done: set[tuple[str, int]]) -> None:
+        """A receive stands before its task, after the forward of a backward, and after a send of the same rank."""
+        source, target = self.graph.ends[number]
+        if ("task", target) in done:
+            raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before.")
+        if self.graph.tasks[target].kind == "bwd" and ("task", self.graph.predecessors[target][0]) not in done:
+            raise ProgramError(f"Rank {rank} has `{action}` before the forward that sizes it. Move it behind.")
+        if rank in self.ranks[source] and ("send", number) not in done:
+            raise ProgramError(f"Rank {rank} has `{action}` before its own send of it. Move it behind.")
+        for other in self.ranks[source]:
+            self.received.setdefault((other, rank), []).append(number)
 
     def _check_complete(self) -> None:
         """Everything is there; what is there is known to be right and single."""

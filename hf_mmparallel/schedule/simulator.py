@@ -98,15 +98,29 @@ def _function(value: float | Callable) -> Callable:
 
 
 class _Gate:
-    """What a blocking action waits for: ranks to come, messages to arrive."""
+    """A blocking action, and what it waits for: ranks to come, messages to arrive."""
 
-    __slots__ = ("arrived", "messages", "ready_ms", "wanted")
+    __slots__ = ("action", "arrived", "duration_ms", "messages", "ready_ms", "wanted")
 
-    def __init__(self, wanted: int):
+    def __init__(self, action: Action, wanted: int, duration_ms: float):
+        self.action = action
         self.wanted = wanted
+        self.duration_ms = duration_ms
         self.arrived: list[int] = []
         self.messages = 0
         self.ready_ms = 0.0
+
+
+class _Mail:
+    """A message on its way: how many of its source ranks have not sent it, and the gate that it opens."""
+
+    __slots__ = ("gate", "sent_ms", "travel_ms", "unsent")
+
+    def __init__(self, gate: _Gate, unsent: int, travel_ms: float):
+        self.gate = gate
+        self.unsent = unsent
+        self.travel_ms = travel_ms
+        self.sent_ms = 0.0
 
 
 class _Replay:
@@ -116,22 +130,32 @@ class _Replay:
         self.plan, self.program = plan, program
         self.cost, self.comm_ms, self.sync_ms = cost, comm_ms, sync_ms
         self.gates: dict[Action, _Gate] = {}
-        self.unsent: dict[Message, int] = {}
-        self.arrival_ms: dict[Message, float] = {}
+        self.mail: dict[Message, _Mail] = {}
+        # Ranks of a stage share action objects, so that most look-ups need no hash of a whole action.
+        self.known: dict[int, _Gate | _Mail | None] = {}
         for actions in program.actions.values():
             for action in actions:
-                if action.op == "sync":
-                    self.gates.setdefault(action, _Gate(0)).wanted += 1
-                elif action.task is not None and action not in self.gates:
-                    self.gates[action] = _Gate(len(self._ranks(action.task)))
-        received = {a.message for actions in program.actions.values() for a in actions if a.op == "recv"}
-        for message in received:
+                if action.message is None:
+                    self._read_gate(action)
+        recvs = {id(a): a.message for actions in program.actions.values() for a in actions if a.op == "recv"}
+        for message in set(recvs.values()):
             if message is not None and (gate := self.gates.get(Action.run(message.target))) is not None:
-                self.unsent[message] = len(self._ranks(message.source))
+                self.mail[message] = _Mail(gate, len(self._ranks(message.source)), comm_ms(message))
                 gate.messages += 1
         self.position = dict.fromkeys(program.actions, 0)
         self.time_ms = dict.fromkeys(program.actions, 0.0)
         self.spans: list[Span] = []
+
+    def _read_gate(self, action: Action) -> None:
+        """Makes the gate of a blocking action, or notes that a gradient sum has one more rank."""
+        gate = self.known.get(id(action)) or self.gates.get(action)
+        if gate is None and action.task is None:
+            gate = self.gates[action] = _Gate(action, 0, self.sync_ms(action.index))
+        elif gate is None and action.task is not None:
+            gate = self.gates[action] = _Gate(action, len(self._ranks(action.task)), self.cost(action.task))
+        assert isinstance(gate, _Gate)
+        gate.wanted += action.op == "sync"
+        self.known[id(action)] = gate
 
     def _ranks(self, task: Task) -> tuple[int, ...]:
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks
@@ -141,12 +165,11 @@ class _Replay:
         ready = list(self.program.actions)
         while ready:
             rank = ready.pop()
-            action = self._advance(rank, ready)
-            if action is not None:
-                gate = self.gates[action]
+            gate = self._advance(rank, ready)
+            if gate is not None:
                 gate.arrived.append(rank)
                 gate.ready_ms = max(gate.ready_ms, self.time_ms[rank])
-                self._try(action, ready)
+                self._try(gate, ready)
         stuck = {
             rank: actions[self.position[rank]]
             for rank, actions in self.program.actions.items()
@@ -158,46 +181,50 @@ class _Replay:
         end = max(self.time_ms.values(), default=0.0)
         return Simulation(tuple(self.spans), end, self.plan.world_size, _peak_in_flight(self.spans))
 
-    def _advance(self, rank: int, ready: list[int]) -> Action | None:
-        """Runs what does not block; returns the action at which the rank blocks."""
+    def _advance(self, rank: int, ready: list[int]) -> _Gate | None:
+        """Runs what does not block; returns where the rank blocks."""
         actions = self.program.actions[rank]
         while self.position[rank] < len(actions):
             action = actions[self.position[rank]]
             if action.message is None:
-                return action
+                gate = self.known[id(action)]
+                assert isinstance(gate, _Gate)
+                return gate
             self.position[rank] += 1
-            if action.op == "send" and action.message in self.unsent:
-                self._sent(action.message, self.time_ms[rank], ready)
+            if action.op == "send":
+                if id(action) not in self.known:
+                    self.known[id(action)] = self.mail.get(action.message)
+                mail = self.known[id(action)]
+                if isinstance(mail, _Mail):
+                    self._send(mail, self.time_ms[rank], ready)
         return None
 
-    def _sent(self, message: Message, now: float, ready: list[int]) -> None:
+    def _send(self, mail: _Mail, now: float, ready: list[int]) -> None:
         """Notes that one source rank has sent; with the last one the message travels."""
-        self.unsent[message] -= 1
-        self.arrival_ms[message] = max(self.arrival_ms.get(message, 0.0), now)
-        if self.unsent[message] == 0:
-            action = Action.run(message.target)
-            gate = self.gates[action]
-            gate.messages -= 1
-            gate.ready_ms = max(gate.ready_ms, self.arrival_ms[message] + self.comm_ms(message))
-            self._try(action, ready)
+        mail.unsent -= 1
+        mail.sent_ms = max(mail.sent_ms, now)
+        if mail.unsent == 0:
+            mail.gate.messages -= 1
+            mail.gate.ready_ms = max(mail.gate.ready_ms, mail.sent_ms + mail.travel_ms)
+            self._try(mail.gate, ready)
 
-    def _try(self, action: Action, ready: list[int]) -> None:
+    def _try(self, gate: _Gate, ready: list[int]) -> None:
         """Runs a blocking action if nothing is missing any more."""
-        gate = self.gates[action]
         if gate.messages or len(gate.arrived) < gate.wanted:
             return
-        duration = self.sync_ms(action.index) if action.task is None else self.cost(action.task)
+        end = gate.ready_ms + gate.duration_ms
         for rank in gate.arrived:
             self.position[rank] += 1
-            self.time_ms[rank] = gate.ready_ms + duration
-            if action.task is not None:
-                self.spans.append(Span(rank, action.task, gate.ready_ms, gate.ready_ms + duration))
+            self.time_ms[rank] = end
+            if gate.action.task is not None:
+                self.spans.append(Span(rank, gate.action.task, gate.ready_ms, end))
         ready.extend(gate.arrived)
 
 
 def _peak_in_flight(spans: Sequence[Span]) -> dict[StageKey, float]:
     """The most microbatches between the start of their forward and the end of their backward, for each stage."""
-    times: dict[Task, tuple[float, float]] = {span.task: (span.start_ms, span.end_ms) for span in spans}
+    spans_by_task = {id(span.task): span for span in spans}.values()
+    times: dict[Task, tuple[float, float]] = {span.task: (span.start_ms, span.end_ms) for span in spans_by_task}
     chunks: dict[tuple[StageKey, int], int] = {}
     for task in times:
         if task.kind == "fwd":

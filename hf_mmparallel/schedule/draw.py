@@ -1,0 +1,274 @@
+"""Pictures of a program in time: text, PNG, and a trace for Chrome and Perfetto."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .simulator import Simulation, Span
+
+COLORS = ("#2F6DB5", "#E0762B", "#2E9B6B", "#8A5BB8", "#C2476B", "#7A6A53")
+MAX_ROWS = 64
+Timeline = Simulation | Sequence[Span]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of a picture: ranks that do the same at the same time."""
+
+    ranks: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def label(self) -> str:
+        stages = dict.fromkeys((s.task.module, s.task.stage) for s in self.spans)
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {_rank_ranges(self.ranks)}"
+        return f"{ranks}  " + ", ".join(f"{module} s{stage}" for module, stage in stages) if stages else ranks
+
+
+def _rank_ranges(ranks: Sequence[int]) -> str:
+    """`0-3, 8` for consecutive ranks, cut off after the second range."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    texts = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    if len(texts) > 3:
+        texts = [*texts[:2], f"... ({len(ranks)} ranks)"]
+    return ", ".join(texts)
+
+
+def _spans(timeline: Timeline) -> Sequence[Span]:
+    return timeline.spans if isinstance(timeline, Simulation) else timeline
+
+
+def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
+    """A row for each rank; ranks with equal rows are merged when there are more than `merge_above`."""
+    count = timeline.num_ranks if isinstance(timeline, Simulation) else 0
+    by_rank: dict[int, list[Span]] = {rank: [] for rank in range(count)}
+    for span in _spans(timeline):
+        by_rank.setdefault(span.rank, []).append(span)
+    if len(by_rank) <= merge_above:
+        return [_Row((rank,), tuple(by_rank[rank])) for rank in sorted(by_rank)]
+    merged: dict[tuple, list[int]] = {}
+    for rank in sorted(by_rank):
+        key = tuple(
+            (s.task.kind, s.task.module, s.task.stage, s.task.microbatch, round(s.start_ms, 6), round(s.end_ms, 6))
+            for s in by_rank[rank]
+        )
+        merged.setdefault(key, []).append(rank)
+    return [_Row(tuple(ranks), tuple(by_rank[ranks[0]])) for ranks in merged.values()]
+
+
+def _summary(timeline: Timeline) -> str:
+    """Length and idle share of a timeline, in words."""
+    spans = _spans(timeline)
+    if isinstance(timeline, Simulation):
+        return f"{_ms(timeline.iteration_ms)}, bubble {timeline.bubble_fraction:.1%}"
+    if not spans:
+        return "no tasks"
+    length = max(s.end_ms for s in spans) - min(s.start_ms for s in spans)
+    ranks = len({s.rank for s in spans})
+    busy = sum(s.end_ms - s.start_ms for s in spans)
+    return f"{_ms(length)}, bubble {1 - busy / (length * ranks) if length else 0.0:.1%}"
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
+
+
+def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows: int = 32) -> str:
+    """
+    Draws a timeline with letters: a digit is the forward of that microbatch, a letter its backward (`a` of 0).
+
+    Args:
+        timeline ([`Simulation`] or `Sequence[Span]`): What to draw.
+        width (`int`, *optional*, defaults to 100): Columns for the whole duration.
+        max_rows (`int`, *optional*, defaults to 32): With more ranks, equal rows are merged, then cut off.
+
+    Returns:
+        `str`: One line for each row, with a line about the scale.
+    """
+    rows = _rows(timeline, max_rows)
+    end = max((span.end_ms for span in _spans(timeline)), default=0.0)
+    lines = [f"{_summary(timeline)}; digits: forward of microbatch 0-9, letters: backward of microbatch a-j, .: idle"]
+    shown = rows[:max_rows]
+    indent = max((len(row.label) for row in shown), default=0)
+    for row in shown:
+        cells = ["."] * width
+        for span in row.spans:
+            first = min(int(span.start_ms / end * width + 1e-6), width - 1)
+            last = max(int(span.end_ms / end * width + 1e-6), first + 1)
+            letter = ("0123456789" if span.task.kind == "fwd" else "abcdefghij")[span.task.microbatch % 10]
+            cells[first:last] = letter * (last - first)
+        lines.append(f"{row.label:<{indent}} |{''.join(cells[:width])}|")
+    if len(rows) > len(shown):
+        lines.append(f"... and {sum(len(row.ranks) for row in rows[max_rows:])} more ranks")
+    return "\n".join(lines)
+
+
+def _tint(color: str, share: float) -> tuple[float, float, float]:
+    """The colour mixed with white."""
+    values = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (1 - (1 - value) * share for value in values)
+    return red, green, blue
+
+
+def _colors(*timelines: Timeline) -> dict[str, str]:
+    """Module -> colour, in the order of first appearance."""
+    modules = dict.fromkeys(span.task.module for timeline in timelines for span in _spans(timeline))
+    return {module: COLORS[i % len(COLORS)] for i, module in enumerate(modules)}
+
+
+def gantt_png(
+    simulation: Simulation | Sequence[Span],
+    path: str | Path,
+    measured: Simulation | Sequence[Span] | None = None,
+    title: str = "Schedule of one step",
+) -> None:
+    """
+    Draws a row for each rank: light bars are forwards, dark ones backwards, the colour is the module, the number the
+    microbatch.
+
+    Args:
+        simulation ([`Simulation`] or `Sequence[Span]`): What to draw.
+        path (`str` or `Path`): The PNG to write.
+        measured ([`Simulation`] or `Sequence[Span]`, *optional*):
+            A second timeline, drawn below the first on the same scale.
+        title (`str`, *optional*): The title's beginning; duration and bubble follow.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels: list[tuple[str, Timeline]] = [("predicted", simulation)]
+    if measured is not None:
+        panels.append(("measured", measured))
+    colors = _colors(*(timeline for _, timeline in panels))
+    all_rows = [_rows(timeline, MAX_ROWS) for _, timeline in panels]
+    heights = [max(1, min(len(rows), MAX_ROWS)) for rows in all_rows]
+    row_inches = 0.42 if sum(heights) <= 24 else 0.26
+    figure = Figure(figsize=(14, 1.55 + row_inches * sum(heights) + 0.75 * (len(panels) - 1)), dpi=140)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    end = max((span.end_ms for _, timeline in panels for span in _spans(timeline)), default=1.0)
+    for axis, (name, timeline), rows in zip(axes, panels, all_rows, strict=True):
+        _draw_rows(axis, rows, colors, end)
+        text = f"{title}: {_summary(timeline)}" if len(panels) == 1 else f"{title}, {name}: {_summary(timeline)}"
+        axis.set_title(text, loc="left", fontsize=12, fontweight="bold", pad=8, color="#222222")
+    axes[-1].set_xlabel("time (ms)", fontsize=10, color="#444444")
+    _draw_legend(figure, colors)
+    inches = figure.get_size_inches()[1]
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.38 / inches))
+    figure.savefig(path)
+
+
+def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: float) -> None:
+    """The bars, numbers and labels of one panel."""
+    from matplotlib.collections import PolyCollection
+
+    shown = rows[:MAX_ROWS]
+    boxes, faces = [], []
+    for y, row in enumerate(shown):
+        for span in row.spans:
+            share = 0.38 if span.task.kind == "fwd" else 1.0
+            low, high = y - 0.40, y + 0.40
+            boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
+            faces.append(_tint(colors[span.task.module], share))
+            inches = 11.5 * (span.end_ms - span.start_ms) / end
+            text = str(span.task.microbatch)
+            if inches > 0.075 * len(text) + 0.03:
+                axis.text(
+                    (span.start_ms + span.end_ms) / 2,
+                    y + 0.02,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=8 if len(rows) <= 24 else 6.5,
+                    color="#1B1B1B" if span.task.kind == "fwd" else "white",
+                )
+    axis.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors="white", linewidths=0.7, zorder=2))
+    axis.set_xlim(0, end)
+    axis.set_ylim(max(len(shown), 1) - 0.4, -0.6)
+    labels = [row.label for row in shown]
+    if len(rows) > len(shown):
+        labels[-1] += f"  (and {sum(len(row.ranks) for row in rows[MAX_ROWS:])} more ranks)"
+    axis.set_yticks(range(len(shown)), labels, fontsize=9 if len(rows) <= 24 else 7.5)
+    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="x", labelsize=9, colors="#444444")
+    axis.set_facecolor("#F3F4F6")
+    axis.grid(axis="x", color="white", linewidth=1.0, zorder=0)
+    axis.set_axisbelow(True)
+    for side in axis.spines.values():
+        side.set_visible(False)
+
+
+def _draw_legend(figure: Any, colors: Mapping[str, str]) -> None:
+    """A light and a dark box for each module, in the upper right corner."""
+    from matplotlib.patches import Patch
+
+    handles = []
+    for module, color in colors.items():
+        handles.append(Patch(facecolor=_tint(color, 0.38), label=f"{module} forward"))
+        handles.append(Patch(facecolor=color, label=f"{module} backward"))
+    handles.append(Patch(facecolor="#F3F4F6", edgecolor="#C9CCD1", label="idle"))
+    figure.legend(
+        handles=handles,
+        loc="upper right",
+        ncols=min(len(handles), 7),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.2,
+        columnspacing=1.4,
+        borderaxespad=0.4,
+    )
+
+
+def chrome_trace(
+    simulation: Simulation | Sequence[Span],
+    path: str | Path,
+    measured: Simulation | Sequence[Span] | None = None,
+) -> None:
+    """
+    Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process for the prediction, a second for the
+    measurement, a thread for each rank.
+
+    Args:
+        simulation ([`Simulation`] or `Sequence[Span]`): The prediction.
+        path (`str` or `Path`): The file to write.
+        measured ([`Simulation`] or `Sequence[Span]`, *optional*): The measurement.
+    """
+    events: list[dict[str, Any]] = []
+    panels: list[tuple[str, Timeline]] = [("predicted", simulation)]
+    if measured is not None:
+        panels.append(("measured", measured))
+    for process, (name, timeline) in enumerate(panels):
+        spans = _spans(timeline)
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+        events.extend(
+            {"ph": "M", "name": "thread_name", "pid": process, "tid": rank, "args": {"name": f"rank {rank}"}}
+            for rank in sorted({span.rank for span in spans})
+        )
+        events.extend(
+            {
+                "ph": "X",
+                "name": str(span.task),
+                "cat": f"{span.task.module},{span.task.kind}",
+                "pid": process,
+                "tid": span.rank,
+                "ts": _finite(1e3 * span.start_ms),
+                "dur": _finite(1e3 * (span.end_ms - span.start_ms)),
+            }
+            for span in spans
+        )
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _finite(value: float) -> float:
+    assert math.isfinite(value), value
+    return round(value, 3)
