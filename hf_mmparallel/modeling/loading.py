@@ -272,6 +272,15 @@ def _wrong_shape(source: str, what: str, found: tuple, name: str, expected: tupl
     )
 
 
+def another_model(model: nn.Module, source: str | Path, lost: list[str]) -> str:
+    """The sentence for parameters that a checkpoint lacks."""
+    others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return (
+        f"`{source}` is a checkpoint of another model: none of its files has `{lost[0]}`{others} of "
+        f"`{type(model).__name__}`. Give the checkpoint that belongs to this configuration."
+    )
+
+
 def _tie(model: Any, missing: set[str]) -> set[str]:
     """Ties parameters that were not in the checkpoint to those that were; returns the ones that got a value."""
     tied = set()
@@ -293,11 +302,7 @@ def _initialize_rest(model: Any, missing: set[str], device: torch.device | str, 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     lost = sorted(name for name in missing & set(parameters) if not (ignored and re.search(ignored, name)))
     if lost:
-        others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        raise ValueError(
-            f"`{source}` is a checkpoint of another model: none of its files has `{lost[0]}`{others} of "
-            f"`{type(model).__name__}`. Give the checkpoint that belongs to this configuration."
-        )
+        raise ValueError(another_model(model, source, lost))
     adapters = adapter_parameters(model)
     empty = {name for name, b in model.named_buffers() if b.is_meta}
     empty |= {name for name, p in parameters.items() if p.is_meta and name not in adapters}
