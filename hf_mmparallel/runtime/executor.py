@@ -40,11 +40,16 @@ class StepResult:
             Forward of the last stage -> (sum over target tokens, number of target tokens).
         timeline (`list[TimedTask]`): The tasks of this rank as they ran.
         duration_ms (`float`): From the first action to the last.
+        started_s (`float`): When it began, by the host's clock.
+        num_rows (`dict[str, int]`):
+            Module -> input tokens of the language model, feature rows of an encoder; counted on one rank a replica.
     """
 
     losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     timeline: list[TimedTask] = field(default_factory=list)
     duration_ms: float = 0.0
+    started_s: float = field(default_factory=time.time)
+    num_rows: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -380,7 +385,21 @@ class _Step:
             outputs = stage(self.batch(task), hidden, features)
             if self.is_last(task):
                 outputs = self.loss(task, outputs)
+        self.count(task, outputs)
         self.running[task.key] = _Running(outputs, leaves)
+
+    def count(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
+        """Counts what a module works on, on the first rank of each replica's last encoder or first language stage."""
+        if self.grid(task)[0] != self.rank:
+            return
+        counts = self.result.num_rows
+        if task.module == LANGUAGE_MODEL:
+            if task.stage == 0:
+                counts[task.module] = counts.get(task.module, 0) + self.batch(task)["input_ids"].numel()
+        elif task.stage == len(self.plan.modules[task.module].replicas[task.replica]) - 1:
+            counts[task.module] = counts.get(task.module, 0) + sum(out.shape[0] for out in outputs)
+        else:
+            counts.setdefault(task.module, 0)
 
     def features_of(
         self, task: Task, incoming: Mapping[Message, _Incoming], leaves: dict[str, torch.Tensor], needs_graph: bool

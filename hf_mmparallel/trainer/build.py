@@ -107,7 +107,6 @@ def planned_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingAr
     args = copy.copy(args)
     args.gradient_accumulation_steps = 1
     args.activation_checkpointing = False
-    args.place_model_on_device = False
     return args
 
 

@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ro
 from transformers.utils import is_datasets_available
 
 from ..arrange import contiguous_step
+from ..callbacks import EngineCallback, ParallelMetricsCallback
 from ..data import default_collator
 from ..data.loader import StepBatch, StepDataset, StepSampler, as_is
 from ..plan import LANGUAGE_MODEL, ParallelPlan
@@ -102,9 +103,10 @@ class MultimodalParallelTrainer(Trainer):
         with shared_failure():
             self.engine, self.global_batch_size = build_engine(model, args, plugin)
             super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
+        self.add_callback(ParallelMetricsCallback())
         if self.is_world_process_zero():
             print_plan(self.engine, self.args, self.global_batch_size)
-            save_schedule_picture(self.engine, self.args)
+            save_schedule_picture(self.engine, self.args, self.global_batch_size)
 
     @property
     def plan(self) -> ParallelPlan | None:
@@ -131,6 +133,25 @@ class MultimodalParallelTrainer(Trainer):
         model.load_state_dict(state, strict=False)
         model.tie_weights()
         return model.to(dtype=self.model.dtype).eval()
+
+    # The log
+
+    def add_callback(self, callback: Any) -> None:
+        super().add_callback(callback)
+        self._attach_callbacks()
+
+    def _attach_callbacks(self) -> None:
+        """Gives callbacks that look into the engine their engine."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, EngineCallback):
+                callback.engine = self.engine
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.engine is not None and "loss" in logs:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, EngineCallback):
+                    logs.update(callback.parallel_metrics())
+        super().log(logs, start_time)
 
     # Data
 

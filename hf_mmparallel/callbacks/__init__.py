@@ -1,0 +1,7 @@
+"""Callbacks that see the engine: efficiency in the log, measured timelines as pictures."""
+
+from .base import EngineCallback
+from .metrics import ParallelMetricsCallback
+from .timeline import TimelineCallback
+
+__all__ = ["EngineCallback", "ParallelMetricsCallback", "TimelineCallback"]

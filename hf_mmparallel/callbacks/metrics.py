@@ -1,0 +1,146 @@
+"""Efficiency of the last steps, in the Trainer's log."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..cost import hardware_of
+from ..runtime.executor import StepResult
+from .base import EngineCallback
+
+
+@dataclass(frozen=True)
+class RankWindow:
+    """
+    What one rank did in the steps between two logs.
+
+    Args:
+        duration_ms (`float`): Time in steps.
+        busy_ms (`float`): Of it in tasks.
+        forwards_ms (`dict[str, list[float]]`): Module -> its forwards on this rank, for the first rank of a stage.
+        replicas_ms (`dict[tuple[str, int], float]`): (module, replica) -> time in its tasks.
+        num_rows (`dict[str, int]`): Module -> tokens of the language model, or feature rows of an encoder.
+    """
+
+    duration_ms: float
+    busy_ms: float
+    forwards_ms: dict[str, list[float]]
+    replicas_ms: dict[tuple[str, int], float]
+    num_rows: dict[str, int]
+
+    @classmethod
+    def of(cls, results: Sequence[StepResult]) -> RankWindow:
+        forwards, replicas, rows = defaultdict(list), defaultdict(float), defaultdict(int)
+        busy = 0.0
+        for result in results:
+            for timed in result.timeline:
+                took = timed.end_ms - timed.start_ms
+                busy += took
+                replicas[timed.task.module, timed.task.replica] += took
+                if timed.task.kind == "fwd":
+                    forwards[timed.task.module].append(took)
+            for module, count in result.num_rows.items():
+                rows[module] += count
+        return cls(sum(r.duration_ms for r in results), busy, dict(forwards), dict(replicas), dict(rows))
+
+
+def _excess(values: Sequence[float]) -> float:
+    """How far the largest lies above the mean, as a share of the mean."""
+    mean = sum(values) / len(values)
+    return max(values) / mean - 1 if mean else 0.0
+
+
+def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, float]:
+    """
+    The numbers of a window over all ranks.
+
+    Args:
+        windows (`Sequence[RankWindow]`): One for each rank.
+        core_per_rank (`bool`): Whether each rank has a device or a core of its own; otherwise waiting ranks give
+            their core away, and a bubble can't be seen.
+
+    Returns:
+        `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`,
+        `parallel/microbatch_imbalance/<module>` and `parallel/replica_imbalance/<module>` (largest over mean, minus 1).
+    """
+    duration = max(window.duration_ms for window in windows)
+    if not duration:
+        return {}
+    metrics: dict[str, float] = {}
+    rows: dict[str, int] = defaultdict(int)
+    replicas: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    uneven: dict[str, list[float]] = defaultdict(list)
+    for window in windows:
+        for module, count in window.num_rows.items():
+            rows[module] += count
+        for (module, replica), took in window.replicas_ms.items():
+            replicas[module][replica] += took
+        for module, forwards in window.forwards_ms.items():
+            uneven[module].append(_excess(forwards))
+    for module, count in rows.items():
+        metrics[f"parallel/tokens_per_second/{module}"] = 1e3 * count / duration
+    if core_per_rank:
+        busy = sum(window.busy_ms for window in windows)
+        metrics["parallel/bubble_fraction"] = 1 - busy / (duration * len(windows))
+    for module, values in uneven.items():
+        metrics[f"parallel/microbatch_imbalance/{module}"] = sum(values) / len(values)
+    for module, times in replicas.items():
+        if len(times) > 1:
+            metrics[f"parallel/replica_imbalance/{module}"] = _excess(list(times.values()))
+    return metrics
+
+
+def core_per_rank(device: torch.device) -> bool:
+    """Whether every rank of this host has a GPU or a core of its own."""
+    if device.type != "cpu":
+        return True
+    return len(os.sched_getaffinity(0)) >= dist.get_world_size()
+
+
+class ParallelMetricsCallback(EngineCallback):
+    """
+    Adds to the log, under `parallel/`: tokens per second of each module, the bubble fraction, the imbalance between
+    microbatches and between replicas of each module, and model FLOPs utilisation where the peak of the device is known.
+
+    The Trainer has one by itself under a plan; remove it with `trainer.remove_callback(ParallelMetricsCallback)`.
+    """
+
+    def __init__(self):
+        self.results: list[StepResult] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.engine is not None and self.engine.last_result is not None:
+            self.results.append(self.engine.last_result)
+
+    def parallel_metrics(self) -> dict[str, float]:
+        if self.engine is None or not self.results:
+            return {}
+        results, self.results = self.results, []
+        windows: list[RankWindow | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(windows, RankWindow.of(results))
+        metrics = efficiency([w for w in windows if w is not None], core_per_rank(self.engine.device))
+        utilisation = self._utilisation(metrics)
+        return metrics if utilisation is None else {**metrics, "parallel/model_flops_utilisation": utilisation}
+
+    def _utilisation(self, metrics: dict[str, float]) -> float | None:
+        """Model FLOPs per second over the peak of all devices, `None` where the peak is not known."""
+        assert self.engine is not None
+        if self.engine.device.type != "cuda":
+            return None
+        hardware = hardware_of(torch.cuda.get_device_name(self.engine.device))
+        if hardware is None:
+            return None
+        flops = 0.0
+        for name, module in self.engine.spec.modules.items():
+            matrices = sum(p.num_elements for p in module.parameters if len(p.shape) > 1)
+            flops += 6 * matrices * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
+        return flops / (hardware.peak_flops * self.engine.plan.world_size)
+
+

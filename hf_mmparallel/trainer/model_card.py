@@ -1,0 +1,85 @@
+"""The part of a model card that says how the model was laid out and how well that went."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from ..plan import ParallelPlan
+from ..runtime.engine import ParallelEngine
+
+PICTURE = "schedule.png"
+_SECTION = "### Parallel plan"
+_MEASURED = {
+    "parallel/bubble_fraction": "bubble fraction",
+    "parallel/microbatch_imbalance": "imbalance between microbatches",
+    "parallel/replica_imbalance": "imbalance between replicas",
+    "parallel/model_flops_utilisation": "model FLOPs utilisation",
+    "parallel/tokens_per_second": "tokens per second",
+}
+
+
+def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
+    """One row for each module: sizes, layers of the stages, ranks."""
+    rows = []
+    for name, module in plan.modules.items():
+        stages = module.replicas[0]
+        ranks = sorted({rank for _, _, stage in module.stages() for rank in stage.all_ranks})
+        rows.append(
+            {
+                "module": name,
+                "dp": module.dp_size,
+                "pp": len(stages),
+                "tp": len(stages[0].ranks[0]),
+                "layers": " + ".join(str(stage.num_layers) for stage in stages),
+                "ranks": f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
+                "trained": "all stages" if all(s.trainable for s in stages) else "partly" if any(
+                    s.trainable for s in stages
+                ) else "frozen",
+            }
+        )
+    return rows
+
+
+def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> str:
+    """The section as Markdown."""
+    plan = engine.plan
+    rows = layout_rows(plan)
+    head = list(rows[0])
+    lines = [
+        _SECTION,
+        "",
+        f"Trained with [hf_mmparallel](https://pypi.org/project/hf_mmparallel/) on {plan.world_size} ranks, schedule "
+        f"`{plan.schedule}`, {plan.num_microbatches} microbatches, {global_batch_size} samples an optimizer step. The "
+        "plan is in `parallel_plan.json`.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "|".join(" --- " for _ in head) + "|",
+        *("| " + " | ".join(str(row[name]) for name in head) + " |" for row in rows),
+    ]
+    if (folder / PICTURE).is_file():
+        lines += ["", f"![Predicted schedule of one step]({PICTURE})"]
+    measured = {}
+    for row in log_history:
+        measured.update({name: row[name] for name in _MEASURED if name in row})
+    if measured:
+        lines += ["", "Measured in the last logged steps:", "", "| quantity | value |", "| --- | --- |"]
+        lines += [f"| {_MEASURED[name]} | {value:.4g} |" for name, value in measured.items()]
+    return "\n".join(lines) + "\n\n"
+
+
+def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> None:
+    """Adds the plan to the card that the Trainer wrote; writing it again replaces it."""
+    engine.plan.save(folder / "parallel_plan.json")
+    path = folder / "README.md"
+    card = ModelCard.load(path)
+    card.data["parallel_plan"] = {row["module"]: {k: row[k] for k in ("dp", "pp", "tp")} for row in layout_rows(engine.plan)}
+    text = re.sub(rf"{re.escape(_SECTION)}.*?(?=### |\Z)", "", card.text, flags=re.DOTALL)
+    text = re.sub(r"total_train_batch_size: \d+", f"total_train_batch_size: {global_batch_size}", text)
+    section = plan_section(folder, engine, global_batch_size, log_history)
+    before, mark, after = text.partition("### Framework versions")
+    card.text = before + section + mark + after
+    card.save(path)

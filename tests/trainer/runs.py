@@ -1,0 +1,104 @@
+"""Training runs of tiny models: the stock Trainer on one process, and ours on ranks, with what a test compares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainingArguments
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from tests import tiny
+
+SAMPLES = 22
+GLOBAL_BATCH = 8
+
+COMMON: dict[str, Any] = {
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "optim": "sgd",
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 1,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 3,
+    "remove_unused_columns": False,
+}
+
+
+@dataclass
+class Run:
+    """What a training run leaves: logs by step, final weights by name, evaluation metrics, predictions."""
+
+    logs: list[dict[str, float]]
+    weights: dict[str, torch.Tensor] | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    predictions: Any = None
+
+
+def step_logs(trainer: Trainer) -> list[dict[str, float]]:
+    """Loss, gradient norm and learning rate of each step."""
+    kept = ("loss", "grad_norm", "learning_rate", "num_input_tokens_seen")
+    return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history if "loss" in row]
+
+
+def stock(family: str, **arguments: Any) -> Run:
+    """The stock Trainer on this process."""
+    model = tiny.FAMILIES[family]()
+    arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
+    evaluate = arguments.pop("evaluate", False)
+    args = TrainingArguments(output_dir=arguments.pop("output_dir", "unused"), **arguments)
+    data = tiny.make_dataset(family, SAMPLES)
+    trainer = Trainer(
+        model=model, args=args, train_dataset=data, eval_dataset=data[:7], data_collator=tiny.collate(family)
+    )
+    trainer.train()
+    metrics = trainer.evaluate() if evaluate else {}
+    return Run(step_logs(trainer), {k: v.detach().clone() for k, v in model.state_dict().items()}, metrics)
+
+
+def make_trainer(family: str, parallel: dict[str, Any], output_dir: str = "unused", **arguments: Any) -> Any:
+    """Our Trainer on this rank."""
+    torch.set_num_threads(1)
+    arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
+    extra = {name: arguments.pop(name) for name in ("callbacks", "compute_metrics", "model") if name in arguments}
+    args = MultimodalTrainingArguments(output_dir=output_dir, parallel=parallel, ddp_backend="gloo", **arguments)
+    data = tiny.make_dataset(family, SAMPLES)
+    return MultimodalParallelTrainer(
+        model=extra.pop("model", None) or tiny.FAMILIES[family](),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data[:7],
+        data_collator=tiny.collate(family),
+        **extra,
+    )
+
+
+def parallel_run(family: str, parallel: dict[str, Any], evaluate: bool = False, **arguments: Any) -> Run:
+    """Our Trainer on this rank, trained; weights on rank 0."""
+    trainer = make_trainer(family, parallel, **arguments)
+    trainer.train()
+    metrics = trainer.evaluate() if evaluate else {}
+    whole = trainer.gather_model()
+    weights = None if whole is None else {k: v.detach().clone() for k, v in whole.state_dict().items()}
+    dist.barrier()
+    return Run(step_logs(trainer), weights, metrics)
+
+
+def assert_same_run(run: Run, reference: Run, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    """Asserts equal logs and final weights at float32 rounding."""
+    assert len(run.logs) == len(reference.logs) > 0
+    for got, want in zip(run.logs, reference.logs):
+        assert got.keys() == want.keys()
+        for name in want:
+            assert abs(got[name] - want[name]) <= atol + rtol * abs(want[name]), (name, got, want)
+    assert run.weights is not None and run.weights.keys() == reference.weights.keys()
+    for name, want in reference.weights.items():
+        torch.testing.assert_close(run.weights[name], want, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
