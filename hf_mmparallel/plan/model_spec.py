@@ -109,7 +109,9 @@ class ModuleSpec:
                 f"`freeze={freeze!r}` of module `{self.name}` matches none of its {len(self.parameters)} parameters, "
                 f"the first of which is `{self.parameters[0].name}`. Use `True`, `'tower'` or a regular expression."
             )
-        parameters = [replace(p, trainable=p.trainable and not hit) for p, hit in zip(self.parameters, hits)]
+        parameters = [
+            replace(p, trainable=p.trainable and not hit) for p, hit in zip(self.parameters, hits, strict=True)
+        ]
         return replace(self, parameters=tuple(parameters))
 
 

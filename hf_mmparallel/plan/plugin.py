@@ -16,7 +16,7 @@ def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) ->
     """Raises `ValueError` naming the nearest known key for the first key that is not known."""
     for key in keys:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
+            near = difflib.get_close_matches(key, known, n=1) or [name for name in known if name.startswith(key)]
             hint = f"Did you mean `{near[0]}`?" if near else f"Known: {', '.join(f'`{name}`' for name in known)}."
             raise ValueError(f"{what} has no `{key}`. {hint}")
 
@@ -73,7 +73,9 @@ class ModulePlugin:
         if self.cp_size > 1:
             raise ValueError(f"`cp_size={self.cp_size}`: context parallelism is not built yet. Use `cp_size=1`.")
         if self.zero_stage:
-            raise ValueError(f"`zero_stage={self.zero_stage}`: optimizer sharding is not built yet. Use `zero_stage=0`.")
+            raise ValueError(
+                f"`zero_stage={self.zero_stage}`: optimizer sharding is not built yet. Use `zero_stage=0`."
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -117,7 +119,10 @@ class MultimodalParallelPlugin:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             reject_unknown_keys("`schedule`", [str(self.schedule)], SCHEDULES)
-        self.modules = {name: ModulePlugin.from_dict(module) for name, module in self.modules.items()}
+        for name, module in self.modules.items():
+            if module is not None and not isinstance(module, (ModulePlugin, Mapping)):
+                raise ValueError(f"`{name}={module!r}` must be a `ModulePlugin` or a dict of its settings.")
+        self.modules = {name: ModulePlugin.from_dict(module or {}) for name, module in self.modules.items()}
 
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
@@ -163,5 +168,7 @@ def _read(source: str | Path) -> Any:
         return yaml.safe_load(text)
     path = Path(source)
     if not path.is_file():
-        raise ValueError(f"`parallel={text!r}` is neither a file nor a JSON object. Give the path of a plan, or a dict.")
+        raise ValueError(
+            f"`parallel={text!r}` is neither a file nor a JSON object. Give the path of a plan, or a dict."
+        )
     return yaml.safe_load(path.read_text())

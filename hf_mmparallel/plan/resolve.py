@@ -27,7 +27,7 @@ def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple
             f"Make it add up to {num_layers}."
         )
     stops = [sum(counts[: index + 1]) for index in range(pp_size)]
-    return [(stop - count, stop) for stop, count in zip(stops, counts)]
+    return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
 def _check_tp(spec: ModuleSpec, tp_size: int) -> None:
@@ -42,6 +42,22 @@ def _check_tp(spec: ModuleSpec, tp_size: int) -> None:
                 f"`tp_size={tp_size}` does not divide the {count} {what} of `{spec.name}`. "
                 f"Use a `tp_size` that does, such as {fits[-1]}."
             )
+
+
+def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
+    if pp_size > 1 and spec.inner_features:
+        raise ValueError(
+            f"`pp_size={pp_size}`: features leave `{spec.name}` from inside its layers (DeepStack), so that it "
+            f"can't be cut into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+        )
+
+
+def _edges(spec: ModelSpec) -> tuple[Edge, ...]:
+    """The boundaries of a model."""
+    return tuple(
+        Edge(name, LANGUAGE_MODEL, tuple(feature.layer for feature in spec.modules[name].features))
+        for name in spec.encoders
+    )
 
 
 def resolve_plan(
@@ -84,17 +100,13 @@ def resolve_plan(
                 )
             sizes = _sizes(host)
             given = (plugin.dp_size, plugin.pp_size, plugin.tp_size)
-            if given not in ((1, 1, 1), sizes):
+            if any(own not in (1, size) for own, size in zip(given, sizes, strict=True)):
                 raise ValueError(
                     f"`{name}` shares the ranks of `{plugin.colocate_with}` (dp, pp, tp = {sizes}) and can't have "
                     f"{given}. Leave its sizes out."
                 )
             plugin = ModulePlugin(*sizes, layers_per_stage=plugin.layers_per_stage)
-        if plugin.pp_size > 1 and module.inner_features:
-            raise ValueError(
-                f"`pp_size={plugin.pp_size}`: features leave `{name}` from inside its layers (DeepStack), so that it "
-                f"can't be cut into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
-            )
+        _check_uncut(module, plugin.pp_size)
         _check_tp(module, plugin.tp_size)
         ranges = split_layers(module.num_layers, plugin, name)
         trainable = trainable_stages(module, spec.tied, ranges)
@@ -112,11 +124,7 @@ def resolve_plan(
         if host is None:
             next_rank += plugin.num_ranks
         modules[name] = ModulePlan(tuple(replicas), plugins.get(name, plugin).activation_checkpointing)
-    edges = tuple(
-        Edge(name, LANGUAGE_MODEL, tuple(feature.layer for feature in spec.modules[name].features))
-        for name in spec.encoders
-    )
-    plan = ParallelPlan(modules, edges, schedule, num_microbatches)
+    plan = ParallelPlan(modules, _edges(spec), schedule, num_microbatches)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
@@ -135,14 +143,15 @@ def check_world_size(plan: ParallelPlan, world_size: int) -> None:
         dp, pp, tp = _sizes(module)
         rows.append(f"{name}: dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp}")
     lost = (
-        " One process is what a launch without a process group looks like: `accelerate launch --cpu` and plain `python` "
-        "start one whatever `--num_processes` says; see the ready files in `examples/accelerate_configs`."
+        " One process is what a launch without a process group looks like: `accelerate launch --cpu` and plain "
+        "`python` start one whatever `--num_processes` says; see the ready files in `examples/accelerate_configs`."
         if world_size == 1
         else ""
     )
     raise ValueError(
         f"The plan is for {plan.world_size} ranks ({'; '.join(rows)}), but {world_size} "
-        f"{'was' if world_size == 1 else 'were'} launched. Launch {plan.world_size} processes or change the sizes.{lost}"
+        f"{'was' if world_size == 1 else 'were'} launched. Launch {plan.world_size} processes or change the "
+        f"sizes.{lost}"
     )
 
 
@@ -157,8 +166,12 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
     missing = [name for name in spec.modules if name not in plan.modules]
     if missing:
         raise ValueError(f"The plan has no ranks for module `{missing[0]}` of the model. Add it under `modules`.")
+    edges = _edges(spec)
+    if set(plan.edges) != set(edges):
+        raise ValueError(f"The plan's edges are {list(plan.edges)}, the model's {list(edges)}. Copy the model's.")
     used = set()
     for name, module in plan.modules.items():
+        _check_grids(name, module)
         num_layers = spec.modules[name].num_layers
         for replica, stages in enumerate(module.replicas):
             bounds = [stage.layers for stage in stages]
@@ -167,12 +180,37 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
                     f"The stages of `{name}` replica {replica} hold layers {bounds}; they must follow each other from "
                     f"0 to {num_layers}, the layers of the model."
                 )
-            for stage in stages:
-                _check_tp(spec.modules[name], len(stage.ranks[0]))
-                used.update(stage.all_ranks)
+            _check_uncut(spec.modules[name], len(stages))
+            used.update(rank for stage in stages for rank in stage.all_ranks)
+        _check_tp(spec.modules[name], len(module.replicas[0][0].ranks[0]))
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")
+
+
+def _check_grids(name: str, module: ModulePlan) -> None:
+    """Raises `ValueError` unless all stages have one row of equally many ranks, each rank at one place in its rows."""
+    grids = [stage.ranks for _, _, stage in module.stages()]
+    if not grids:
+        raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
+    if any(len(grid) != 1 for grid in grids):
+        raise ValueError(
+            f"A stage of `{name}` has several rows of ranks; context parallelism is not built. Use one row."
+        )
+    sizes = sorted({len(grid[0]) for grid in grids})
+    if len(sizes) > 1 or not sizes[0]:
+        raise ValueError(
+            f"The stages of `{name}` have rows of {' and '.join(map(str, sizes))} ranks. Give all of them the same "
+            "`tp_size`."
+        )
+    places: dict[int, int] = {}
+    for (row,) in grids:
+        for place, rank in enumerate(row):
+            if places.setdefault(rank, place) != place:
+                raise ValueError(
+                    f"The plan puts rank {rank} at places {places[rank]} and {place} of `{name}`, so that it "
+                    "would hold two different shards. Give it the same place in each row."
+                )
 
 
 def plan_for_model(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from .model_spec import LANGUAGE_MODEL
 from .parallel_plan import ParallelPlan
 
 Slots = tuple[int, ...]
@@ -54,7 +55,9 @@ class StepPlan:
                 for index, slots in enumerate(microbatches):
                     groups: dict[int, list[int]] = {}
                     for slot in slots:
-                        takers = [self.places[t, slot][1] for t in self.targets.get(module, ()) if (t, slot) in self.places]
+                        takers = [
+                            self.places[t, slot][1] for t in self.targets.get(module, ()) if (t, slot) in self.places
+                        ]
                         groups.setdefault(max(takers, default=index), []).append(slot)
                     result[module, replica, index] = tuple(tuple(groups[key]) for key in sorted(groups))
         return result
@@ -75,8 +78,14 @@ class StepPlan:
         return tuple(links)
 
     def check(self, plan: ParallelPlan) -> None:
-        """Raises `AssertionError` unless every slot occurs exactly once in the language model and the sizes fit."""
+        """
+        Raises `AssertionError` unless every slot occurs once in the language model, at most once in every other
+        module, and the sizes fit.
+        """
         for name, replicas in self.microbatches.items():
             assert len(replicas) == plan.modules[name].dp_size, name
             slots = [slot for microbatches in replicas for m in microbatches for slot in m]
             assert len(slots) == len(set(slots)), f"a sample occurs twice in {name}"
+            assert set(slots) <= set(range(len(self.samples))), f"a slot of {name} is no sample"
+        taken = sum(len(slots) for microbatches in self.microbatches[LANGUAGE_MODEL] for slots in microbatches)
+        assert taken == len(self.samples), "a sample is lost"

@@ -1,0 +1,118 @@
+"""Contiguous arrangements, and what a step plan says about itself."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_mmparallel.arrange import contiguous_step, num_microbatches
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
+from hf_mmparallel.schedule import build_program
+from tests.plan.specs import model_spec
+
+SPEC = model_spec()
+
+
+def make_plan(vision: int, language: int) -> ParallelPlan:
+    return resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=vision), LANGUAGE_MODEL: ModulePlugin(dp_size=language)})
+
+
+def flat(replicas) -> list[int]:
+    return [slot for microbatches in replicas for slots in microbatches for slot in slots]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 30), st.integers(1, 5))
+def test_every_sample_is_once_in_every_module_and_in_order(vision, language, size, microbatch_size):
+    plan = make_plan(vision, language)
+    samples = [100 - i for i in range(size)]
+    step = contiguous_step(plan, samples, microbatch_size, epoch=3)
+    step.check(plan)
+    assert step.samples == tuple(samples) and step.epoch == 3
+    assert step.targets == {"vision": (LANGUAGE_MODEL,)}
+    count = num_microbatches(size, microbatch_size, language)
+    encoders, decoders = step.microbatches["vision"], step.microbatches[LANGUAGE_MODEL]
+    assert (len(encoders), len(decoders)) == (vision, language)
+    assert all(len(replica) == count for replica in (*encoders, *decoders))
+    assert sorted(flat(encoders)) == sorted(flat(decoders)) == list(range(size))
+    for index in range(count):
+        block = [slot for replica in decoders for slot in replica[index]]
+        first = index * microbatch_size * language
+        assert block == list(range(first, min(first + microbatch_size * language, size)))
+        assert [slot for replica in encoders for slot in replica[index]] == block
+        sizes = [len(replica[index]) for replica in encoders]
+        assert max(sizes) - min(sizes) <= 1
+        assert all(len(replica[index]) <= microbatch_size for replica in decoders)
+
+
+@given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 5))
+def test_no_more_microbatches_than_needed(size, microbatch_size, dp_size):
+    count = num_microbatches(size, microbatch_size, dp_size)
+    assert count * microbatch_size * dp_size >= size
+    assert count == 1 or (count - 1) * microbatch_size * dp_size < size
+
+
+def test_a_small_batch_leaves_microbatches_empty():
+    step = contiguous_step(make_plan(2, 3), [7, 8, 9], 2)
+    assert step.microbatches[LANGUAGE_MODEL] == (((0, 1),), ((2,),), ((),))
+    assert step.microbatches["vision"] == (((0,),), ((1, 2),))
+    assert step.chunks[LANGUAGE_MODEL, 2, 0] == ()
+    assert step.chunks["vision", 1, 0] == ((1, 2),)
+
+
+def moved() -> StepPlan:
+    """Vision microbatch 0 feeds the microbatches 0 and 1 of a replica; slot 3 has no images."""
+    return StepPlan(
+        (10, 11, 12, 13),
+        {"vision": (((0, 2, 1), ()),), LANGUAGE_MODEL: (((1,), (0, 3)), ((2,), ()))},
+        {"vision": (LANGUAGE_MODEL,)},
+    )
+
+
+def test_an_encoder_microbatch_is_cut_by_who_takes_it():
+    step = moved()
+    assert step.chunks == {
+        ("vision", 0, 0): ((2, 1), (0,)),
+        ("vision", 0, 1): (),
+        (LANGUAGE_MODEL, 0, 0): ((1,),),
+        (LANGUAGE_MODEL, 0, 1): ((0, 3),),
+        (LANGUAGE_MODEL, 1, 0): ((2,),),
+        (LANGUAGE_MODEL, 1, 1): (),
+    }
+    assert step.places[LANGUAGE_MODEL, 3] == (0, 1)
+    assert step.places["vision", 2] == (0, 0)
+    assert ("vision", 3) not in step.places
+
+
+def test_structure_is_all_that_a_program_reads():
+    plan = make_plan(1, 2)
+    groups = sync_groups(SPEC, plan)
+    step = moved()
+    renamed = dataclasses.replace(
+        step,
+        samples=(1, 2, 3, 4),
+        microbatches={"vision": (((3, 2, 1), ()),), LANGUAGE_MODEL: (((1,), (0, 3)), ((2,), ()))},
+    )
+    assert renamed.structure == step.structure
+    assert build_program(plan, renamed, groups).actions == build_program(plan, step, groups).actions
+    other = dataclasses.replace(step, microbatches={**step.microbatches, LANGUAGE_MODEL: (((), (0, 3)), ((2, 1), ()))})
+    assert other.structure != step.structure
+    assert build_program(plan, other, groups).actions != build_program(plan, step, groups).actions
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {LANGUAGE_MODEL: (((1,), (0, 3)), ((), ()))},
+        {LANGUAGE_MODEL: (((1,), (0, 3)), ((2, 1), ()))},
+        {LANGUAGE_MODEL: (((1,), (0, 3, 4)), ((2,), ()))},
+        {LANGUAGE_MODEL: (((1, 2), (0, 3)),)},
+        {"vision": (((0, 2, 1), (0,)),)},
+        {"vision": (((0, 2, 4), ()),)},
+    ],
+)
+def test_check_finds_lost_and_repeated_samples(change):
+    plan, step = make_plan(1, 2), moved()
+    step.check(plan)
+    with pytest.raises(AssertionError):
+        dataclasses.replace(step, microbatches={**step.microbatches, **change}).check(plan)

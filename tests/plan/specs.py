@@ -1,0 +1,105 @@
+"""Small model specs and plans without a model, for the tests of plans."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    Edge,
+    FeatureSpec,
+    ModelSpec,
+    ModulePlan,
+    ModuleSpec,
+    ParallelPlan,
+    ParameterSpec,
+    Stage,
+)
+
+EMBEDDINGS = "model.language_model.embed_tokens.weight"
+
+
+def vision_spec(num_layers: int = 6, deepstack: tuple[int, ...] = ()) -> ModuleSpec:
+    """A tower with embeddings and a projector; `deepstack` are the decoder layers that take inner features."""
+    tower = "model.vision_tower"
+    parameters = [ParameterSpec(f"{tower}.embeddings.weight", (8, 8), -1)]
+    parameters += [ParameterSpec(f"{tower}.layers.{i}.weight", (8, 8), i) for i in range(num_layers)]
+    parameters.append(ParameterSpec("model.projector.weight", (8, 16), num_layers))
+    features = [FeatureSpec("image")]
+    features += [FeatureSpec("image", "deepstack_features", layer, i) for i, layer in enumerate(deepstack)]
+    return ModuleSpec(
+        "vision",
+        f"{tower}.layers",
+        num_layers,
+        8,
+        8,
+        8,
+        32,
+        tuple(parameters),
+        tuple(features),
+        tower,
+        bool(deepstack),
+    )
+
+
+def language_spec(num_layers: int = 4) -> ModuleSpec:
+    """A decoder with four heads of which two are for keys and values."""
+    prefix = "model.language_model"
+    parameters = [ParameterSpec(EMBEDDINGS, (50, 16), -1)]
+    for layer in range(num_layers):
+        parameters.append(ParameterSpec(f"{prefix}.layers.{layer}.attention.weight", (16, 16), layer))
+        parameters.append(ParameterSpec(f"{prefix}.layers.{layer}.mlp.weight", (16, 32), layer))
+    parameters.append(ParameterSpec(f"{prefix}.norm.weight", (16,), num_layers))
+    return ModuleSpec(
+        LANGUAGE_MODEL, f"{prefix}.layers", num_layers, 16, 4, 2, 32, tuple(parameters), tower=f"{prefix}.layers"
+    )
+
+
+def model_spec(
+    vision_layers: int = 6, language_layers: int = 4, tied: bool = False, deepstack: tuple[int, ...] = ()
+) -> ModelSpec:
+    """A vision-language model; `tied` uses the embeddings a second time, after the last layer."""
+    modules = {"vision": vision_spec(vision_layers, deepstack), LANGUAGE_MODEL: language_spec(language_layers)}
+    return ModelSpec(modules, tied={EMBEDDINGS: (LANGUAGE_MODEL, language_layers)} if tied else {})
+
+
+@st.composite
+def layer_ranges(draw, num_layers: int) -> list[tuple[int, int]]:
+    """Any cut of a stack into consecutive stages."""
+    cuts = sorted(draw(st.sets(st.sampled_from(range(1, num_layers)), max_size=3))) if num_layers > 1 else []
+    bounds = [0, *cuts, num_layers]
+    return list(zip(bounds, bounds[1:], strict=False))
+
+
+@st.composite
+def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
+    """
+    Any frozen parameters, replicas with different numbers of stages, on ranks of their own or shared.
+
+    On shared ranks a rank has one place in all grids of a module, as only equal shards of a tensor can be summed.
+    """
+    spec = model_spec(draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.booleans()))
+    pattern = draw(st.sampled_from([False, True, "tower", r"layers\.[02]\.", "weight"]))
+    frozen = draw(st.sampled_from(["vision", LANGUAGE_MODEL]))
+    if pattern != "tower" or frozen == "vision":
+        modules = {name: m.with_frozen(pattern) if name == frozen else m for name, m in spec.modules.items()}
+        spec = ModelSpec(modules, spec.tied)
+    shared = draw(st.booleans())
+    modules, next_rank = {}, 0
+    for name, module in spec.modules.items():
+        tp_size = draw(st.sampled_from([1, 2]))
+        replicas = []
+        for _ in range(draw(st.integers(1, 3))):
+            stages = []
+            for layers in draw(layer_ranges(module.num_layers)):
+                if shared:
+                    row = tuple(2 * draw(st.integers(0, 3)) + t for t in range(tp_size))
+                else:
+                    row = tuple(range(next_rank, next_rank + tp_size))
+                    next_rank += tp_size
+                stages.append(Stage(layers, (row,), draw(st.booleans())))
+            replicas.append(tuple(stages))
+        modules[name] = ModulePlan(tuple(replicas), draw(st.booleans()))
+    schedule = draw(st.sampled_from(["1f1b", "gpipe"]))
+    edges = (Edge("vision", LANGUAGE_MODEL, (0,)),)
+    return spec, ParallelPlan(modules, edges, schedule, draw(st.integers(1, 9)))

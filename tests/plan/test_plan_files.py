@@ -1,0 +1,172 @@
+"""Plans and plugins as text: what is written is read back, and every form that `parallel=` takes means the same."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, resolve_plan
+from tests.plan.specs import model_spec, specs_and_plans
+
+PLUGIN = MultimodalParallelPlugin(
+    {
+        "vision": ModulePlugin(dp_size=2, freeze="tower"),
+        LANGUAGE_MODEL: ModulePlugin(tp_size=2, layers_per_stage=[1, 3], activation_checkpointing=True),
+    }
+)
+DICT = {
+    "vision": {"dp_size": 2, "freeze": "tower"},
+    LANGUAGE_MODEL: {"pp_size": 2, "tp_size": 2, "layers_per_stage": [1, 3], "activation_checkpointing": True},
+}
+PLAN = resolve_plan(model_spec(), PLUGIN.modules, num_microbatches=3, schedule="gpipe")
+
+
+@settings(deadline=None, max_examples=40)
+@given(specs_and_plans())
+def test_a_plan_survives_json_and_yaml(case):
+    _, plan = case
+    for text in (plan.to_json(), yaml.safe_dump(plan.to_dict(), sort_keys=False)):
+        back = ParallelPlan.from_dict(yaml.safe_load(text))
+        assert back == plan
+        assert list(back.modules) == list(plan.modules)
+        assert back.fingerprint == plan.fingerprint
+
+
+@pytest.mark.parametrize("name", ["plan.json", "plan.yaml", "plan.yml"])
+def test_a_plan_survives_a_file(name, tmp_path):
+    PLAN.save(tmp_path / name)
+    assert ParallelPlan.load(tmp_path / name) == PLAN
+    if name.endswith("json"):
+        json.loads((tmp_path / name).read_text())
+
+
+def test_optional_keys_of_a_plan_have_defaults():
+    data = {"modules": {LANGUAGE_MODEL: {"replicas": [[{"layers": [0, 4], "ranks": [[0]]}]]}}}
+    plan = ParallelPlan.from_dict(data)
+    assert plan == resolve_plan(
+        dataclasses.replace(model_spec(), modules={LANGUAGE_MODEL: model_spec().language_model}), {}
+    )
+
+
+def test_the_fingerprint_sees_every_field():
+    stage = PLAN.stage(LANGUAGE_MODEL, 0, 1)
+    module = PLAN.modules[LANGUAGE_MODEL]
+    stages = [
+        dataclasses.replace(stage, trainable=False),
+        dataclasses.replace(stage, ranks=((5, 4),)),
+        dataclasses.replace(stage, layers=(2, 4)),
+    ]
+    modules = [dataclasses.replace(module, replicas=((module.replicas[0][0], changed),)) for changed in stages]
+    modules.append(dataclasses.replace(module, activation_checkpointing=False))
+    others = [dataclasses.replace(PLAN, modules={**PLAN.modules, LANGUAGE_MODEL: changed}) for changed in modules]
+    others.append(dataclasses.replace(PLAN, edges=()))
+    others.append(dataclasses.replace(PLAN, schedule="1f1b"))
+    others.append(dataclasses.replace(PLAN, num_microbatches=4))
+    assert len({plan.fingerprint for plan in [PLAN, *others]}) == 1 + len(others)
+
+
+def test_the_fingerprint_is_the_same_in_every_process():
+    code = "from tests.plan.test_plan_files import PLAN; print(PLAN.fingerprint)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == PLAN.fingerprint
+
+
+FORMS = {
+    "plugin": lambda folder: PLUGIN,
+    "modules": lambda folder: PLUGIN.modules,
+    "dict": lambda folder: DICT,
+    "mixed": lambda folder: {**DICT, "vision": PLUGIN.modules["vision"]},
+    "whole dict": lambda folder: {"modules": DICT, "schedule": "1f1b"},
+    "to_dict": lambda folder: PLUGIN.to_dict(),
+    "json": lambda folder: json.dumps(DICT),
+    "whole json": lambda folder: " " + json.dumps(PLUGIN.to_dict()),
+    "json file": lambda folder: _written(folder / "a.json", json.dumps(DICT)),
+    "yaml file": lambda folder: _written(folder / "a.yaml", yaml.safe_dump(DICT)),
+    "name of a file": lambda folder: str(_written(folder / "b.yaml", yaml.safe_dump({"modules": DICT}))),
+}
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_same_plugin(form, tmp_path):
+    assert MultimodalParallelPlugin.from_any(FORMS[form](tmp_path)) == PLUGIN
+
+
+def test_a_module_without_settings_has_the_defaults(tmp_path):
+    path = _written(tmp_path / "a.yaml", "vision:\n  dp_size: 2\nlanguage_model:\n")
+    assert MultimodalParallelPlugin.from_any(path).modules[LANGUAGE_MODEL] == ModulePlugin()
+
+
+PLAN_FORMS = {
+    "plan": lambda folder: PLAN,
+    "dict": lambda folder: PLAN.to_dict(),
+    "json": lambda folder: PLAN.to_json(),
+    "plugin's dict": lambda folder: MultimodalParallelPlugin(
+        plan=PLAN, schedule="gpipe", num_microbatches=3
+    ).to_dict(),
+    "file": lambda folder: PLAN.save(folder / "plan.yaml") or folder / "plan.yaml",
+}
+
+
+@pytest.mark.parametrize("form", PLAN_FORMS)
+def test_every_form_of_a_plan(form, tmp_path):
+    plugin = MultimodalParallelPlugin.from_any(PLAN_FORMS[form](tmp_path))
+    assert plugin.plan == PLAN
+    assert (plugin.schedule, plugin.num_microbatches, plugin.modules) == ("gpipe", 3, {})
+
+
+def test_a_plan_with_settings_of_modules():
+    plugin = MultimodalParallelPlugin.from_any({"plan": PLAN.to_dict(), "modules": {"vision": {"freeze": True}}})
+    assert plugin.plan == PLAN
+    assert plugin.modules == {"vision": ModulePlugin(freeze=True)}
+    assert MultimodalParallelPlugin.from_any(plugin.to_dict()) == plugin
+
+
+def test_only_what_differs_is_written():
+    assert ModulePlugin().to_dict() == {}
+    assert PLUGIN.to_dict() == {"modules": DICT, "schedule": "1f1b"}
+    json.dumps(PLUGIN.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, "`parallel=3` must be a dict of modules"),
+        ("missing.yaml", "`parallel='missing.yaml'` is neither a file nor a JSON object. Give the path"),
+        ({"modules": DICT, "shedule": "gpipe"}, "`parallel` has no `shedule`. Did you mean `schedule`?"),
+        ({"modules": DICT, "schedule": "gipe"}, "`schedule` has no `gipe`. Did you mean `gpipe`?"),
+        ({"vision": {"tp": 2}}, "A `ModulePlugin` has no `tp`. Did you mean `tp_size`?"),
+        ({"vision": 2}, "`vision=2` must be a `ModulePlugin` or a dict of its settings."),
+    ],
+)
+def test_what_is_no_plugin_is_a_sentence(value, message):
+    with pytest.raises(ValueError, match=message):
+        MultimodalParallelPlugin.from_any(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dp_size": 0}, "`dp_size=0` must be a whole number of at least 1."),
+        ({"tp_size": 2.0}, "`tp_size=2.0` must be a whole number"),
+        ({"pp_size": True}, "`pp_size=True` must be a whole number"),
+        ({"cp_size": 2}, "`cp_size=2`: context parallelism is not built yet. Use `cp_size=1`."),
+        ({"zero_stage": 1}, "`zero_stage=1`: optimizer sharding is not built yet. Use `zero_stage=0`."),
+        ({"pp_size": 3, "layers_per_stage": [2, 2]}, r"`layers_per_stage=\[2, 2\]` must name .* `pp_size=3` stages."),
+        ({"layers_per_stage": [4, 0]}, r"`layers_per_stage=\[4, 0\]` must name at least one layer"),
+        ({"layers_per_stage": []}, r"`layers_per_stage=\[\]` must name at least one layer"),
+    ],
+)
+def test_settings_that_can_not_be_are_a_sentence(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ModulePlugin(**settings)
