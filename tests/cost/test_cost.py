@@ -1,0 +1,125 @@
+"""Estimates of time and memory against numbers worked out by hand."""
+
+import pytest
+
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.cost import HARDWARE, AnalyticCost, Tokens, flops_per_token, hardware, memory_per_rank
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    FeatureSpec,
+    ModelSpec,
+    ModulePlugin,
+    ModuleSpec,
+    ParameterSpec,
+    resolve_plan,
+    sync_groups,
+)
+from hf_mmparallel.schedule import Task, build_program, simulate
+
+HIDDEN, WIDE, LAYERS, VOCABULARY = 64, 256, 4, 1000
+LAYER_MATRICES = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * WIDE
+
+
+def module(name: str, frozen: bool = False) -> ModuleSpec:
+    parameters = []
+    for layer in range(LAYERS):
+        for matrix, shape in (("attention", (4 * HIDDEN, HIDDEN)), ("up", (WIDE, HIDDEN)), ("down", (HIDDEN, WIDE))):
+            parameters.append(ParameterSpec(f"{name}.{layer}.{matrix}", shape, layer, "bfloat16", not frozen))
+        parameters.append(ParameterSpec(f"{name}.{layer}.norm", (HIDDEN,), layer, "bfloat16", not frozen))
+    if name == LANGUAGE_MODEL:
+        parameters.insert(0, ParameterSpec("embed_tokens.weight", (VOCABULARY, HIDDEN), -1, "bfloat16", not frozen))
+    else:
+        parameters.append(ParameterSpec(f"{name}.projector", (HIDDEN, HIDDEN), LAYERS, "bfloat16"))
+    features = () if name == LANGUAGE_MODEL else (FeatureSpec("image"),)
+    return ModuleSpec(name, f"{name}.layers", LAYERS, HIDDEN, 4, 4, WIDE, tuple(parameters), features)
+
+
+def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
+    modules = {name: module(name, name in frozen) for name in ("vision", LANGUAGE_MODEL)}
+    return ModelSpec(modules, tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
+
+
+def cost_of(spec, **plugins):
+    plan = resolve_plan(spec, plugins)
+    step = contiguous_step(plan, range(4), 2)
+    return AnalyticCost(spec, plan, step, Tokens(10, 7), HARDWARE["h100"])
+
+
+def test_operations_of_a_token():
+    spec = model()
+    stage = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)}).stage(LANGUAGE_MODEL, 0, 1)
+    # Two layers, the tied head, and causal attention over 10 tokens.
+    expected = 2 * (2 * LAYER_MATRICES + VOCABULARY * HIDDEN) + 2 * 10 * HIDDEN * 2
+    assert flops_per_token(spec, LANGUAGE_MODEL, stage, 10) == expected
+    first = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)}).stage(LANGUAGE_MODEL, 0, 0)
+    # Reading an embedding multiplies nothing.
+    assert flops_per_token(spec, LANGUAGE_MODEL, first, 10) == 2 * 2 * LAYER_MATRICES + 2 * 10 * HIDDEN * 2
+
+
+def test_backward_costs_what_is_trainable_and_what_lies_behind_it():
+    forward, backward = Task("fwd", LANGUAGE_MODEL, 0, 0, 0), Task("bwd", LANGUAGE_MODEL, 0, 0, 0)
+    cost = cost_of(model())
+    assert cost(backward) == pytest.approx(2 * cost(forward))
+    cost = cost_of(model((LANGUAGE_MODEL,)))
+    assert cost(backward) == pytest.approx(cost(forward))
+    cost = cost_of(model((LANGUAGE_MODEL,)), language_model=ModulePlugin(activation_checkpointing=True))
+    assert cost(backward) == pytest.approx(2 * cost(forward))
+    # Of a frozen tower only the projector behind it runs backwards, for its weights alone.
+    cost = cost_of(model(("vision",)))
+    forward, backward = Task("fwd", "vision", 0, 0, 0), Task("bwd", "vision", 0, 0, 0)
+    share = HIDDEN * HIDDEN / (LAYERS * LAYER_MATRICES + HIDDEN * HIDDEN)
+    assert cost(backward) == pytest.approx(share * cost(forward))
+
+
+def test_time_follows_samples_ranks_and_device():
+    spec = model()
+    whole, half = cost_of(spec), cost_of(spec, language_model=ModulePlugin(tp_size=2))
+    task = Task("fwd", LANGUAGE_MODEL, 0, 0, 0)
+    assert half(task) == pytest.approx(whole(task) / 2)
+    flops = flops_per_token(spec, LANGUAGE_MODEL, whole.plan.stage(LANGUAGE_MODEL, 0, 0), 10) * 10 * 2
+    assert whole(task) == pytest.approx(flops / (989.4e12 * 0.4) * 1e3)
+
+
+def test_messages_take_time():
+    cost = cost_of(model())
+    program = build_program(cost.plan, cost.step, [], cost)
+    message = next(a.message for a in program.actions[0] if a.op == "send")
+    assert cost.message_ms(message) == pytest.approx(2 * 2 * 7 * HIDDEN / 450e9 * 1e3)
+
+
+def test_memory_of_a_rank():
+    spec = model(("vision",))
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
+    step = contiguous_step(plan, range(4), 2)
+    program = build_program(plan, step, sync_groups(spec, plan))
+    in_flight = simulate(plan, program).peak_in_flight
+    memory = memory_per_rank(spec, plan, step, Tokens(10, 7), in_flight)
+    assert set(memory) == set(range(5))
+    frozen = LAYERS * (LAYER_MATRICES + HIDDEN)
+    projector = HIDDEN * HIDDEN
+    assert memory[0].weights == 2 * (frozen + projector)
+    assert memory[0].gradients == 4 * projector and memory[0].optimizer == 8 * projector
+    half = (2 * LAYER_MATRICES + VOCABULARY * HIDDEN) / 2 + 2 * HIDDEN
+    assert memory[1].weights == 2 * half and memory[1] == memory[2] and memory[3].weights == 2 * half
+    kept = 2 * 2 * (8 * HIDDEN + 3 * WIDE) / 2 * 10  # two layers, two bytes, halved by tp, ten tokens
+    assert in_flight[LANGUAGE_MODEL, 0, 0] == 2 and in_flight[LANGUAGE_MODEL, 0, 1] == 1
+    assert memory[1].activations == 2 * 2 * kept
+    assert memory[3].activations == 2 * (kept + 8 * VOCABULARY * 10 / 2)
+    assert memory[1].total_gib == memory[1].total / 2**30
+
+
+def test_checkpointing_keeps_less():
+    totals = []
+    for checkpointing in (False, True):
+        spec = model()
+        plan = resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=checkpointing)})
+        step = contiguous_step(plan, range(4), 2)
+        totals.append(memory_per_rank(spec, plan, step, Tokens(10, 7), {("vision", 0, 0): 1.0})[0].activations)
+    assert totals[1] == 2 * 2 * 7 * (LAYERS * HIDDEN + 8 * HIDDEN + 3 * WIDE)
+    assert totals[1] < totals[0]
+
+
+def test_unknown_device_names_the_nearest():
+    assert hardware("H100").memory_gib == 80
+    with pytest.raises(ValueError, match=r"`gpu_type=h10` is not in the table.*`h100`"):
+        hardware("h10")
