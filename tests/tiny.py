@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-VOCAB_SIZE, MEDIA_TOKEN, VIDEO_TOKEN = 120, 100, 101
+VOCAB_SIZE, MEDIA_TOKEN, VIDEO_TOKEN, AUDIO_TOKEN = 120, 100, 101, 104
 NUM_LAYERS = 4
 TEXT = {
     "hidden_size": 64,
@@ -155,6 +155,33 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         **QWEN_TOKENS,
     ),
     "qwen3_vl": _qwen3_vl(levels=3),
+    "qwen2_5_omni": _build(
+        "Qwen2_5OmniThinker",
+        vision_config={
+            "depth": 4,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 64,
+            "window_size": 32,
+            "fullatt_block_indexes": [1, 3],
+            **PATCHES,
+        },
+        audio_config={
+            "d_model": 32,
+            "encoder_layers": 4,
+            "encoder_attention_heads": 4,
+            "encoder_ffn_dim": 64,
+            "num_mel_bins": 16,
+            "n_window": 8,
+            "output_dim": 64,
+            "max_source_positions": 16,
+        },
+        text_config={**TEXT, **ROPE},
+        **QWEN_TOKENS,
+        audio_token_id=AUDIO_TOKEN,
+        audio_start_token_id=105,
+        audio_end_token_id=106,
+    ),
     "voxtral": _build(
         "Voxtral",
         audio_config=_part(
@@ -208,27 +235,45 @@ def _media(family: str, numbers: list[int], generator: torch.Generator) -> tuple
     return [num_tokens] * len(numbers), entries
 
 
+def _omni_audio(count: int, generator: torch.Generator) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Token runs of each clip and the audio entries of a sample of the omni family, four tokens a clip."""
+    if not count:
+        return [], {}
+    run = torch.tensor([105, *[AUDIO_TOKEN] * 4, 106])
+    frames = torch.randn(count, 16, 16, generator=generator)
+    return [run] * count, {"input_features": frames, "feature_attention_mask": torch.ones(count, 16).long()}
+
+
+def _pieces(family: str, index: int, max_items: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+    """Token ids and media entries of one sample: text, each item with text after it, text."""
+    count = (index + 1) % (max_items + 1)
+    tokens, entries = _media(family, list(range(index, index + count)), generator)
+    runs = [torch.full((number,), MEDIA_TOKEN) for number in tokens]
+    if family == "qwen2_5_omni":
+        runs = [torch.cat([torch.tensor([102]), run, torch.tensor([103])]) for run in runs]
+        clips, audio = _omni_audio(index % (max_items + 1), generator)
+        runs, entries = runs + clips, {**entries, **audio}
+    pieces = [torch.randint(1, 90, (4 + index % 3,), generator=generator)]
+    for run in runs:
+        pieces += [run, torch.randint(1, 90, (2,), generator=generator)]
+    pieces.append(torch.randint(1, 90, (6 + index % 4,), generator=generator))
+    return torch.cat(pieces), entries
+
+
 def make_dataset(family: str, size: int, seed: int = 0, max_items: int = 2) -> list[dict[str, Tensor]]:
-    """Samples of several lengths with 0 to `max_items` images (or clips); the last token in ten is a target."""
+    """Samples of several lengths with 0 to `max_items` images (or clips); placeholders and a prompt are no targets."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for index in range(size):
-        count = (index + 1) % (max_items + 1)
-        tokens, entries = _media(family, list(range(index, index + count)), generator)
-        pieces = [torch.randint(1, 90, (4 + index % 3,), generator=generator)]
-        for number in tokens:
-            pieces.append(torch.full((number,), MEDIA_TOKEN))
-            pieces.append(torch.randint(1, 90, (2,), generator=generator))
-        pieces.append(torch.randint(1, 90, (6 + index % 4,), generator=generator))
-        input_ids = torch.cat(pieces)
-        labels = input_ids.masked_fill(input_ids == MEDIA_TOKEN, -100)
+        input_ids, entries = _pieces(family, index, max_items, generator)
+        labels = input_ids.masked_fill((input_ids == MEDIA_TOKEN) | (input_ids == AUDIO_TOKEN), -100)
         labels[: 2 + index % 2] = -100
         sample = {"input_ids": input_ids, "labels": labels, "attention_mask": torch.ones_like(input_ids), **entries}
         if family == "gemma3":
             sample["token_type_ids"] = (input_ids == MEDIA_TOKEN).long()
         elif family == "paligemma":
             sample["token_type_ids"] = (torch.arange(len(input_ids)) >= len(input_ids) - 6).long()
-        elif family.startswith("qwen"):
+        elif family.startswith("qwen") and family != "qwen2_5_omni":
             sample["mm_token_type_ids"] = (input_ids == MEDIA_TOKEN).int()
         samples.append(sample)
     return samples

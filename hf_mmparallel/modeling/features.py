@@ -66,8 +66,8 @@ def merge_output(features: Sequence[tuple[FeatureSpec, Tensor]]) -> BaseModelOut
     output = BaseModelOutputWithPooling()
     for feature, rows in features:
         if feature.index is None:
-            output.last_hidden_state = Rows(rows)  # what some models merge, where it is the projected features too
-            setattr(output, feature.field, Rows(rows))
+            for name in ("last_hidden_state", feature.field):  # some models merge the former
+                setattr(output, name, Rows(rows))
         else:
             levels = getattr(output, feature.field, None) or []
             setattr(output, feature.field, [*levels, Rows(rows)])

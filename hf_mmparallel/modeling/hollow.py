@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .spec import inside
+from .spec import inside, layers_of
 
 
 def is_hollow(parameter: Tensor) -> bool:
@@ -105,15 +105,14 @@ def placeholder(layer: nn.Module) -> nn.Module:
     nn.Module.__init__(result)
     plain = set(result.__dict__)
     result.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in plain})
-    result.returns_tuple = _returns_tuple(cls)
-    result.is_placeholder = True
+    result.__dict__.update(returns_tuple=_returns_tuple(cls), is_placeholder=True, gradient_checkpointing=False)
     result.train(layer.training)
     return result
 
 
 def replace_layers(model: nn.Module, stack: str, keep: Iterable[int]) -> None:
     """Puts placeholders for the layers of a stack that are not kept."""
-    layers = model.get_submodule(stack)
+    layers = layers_of(model, stack)
     keep = set(keep)
     for index in range(len(layers)):
         if index not in keep:
@@ -133,11 +132,9 @@ def enable_checkpointing(model: nn.Module, tower: str, stack: str) -> None:
         if not inside(name, tower) or not hasattr(module, "gradient_checkpointing"):
             continue
         if getattr(module, "is_placeholder", False):
-            module.gradient_checkpointing = False
             continue
         found = found or inside(name, stack)
-        module._gradient_checkpointing_func = recompute
-        module.gradient_checkpointing = True
+        module.__dict__.update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
     if not found:
         raise ValueError(
             f"`activation_checkpointing=True`: the layers of `{stack}` have no `gradient_checkpointing`. "

@@ -73,10 +73,8 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
     """
     names = {id(module): name for name, module in model.named_modules()}
     decoder = model.get_decoder()
-    if hasattr(model, "multimodal_parts"):
-        parts = dict(model.multimodal_parts())
-    else:
-        parts = _discover_encoders(model, decoder, names)
+    hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
+    parts = _discover_encoders(model, decoder, names) if hook is None else dict(hook())
     claimed = [prefix for part in parts.values() for prefix in (part.tower, *part.prefixes)]
     tower = names[id(decoder)]
     rest = dict.fromkeys(
@@ -155,6 +153,13 @@ def _setting(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
+def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
+    """The list of layers with this name."""
+    layers = model.get_submodule(stack)
+    assert isinstance(layers, nn.ModuleList)
+    return layers
+
+
 def find_stack(model: nn.Module, tower: str) -> str:
     """
     Name of the list of layers in `tower` that stages cut: the longest `ModuleList` that is not inside another one.
@@ -215,7 +220,7 @@ def _parameter_places(
     model: PreTrainedModel, parts: Mapping[str, ModulePart], stacks: Mapping[str, str]
 ) -> dict[str, tuple[str, int]]:
     """Every name of every parameter -> (module, layer) of that use."""
-    lengths = {name: len(model.get_submodule(stack)) for name, stack in stacks.items()}
+    lengths = {name: len(layers_of(model, stack)) for name, stack in stacks.items()}
     base = next((name for name, module in model.named_modules() if module is model.base_model), "")
     owners = [(prefix, name) for name, part in parts.items() for prefix in (part.tower, *part.prefixes)]
     owners.sort(key=lambda entry: -len(entry[0]))
@@ -257,7 +262,7 @@ def _module_spec(
     model: PreTrainedModel, name: str, part: ModulePart, stack: str, parameters: tuple[ParameterSpec, ...]
 ) -> ModuleSpec:
     tower = model.get_submodule(part.tower)
-    layers = model.get_submodule(stack)
+    layers = layers_of(model, stack)
     config = getattr(tower, "config", model.config)
     hidden_size = _hidden_size(layers[0], config)
     num_heads = _setting(config, "num_attention_heads", "num_heads", "encoder_attention_heads") or 1

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelPlan, stage_holds
 from .features import count_rows, flat_rows, merge_output
 from .hollow import enable_checkpointing, hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
-from .spec import ModulePart, module_parts
+from .spec import ModulePart, layers_of, module_parts
 
 __all__ = ["ModuleStage", "is_hollow", "prepare_stages"]
 
@@ -68,6 +68,7 @@ class _Gate:
             arrived = hidden_of(args, kwargs)
             if run.probe:
                 raise _Leave(arrived)
+            assert run.hidden is not None
             args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
             if not self.checked:
                 _check_arguments(module, args[1:], kwargs, run.hidden)
@@ -80,7 +81,7 @@ class _Gate:
     def _after(self, index: int):
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any):
             run = self.run
-            if run is None or run.probe or index != run.first - 1:
+            if run is None or run.hidden is None or index != run.first - 1:
                 return None
             if isinstance(output, tuple):
                 return (run.hidden.to(output[0].dtype), *output[1:])
@@ -96,6 +97,13 @@ class _Gate:
             yield
         finally:
             self.run = outer
+
+
+def _gate_of(layers: nn.ModuleList) -> _Gate:
+    """The gate of a stack, made when there is none yet."""
+    if "gate" not in layers.__dict__:
+        layers.__dict__["gate"] = _Gate(layers)
+    return layers.__dict__["gate"]
 
 
 def _check_arguments(module: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
@@ -139,12 +147,8 @@ class ModuleStage:
         self.module = module
         self.layers = layers
         self.parts = module_parts(model) if parts is None else parts
-        stack = model.get_submodule(self.module_spec.stack)
-        self._gate = None
-        if not (self.is_first and self.is_last):
-            if getattr(stack, "gate", None) is None:
-                object.__setattr__(stack, "gate", _Gate(stack))
-            self._gate = stack.gate
+        cut = not (self.is_first and self.is_last)
+        self._gate = _gate_of(layers_of(model, self.module_spec.stack)) if cut else None
 
     @property
     def module_spec(self) -> ModuleSpec:
@@ -161,7 +165,9 @@ class ModuleStage:
     @property
     def input_dtype(self) -> torch.dtype:
         """Dtype in which hidden states travel between the stages of this module."""
-        inner = [p for p in self.module_spec.parameters if 0 <= p.layer < self.module_spec.num_layers]
+        inner = [
+            p for p in self.module_spec.parameters if 0 <= p.layer < self.module_spec.num_layers and "float" in p.dtype
+        ]
         return getattr(torch, max(inner, key=lambda p: p.num_elements).dtype)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -263,8 +269,17 @@ class ModuleStage:
             received = None if self.is_first else hidden[number]
             outputs[modality] = self._encode(modality, inputs, _Run(*self.layers, hidden=received))
         if not self.is_last:
-            return [leave.hidden.to(self.input_dtype) for leave in outputs.values()]
+            return [self._wire(leave.hidden) for leave in outputs.values()]
         return [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
+
+    def _wire(self, hidden: Tensor) -> Tensor:
+        """The hidden state in the dtype in which it travels, which must hold it exactly."""
+        if torch.promote_types(hidden.dtype, self.input_dtype) != self.input_dtype:
+            raise ValueError(
+                f"The hidden states between the layers of `{self.module}` are {hidden.dtype}, which does not fit in "
+                f"the {self.input_dtype} of its weights. Use `pp_size=1` for it."
+            )
+        return hidden.to(self.input_dtype)
 
     def _feature(self, spec: FeatureSpec, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
         """One flat feature, without rows when its modality is absent."""
@@ -282,7 +297,7 @@ class ModuleStage:
     ) -> list[Tensor]:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features)
-        run = _Run(*self.layers, hidden=None if self.is_first else hidden[0])
+        run = _Run(*self.layers, hidden=None if self.is_first or not hidden else hidden[0])
         with _features_given(self.model, self.parts, outputs) as given:
             if self._gate is None:
                 return [self.model(**kwargs, **given).logits]
@@ -290,7 +305,7 @@ class ModuleStage:
                 try:
                     output = self.model(**kwargs, **given)
                 except _Leave as leave:
-                    return [leave.hidden.to(self.input_dtype)]
+                    return [self._wire(leave.hidden)]
         assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
         return [output.logits]
 

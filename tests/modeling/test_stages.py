@@ -130,6 +130,8 @@ def cuts_of(family: str) -> list[dict[str, list[int]]]:
     if family not in ("llama", "llama_tied", "qwen3_vl"):
         encoder = "audio" if family == "voxtral" else "vision"
         cuts += [{encoder: [1]}, {encoder: [2, 3], LANGUAGE_MODEL: [2]}]
+    if family == "qwen2_5_omni":
+        cuts += [{"audio": [1, 3]}, {"vision": [2], "audio": [2], LANGUAGE_MODEL: [2]}]
     return cuts
 
 
@@ -198,7 +200,7 @@ def test_deepstack_features_enter_only_at_their_layers():
         stage(text, [hidden], {"vision": [None] * 8})
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "voxtral", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "voxtral", "gemma3", "qwen2_5_omni"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_activation_checkpointing_changes_nothing(family, shared):
     model = tiny.FAMILIES[family]().train()
