@@ -345,7 +345,7 @@ class _Step:
                 rows = torch.cat([outputs[index].detach() for index, _ in self.features(message)])
         else:
             name = message.target.module if message.crosses_boundary else "hidden"
-            rows = self.gradients[task.key][name]
+            rows = self.gradients[task.key].get(name, torch.zeros(0, 0))
         if message.crosses_boundary:
             slots = self.shared_slots(message)
             if list(self.slots(task)) != slots:

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
+import tests.zz_stub  # noqa
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.modeling import build_model_spec
 from tests import tiny
 
 SAMPLES = 22
@@ -49,9 +51,13 @@ def step_logs(trainer: Trainer) -> list[dict[str, float]]:
     return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history if "loss" in row]
 
 
-def stock(family: str, **arguments: Any) -> Run:
+def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -> Run:
     """The stock Trainer on this process."""
     model = tiny.FAMILIES[family]()
+    for name, what in (freeze or {}).items():
+        trained = build_model_spec(model).modules[name].with_frozen(what).parameters
+        for parameter in trained:
+            model.get_parameter(parameter.name).requires_grad_(parameter.trainable)
     arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
     evaluate = arguments.pop("evaluate", False)
     args = TrainingArguments(output_dir=arguments.pop("output_dir", "unused"), **arguments)
