@@ -36,8 +36,8 @@ class PretokenizedCollator:
 
     Fields of tokens are padded, all other arrays are concatenated along their first dimension, in which an image (or
     patch, or clip) of a sample is one entry; a sample without images leaves the field out, or has `None` or nothing in
-    it. Where other dimensions differ, entries are padded with zeros at the end, as processors do it. Strings and single
-    numbers are left out.
+    it. Where other dimensions differ, entries are padded with zeros at the end, as processors do it. Strings and
+    single numbers are left out.
 
     Args:
         pad_token_id (`int`, *optional*, defaults to 0): What `input_ids` are padded with; labels get -100, the rest 0.
@@ -111,7 +111,8 @@ class ChatCollator:
     says. Prompts, padding and placeholders of images have the label -100.
 
     What the assistant says is marked by `{% generation %}` in the template. Without such marks it is what the template
-    adds to the conversation before it with its generation prompt, up to the token that ends the turn.
+    adds to the conversation before it with its generation prompt, up to the token that ends the turn. A token that
+    is partly the assistant's counts as its own.
 
     Args:
         processor ([`~transformers.ProcessorMixin`]): With a chat template, a fast tokenizer and an image processor.
@@ -146,11 +147,11 @@ class ChatCollator:
         if on_too_long not in ("raise", "truncate"):
             raise ValueError(f"`on_too_long={on_too_long!r}` is not known. Use 'raise' or 'truncate'.")
         self.processor = processor
-        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         if not getattr(self.tokenizer, "is_fast", False):
             raise ValueError(
-                f"`{type(self.tokenizer).__name__}` does not say where its tokens are in the text, so answers can't be "
-                "told from prompts. Use a fast tokenizer."
+                f"`{type(self.tokenizer).__name__}` does not say where its tokens are in the text, so answers can't "
+                "be told from prompts. Use a fast tokenizer."
             )
         self.template = _chat_template(processor)
         self.max_length = max_length
@@ -249,8 +250,8 @@ class ChatCollator:
                         part = {"type": "image"}
                     elif part.get("type") != "text":
                         raise ValueError(
-                            f"Sample {index} of the batch has a content part of type `{part.get('type')}`; only 'text' "
-                            "and 'image' are read. Tokenise the dataset yourself, with `labels`."
+                            f"Sample {index} of the batch has a content part of type `{part.get('type')}`; only "
+                            "'text' and 'image' are read. Tokenise the dataset yourself, with `labels`."
                         )
                     parts.append(part)
                 message["content"] = parts if self._takes_parts else "".join(part.get("text", "") for part in parts)
@@ -293,7 +294,7 @@ class ChatCollator:
         texts, spans = render_jinja_template(
             conversations=[messages], chat_template=self.template, **self.tokenizer.special_tokens_map, **options
         )
-        return texts[0], [(start, end) for start, end in spans[0]] if spans else []
+        return texts[0], [(int(start), int(end)) for start, end in spans[0]] if spans else []
 
     def _template_takes_parts(self) -> bool:
         """Whether the template reads content as a list of parts: rendering a word in a part gives just the word."""
@@ -338,7 +339,8 @@ def concatenate(tensors: Sequence[Tensor]) -> Tensor:
     sizes = [max(tensor.shape[dim] for tensor in tensors) for dim in range(1, tensors[0].dim())]
     padded = []
     for tensor in tensors:
-        padding = [n for size, own in zip(reversed(sizes), reversed(tensor.shape[1:])) for n in (0, size - own)]
+        missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
+        padding = [n for count in reversed(missing) for n in (0, count)]
         padded.append(functional.pad(tensor, padding) if any(padding) else tensor)
     return torch.cat(padded)
 
