@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -27,6 +28,11 @@ def _raise_on(rank: int) -> None:
 
 def _raise_everywhere(different: bool) -> None:
     raise ValueError(f"`size=3` does not divide 4 on {dist.get_rank() if different else 'every rank'}")
+
+
+def _raise_first_only() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("only here")
 
 
 def _hang_on(rank: int) -> None:
@@ -87,6 +93,15 @@ def test_ranks_see_the_environment_of_the_caller(monkeypatch):
     assert run_distributed(_environment, 2, "LOCAL_RANK") == ["0", "1"]
 
 
+def _warn() -> None:
+    warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module="torch.somewhere")
+    warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module="hf_mmparallel.runtime.engine")
+
+
+def test_a_warning_of_the_package_is_an_error_in_a_rank():
+    assert assert_ranks_raise(_warn, 2, match="^old$") == ["old", "old"]
+
+
 def test_training_arguments_find_the_ranks(tmp_path):
     results = run_distributed(_training_arguments, 2, str(tmp_path))
     assert results == [(2, 0, "cpu:0"), (2, 1, "cpu:0")]
@@ -99,8 +114,3 @@ def test_assert_ranks_raise():
         assert_ranks_raise(_raise_everywhere, 2, different=True, match="on 0")
     with pytest.raises(RankFailure, match="rank 1 returned"):
         assert_ranks_raise(_raise_first_only, 2, match="only here")
-
-
-def _raise_first_only() -> None:
-    if dist.get_rank() == 0:
-        raise ValueError("only here")

@@ -7,6 +7,7 @@ import configparser
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,12 @@ def test_the_console_script_exists():
     assert script == "hf-mmparallel"
     assert importlib.util.find_spec(module) is not None
     assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_a_warning_of_the_package_is_an_error():
+    def warn(module: str) -> None:
+        warnings.warn_explicit("old", DeprecationWarning, "file.py", 1, module=module)
+
+    warn("transformers.trainer")
+    with pytest.raises(DeprecationWarning):
+        warn("hf_mmparallel.trainer.trainer")
