@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..modeling.adapters import ADAPTER_WEIGHTS, adapter_file_key, parameters_to_save, write_adapters
 from ..modeling.hollow import is_hollow
 from ..modeling.loading import (
     WEIGHTS,
@@ -31,35 +32,26 @@ from ..modeling.loading import (
 )
 from ..modeling.tensor_parallel import base_name
 from ..plan import Holding, ModelSpec, ParallelPlan, holdings
+from .optimizer_checkpoint import all_gather_values, load_optimizer, raise_together, save_optimizer
+
+__all__ = [
+    "atomic_folder",
+    "gather_state_dict",
+    "load_adapters",
+    "load_model",
+    "load_optimizer",
+    "save_adapters",
+    "save_model",
+    "save_optimizer",
+]
 
 _UNFINISHED = "_saving-"
 _LOAD_CHUNK_BYTES = 1 << 30
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def _barrier() -> None:
-    if _world_size() > 1:
+    if dist.is_initialized():
         dist.barrier()
-
-
-def _all_gather(value: Any) -> list[Any]:
-    """The value of every rank."""
-    values = [value] * _world_size()
-    if len(values) > 1:
-        dist.all_gather_object(values, value)
-    return values
-
-
-def _raise_together(error: Exception | None) -> None:
-    """Raises the first rank's error on all ranks, so that none waits for one that stopped."""
-    for rank, message in enumerate(_all_gather(None if error is None else str(error))):
-        if message is not None:
-            if error is not None and str(error) == message:
-                raise error
-            raise ValueError(f"rank {rank}: {message}")
 
 
 @contextmanager
@@ -194,7 +186,7 @@ def save_model(
         last = layer
     if pending:
         written.append(_write_part(model, pending, folder, rank, len(written)))
-    parts = [part for of_rank in _all_gather(written) for part in of_rank]
+    parts = [part for of_rank in all_gather_values(written) for part in of_rank]
     names = {
         part: WEIGHTS if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
         for index, (part, _) in enumerate(parts, 1)
@@ -266,12 +258,7 @@ def load_model(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folde
     Raises:
         `ValueError`: On all ranks, if the checkpoint belongs to another model.
     """
-    error: Exception | None = None
-    try:
-        _load_held(model, spec, plan, rank, folder)
-    except ValueError as raised:
-        error = raised
-    _raise_together(error)
+    raise_together(lambda: _load_held(model, spec, plan, rank, folder))
 
 
 def _load_held(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path) -> None:
@@ -338,7 +325,7 @@ def gather_state_dict(
     held = dict(model.named_parameters())
     buffers = {n: b for n, b in _persistent_buffers(model).items() if _owner_of_buffer(n, table) == rank}
     owned = {n: held[n] for n, holding in table.items() if holding.owner == rank} | buffers
-    kinds = _all_gather({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
+    kinds = all_gather_values({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
     owners = {name: holding.owner for name, holding in table.items()}
     owners |= {name: owner for owner, names in enumerate(kinds) for name in names if name not in table}
     device = next((p.device for p in held.values() if not is_hollow(p)), torch.device("cpu"))
@@ -363,3 +350,84 @@ def gather_state_dict(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         result.setdefault(name, result[first[id(parameter)]])
     return result
+
+
+def save_adapters(
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path, config: Any
+) -> None:
+    """
+    Writes the adapters, and the other parameters that are trained, for `PeftModel.from_pretrained(base, folder)`.
+    Called by all ranks; only these tensors travel.
+
+    Args:
+        model (`nn.Module`): The pruned model of this rank.
+        spec (`ModelSpec`): The whole model with its adapters.
+        plan (`ParallelPlan`): The layout.
+        rank (`int`): This rank.
+        folder (`str` or `Path`): Where rank 0 writes.
+        config (`LoraConfig`): What [`add_adapters`] returned.
+    """
+    adapters = _adapter_names(spec)
+    wanted = set(parameters_to_save(spec, adapters))
+    skip = {p.name for module in spec.modules.values() for p in module.parameters} - wanted
+    mine = {name: tensor for name, tensor, _ in _gathered(model, spec, plan, rank, skip) if name in wanted}
+    parts = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.gather_object(mine, parts if rank == 0 else None)
+    if rank == 0:
+        state = {name: tensor for of_rank in parts for name, tensor in of_rank.items()}
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        write_adapters({name: state[name] for name in sorted(wanted)}, spec, adapters, config, Path(folder))
+    _barrier()
+
+
+def _adapter_names(spec: ModelSpec) -> set[str]:
+    """The adapters' own parameters: those of a layer that keeps its weight in `base_layer`."""
+    names = [p.name for module in spec.modules.values() for p in module.parameters]
+    wrapped = {name.partition(".base_layer.")[0] + "." for name in names if ".base_layer." in name}
+    owners = tuple(wrapped)
+    return {name for name in names if name.startswith(owners) and ".base_layer." not in name}
+
+
+def load_adapters(model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path) -> None:
+    """
+    Reads what [`save_adapters`] wrote under any layout into the live model, in place. Called by all ranks.
+
+    Args:
+        model (`nn.Module`): The pruned model of this rank.
+        spec (`ModelSpec`): The whole model with its adapters.
+        plan (`ParallelPlan`): The layout.
+        rank (`int`): This rank.
+        folder (`str` or `Path`): What was written.
+
+    Raises:
+        `ValueError`: On all ranks, if the folder holds the adapters of another model.
+    """
+    raise_together(lambda: _read_adapters(model, spec, plan, rank, Path(folder)))
+
+
+@torch.no_grad()
+def _read_adapters(model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: Path) -> None:
+    from safetensors import safe_open
+
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"`{folder}` holds no `{ADAPTER_WEIGHTS}`. Give a folder that adapters were saved to.")
+    parameters, table = dict(model.named_parameters()), holdings(spec, plan)
+    with safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt") as reader:
+        keys = set(reader.keys())
+        for name in parameters_to_save(spec, _adapter_names(spec)):
+            if table[name].peers(rank) is None:
+                continue
+            key, parameter = adapter_file_key(name), parameters[name]
+            found = tuple(reader.get_slice(key).get_shape()) if key in keys else None
+            if found != tuple(parameter.shape):
+                what = "lacks" if found is None else f"has shape {found} for"
+                raise ValueError(
+                    f"`{folder}` holds adapters of another model: it {what} `{key}`, of shape "
+                    f"{tuple(parameter.shape)} here. Use the `peft_config` and frozen parts of the run that saved it."
+                )
+            value = reader.get_tensor(key)
+            if isinstance(parameter, DTensor):
+                value = value.to(parameter.device)
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            _local(parameter).copy_(_local(value))

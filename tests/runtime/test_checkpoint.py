@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_mmparallel.modeling.hollow import is_hollow
@@ -23,7 +24,9 @@ from hf_mmparallel.runtime.checkpoint import (
     atomic_folder,
     gather_state_dict,
     load_model,
+    load_optimizer,
     save_model,
+    save_optimizer,
 )
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -72,33 +75,52 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _save(layout: str, folder: str, tie: bool, max_shard_bytes: int) -> None:
+def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
+    """Gathers and saves one model, then reads the stock checkpoint of another."""
     model = tiny_llava(tie)
+    expected = model.state_dict()
     spec, plan, rank = lay_out(model, layout)
     with atomic_folder(folder) as temporary:
-        save_model(model, spec, plan, rank, temporary, max_shard_bytes)
+        save_model(model, spec, plan, rank, temporary, 20_000)
+    state = gather_state_dict(model, spec, plan, rank)
+    assert (state is None) == (rank != 0)
+    if state is not None:
+        assert sorted(state) == sorted(expected)
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    before = dict(model.named_parameters())
+    grads = {name: p.requires_grad for name, p in before.items()}
+    load_model(model, spec, plan, rank, stock)
+    table, other = holdings(spec, plan), dict(tiny_llava(tie, seed=1).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name] and parameter.requires_grad == grads[name]
+        if table[name].peers(rank) is None:
+            assert is_hollow(parameter)
+        else:
+            assert torch.equal(_full(parameter), other[name]), name
+    if tie:
+        assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_saved_folder_is_read_by_from_pretrained(tmp_path, layout, tie):
-    folder = tmp_path / "checkpoint-1"
-    run_distributed(_save, LAYOUTS[layout][0], layout, str(folder), tie, 20_000)
+def test_layouts_save_and_read(tmp_path, layout):
+    tie = layout in ("dp1+pp2", "tp2+dp2", "shared")
+    stock, saved = tmp_path / "stock", tmp_path / "out" / "checkpoint-1"
+    tiny_llava(tie, seed=1).save_pretrained(stock, save_original_format=not tie, max_shard_size="30KB")
+    run_distributed(_round, LAYOUTS[layout][0], layout, str(saved), str(stock), tie, timeout=90)
     expected = tiny_llava(tie)
-    model, info = LlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    model, info = LlavaForConditionalGeneration.from_pretrained(saved, output_loading_info=True)
     assert not any(info.values()), info
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
-    assert os.listdir(tmp_path) == ["checkpoint-1"]
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert set(index["weight_map"].values()) == set(files) and len(files) > 2
-    # the names of the original format, as `save_pretrained` has them
-    expected.save_pretrained(tmp_path / "stock")
-    with safe_open(tmp_path / "stock" / "model.safetensors", "pt") as stock:
-        assert set(stock.keys()) == set(index["weight_map"])
+    assert os.listdir(saved.parent) == ["checkpoint-1"]
+    index = json.loads((saved / "model.safetensors.index.json").read_text())
+    files = {path.name for path in saved.glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files and len(files) > 2
     assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in expected.parameters())
+    expected.save_pretrained(tmp_path / "names")  # the keys of the original format
+    with safe_open(tmp_path / "names" / "model.safetensors", "pt") as reader:
+        assert set(reader.keys()) == set(index["weight_map"])
 
 
 def test_one_rank_writes_one_file(tmp_path):
@@ -109,32 +131,6 @@ def test_one_rank_writes_one_file(tmp_path):
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}
     assert "architectures" in json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "generation_config.json").is_file()
-
-
-def _load(layout: str, folder: str, tie: bool) -> None:
-    model = tiny_llava(tie, seed=1)
-    expected = dict(tiny_llava(tie).named_parameters())
-    spec, plan, rank = lay_out(model, layout)
-    before = dict(model.named_parameters())
-    grads = {name: p.requires_grad for name, p in before.items()}
-    load_model(model, spec, plan, rank, folder)
-    table = holdings(spec, plan)
-    for name, parameter in model.named_parameters():
-        assert parameter is before[name] and parameter.requires_grad == grads[name]
-        if table[name].peers(rank) is None:
-            assert is_hollow(parameter)
-        else:
-            assert torch.equal(_full(parameter), expected[name]), name
-    if tie:
-        assert model.lm_head.weight is model.get_input_embeddings().weight
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_reads_any_folder(tmp_path, layout, tie):
-    tiny_llava(tie).save_pretrained(tmp_path, save_original_format=tie, max_shard_size="30KB")
-    run_distributed(_load, LAYOUTS[layout][0], layout, str(tmp_path), tie)
 
 
 def _load_other(folder: str) -> None:
@@ -152,22 +148,117 @@ def test_checkpoint_of_another_model_stops_all_ranks(tmp_path):
     assert messages[0].startswith("rank 2: ") and messages[0].endswith(messages[2])
 
 
-def _gather(layout: str, tie: bool) -> None:
-    model = tiny_llava(tie)
-    expected = model.state_dict()
-    spec, plan, rank = lay_out(model, layout)
-    state = gather_state_dict(model, spec, plan, rank)
-    if rank:
-        assert state is None
-    else:
-        assert sorted(state) == sorted(expected)
-        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+OPTIMIZERS = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.95)}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+}
+WITHOUT_GRADIENT = "model.multi_modal_projector.linear_2.bias"
+
+
+def _optimizer(model, name: str, **settings):
+    cls, defaults = OPTIMIZERS[name]
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for key, p in trained.items() if "bias" not in key], "weight_decay": 0.1},
+        {"params": [p for key, p in trained.items() if "bias" in key], "weight_decay": 0.0},
+    ]
+    return cls(groups, **{**defaults, **settings})
+
+
+def _step(model, optimizer, step: int) -> None:
+    """A step with gradients that depend on the names alone."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (name != WITHOUT_GRADIENT or step > 1):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+            gradient = torch.randn(parameter.shape, generator=generator)
+            if isinstance(parameter, DTensor):
+                gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _reference(name: str, steps: int):
+    model = tiny_llava()
+    optimizer = _optimizer(model, name)
+    for step in range(steps):
+        _step(model, optimizer, step)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    return model, optimizer
+
+
+def _save_state(name: str, layout: str, folder: str) -> None:
+    model = tiny_llava()
+    lay_out(model, layout)
+    optimizer = _optimizer(model, name)
+    for step in range(2):
+        _step(model, optimizer, step)
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    save_optimizer(optimizer, model, folder)
+
+
+def _load_state(name: str, layout: str, folder: str) -> None:
+    expected, reference = _reference(name, 2)
+    model, _ = _reference(name, 2)
+    lay_out(model, layout)
+    optimizer = _optimizer(model, name, lr=7.0)
+    load_optimizer(optimizer, model, folder)
+    parameters = dict(expected.named_parameters())
+    compared = 0
+    for key, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        right = reference.state.get(parameters[key], {})
+        found = optimizer.state.get(parameter, {})
+        assert list(found) == list(right), key
+        for entry, value in right.items():
+            assert (
+                torch.equal(_full(found[entry]), value) if isinstance(value, torch.Tensor) else found[entry] == value
+            )
+            assert isinstance(found[entry], DTensor) == (isinstance(parameter, DTensor) and entry != "step")
+            compared += 1
+    assert compared > 20
+    for group, right in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        assert {k: v for k, v in group.items() if k != "params"} == {k: v for k, v in right.items() if k != "params"}
+    _step(model, optimizer, 2)
+    _step(expected, reference, 2)
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(_full(parameter), parameters[key].detach()), key
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_state_dict_on_the_first_rank(layout):
-    run_distributed(_gather, LAYOUTS[layout][0], layout, layout == "dp1+pp2")
+@pytest.mark.parametrize(
+    ("name", "layout", "others"),
+    [
+        ("adamw", "tp2pp2", ["tp2pp2", "dp1+pp2", "whole"]),
+        ("adamw", "shared", ["dp2+tp2"]),
+        ("sgd", "dp2+tp2", ["tp2+dp2"]),
+        ("adafactor", "dp1+pp2", ["shared"]),
+    ],
+)
+def test_optimizer_goes_on_under_any_layout(tmp_path, name, layout, others):
+    run_distributed(_save_state, LAYOUTS[layout][0], name, layout, str(tmp_path / "optimizer"), timeout=90)
+    for other in others:
+        run_distributed(_load_state, LAYOUTS[other][0], name, other, str(tmp_path / "optimizer"), timeout=90)
+
+
+def test_optimizer_of_another_model(tmp_path):
+    model = tiny_llava()
+    optimizer = _optimizer(model, "adamw")
+    with pytest.raises(ValueError, match="holds no optimizer state"):
+        load_optimizer(optimizer, model, tmp_path)
+    _step(model, optimizer, 0)
+    save_optimizer(optimizer, model, tmp_path)
+    other = tiny_llava(hidden_size=16)
+    with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
+        load_optimizer(_optimizer(other, "adamw"), other, tmp_path)
+    merged = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="other parameter groups"):
+        load_optimizer(merged, model, tmp_path)
 
 
 def _killed_while_saving(folder: str) -> None:

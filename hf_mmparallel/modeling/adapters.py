@@ -1,0 +1,224 @@
+"""Adapters of several modules as one `peft` adapter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..plan import ModelSpec
+
+ADAPTER = "default"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PER_LAYER = {
+    "target_modules", "exclude_modules", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "layers_to_transform",
+    "layers_pattern", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
+}  # fmt: skip
+# Setting -> why a module can't have it, what to do.
+_REFUSED = {
+    "modules_to_save": "Leave these parts out of `freeze` instead; they are then trained and saved with the adapter",
+    "trainable_token_indices": "Use `peft` without it",
+    "target_parameters": "Name layers in `target_modules`",
+    "layer_replication": "Use `peft` without it",
+    "loftq_config": "Use `init_lora_weights=True`",
+    "eva_config": "Use `init_lora_weights=True`",
+    "corda_config": "Use `init_lora_weights=True`",
+}
+
+
+def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
+    """
+    Injects LoRA into the modules that have a config and freezes what else is in them. Modules without one keep their
+    own `requires_grad`. Done on the whole model, before it is cut; [`build_model_spec`] then sees the adapters.
+
+    The configs become one adapter: a list of all layers, with the ranks and scales that differ as patterns, so that
+    `PeftModel.from_pretrained(base, folder)` reads what is trained here.
+
+    Args:
+        model (`PreTrainedModel`): The whole model, also on the meta device.
+        spec (`ModelSpec`): The model without adapters.
+        configs (`Mapping[str, LoraConfig | dict]`): Module -> a `peft` config or its dict.
+
+    Returns:
+        `LoraConfig`: The config of the one adapter.
+
+    Raises:
+        `ValueError`: For other adapters than LoRA, for settings that reach beyond the module's layers, and for
+        settings other than targets, ranks and scales that differ between modules.
+    """
+    from peft import inject_adapter_in_model
+
+    from ..plan.plugin import reject_unknown_keys
+
+    reject_unknown_keys("The model", list(configs), list(spec.modules))
+    parsed = {name: _parse(name, config) for name, config in configs.items()}
+    _check_common(parsed)
+    ranks: dict[str, tuple[int, float]] = {}
+    for name, config in parsed.items():
+        names = {p.name.rpartition(".")[0] for p in spec.modules[name].parameters}
+        ranks |= _targets(model, name, config, names, spec.modules[name].tower)
+    merged = _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
+    frozen = {p.name for name in configs for p in spec.modules[name].parameters}
+    trainable = {id(p): p.requires_grad and name not in frozen for name, p in model.named_parameters()}
+    inject_adapter_in_model(merged, model, adapter_name=ADAPTER)
+    for parameter in model.parameters():
+        if id(parameter) in trainable:
+            parameter.requires_grad_(trainable[id(parameter)])
+    return merged
+
+
+def _parse(module: str, config: Any) -> Any:
+    """A module's config as an object, refusing what can't be one module's."""
+    from peft import LoraConfig, get_peft_config
+
+    if isinstance(config, Mapping):
+        config = get_peft_config({"peft_type": "LORA", **config})
+    if not isinstance(config, LoraConfig):
+        raise ValueError(
+            f"`peft_config` of module `{module}` is a `{type(config).__name__}`; only LoRA can be cut with a module. "
+            f"Use a `LoraConfig`."
+        )
+    for setting, remedy in _REFUSED.items():
+        if getattr(config, setting, None):
+            raise ValueError(f"`{setting}` in the `peft_config` of module `{module}` can't be kept to it. {remedy}.")
+    if config.bias != "none":
+        raise ValueError(
+            f"`bias={config.bias!r}` in the `peft_config` of module `{module}` trains biases of the whole model. "
+            f"Use `bias='none'`."
+        )
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise ValueError(
+            f"`init_lora_weights={config.init_lora_weights!r}` of module `{module}` needs the weights of all ranks. "
+            f"Use `True`, `False` or `'gaussian'`."
+        )
+    return config
+
+
+def _check_common(configs: Mapping[str, Any]) -> None:
+    """Raises for settings that one adapter has only once and that differ between modules."""
+    (first, config), *others = configs.items()
+    for name, other in others:
+        for field in fields(config):
+            mine, its = getattr(config, field.name), getattr(other, field.name)
+            if field.name not in _PER_LAYER and mine != its:
+                raise ValueError(
+                    f"`{field.name}` is {mine!r} in the `peft_config` of module `{first}` and {its!r} in that of "
+                    f"`{name}`, but an adapter has it once. Make them equal."
+                )
+
+
+def _targets(model: nn.Module, module: str, config: Any, names: set[str], tower: str) -> dict[str, tuple[int, float]]:
+    """Name of each layer of the module that the config means -> its rank and alpha."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+    from peft.utils.other import get_pattern_key
+
+    layers = {name: layer for name, layer in model.named_modules() if name in names}
+    wanted = config.target_modules
+    if wanted is None:
+        family = getattr(getattr(model.get_submodule(tower), "config", None), "model_type", "")
+        wanted = DEFAULTS.get(family)
+        if wanted is None:
+            raise ValueError(
+                f"`peft` has no default `target_modules` for module `{module}` (`{family}`). Name its layers, such as "
+                f"`target_modules=['q_proj', 'v_proj']`."
+            )
+        config.target_modules = set(wanted)
+    if wanted == "all-linear":
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        found = [name for name, layer in layers.items() if isinstance(layer, nn.Linear) and layer is not head]
+    else:
+        found = [name for name in layers if check_target_module_exists(config, name)]
+    if not found:
+        raise ValueError(
+            f"`target_modules={wanted!r}` matches no layer of module `{module}`, such as `{min(layers)}`. "
+            f"Name layers of this module."
+        )
+    return {
+        name: (
+            config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r),
+            config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha),
+        )
+        for name in found
+    }
+
+
+def _merge(config: Any, ranks: Mapping[str, tuple[int, float]], base: str | None) -> Any:
+    """One config for all layers."""
+    from peft import LoraConfig
+
+    common = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+    for name in (*_PER_LAYER, "peft_type", "runtime_config"):
+        common.pop(name, None)
+    r, alpha = config.r, config.lora_alpha
+    return LoraConfig(
+        **common,
+        r=r,
+        lora_alpha=alpha,
+        target_modules=list(ranks),
+        rank_pattern={re.escape(name): rank for name, (rank, _) in ranks.items() if rank != r},
+        alpha_pattern={re.escape(name): scale for name, (_, scale) in ranks.items() if scale != alpha},
+        base_model_name_or_path=base or None,
+    )
+
+
+def adapter_file_key(name: str) -> str:
+    """The key that `peft` writes a parameter under."""
+    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
+
+
+def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
+    """
+    The largest submodules that hold every parameter that is trained without being part of an adapter.
+
+    Args:
+        spec (`ModelSpec`): The model with adapters.
+        adapters (`set[str]`): Names of the adapters' own parameters.
+    """
+    parameters = [p for module in spec.modules.values() for p in module.parameters]
+    trained = [p.name for p in parameters if p.trainable and p.name not in adapters]
+    blocked: set[str] = set()  # submodules with something that is not trained like this
+    for p in parameters:
+        if not p.trainable or p.name in adapters:
+            parts = p.name.split(".")[:-1]
+            blocked |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
+    found: dict[str, None] = {}
+    for name in trained:
+        parts = name.split(".")[:-1]
+        prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        found[next((prefix for prefix in prefixes if prefix not in blocked), ".".join(parts))] = None
+    return [name for name in found if not any(name.startswith(other + ".") for other in found)]
+
+
+def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
+    """Names of all parameters that an adapter folder has: the adapters' own, and those of [`modules_to_save`]."""
+    prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
+    names = [p.name for module in spec.modules.values() for p in module.parameters]
+    return [name for name in names if name in adapters or name.startswith(prefixes)]
+
+
+def write_adapters(state: Mapping[str, torch.Tensor], spec: ModelSpec, adapters: set[str], config: Any, folder: Path):
+    """
+    Writes whole tensors as `peft` saves them.
+
+    Args:
+        state (`Mapping[str, torch.Tensor]`): By the names of [`parameters_to_save`].
+        spec (`ModelSpec`): The model with adapters.
+        adapters (`set[str]`): Names of the adapters' own parameters.
+        config (`LoraConfig`): What [`add_adapters`] returned.
+        folder (`Path`): Where to.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    saved = LoraConfig(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
+    saved.inference_mode = True
+    saved.modules_to_save = modules_to_save(spec, adapters) or None
+    saved.save_pretrained(str(folder))
+    tensors = {adapter_file_key(name): tensor.contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

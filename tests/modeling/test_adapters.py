@@ -1,0 +1,151 @@
+"""Adapters of several modules: one `peft` adapter, saved from any layout."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import IA3Config, LoraConfig, PeftModel
+from torch.distributed.tensor import DTensor
+
+from hf_mmparallel.modeling.adapters import add_adapters, modules_to_save
+from hf_mmparallel.modeling.spec import build_model_spec
+from hf_mmparallel.plan import holdings
+from hf_mmparallel.runtime.checkpoint import load_adapters, load_model, save_adapters, save_model
+from tests.distributed import assert_ranks_raise, run_distributed
+from tests.runtime.test_checkpoint import LAYOUTS, lay_out, tiny_llava
+
+TEXT = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+VISION = {"r": 2, "lora_alpha": 16, "target_modules": ["q_proj", "fc2"], "layers_to_transform": [1]}
+INPUTS = {
+    "input_ids": torch.tensor([[5, 52, 52, 52, 52, 7, 8]]),
+    "pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).reshape(1, 3, 16, 16),
+}
+
+
+def adapted(configs, train_projector: bool = False):
+    model = tiny_llava()
+    model.model.vision_tower.requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(train_projector)
+    config = add_adapters(model, build_model_spec(model), configs)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(3)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.2, generator=generator)
+    return model.eval(), config
+
+
+def layers_of(model, matrix: str) -> set[str]:
+    return {name.partition(f".{matrix}.")[0] for name, _ in model.named_parameters() if f".{matrix}." in name}
+
+
+def test_each_module_has_its_own_layers_ranks_and_scales():
+    model, config = adapted({"language_model": TEXT, "vision": LoraConfig(**VISION)})
+    text = "model.language_model.layers.{}.{}"
+    vision = "model.vision_tower.encoder.layers.1.{}"
+    expected = {text.format(i, name): 2.0 for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
+    expected |= {vision.format(name): 8.0 for name in ("self_attn.q_proj", "mlp.fc2")}
+    assert layers_of(model, "lora_A") == set(expected)
+    for name, scale in expected.items():
+        layer = model.get_submodule(name)
+        assert layer.scaling["default"] == scale
+        assert layer.r["default"] == (2 if "vision" in name else 4)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if ".lora_" in name
+    }
+    assert config.rank_pattern and config.r == 4
+
+
+def test_modules_without_adapters_keep_what_they_train():
+    model, _ = adapted({"language_model": TEXT}, train_projector=True)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name}
+    assert trained == {f"model.multi_modal_projector.linear_{i}.{kind}" for i in (1, 2) for kind in ("weight", "bias")}
+    spec = build_model_spec(model)
+    adapters = {name for name, _ in model.named_parameters() if ".lora_" in name}
+    assert modules_to_save(spec, adapters) == ["model.multi_modal_projector"]
+
+
+def test_default_targets_and_all_linear():
+    model, _ = adapted({"language_model": {"r": 2}})
+    assert {name.rpartition(".")[2] for name in layers_of(model, "lora_A")} == {"q_proj", "v_proj"}
+    model, _ = adapted({"language_model": {"r": 2, "target_modules": "all-linear"}})
+    assert len(layers_of(model, "lora_A")) == 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("configs", "message"),
+    [
+        ({"language_model": {**TEXT, "modules_to_save": ["lm_head"]}}, "modules_to_save.*Leave these parts out"),
+        ({"language_model": {**TEXT, "bias": "all"}}, "bias='all'.*Use `bias='none'`"),
+        ({"language_model": {**TEXT, "init_lora_weights": "pissa"}}, "needs the weights of all ranks"),
+        ({"language_model": IA3Config()}, "`IA3Config`; only LoRA"),
+        ({"language_model": {"target_modules": ["fc1"]}}, "matches no layer of module `language_model`"),
+        ({"vision": {"r": 2}}, "no default `target_modules` for module `vision`"),
+        ({"audio": TEXT}, "no `audio`"),
+        ({"language_model": {**TEXT, "lora_dropout": 0.1}, "vision": VISION}, "`lora_dropout` is 0.1 .* 0.0 in that"),
+    ],
+)
+def test_what_cannot_be_one_adapter_is_refused(configs, message):
+    model = tiny_llava()
+    with pytest.raises(ValueError, match=message):
+        add_adapters(model, build_model_spec(model), configs)
+    assert not layers_of(model, "lora_A")
+
+
+BOTH = {"language_model": TEXT, "vision": VISION}
+
+
+def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
+    configs = {"language_model": TEXT} if train_projector else BOTH
+    model, config = adapted(configs, train_projector)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    spec, plan, rank = lay_out(model, layout)
+    save_adapters(model, spec, plan, rank, folder, config)
+    save_model(model, spec, plan, rank, folder + "-base")
+    trained = {p.name for module in spec.modules.values() for p in module.parameters if p.trainable}
+    held = {name for name, holding in holdings(spec, plan).items() if holding.peers(rank) is not None}
+    parameters = {name: p for name, p in model.named_parameters() if name in held}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(5.0)
+    load_adapters(model, spec, plan, rank, folder)
+    for name, parameter in parameters.items():
+        full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        right = expected[name] if name in trained else torch.full_like(full, 5.0)
+        assert torch.equal(full, right), name
+    load_model(model, spec, plan, rank, folder + "-base")
+    for name, parameter in parameters.items():
+        full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+        assert torch.equal(full, expected[name]), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("layout", "train_projector"), [("dp1+pp2", True), ("tp2pp2", False)])
+def test_adapters_saved_from_ranks_are_read_by_peft(tmp_path, layout, train_projector):
+    folder = str(tmp_path / "adapter")
+    run_distributed(_save_and_read, LAYOUTS[layout][0], layout, folder, train_projector, timeout=90)
+    model, _ = adapted({"language_model": TEXT} if train_projector else BOTH, train_projector)
+    read = PeftModel.from_pretrained(tiny_llava(), folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(read(**INPUTS).logits, model(**INPUTS).logits, rtol=0, atol=0)
+        assert not torch.allclose(tiny_llava().eval()(**INPUTS).logits, model(**INPUTS).logits, atol=0.1)
+    base = type(tiny_llava()).from_pretrained(folder + "-base")
+    for name, tensor in tiny_llava().state_dict().items():
+        if "multi_modal_projector" not in name or not train_projector:
+            assert torch.equal(base.state_dict()[name], tensor), name
+
+
+def _read_other(folder: str) -> None:
+    model, _ = adapted({"language_model": {**TEXT, "target_modules": ["k_proj"]}})
+    spec, plan, rank = lay_out(model, "dp1+pp2")
+    assert rank == dist.get_rank()
+    load_adapters(model, spec, plan, rank, folder)
+
+
+@pytest.mark.distributed
+def test_adapters_of_another_model_stop_all_ranks(tmp_path):
+    model, config = adapted({"language_model": TEXT})
+    spec, plan, rank = lay_out(model, "whole")
+    save_adapters(model, spec, plan, rank, tmp_path, config)
+    assert_ranks_raise(
+        _read_other, 3, str(tmp_path), match="another model: it lacks .*k_proj.lora_A.weight", timeout=90
+    )
