@@ -17,7 +17,7 @@ import hf_mmparallel
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_mmparallel"
-DISTRIBUTION = {"yaml": "pyyaml", "sklearn": "scikit-learn"}
+DISTRIBUTION = {"PIL": "pillow", "yaml": "pyyaml", "sklearn": "scikit-learn"}
 
 
 def _setup() -> configparser.ConfigParser:
