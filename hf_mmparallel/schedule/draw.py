@@ -26,11 +26,11 @@ class _Row:
     @property
     def label(self) -> str:
         stages = dict.fromkeys((s.task.module, s.task.stage) for s in self.spans)
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {_rank_ranges(self.ranks)}"
+        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {rank_ranges(self.ranks)}"
         return f"{ranks}  " + ", ".join(f"{module} s{stage}" for module, stage in stages) if stages else ranks
 
 
-def _rank_ranges(ranks: Sequence[int]) -> str:
+def rank_ranges(ranks: Sequence[int]) -> str:
     """`0-3, 8` for consecutive ranks, cut off after the second range."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
@@ -173,7 +173,7 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
     from matplotlib.collections import PolyCollection
 
     shown = rows[:MAX_ROWS]
-    boxes, faces = [], []
+    boxes, faces, edges = [], [], []
     for y, row in enumerate(shown):
         for span in row.spans:
             share = 0.38 if span.task.kind == "fwd" else 1.0
@@ -181,6 +181,8 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
             boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
             faces.append(_tint(colors[span.task.module], share))
             inches = 11.5 * (span.end_ms - span.start_ms) / end
+            # The white line between bars would cover a thin bar.
+            edges.append((1.0, 1.0, 1.0) if inches > 0.05 else faces[-1])
             text = str(span.task.microbatch)
             if inches > 0.075 * len(text) + 0.03:
                 axis.text(
@@ -192,7 +194,7 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
                     fontsize=8 if len(rows) <= 24 else 6.5,
                     color="#1B1B1B" if span.task.kind == "fwd" else "white",
                 )
-    axis.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors="white", linewidths=0.7, zorder=2))
+    axis.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors=edges, linewidths=0.7, zorder=2))
     axis.set_xlim(0, end)
     axis.set_ylim(max(len(shown), 1) - 0.4, -0.6)
     labels = [row.label for row in shown]

@@ -5,7 +5,6 @@ import itertools
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from schedule_builders import cases, chain, make_plan, make_step, shared
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, sync_groups
 from hf_mmparallel.schedule import (
@@ -20,6 +19,7 @@ from hf_mmparallel.schedule import (
     check_program,
     simulate,
 )
+from tests.schedule.builders import cases, chain, make_plan, make_step, shared
 
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 

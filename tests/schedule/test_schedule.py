@@ -3,10 +3,10 @@
 import time
 
 import pytest
-from schedule_builders import chain, make_plan, make_step, module_spec
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.schedule import GradientFlow, Task, build_graph, build_program, live_caps, simulate
+from tests.schedule.builders import chain, make_plan, make_step, module_spec
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4, 7])

@@ -1,0 +1,1 @@
+"""The command `hf-mmparallel`: plans, simulations and the environment, without a GPU."""

@@ -1,0 +1,59 @@
+"""Versions and devices."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from rich.console import Console
+from rich.table import Table
+
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft", "datasets", "safetensors", "numpy")
+
+
+def environment() -> dict[str, str]:
+    """
+    What a bug report needs.
+
+    Returns:
+        `dict[str, str]`: Names -> versions and devices.
+    """
+    import torch
+
+    from .. import __version__
+
+    found = {"hf_mmparallel": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    found["torch.distributed"] = ", ".join(_backends()) or "not available"
+    found["cpu threads"] = str(torch.get_num_threads())
+    count = torch.cuda.device_count()
+    names = [torch.cuda.get_device_properties(index) for index in range(count)]
+    found["cuda"] = f"{torch.version.cuda or 'not built'}, {count} device{'' if count == 1 else 's'}"
+    for index, device in enumerate(names):
+        found[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    return found
+
+
+def _backends() -> list[str]:
+    """Communication backends that this build of torch has."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    return [
+        name
+        for name, available in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+        if available
+    ]
+
+
+def print_environment() -> None:
+    """Prints [`environment`] as a table."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in environment().items():
+        table.add_row(name, value)
+    Console(soft_wrap=True).print(table)

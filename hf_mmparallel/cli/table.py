@@ -1,0 +1,118 @@
+"""The table of a plan: a row for each kind of stage, however many ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from ..cost import RankMemory
+from ..cost.analytic import held_parameters
+from ..plan import ModelSpec, ParallelPlan
+from ..schedule import GradientFlow, Simulation
+from ..schedule.draw import rank_ranges
+
+
+@dataclass
+class _Row:
+    """Stages that look the same: those of all replicas, and neighbours with equal numbers."""
+
+    first: int
+    last: int
+    layers: tuple[int, int]
+    cells: tuple[str, ...]
+    ranks: list[int] = field(default_factory=list)
+    in_flight: float = 0.0
+    gib: float = 0.0
+
+
+def plan_table(
+    plan: ParallelPlan,
+    spec: ModelSpec | None,
+    simulation: Simulation,
+    memory: Mapping[int, RankMemory] | None,
+) -> Table:
+    """
+    A row for each stage of each module, replicas and equal neighbours together.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        spec (`ModelSpec`, *optional*): The model, for numbers of parameters.
+        simulation (`Simulation`): For microbatches in flight.
+        memory (`Mapping[int, RankMemory]`, *optional*): Rank -> its memory; that of the fullest rank is shown.
+
+    Returns:
+        `Table`: For rich.
+    """
+    table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
+    right = ("parameters", "trainable", "in flight", "GiB a rank")
+    columns = ["module", "dp/pp/tp", "stage", "layers", "ranks"]
+    columns += ["parameters", "trainable"] if spec is not None else ["backward"]
+    columns += ["in flight"] + (["GiB a rank"] if memory is not None else [])
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", no_wrap=column != "ranks")
+    for name, module in plan.modules.items():
+        depths = sorted({len(stages) for stages in module.replicas})
+        tp_sizes = sorted({len(stage.ranks[0]) for _, _, stage in module.stages()})
+        sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{'-'.join(map(str, tp_sizes))}"
+        rows = _merge(_stage_rows(plan, name, spec, simulation, memory))
+        for number, row in enumerate(rows):
+            stage = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
+            layers = f"{row.layers[0]}-{row.layers[1] - 1}"
+            head = (name, sizes) if number == 0 else ("", "")
+            tail = (f"{row.in_flight:g}", *((f"{row.gib:.2f}",) if memory is not None else ()))
+            cells = (*head, stage, layers, rank_ranges(row.ranks), *row.cells, *tail)
+            table.add_row(*cells, end_section=number == len(rows) - 1)
+    return table
+
+
+def _stage_rows(
+    plan: ParallelPlan,
+    name: str,
+    spec: ModelSpec | None,
+    simulation: Simulation,
+    memory: Mapping[int, RankMemory] | None,
+) -> list[_Row]:
+    """A row for each (stage, layers); of its replicas the fullest counts."""
+    flow = GradientFlow(plan)
+    rows: dict[tuple[int, tuple[int, int]], _Row] = {}
+    for replica, index, stage in plan.modules[name].stages():
+        key = (index, stage.layers)
+        if key not in rows:
+            cells = ("yes" if flow.has_backward(name, replica, index) else "no",)
+            if spec is not None:
+                held = [parameter for parameter, _ in held_parameters(spec, name, stage)]
+                trainable = sum(p.num_elements for p in held if p.trainable)
+                cells = (_count(sum(p.num_elements for p in held)), _count(trainable))
+            rows[key] = _Row(index, index, stage.layers, cells)
+        row = rows[key]
+        row.ranks.extend(stage.all_ranks)
+        row.in_flight = max(row.in_flight, simulation.peak_in_flight.get((name, replica, index), 0.0))
+        if memory is not None:
+            row.gib = max(row.gib, *(memory[rank].total_gib for rank in stage.all_ranks))
+    return [rows[key] for key in sorted(rows)]
+
+
+def _merge(rows: list[_Row], limit: int = 8) -> list[_Row]:
+    """Joins neighbouring stages with equal parameters when there are more than `limit`; the fullest counts."""
+    if len(rows) <= limit:
+        return rows
+    merged: list[_Row] = []
+    for row in rows:
+        before = merged[-1] if merged else None
+        if before is None or before.cells != row.cells or before.layers[1] != row.layers[0]:
+            merged.append(row)
+            continue
+        before.last, before.layers = row.last, (before.layers[0], row.layers[1])
+        before.ranks.extend(row.ranks)
+        before.in_flight, before.gib = max(before.in_flight, row.in_flight), max(before.gib, row.gib)
+    return merged
+
+
+def _count(number: int) -> str:
+    """`1.23 B`, `45.6 M`."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
