@@ -1,8 +1,9 @@
 """
 Questions about handwritten digits: the data of `train_digits_vlm.py`.
 
-A sample shows one to twelve of scikit-learn's 8x8 digits, or has the digits as text, and asks to read them, to count them or for
-the largest one. Prompts are from two words to some sentences long, so that samples differ widely in vision work and in text work.
+A sample shows one to twelve of scikit-learn's 8x8 digits, or gives digits as text, and asks to read them, to count
+them or for the largest one. Prompts are from a word to some sentences long, so that samples differ widely in vision
+work and in text work.
 """
 
 from __future__ import annotations
@@ -18,26 +19,25 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import LlavaProcessor, PreTrainedTokenizerFast, SiglipImageProcessorPil
 
-
 IMAGE_SIZE = 8
 LETTERS = "ABCDEFGHIJKL"
 MAX_DIGITS = len(LETTERS)
 NUM_HELD_OUT_IMAGES = 297
-TEXT_ONLY_SHARE = 0.15
+TEXT_ONLY_SHARE = 0.2
 IGNORE_INDEX = -100
 
 QUESTIONS = {
-    "read": ("read .", "which digits are these ?", "please write down each digit from left to right and leave none out ."),
-    "count": ("count .", "how many digits are there ?", "please say in one number how many digits were given to you in all ."),
-    "largest": ("largest ?", "which digit is the largest ?", "please find the digit of the highest value and give only that one ."),
+    "read": ("read .", "which digits are these ?", "please read them all from left to right ."),
+    "count": ("count .", "how many digits are there ?", "please say how many of them were given to you ."),
+    "largest": ("largest ?", "which digit is the largest ?", "please give the digit of the highest value ."),
 }
 SENTENCES = (
-    "these digits were written by hand a long time ago .",
-    "some of them are hard to read even for a person .",
-    "take the time that you need and check each of them twice .",
-    "the answer is one line and has no other text in it .",
-    "many people wrote them on small forms with a pen .",
-    "each form was scanned and then made smaller .",
+    "these digits were written by hand long ago .",
+    "some are hard to read even for a person .",
+    "check each of them twice .",
+    "the answer is one line and nothing else .",
+    "many people wrote them on small forms .",
+    "each form was scanned and made smaller .",
 )
 
 
@@ -65,15 +65,29 @@ def build_processor(patch_size: int) -> LlavaProcessor:
 
 
 class DigitImages:
-    """The images of one split of scikit-learn's digits, processed once: `pixel_values` `[n, 3, 8, 8]` and `digits` `[n]`."""
+    """
+    The images of one split of scikit-learn's digits, processed once.
+
+    Args:
+        processor ([`~transformers.LlavaProcessor`]): From [`build_processor`].
+        split (`str`): `"train"` or `"test"`; the two share no image.
+
+    Attributes:
+        ids (`np.ndarray`): Their places in scikit-learn's data, of shape `(n,)`.
+        digits (`torch.Tensor`): Which digits they are, of shape `(n,)`.
+        pixel_values (`torch.Tensor`): Of shape `(n, 3, 8, 8)`.
+    """
 
     def __init__(self, processor: LlavaProcessor, split: str):
+        if split not in ("train", "test"):
+            raise ValueError(f"`split={split!r}` is not known. Use 'train' or 'test'.")
         digits = load_digits()
         order = np.random.default_rng(0).permutation(len(digits.target))
         ids = order[:NUM_HELD_OUT_IMAGES] if split == "test" else order[NUM_HELD_OUT_IMAGES:]
-        images = [Image.fromarray((digits.images[i] * 255 / 16).astype(np.uint8)).convert("RGB") for i in ids]
+        pixels = (digits.images[ids] * 255 / 16).astype(np.uint8)
+        images = [Image.fromarray(image).convert("RGB") for image in pixels]
         self.ids = ids
-        self.digits = digits.target[ids]
+        self.digits = torch.from_numpy(digits.target[ids])
         self.pixel_values = processor.image_processor(images, return_tensors="pt")["pixel_values"]
 
 
@@ -101,14 +115,23 @@ class DigitQuestions(Dataset):
     def draw(self, index: int) -> tuple[str, str, list[int]]:
         """Prompt, answer and shown images of a sample; a text-only sample shows none."""
         rng = random.Random(self.seed * 1_000_003 + index)
-        shown = rng.choices(range(len(self.images.digits)), k=rng.randint(1, MAX_DIGITS))
-        digits = [int(self.images.digits[i]) for i in shown]
+        num_digits = min(rng.randint(1, MAX_DIGITS), rng.randint(1, MAX_DIGITS))
+        shown = rng.choices(range(len(self.images.digits)), k=num_digits)
+        digits = self.images.digits[shown].tolist()
         text_only = rng.random() < TEXT_ONLY_SHARE
         task = rng.choice(list(QUESTIONS))
-        sentences = rng.choices(SENTENCES, k=max(0, rng.randint(-3, 3)))
-        given = " ".join(f"{digit if text_only else '<image>'} {letter}" for letter, digit in zip(LETTERS, digits))
-        answer = {"read": " ".join(f"{letter} {digit}" for letter, digit in zip(LETTERS, digits)), "count": str(len(digits)), "largest": str(max(digits))}[task]
-        return " ".join([*sentences, "digits :", given, rng.choice(QUESTIONS[task])]), answer, [] if text_only else shown
+        sentences = rng.choices(SENTENCES, k=max(0, rng.randint(-8, 4)))
+        letters = LETTERS[:num_digits]
+        given = "".join(
+            f" {letter} {digit if text_only else '<image>'}" for letter, digit in zip(letters, digits, strict=True)
+        )
+        answers = {
+            "read": " ".join(f"{letter} {digit}" for letter, digit in zip(letters, digits, strict=True)),
+            "count": str(num_digits),
+            "largest": str(max(digits)),
+        }
+        prompt = " ".join([*sentences, f"digits :{given}", rng.choice(QUESTIONS[task])])
+        return prompt, answers[task], [] if text_only else shown
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < self.num_samples:
@@ -130,16 +153,3 @@ class DigitQuestions(Dataset):
                 pixel_values = torch.roll(pixel_values, shifts, dims=(2, 3))
             item["pixel_values"] = pixel_values
         return item
-
-
-def collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pads the text to the longest sample and concatenates the images; a batch without images has no `pixel_values`."""
-    padding = {"input_ids": 0, "attention_mask": 0, "labels": IGNORE_INDEX}
-    batch = {
-        name: torch.nn.utils.rnn.pad_sequence([sample[name] for sample in samples], batch_first=True, padding_value=value)
-        for name, value in padding.items()
-    }
-    images = [sample["pixel_values"] for sample in samples if "pixel_values" in sample]
-    if images:
-        batch["pixel_values"] = torch.cat(images)
-    return batch
