@@ -64,12 +64,12 @@ class MultimodalPreTrainedModel(PreTrainedModel):
         Returns:
             `nn.Module`: The encoder, or the model itself when it has none (as in transformers).
         """
-        encoders = self.base_model.encoders
+        encoders: Any = self.base_model.encoders
         if modality in encoders:
             return encoders[modality]
         mains = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
         for encoder in encoders.values():
-            if getattr(encoder, "main_input_name", None) == mains.get(modality, ""):
+            if getattr(encoder, "main_input_name", None) == mains.get(modality or "", ""):
                 return encoder
         return self
 
@@ -93,8 +93,8 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         super().__init__(config)
         ready = modules or {}
         encoders, projectors = ready.get("encoders") or {}, ready.get("projectors") or {}
-        self.encoders = nn.ModuleDict()
-        self.projectors = nn.ModuleDict()
+        self.encoders: Any = nn.ModuleDict()
+        self.projectors: Any = nn.ModuleDict()
         for name in config.encoder_names:
             self.encoders[name] = encoders[name] if name in encoders else build_encoder(config, name)
             self.projectors[name] = projectors[name] if name in projectors else build_projector(config, name)
@@ -143,13 +143,13 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         )
 
     def get_placeholder_mask(
-        self, name: str, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None = None
+        self, name: str, input_ids: torch.Tensor | None, inputs_embeds: Any = None
     ) -> torch.Tensor:
         """The positions `(batch, sequence)` of an encoder's placeholder tokens, found by id or by embedding."""
         token_id = self.config.settings(name).token_id
         if input_ids is not None:
             return input_ids == token_id
-        embeddings = self.get_input_embeddings()
+        embeddings: Any = self.get_input_embeddings()
         if token_id >= embeddings.weight.shape[0]:
             raise ValueError(
                 f"Placeholder {token_id} of encoder `{name}` has no embedding, so it can't be found in "
@@ -159,13 +159,13 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
 
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        pixel_values: torch.FloatTensor | None = None,
-        input_features: torch.FloatTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        input_features: torch.Tensor | None = None,
         mm_encoder_outputs: dict[str, Any] | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
@@ -186,26 +186,21 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         Returns:
             `ModelOutput`: The output of the language model.
         """
-        if input_ids is None and inputs_embeds is None:
-            raise ValueError("Neither `input_ids` nor `inputs_embeds` is given. Give one of them.")
         batch = {**kwargs, "pixel_values": pixel_values, "input_features": input_features}
         encoder_inputs, rest = self.encoder_inputs.split(batch)
         outputs = {name: output for name, output in (mm_encoder_outputs or {}).items() if output is not None}
         self._check_encoder_outputs(outputs, encoder_inputs)
         outputs.update({name: self.get_features(name, **inputs) for name, inputs in encoder_inputs.items()})
-        if inputs_embeds is None:
-            inputs_embeds = self._embed(input_ids)
         inputs = {
             "input_ids": input_ids,
-            "inputs_embeds": inputs_embeds,
+            "inputs_embeds": self._embed(input_ids) if inputs_embeds is None else inputs_embeds,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
         }
         inputs = self._before_language_model(outputs, inputs)
-        input_ids, inputs_embeds = inputs.pop("input_ids", None), inputs.pop("inputs_embeds")
         is_prefill = past_key_values is None or past_key_values.get_seq_length() == 0
-        inputs_embeds = self._merge(outputs, input_ids, inputs_embeds, is_prefill)
-        return self.language_model(inputs_embeds=inputs_embeds, past_key_values=past_key_values, **inputs, **rest)
+        merged = self._merge(outputs, inputs.pop("input_ids", None), inputs.pop("inputs_embeds"), is_prefill)
+        return self.language_model(inputs_embeds=merged, past_key_values=past_key_values, **inputs, **rest)
 
     def _check_encoder_outputs(self, outputs: Mapping[str, Any], encoder_inputs: Mapping[str, Any]) -> None:
         """Outputs must be those of known encoders that get no inputs besides."""
@@ -220,9 +215,11 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
                     f"Encoder `{name}` has both inputs and an entry in `mm_encoder_outputs`. Give one of them."
                 )
 
-    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def _embed(self, input_ids: torch.Tensor | None) -> torch.Tensor:
         """Token embeddings; a placeholder beyond the vocabulary is looked up as token 0, since features replace it."""
-        embeddings = self.get_input_embeddings()
+        if input_ids is None:
+            raise ValueError("Neither `input_ids` nor `inputs_embeds` is given. Give one of them.")
+        embeddings: Any = self.get_input_embeddings()
         for name in self.encoders:
             token_id = self.config.settings(name).token_id
             if token_id >= embeddings.weight.shape[0]:
@@ -306,7 +303,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         embeddings_name = next(name for name, module in self.model.named_modules() if module is embeddings)
         self._tied_weights_keys = {"lm_head.weight": f"model.{embeddings_name}.weight"}
         self.loss_type = "ForConditionalGeneration"
-        self.input_modalities = ("text", *config.encoder_names)
+        self.input_modalities: Any = ("text", *config.encoder_names)
         self.post_init()
 
     @classmethod
@@ -401,14 +398,14 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
-        pixel_values: torch.FloatTensor | None = None,
-        input_features: torch.FloatTensor | None = None,
+        pixel_values: torch.Tensor | None = None,
+        input_features: torch.Tensor | None = None,
         mm_encoder_outputs: dict[str, Any] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
@@ -468,7 +465,9 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Lets `generate` take the inputs of all encoders."""
         known = self.model.encoder_inputs.entries
-        super()._validate_model_kwargs({key: value for key, value in model_kwargs.items() if key not in known})
+        super()._validate_model_kwargs(  # pyright: ignore[reportAttributeAccessIssue]
+            {key: value for key, value in model_kwargs.items() if key not in known}
+        )
 
     def _maybe_prepare_encoder_kwargs_for_generation(
         self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any], model_input_name: str | None, *args, **kwargs
@@ -492,7 +491,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
                 name: self._expand_features(name, output, input_ids, model_kwargs.get("inputs_embeds"), expand_size)
                 for name, output in outputs.items()
             }
-        input_ids, model_kwargs = super()._expand_inputs_for_generation(
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
             expand_size, is_encoder_decoder, input_ids, **model_kwargs
         )
         return input_ids, model_kwargs if outputs is None else {**model_kwargs, "mm_encoder_outputs": outputs}

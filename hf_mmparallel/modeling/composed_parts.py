@@ -238,22 +238,21 @@ def load_encoder(value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.d
     return encoder if isinstance(encoder, PreTrainedModel) else base
 
 
-def load_language_model(
-    value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.dtype | None
-) -> tuple[PreTrainedModel, nn.Linear | None]:
+def load_language_model(value: Any, dtype: torch.dtype | None) -> tuple[PreTrainedModel, nn.Linear | None]:
     """A language model without its head, and the head if it has one, from a model, a config, or an id or folder."""
     options = {} if dtype is None else {"dtype": dtype}
     if isinstance(value, PreTrainedConfig):
         value = AutoModelForCausalLM.from_config(value, **options)
     elif not isinstance(value, nn.Module):
         value = AutoModelForCausalLM.from_pretrained(value, **options)
-    config = value.config
+    model: Any = value
+    config = model.config
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise ValueError(
             f"`language_model` is a `{type(value).__name__}`, which is more than a causal language model. "
             "Give a model such as `LlamaForCausalLM`, or the text model inside it."
         )
-    decoder, head = value.base_model, value.get_output_embeddings()
+    decoder, head = model.base_model, model.get_output_embeddings()
     if head is not None and not (isinstance(head, nn.Linear) and head.weight.shape[0] == config.vocab_size):
         raise ValueError(
             f"The head of `{type(value).__name__}` is a `{type(head).__name__}`, not one linear layer to "
@@ -289,9 +288,9 @@ def check_names(label: str, table: Mapping[str, Any], names: Sequence[str], comp
 def keep_weights(module: nn.Module) -> None:
     """Marks weights as initialised, so that composing leaves them alone."""
     for part in module.modules():
-        part._is_hf_initialized = True
+        setattr(part, "_is_hf_initialized", True)  # noqa: B010
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor._is_hf_initialized = True
+        setattr(tensor, "_is_hf_initialized", True)  # noqa: B010
 
 
 def cast_weights(module: nn.Module, dtype: torch.dtype) -> None:

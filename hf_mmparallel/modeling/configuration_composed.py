@@ -105,7 +105,8 @@ class MultimodalCallbacks:
 class MultimodalConfig(PreTrainedConfig):
     """
     Configuration of a [`MultimodalModel`]. The config of encoder `name` is also `config.<name>_config` (so it is the
-    key for `attn_implementation={"vision_config": "sdpa"}`), its placeholder is `config.<name>_token_id`.
+    key for `attn_implementation={"vision_config": "sdpa"}`), its placeholder is `config.<name>_token_id`, its layer
+    `config.<name>_feature_layer`.
 
     Args:
         encoder_configs (`dict[str, PreTrainedConfig | dict]`): Encoder -> its config.
@@ -120,13 +121,13 @@ class MultimodalConfig(PreTrainedConfig):
     model_type = "hf_mmparallel_composed"
     has_no_defaults_at_init = True
 
-    encoder_configs: dict | None = None
-    text_config: dict | PreTrainedConfig | None = None
-    encoder_settings: dict | None = None
+    encoder_configs: Any = None
+    text_config: Any = None
+    encoder_settings: Any = None
     projector_hidden_act: str = "gelu"
     lm_head_bias: bool = False
-    tie_word_embeddings: bool | None = None
-    encoder_names: list | None = None
+    tie_word_embeddings: Any = None
+    encoder_names: Any = None
 
     def __post_init__(self, **kwargs):
         configs = self.encoder_configs or {}
@@ -172,12 +173,13 @@ class MultimodalConfig(PreTrainedConfig):
         return EncoderSettings.from_dict(self.encoder_settings[name])
 
     def __getattr__(self, name: str):
-        """Serves `<name>_config` and `<name>_token_id` of the encoders."""
-        for suffix, table in (("_config", "encoder_configs"), ("_token_id", "encoder_settings")):
-            entries = self.__dict__.get(table) or {}
-            encoder = name.removesuffix(suffix)
-            if name.endswith(suffix) and encoder in entries:
-                return entries[encoder] if suffix == "_config" else entries[encoder]["token_id"]
+        """Serves `<name>_config`, `<name>_token_id` and `<name>_feature_layer` of the encoders."""
+        configs, settings = (self.__dict__.get(table) or {} for table in ("encoder_configs", "encoder_settings"))
+        if name.endswith("_config") and (encoder := name.removesuffix("_config")) in configs:
+            return configs[encoder]
+        for setting in ("token_id", "feature_layer"):
+            if name.endswith(f"_{setting}") and (encoder := name.removesuffix(f"_{setting}")) in settings:
+                return settings[encoder][setting]
         raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`")
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
@@ -40,12 +41,13 @@ def to_llava(model: MultimodalModel) -> LlavaForConditionalGeneration:
         image_token_index=settings.token_id,
         image_seq_length=num_patches + has_class_token - dropped,
         projector_hidden_act=model.config.projector_hidden_act,
-        vision_feature_select_strategy=settings.feature_select,
+        vision_feature_select_strategy="default" if dropped else "full",
         vision_feature_layer=-1 if settings.feature_layer is None else settings.feature_layer,
         tie_word_embeddings=model.config.tie_word_embeddings,
         dtype=model.dtype,
     )
-    llava = LlavaForConditionalGeneration(config).to(device=model.device, dtype=model.dtype)
+    llava: Any = LlavaForConditionalGeneration(config)
+    llava = llava.to(device=model.device, dtype=model.dtype)
     names = {
         f"model.encoders.{name}.": "model.vision_tower.",
         f"model.projectors.{name}.": "model.multi_modal_projector.",

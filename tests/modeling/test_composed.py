@@ -26,10 +26,11 @@ from transformers import (
     WhisperModel,
 )
 
-from hf_mmparallel.modeling import build_model_spec, module_parts
+from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages
 from hf_mmparallel.modeling.composed import MultimodalModel
 from hf_mmparallel.modeling.configuration_composed import EncoderSettings, MultimodalCallbacks, MultimodalConfig
 from hf_mmparallel.modeling.llava_export import to_llava
+from tests.modeling.test_stages import make_plan, reference, run_stages
 
 VISION = {
     "hidden_size": 16,
@@ -590,3 +591,25 @@ def test_config_keeps_the_order_of_encoders(tmp_path):
     assert config.settings("audio") == EncoderSettings(AUDIO, "WhisperEncoder")
     assert "audio" in json.loads((tmp_path / "config.json").read_text())["encoder_configs"]
     assert config.get_text_config().vocab_size == 50
+
+
+@pytest.mark.parametrize("kind", ["clip_whisper_llama", "siglip_qwen2"])
+@pytest.mark.parametrize("images", [(1, 2, 0), (0, 0)])
+def test_stages_equal_the_whole_model(kind, images):
+    model, rows = compose(kind)
+    batch = make_batch(kind, rows, images=images)
+    loss, grads = reference(model, batch)
+    spec = build_model_spec(model)
+    plan = make_plan(spec, {name: [1] for name in spec.modules})
+    cut_loss, cut_grads, _ = run_stages(model, plan, batch)
+    torch.testing.assert_close(cut_loss, loss)
+    assert set(grads) <= set(cut_grads)
+    for name, grad in grads.items():
+        torch.testing.assert_close(cut_grads[name], grad, msg=name)
+
+
+def test_a_hidden_state_from_an_earlier_stage_is_refused():
+    model, _ = compose("clip_llama", encoder_settings={"vision": {"feature_layer": 0}})
+    spec = build_model_spec(model)
+    with pytest.raises(ValueError, match="selects hidden state 0"):
+        prepare_stages(model, spec, make_plan(spec, {"vision": [1]}), 0)
