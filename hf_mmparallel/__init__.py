@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
     from .data import ChatCollator
     from .modeling.composed import MultimodalConfig, MultimodalModel
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
@@ -17,25 +18,31 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ChatCollator",
+    "EngineCallback",
     "ModulePlugin",
     "MultimodalConfig",
     "MultimodalModel",
     "MultimodalParallelPlugin",
     "MultimodalParallelTrainer",
     "MultimodalTrainingArguments",
+    "ParallelMetricsCallback",
     "ParallelPlan",
+    "TimelineCallback",
     "__version__",
 ]
 
 _MODULE_OF = {
     "ChatCollator": ".data",
+    "EngineCallback": ".callbacks",
     "ModulePlugin": ".plan",
     "MultimodalConfig": ".modeling.composed",
     "MultimodalModel": ".modeling.composed",
     "MultimodalParallelPlugin": ".plan",
     "MultimodalParallelTrainer": ".trainer",
     "MultimodalTrainingArguments": ".trainer",
+    "ParallelMetricsCallback": ".callbacks",
     "ParallelPlan": ".plan",
+    "TimelineCallback": ".callbacks",
 }
 
 
