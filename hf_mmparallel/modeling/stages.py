@@ -149,6 +149,7 @@ class ModuleStage:
         self.parts = module_parts(model) if parts is None else parts
         cut = not (self.is_first and self.is_last)
         self._gate = _gate_of(layers_of(model, self.module_spec.stack)) if cut else None
+        self._checked = False
 
     @property
     def module_spec(self) -> ModuleSpec:
@@ -270,7 +271,19 @@ class ModuleStage:
             outputs[modality] = self._encode(modality, inputs, _Run(*self.layers, hidden=received))
         if not self.is_last:
             return [self._wire(leave.hidden) for leave in outputs.values()]
-        return [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
+        features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
+        if self._gate is not None and outputs and not self._checked:
+            self._check_features(features, hidden)
+            self._checked = True
+        return features
+
+    def _check_features(self, features: Sequence[Tensor], hidden: Sequence[Tensor]) -> None:
+        """Raises `ValueError` when finite hidden states give NaN, the value of what other stages hold."""
+        if any(feature.isnan().any() for feature in features) and not any(tensor.isnan().any() for tensor in hidden):
+            raise ValueError(
+                f"The features of `{self.module}` depend on layers before its last stage {self.layers}, such as a "
+                f"hidden state selected by index. Use `pp_size=1` or `layers_per_stage` with a longer last stage."
+            )
 
     def _wire(self, hidden: Tensor) -> Tensor:
         """The hidden state in the dtype in which it travels, which must hold it exactly."""

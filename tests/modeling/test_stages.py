@@ -7,9 +7,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CLIPVisionConfig, LlamaConfig, PreTrainedModel, WhisperConfig
 
 from hf_mmparallel.modeling import ModuleStage, build_model_spec, is_hollow, prepare_stages, token_loss
+from hf_mmparallel.modeling.composed import MultimodalModel
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, Stage
 from tests import tiny
 
@@ -325,6 +326,56 @@ def test_a_selected_hidden_state_of_another_stage_is_refused():
     assert_same(model.train(), make_plan(spec, {"vision": [1]}), make_batch("llava"))
     with pytest.raises(ValueError, match=r"`vision_feature_layer=\[-2, -4\]` selects hidden state 1"):
         prepare_stages(model, spec, make_plan(spec, {"vision": [2]}), 0)
+
+
+def make_composed(audio_layer: int | None = None) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A model of our own with a vision and an audio encoder, and a batch for it."""
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 4, "encoder_attention_heads": 4, "decoder_layers": 1, "decoder_attention_heads": 4}
+    whisper = WhisperConfig(d_model=32, encoder_ffn_dim=64, num_mel_bins=16, max_source_positions=8, **sizes)
+    model = MultimodalModel.from_unimodal(
+        {"vision": CLIPVisionConfig(**tiny.VISION), "audio": whisper},
+        LlamaConfig(**tiny.TEXT),
+        {"vision": tiny.MEDIA_TOKEN, "audio": tiny.AUDIO_TOKEN},
+        encoder_settings={
+            "vision": {"feature_layer": -2, "feature_select": "default"},
+            "audio": {"feature_layer": audio_layer},
+        },
+    )
+    text, image, audio = list(range(1, 5)), [tiny.MEDIA_TOKEN] * 4, [tiny.AUDIO_TOKEN] * 8
+    ids = torch.tensor([text + image + audio + text, text + audio + text + text])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return model.train(), {
+        **batch,
+        "pixel_values": torch.randn(1, 3, 16, 16),
+        "input_features": torch.randn(2, 16, 16),
+    }
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("cuts", [{LANGUAGE_MODEL: [2]}, {"vision": [2], "audio": [1, 2], LANGUAGE_MODEL: [1, 3]}])
+def test_stages_of_a_composed_model_equal_the_whole_model(cuts, shared):
+    model, batch = make_composed()
+    assert_same(model, make_plan(build_model_spec(model), cuts, shared=shared), batch)
+
+
+def test_features_that_read_layers_of_an_earlier_stage_are_refused():
+    model, batch = make_composed(audio_layer=-4)
+    spec = build_model_spec(model)
+    assert_same(model, make_plan(spec, {"audio": [1]}), batch)
+    with pytest.raises(ValueError, match=r"features of `audio` depend on layers before its last stage \(2, 4\)"):
+        assert_same(model, make_plan(spec, {"audio": [2]}), batch)
+
+
+def test_hidden_states_wider_than_the_weights_are_refused():
+    model = tiny.FAMILIES["llama"]().to(torch.bfloat16)
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output.float())
+    spec = build_model_spec(model)
+    stage = prepare_stages(model, spec, make_plan(spec, {LANGUAGE_MODEL: [1]}), 0)[LANGUAGE_MODEL, 0, 0]
+    with pytest.raises(
+        ValueError, match=r"`language_model` are torch.float32, which does not fit in the torch.bfloat16"
+    ):
+        stage(make_batch("llama"))
 
 
 def test_layers_that_read_weights_of_an_earlier_stage_are_refused():
