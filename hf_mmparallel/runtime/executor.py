@@ -377,7 +377,7 @@ class _Step:
                 leaves["hidden"] = rows
                 shapes = self.shapes(task)
                 pieces = rows.split([_num_rows(shape) for shape in shapes])
-                hidden = [piece.view(shape) for piece, shape in zip(pieces, shapes)]
+                hidden = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         features = self.features_of(task, incoming, leaves, needs_graph)
         self.executor.before_forward(task)
         stage = self.executor.stages[key]
@@ -407,7 +407,7 @@ class _Step:
         """The features of each encoder that enter at the stage of `task`; `None` for those that do not."""
         result: dict[str, list[torch.Tensor | None]] = {}
         by_encoder: dict[str, list[Message]] = {}
-        for message in incoming:
+        for message in sorted(incoming):  # receives are posted in another order on each rank, gathers must not be
             if message.crosses_boundary:
                 by_encoder.setdefault(message.source.module, []).append(message)
         for encoder, messages in by_encoder.items():
@@ -427,7 +427,7 @@ class _Step:
             tensors: list[torch.Tensor | None] = [None] * len(self.spec.modules[encoder].features)
             with torch.set_grad_enabled(needs_graph):
                 pieces = leaf.split(space.sizes)
-            for (index, _), piece in zip(self.features(messages[0]), pieces):
+            for (index, _), piece in zip(self.features(messages[0]), pieces, strict=True):
                 tensors[index] = piece
             result[encoder] = tensors
         return result
@@ -449,10 +449,11 @@ class _Step:
         running = self.running.pop(task.key)
         incoming = self.incoming.pop(task, {})
         if self.is_last(task):
-            torch.autograd.backward(running.outputs)
+            # Behind an encoder chunk without rows nothing trainable may have been used.
+            torch.autograd.backward([out for out in running.outputs if out.requires_grad])
         else:
             gradients = self.output_gradients(task, running, incoming)
-            used = [(out, g) for out, g in zip(running.outputs, gradients) if out.requires_grad]
+            used = [(out, g) for out, g in zip(running.outputs, gradients, strict=True) if out.requires_grad]
             if used:
                 torch.autograd.backward([out for out, _ in used], [g for _, g in used])
         for handle in self.sends.pop(("act", task.key), []):
@@ -469,7 +470,8 @@ class _Step:
         """The gradient of each output of a task: the sum of what its takers sent back."""
         gradients = [torch.zeros_like(out) for out in running.outputs]
         grid = self.grid(task)
-        for message, arrived in incoming.items():
+        for message in sorted(incoming):  # the same order on all ranks that sum
+            arrived = incoming[message]
             if arrived.num_rows == 0:
                 continue
             size = part_size(arrived.num_rows, len(self.grid(message.source)))
@@ -488,7 +490,7 @@ class _Step:
             else:
                 chosen = list(range(len(running.outputs)))
                 pieces = rows.split([_num_rows(out.shape) for out in running.outputs])
-            for index, piece in zip(chosen, pieces):
+            for index, piece in zip(chosen, pieces, strict=True):
                 gradients[index] += piece.view_as(gradients[index])
         return gradients
 

@@ -88,8 +88,12 @@ class LoopbackWorld:
     """The channels between ranks that are threads of one process."""
 
     timeout_s: float = 20.0
-    channels: dict[tuple[int, int], queue.Queue] = field(default_factory=lambda: defaultdict(queue.Queue))
+    channels: dict[tuple[int, int], queue.Queue] = field(default_factory=dict)
     posted: dict[tuple[int, int], list[_Posted]] = field(default_factory=lambda: defaultdict(list))
+
+    def channel(self, source: int, target: int) -> queue.Queue:
+        """The channel of a pair, the same one for both threads whoever asks first."""
+        return self.channels.setdefault((source, target), queue.Queue())
 
     def transport(self, rank: int) -> LoopbackTransport:
         return LoopbackTransport(rank, self)
@@ -103,12 +107,12 @@ class LoopbackTransport:
         self.world = world
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
-        self.world.channels[self.rank, target].put(tensor.detach().clone())
+        self.world.channel(self.rank, target).put(tensor.detach().clone())
         return _Done()
 
     def recv(self, buffer: torch.Tensor, source: int) -> Handle:
         key = (source, self.rank)
-        posted = _Posted(buffer, self.world.channels[key], self.world.posted[key], self.world.timeout_s)
+        posted = _Posted(buffer, self.world.channel(*key), self.world.posted[key], self.world.timeout_s)
         self.world.posted[key].append(posted)
         return posted
 
