@@ -1,0 +1,183 @@
+"""What each rank reads, with which randomness, and how an epoch goes on after a resume."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.data.loader import StepBatch, StepDataset, StepSampler, as_is, keys_of_rank, seeded, stable_seed
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from tests.plan.specs import model_spec
+
+PLAN = resolve_plan(
+    model_spec(), {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}
+)
+SHARED = resolve_plan(
+    model_spec(), {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")}
+)
+
+
+class Noisy:
+    """Samples that draw from every generator when they are read, and count their reads."""
+
+    def __init__(self, size: int = 40):
+        self.size = size
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict:
+        self.reads.append(index)
+        return {"index": index, "noise": (random.random(), np.random.rand(), torch.rand(()).item())}
+
+
+def collate(samples: list[dict]) -> dict:
+    result = {name: [sample[name] for sample in samples] for name in samples[0]}
+    for sample in samples:
+        sample.clear()
+    return {**result, "drawn": torch.rand(()).item()}
+
+
+def make(plan, rank: int, seed: int = 0) -> StepDataset:
+    return StepDataset(Noisy(), collate, lambda step: keys_of_rank(plan, step, rank), seed)
+
+
+def noise(batch: StepBatch) -> dict[int, tuple]:
+    """Dataset index -> what was drawn when it was read."""
+    pairs = [zip(b["index"], b["noise"], strict=True) for b in batch.batches.values()]
+    return {index: drawn for pair in pairs for index, drawn in pair}
+
+
+def test_keys_are_the_chunks_of_the_stages_of_a_rank():
+    step = contiguous_step(PLAN, range(20, 31), 3)
+    keys = [keys_of_rank(PLAN, step, rank) for rank in range(PLAN.world_size)]
+    assert keys[0] == {("vision", 0, 0, 0): (0, 1, 2), ("vision", 0, 1, 0): (6, 7)}
+    assert keys[1] == {("vision", 1, 0, 0): (3, 4, 5), ("vision", 1, 1, 0): (8, 9, 10)}
+    assert keys[2] == {(LANGUAGE_MODEL, 0, 0, 0): (0, 1, 2), (LANGUAGE_MODEL, 0, 1, 0): (6, 7, 8)}
+    assert keys[3] == keys[2] and keys[4] == keys[5]
+    every = {key for rank in keys for key in rank}
+    assert every == {(*key, c) for key, chunks in step.chunks.items() for c in range(len(chunks))}
+
+
+def test_a_shared_rank_reads_a_sample_once_and_collates_each_chunk():
+    dataset = make(SHARED, 0)
+    batch = dataset.__getitems__(contiguous_step(SHARED, range(5, 17), 3))
+    modules = {key[0] for key in batch.batches}
+    assert modules == {"vision", LANGUAGE_MODEL}
+    seen = {index for chunk in batch.batches.values() for index in chunk["index"]}
+    assert sorted(dataset.dataset.reads) == sorted(seen)
+    for (module, replica, index, _), chunk in batch.batches.items():
+        slots = batch.step.microbatches[module][replica][index]
+        assert chunk["index"] == [batch.step.samples[slot] for slot in slots]
+
+
+def test_all_ranks_and_every_run_draw_the_same_for_a_sample():
+    step = contiguous_step(PLAN, range(11), 3, epoch=2)
+    first = [make(PLAN, rank).__getitems__(step) for rank in range(PLAN.world_size)]
+    torch.manual_seed(5)
+    random.seed(5)
+    again = [make(PLAN, rank).__getitems__(step) for rank in range(PLAN.world_size)]
+    assert [b.batches for b in first] == [b.batches for b in again]
+    encoders = noise(first[0]) | noise(first[1])
+    decoders = noise(first[2]) | noise(first[4])
+    assert encoders == decoders and len(encoders) == 11
+    assert len(set(encoders.values())) == 11
+    later = make(PLAN, 2).__getitems__(contiguous_step(PLAN, range(11), 3, epoch=3))
+    other = make(PLAN, 2, seed=1).__getitems__(step)
+    for changed in (noise(later), noise(other)):
+        assert all(drawn != decoders[index] for index, drawn in changed.items())
+
+
+def test_a_sample_draws_the_same_in_another_batch():
+    step = contiguous_step(PLAN, range(8), 2)
+    other = contiguous_step(PLAN, [9, 3, 7], 1)
+    drawn = noise(make(PLAN, 2).__getitems__(step)) | noise(make(PLAN, 4).__getitems__(step))
+    again = noise(make(PLAN, 2).__getitems__(other)) | noise(make(PLAN, 4).__getitems__(other))
+    assert all(again[index] == drawn[index] for index in (3, 7))
+
+
+def test_reading_leaves_the_generators_alone():
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    make(PLAN, 2).__getitems__(contiguous_step(PLAN, range(11), 3))
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.get_rng_state().tolist() == states[2]
+
+
+def test_generators_come_back_after_an_error():
+    before = random.getstate(), torch.get_rng_state().tolist()
+    with pytest.raises(KeyError), seeded(3):
+        torch.rand(2)
+        random.random()
+        raise KeyError
+    assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
+def test_seeds_are_the_same_in_every_process():
+    assert stable_seed(0, 1, [2, 3]) == 3385566651149826982
+    assert stable_seed(0, 12) != stable_seed(0, 1, 2)
+
+
+def loader(rank: int, num_workers: int = 0, size: int = 40) -> DataLoader:
+    batches = BatchSampler(SeedableRandomSampler(range(size), data_seed=3), batch_size=9, drop_last=False)
+    sampler = StepSampler(batches, lambda indices, epoch: contiguous_step(PLAN, indices, 3, epoch))
+    return DataLoader(make(PLAN, rank), batch_sampler=sampler, collate_fn=as_is, num_workers=num_workers)
+
+
+def drawn(batches) -> list[tuple]:
+    return [(b.step.epoch, b.step.samples, b.batches) for b in batches]
+
+
+def test_an_epoch_has_every_sample_once_and_epochs_differ():
+    source = loader(2)
+    assert len(source) == 5
+    orders = []
+    for epoch in range(2):
+        source.batch_sampler.set_epoch(epoch)
+        steps = [batch.step for batch in source]
+        assert [len(step.samples) for step in steps] == [9, 9, 9, 9, 4]
+        assert {step.epoch for step in steps} == {epoch}
+        orders.append([index for step in steps for index in step.samples])
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(40))
+    assert orders[0] != orders[1]
+
+
+def test_ranks_agree_on_the_steps():
+    steps = [[batch.step for batch in loader(rank)] for rank in range(PLAN.world_size)]
+    assert all(row == steps[0] for row in steps)
+
+
+def test_an_epoch_can_be_set_where_the_order_has_none():
+    sampler = StepSampler(BatchSampler(SequentialSampler(range(4)), 2, False), lambda i, e: (tuple(i), e))
+    sampler.batch_sampler.set_epoch(4)
+    assert list(sampler) == [((0, 1), 4), ((2, 3), 4)]
+
+
+def test_workers_draw_what_the_main_process_draws():
+    assert drawn(loader(3, num_workers=2)) == drawn(loader(3))
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+def test_a_resumed_epoch_goes_on_at_its_step(skipped):
+    whole = loader(2)
+    whole.batch_sampler.set_epoch(1)
+    expected = drawn(whole)[skipped:]
+    resumed = loader(2)
+    resumed.batch_sampler.set_epoch(1)
+    rest = skip_first_batches(resumed, skipped)
+    assert drawn(rest) == expected
+    assert len(rest) == len(expected)
+    assert set(resumed.dataset.dataset.reads) == {i for _, _, b in expected for c in b.values() for i in c["index"]}
+
+
+def test_pinning_keeps_what_is_no_tensor(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    batch = StepBatch(contiguous_step(PLAN, range(1), 1), {("vision", 0, 0, 0): {"a": torch.zeros(2), "b": [1]}})
+    (inputs,) = batch.pin_memory().batches.values()
+    assert inputs["a"].tolist() == [1, 1] and inputs["b"] == [1]

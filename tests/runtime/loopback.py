@@ -1,0 +1,185 @@
+"""
+Ranks as threads of one process: the executor on messages in memory, without a process group.
+
+Tensor-parallel grids work too when the executor's collectives are replaced by [`ThreadCollectives`].
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_mmparallel.data.loader import StepDataset, keys_of_rank
+from hf_mmparallel.modeling import build_model_spec, count_rows, prepare_stages, token_loss
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
+from hf_mmparallel.runtime.executor import Executor, StepResult
+from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
+from hf_mmparallel.schedule import Program, build_program
+
+TIMEOUT_S = 5.0
+
+
+def run_threads(fn: Callable[[int], Any], world_size: int) -> list[Any]:
+    """Calls `fn(rank)` on a thread for each rank; raises what the first failing rank raised."""
+    results: list[Any] = [None] * world_size
+    errors: list[Exception] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = fn(rank)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * TIMEOUT_S)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    return results
+
+
+@dataclass
+class ThreadGroup:
+    """A row of tensor-parallel ranks that meet in one process."""
+
+    ranks: tuple[int, ...]
+    given: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.barrier = threading.Barrier(len(self.ranks), timeout=TIMEOUT_S)
+
+    def exchange(self, rank: int, tensor: Tensor) -> list[Tensor]:
+        """What all ranks of the group gave, in their order."""
+        self.given[rank] = tensor.clone()
+        self.barrier.wait()
+        result = [self.given[other] for other in self.ranks]
+        self.barrier.wait()
+        return result
+
+
+@dataclass
+class Membership:
+    """A group as one of its ranks sees it."""
+
+    group: ThreadGroup
+    rank: int
+
+
+class ThreadCollectives:
+    """The two collectives of the executor, over [`Membership`] in place of process groups."""
+
+    @staticmethod
+    def all_gather_into_tensor(full: Tensor, part: Tensor, group: Membership) -> None:
+        full.copy_(torch.cat(group.group.exchange(group.rank, part)))
+
+    @staticmethod
+    def all_reduce(tensor: Tensor, group: Membership) -> None:
+        tensor.copy_(torch.stack(group.group.exchange(group.rank, tensor)).sum(0))
+
+
+class RecordingTransport(LoopbackTransport):
+    """Counts the rows that are sent: (source, target) -> rows."""
+
+    def __init__(self, rank: int, world: LoopbackWorld):
+        super().__init__(rank, world)
+        self.rows: dict[tuple[int, int], int] = {}
+
+    def send(self, tensor: Tensor, target: int) -> Any:
+        self.rows[self.rank, target] = self.rows.get((self.rank, target), 0) + tensor.shape[0]
+        return super().send(tensor, target)
+
+
+@dataclass
+class Outcome:
+    """What a step left in all ranks together."""
+
+    loss: float
+    num_targets: int
+    gradients: dict[str, Tensor]
+    results: list[StepResult]
+    program: Program
+
+
+def reference(model: PreTrainedModel, batch: Mapping[str, Any]) -> tuple[float, int, dict[str, Tensor]]:
+    """Loss (a sum over target tokens), target tokens and gradients of one process on the whole batch."""
+    model = copy.deepcopy(model)
+    logits = model(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
+    loss, count = token_loss(model, logits, batch["labels"])
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), int(count), gradients
+
+
+def run_loopback(
+    model: PreTrainedModel,
+    plan: ParallelPlan,
+    step: StepPlan,
+    dataset: Any,
+    collator: Callable[[list], Mapping[str, Any]],
+    training: bool = True,
+) -> Outcome:
+    """Runs a step of `model` under `plan`, each rank on a pruned copy; gradients are summed over the ranks."""
+    spec = build_model_spec(model)
+    program = build_program(plan, step, sync_groups(spec, plan), training=training)
+    world = LoopbackWorld(TIMEOUT_S)
+    copies = [copy.deepcopy(model) for _ in range(plan.world_size)]
+
+    def rank_body(rank: int) -> StepResult:
+        own = copies[rank]
+        executor = Executor(
+            plan,
+            spec,
+            prepare_stages(own, spec, plan, rank),
+            world.transport(rank),
+            {},
+            lambda logits, labels: token_loss(own, logits, labels),
+            count_rows,
+            torch.device("cpu"),
+            torch.float32,
+        )
+        source = StepDataset(dataset, collator, lambda s: keys_of_rank(plan, s, rank), 0)
+        with torch.set_grad_enabled(training):
+            return executor.run(program, step, source.__getitems__(step).batches, training)
+
+    results = run_threads(rank_body, plan.world_size)
+    gradients: dict[str, Tensor] = {}
+    for own in copies:
+        for name, parameter in own.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
+    assert not any(not channel.empty() for channel in world.channels.values()), "a message nobody took"
+    assert all(task.module == LANGUAGE_MODEL for result in results for task in result.losses)
+    losses = [loss for result in results for loss in result.losses.values()]
+    return Outcome(
+        sum(float(loss) for loss, _ in losses), sum(int(count) for _, count in losses), gradients, results, program
+    )
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
+    """
+    Compares gradients by the norm of their difference, over all parameters and for each.
+
+    A parameter whose gradient is rounding only (the bias of keys, which the softmax does not see) is compared with
+    the norm over all parameters.
+    """
+    assert set(found) == set(expected), sorted(set(found) ^ set(expected))
+    total = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    error = 0.0
+    for name, gradient in expected.items():
+        norm = float(gradient.double().norm())
+        difference = float((found[name].double() - gradient.double()).norm())
+        error += difference**2
+        scale = norm if norm > 1e-5 * total else total
+        assert difference <= 10 * tolerance * scale, f"{name}: {difference / scale:.1e} of {scale:.1e}"
+    assert error**0.5 <= tolerance * total, f"all: {error**0.5 / total:.1e}"
