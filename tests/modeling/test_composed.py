@@ -8,16 +8,21 @@ from torch import nn
 from torch.nn import functional
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     CLIPVisionConfig,
     CLIPVisionModel,
+    CohereConfig,
     Dinov2Config,
     Dinov2Model,
+    Gemma2Config,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
+    PhiConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     SiglipVisionConfig,
@@ -161,6 +166,32 @@ def test_save_and_load(kind, tmp_path):
     auto = AutoModelForImageTextToText.from_pretrained(tmp_path)
     assert type(auto) is MultimodalModel
     assert AutoConfig.from_pretrained(tmp_path).vision_token_id == IMAGE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**TEXT, head_dim=12, final_logit_softcapping=0.05),
+        CohereConfig(**TEXT, logit_scale=0.3),
+        GraniteConfig(**TEXT, logits_scaling=3.0),
+        PhiConfig(**{**TEXT, "num_key_value_heads": 2}),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_the_head_does_what_the_language_model_does(config, tmp_path):
+    torch.manual_seed(0)
+    language_model = AutoModelForCausalLM.from_config(config).eval()
+    if language_model.get_output_embeddings().bias is not None:
+        nn.init.normal_(language_model.get_output_embeddings().bias)
+    ids = torch.randint(4, 39, (2, 7))
+    expected = language_model(input_ids=ids).logits
+    encoder = CLIPVisionModel(CLIPVisionConfig(**VISION))
+    model = MultimodalModel.from_unimodal({"vision": encoder}, language_model, token_ids={"vision": IMAGE})
+    model.save_pretrained(tmp_path)
+    for composed in (model, MultimodalModel.from_pretrained(tmp_path)):
+        torch.testing.assert_close(composed.eval()(input_ids=ids).logits, expected)
+    with pytest.raises(ValueError, match="a bias, a factor or a cap"):
+        to_llava(model)
 
 
 def test_tied_embeddings_stay_tied(tmp_path):
