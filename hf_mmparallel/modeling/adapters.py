@@ -112,7 +112,7 @@ def _check_common(configs: Mapping[str, Any]) -> None:
                 )
 
 
-def _targets(model: nn.Module, module: str, config: Any, names: set[str], tower: str) -> dict[str, tuple[int, float]]:
+def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) -> dict[str, tuple[int, float]]:
     """Name of each layer of the module that the config means -> its rank and alpha."""
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -82,7 +82,7 @@ def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
     Raises:
         `ValueError`: If there are none.
     """
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     folder = Path(folder_or_id)
 
@@ -219,7 +219,7 @@ def fill_parameters(
         stack.enter_context(_quiet())
         _check_shapes(model, slices, homes, source)
         config = LoadStateDictConfig(
-            device_map={"": torch.device(device)}, weight_mapping=get_model_conversion_mapping(model)
+            device_map={"": torch.device(device)}, weight_mapping=cast(Any, get_model_conversion_mapping(model))
         )
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
     for name, found, expected in sorted(info.mismatched_keys, key=str):
@@ -387,5 +387,5 @@ def _hash(tensor: torch.Tensor) -> str:
     if not tensor.is_meta:
         flat = tensor.detach().cpu().contiguous().flatten()
         for start in range(0, flat.numel(), 1 << 24):
-            digest.update(flat[start : start + (1 << 24)].view(torch.uint8).numpy())
+            digest.update(flat[start : start + (1 << 24)].view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -78,13 +78,13 @@ def _with_wildcards(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def _linear(module: nn.Module) -> nn.Module | None:
+def _linear(module: nn.Module) -> nn.Linear | None:
     """The linear layer itself, without an adapter around it, `None` when it is something else."""
-    module = getattr(module, "base_layer", module)
-    return module if isinstance(module, nn.Linear) else None
+    inner = getattr(module, "base_layer", module)
+    return inner if isinstance(inner, nn.Linear) else None
 
 
-def _linears(parent: nn.Module, names: Iterable[str]) -> list[nn.Module] | None:
+def _linears(parent: nn.Module, names: Iterable[str]) -> list[nn.Linear] | None:
     """The linear layers of `parent` with these names, `None` unless all are there."""
     children = dict(parent.named_children())
     found = [_linear(children[name]) if name in children else None for name in names]

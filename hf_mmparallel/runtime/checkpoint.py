@@ -332,9 +332,9 @@ def gather_state_dict(
     result: dict[str, torch.Tensor] = {}
     for name, owner in owners.items():
         holding = table.get(name)
-        tensor = None
+        tensor: Any = None
         if owner == rank or (holding is not None and holding.peers(rank) is not None):
-            tensor = _whole(owned.get(name, held.get(name)), owner, rank)
+            tensor = _whole(owned[name] if name in owned else held[name], owner, rank)
         if rank == owner != 0:
             dist.send(tensor.contiguous().to(device), 0)
         elif rank == 0 != owner:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 
 TENSORS, TABLE = "tensors", "state.json"
@@ -59,7 +60,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose shards are contiguous pieces, which is all that the writer knows."""
     if not isinstance(tensor, DTensor):
         return tensor
-    placements = tuple(Shard(p.dim) if hasattr(p, "split_factor") else p for p in tensor.placements)
+    placements = tuple(Shard(cast(Any, p).dim) if hasattr(p, "split_factor") else p for p in tensor.placements)
     return tensor if placements == tensor.placements else tensor.redistribute(placements=placements)
 
 
@@ -107,7 +108,7 @@ def save_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: s
                 known["tensors"] = {**entry["tensors"], **known["tensors"]}
         (folder / TABLE).write_text(json.dumps(merged, indent=1) + "\n")
     tensors = {key: _plain(tensor) for key, tensor in tensors.items()}
-    dcp.save(tensors, checkpoint_id=str(folder / TENSORS), no_dist=not dist.is_initialized())
+    save(tensors, checkpoint_id=str(folder / TENSORS), no_dist=not dist.is_initialized())
 
 
 def _collect(optimizer: Any, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -148,7 +149,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: s
     folder = Path(folder)
     states, settings = raise_together(lambda: _empty_states(optimizer, model, folder))
     tensors = {stored: _plain(value) for state in states.values() for stored, (_, value) in state[0].items()}
-    dcp.load(tensors, checkpoint_id=str(folder / TENSORS), no_dist=not dist.is_initialized())
+    load(tensors, checkpoint_id=str(folder / TENSORS), no_dist=not dist.is_initialized())
     for parameter, (empty, values) in states.items():
         state = dict(values)
         for stored, (key, template) in empty.items():
