@@ -270,20 +270,30 @@ class ModuleStage:
             received = None if self.is_first else hidden[number]
             outputs[modality] = self._encode(modality, inputs, _Run(*self.layers, hidden=received))
         if not self.is_last:
-            return [self._wire(leave.hidden) for leave in outputs.values()]
+            return self._checked_once([self._wire(leave.hidden) for leave in outputs.values()], hidden)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
-        if self._gate is not None and outputs and not self._checked:
-            self._check_features(features, hidden)
-            self._checked = True
-        return features
+        return self._checked_once(features, hidden) if outputs else features
 
-    def _check_features(self, features: Sequence[Tensor], hidden: Sequence[Tensor]) -> None:
-        """Raises `ValueError` when finite hidden states give NaN, the value of what other stages hold."""
-        if any(feature.isnan().any() for feature in features) and not any(tensor.isnan().any() for tensor in hidden):
+    def _checked_once(self, outputs: list[Tensor], hidden: Sequence[Tensor]) -> list[Tensor]:
+        """
+        The outputs; raises `ValueError` at the first call when they are NaN, the value of what other stages hold.
+
+        NaN of single positions, such as padding, is the model's own in a first stage.
+        """
+        if self._gate is None or self._checked:
+            return outputs
+        self._checked = True
+        if hidden:
+            wrong = any(t.isnan().any() for t in outputs) and not any(t.isnan().any() for t in hidden)
+        else:
+            wrong = any(t.isnan().all() for t in outputs if t.numel())
+        if wrong:
             raise ValueError(
-                f"The features of `{self.module}` depend on layers before its last stage {self.layers}, such as a "
-                f"hidden state selected by index. Use `pp_size=1` or `layers_per_stage` with a longer last stage."
+                f"The output of layers {self.layers} of `{self.module}` depends on what other stages hold, such as a "
+                f"hidden state selected by index or a norm registered before the layers. Use `pp_size=1` or, for a "
+                f"hidden state, `layers_per_stage` with a longer last stage."
             )
+        return outputs
 
     def _wire(self, hidden: Tensor) -> Tensor:
         """The hidden state in the dtype in which it travels, which must hold it exactly."""
@@ -318,9 +328,9 @@ class ModuleStage:
                 try:
                     output = self.model(**kwargs, **given)
                 except _Leave as leave:
-                    return [self._wire(leave.hidden)]
+                    return self._checked_once([self._wire(leave.hidden)], hidden or [])
         assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
-        return [output.logits]
+        return self._checked_once([output.logits], hidden or [])
 
     def _text_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The batch without labels and without what only encoders read (pixels, audio)."""

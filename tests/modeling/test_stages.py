@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from transformers import CLIPVisionConfig, LlamaConfig, PreTrainedModel, WhisperConfig
+from transformers import CLIPVisionConfig, LlamaConfig, OPTConfig, OPTForCausalLM, PreTrainedModel, WhisperConfig
 
 from hf_mmparallel.modeling import ModuleStage, build_model_spec, is_hollow, prepare_stages, token_loss
 from hf_mmparallel.modeling.composed import MultimodalModel
@@ -363,8 +363,19 @@ def test_features_that_read_layers_of_an_earlier_stage_are_refused():
     model, batch = make_composed(audio_layer=-4)
     spec = build_model_spec(model)
     assert_same(model, make_plan(spec, {"audio": [1]}), batch)
-    with pytest.raises(ValueError, match=r"features of `audio` depend on layers before its last stage \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"output of layers \(2, 4\) of `audio` depends on what other stages hold"):
         assert_same(model, make_plan(spec, {"audio": [2]}), batch)
+
+
+def test_a_norm_that_is_registered_before_the_layers_is_refused():
+    config = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = OPTForCausalLM(
+        OPTConfig(vocab_size=tiny.VOCAB_SIZE, word_embed_proj_dim=64, dropout=0.0, **config)
+    ).train()
+    spec = build_model_spec(model)
+    assert_same(model, make_plan(spec, {}), make_batch("llama"))
+    with pytest.raises(ValueError, match=r"output of layers \(2, 4\) of `language_model` depends on what other"):
+        assert_same(model, make_plan(spec, {LANGUAGE_MODEL: [2]}), make_batch("llama"))
 
 
 def test_hidden_states_wider_than_the_weights_are_refused():
