@@ -199,3 +199,14 @@ def test_text_forms():
     assert sorted(map(Action.parse, texts)) == sorted(sorted(map(Action.parse, texts)), reverse=False)
     for a, b in itertools.combinations(map(Action.parse, texts), 2):
         assert (a < b) != (b < a)
+
+
+def test_sums_start_when_their_slowest_stage_is_done():
+    case = shared()
+    program = build_program(case.plan, case.step, case.groups)
+    (language,) = {i for i, g in enumerate(case.groups) if g.stages[0][0] == LANGUAGE_MODEL}
+    (vision,) = {i for i, g in enumerate(case.groups) if g.stages[0][0] == "vision"}
+    for rank, actions in program.actions.items():
+        texts = [str(action) for action in actions]
+        last = {name: texts.index(f"bwd {name}.r{rank}.s0 mb2.c0") for name in ("vision", LANGUAGE_MODEL)}
+        assert last[LANGUAGE_MODEL] < texts.index(f"sync {language}") < last["vision"] < texts.index(f"sync {vision}")
