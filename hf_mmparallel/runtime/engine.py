@@ -86,7 +86,8 @@ class ParallelEngine(nn.Module):
         self.stages = prepare_stages(model, spec, plan, self.rank, device)
         if load is not None:
             load(model)
-        self.module = model.to(device)
+        self.module: Any = model
+        self.module.to(device)
         self._shard_layers()
         self.executor = Executor(
             plan,
@@ -109,9 +110,11 @@ class ParallelEngine(nn.Module):
             for name, holding in self.holdings.items()
             if name in named and named[name].requires_grad and self._counts(named[name], holding.ranks)
         ]
+        self.adapters: Any = None
         self.step_index = 0
         self.last_result: StepResult | None = None
         self.current_step: StepPlan | None = None
+        self._agreed_epoch: int | None = None
         self._programs: dict[tuple, Program] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +125,7 @@ class ParallelEngine(nn.Module):
 
     def _shard_layers(self) -> None:
         """Applies tensor parallelism to the stages of this rank."""
-        for (module, replica, index), stage in self.stages.items():
+        for module, replica, index in self.stages:
             ranks = self.plan.stage(module, replica, index).ranks[0]
             mesh = self.groups.tp_mesh(ranks)
             if mesh is not None:
@@ -147,6 +150,15 @@ class ParallelEngine(nn.Module):
         """The chunks that this rank works on."""
         return keys_of_rank(self.plan, step, self.rank)
 
+    def slots(self, task: Task) -> tuple[int, ...]:
+        """The samples of a task of the step that ran last."""
+        assert self.current_step is not None
+        return self.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+
+    def first_rank(self, task: Task) -> int:
+        """The rank that speaks for the grid of a task's stage."""
+        return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
+
     def program(self, step: StepPlan, training: bool) -> Program:
         """The program of a step; steps of equal structure share one."""
         key = (training, step.structure)
@@ -164,6 +176,10 @@ class ParallelEngine(nn.Module):
         """
         self.step_index = step_index
         self.current_step = batch.step
+        if batch.step.epoch != self._agreed_epoch:
+            # Messages of two different steps have different sizes, which ends a rank without a sentence.
+            self._sum_and_agree(torch.zeros(0), batch.step)
+            self._agreed_epoch = batch.step.epoch
         self.module.train()
         program = self.program(batch.step, training=True)
         result = self.executor.run(program, batch.step, batch.batches, training=True)
@@ -185,7 +201,7 @@ class ParallelEngine(nn.Module):
         """Sums a step's numbers over the ranks, and checks that all ranks ran the same step."""
         numbers = torch.zeros(4, dtype=torch.float64)
         for task, (loss, count) in result.losses.items():
-            if self.plan.stage(task.module, task.replica, task.stage).all_ranks[0] == self.rank:
+            if self.first_rank(task) == self.rank:
                 numbers[0] += loss.double().cpu()
                 numbers[1] += float(count)
         for (module, replica, _, _), inputs in batch.batches.items():
@@ -194,14 +210,20 @@ class ParallelEngine(nn.Module):
                 numbers[2] += ids.numel()
                 mask = inputs.get("attention_mask")
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-        check = stable_seed(batch.step.samples, batch.step.microbatches) % 2**20
-        numbers = torch.cat([numbers, torch.tensor([check, check**2], dtype=torch.float64)]).to(self.device)
-        dist.all_reduce(numbers)
-        loss, targets, tokens, real, first, second = numbers.tolist()
+        loss, targets, tokens, real = self._sum_and_agree(numbers, batch.step)
+        return StepTotals(loss, int(targets), int(tokens), int(real))
+
+    def _sum_and_agree(self, numbers: torch.Tensor, step: StepPlan) -> list[float]:
+        """Sums numbers over the ranks; raises `RuntimeError` with the table of ranks if their steps differ."""
+        check = stable_seed(step.epoch, step.samples, step.microbatches) % 2**20
+        checks = torch.tensor([check, check**2], dtype=torch.float64)
+        summed = torch.cat([numbers.double(), checks]).to(self.device)
+        dist.all_reduce(summed)
+        *result, first, second = summed.tolist()
         world = dist.get_world_size()
         if (first, second) != (check * world, check**2 * world):
             raise RuntimeError(disagreement(check))
-        return StepTotals(loss, int(targets), int(tokens), int(real))
+        return result
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient over all modules."""

@@ -20,8 +20,8 @@ def disagreement(check: int) -> str:
     dist.all_gather_object(values, check)
     rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     return (
-        f"The ranks drew different global batches (checksums: {rows}). The dataset must have the same length and order "
-        "on all ranks, and `data_seed` the same value."
+        f"The ranks drew different global batches (checksums: {rows}). The dataset must have the same length and "
+        "order on all ranks, and `data_seed` the same value."
     )
 
 
@@ -40,8 +40,8 @@ def shared_failure() -> Iterator[None]:
         store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         if store is None:
             raise
-        message = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        first = store.compare_set(_KEY, "", message).decode()
-        if first != message and isinstance(error, RuntimeError):
+        sentence = f"{type(error).__name__}: {error}"
+        first = store.compare_set(_KEY, "", f"rank {dist.get_rank()}: {sentence}").decode()
+        if first.partition(": ")[2] != sentence and isinstance(error, RuntimeError):
             raise RemoteRankError(f"Another rank failed first: {first}") from error
         raise
