@@ -33,6 +33,7 @@ FREEZE = {
     "language model": ["language_model", "lm_head"],
     "all but the projector": ["vision_tower", "visual.blocks", "visual.patch_embed", "language_model", "lm_head"],
     "first layers": [r"language_model.layers.0", r"embed_tokens"],
+    "vision and first layers": ["vision", "projector", "visual", r"language_model.layers.0", r"embed_tokens"],
     "last layers": [r"language_model.layers.3", r"lm_head", "norm"],
 }
 
@@ -146,4 +147,80 @@ def cases(draw) -> Case:
 @given(cases())
 def test_any_layout_equals_one_process(case):
     note(f"{case.family}, {case.freeze} frozen: {case.plan.to_json()}\n{case.step}")
+    check(case)
+
+
+def case_of(family: str, freeze: str, rows: dict, microbatches: dict, max_items: int = 2) -> Case:
+    """A fixed case: `rows` as in `assemble`, `microbatches[module][replica][microbatch]` slots."""
+    _, spec = frozen_model(family, freeze)
+    plan = assemble(spec, {name: rows[name] for name in spec.modules}, "1f1b")
+    frozen = {n: tuple(tuple(tuple(m) for m in r) for r in rows) for n, rows in microbatches.items()}
+    size = sum(len(slots) for replica in frozen[LANGUAGE_MODEL] for slots in replica)
+    step = StepPlan(tuple(range(size)), frozen, {"vision": (LANGUAGE_MODEL,)})
+    step.check(plan)
+    return Case(family, freeze, plan, step, max_items, 0)
+
+
+ONE, TWO = [((0, 4), 0)], [((0, 2), 1), ((2, 4), 2)]
+FIXED = {
+    "an encoder microbatch feeds two microbatches": (
+        "llava",
+        "nothing",
+        {"vision": [ONE], LANGUAGE_MODEL: [TWO]},
+        {"vision": [[[0, 1, 3, 4]]], LANGUAGE_MODEL: [[[4, 0], [2, 3, 1]]]},
+    ),
+    "two encoder copies feed a microbatch out of order": (
+        "qwen3_vl",
+        "nothing",
+        {"vision": [ONE, [((0, 4), 3)]], LANGUAGE_MODEL: [TWO]},
+        {"vision": [[[3], [0]], [[], [4, 1]]], LANGUAGE_MODEL: [[[1, 3], [], [0, 2, 4]]]},
+    ),
+    "a text chunk of a trained encoder before a frozen language model": (
+        "llava",
+        "language model",
+        {"vision": [[((0, 1), 0), ((1, 4), 3)]], LANGUAGE_MODEL: [TWO]},
+        {"vision": [[[0, 1], [2]]], LANGUAGE_MODEL: [[[0, 1], [2]]]},
+    ),
+    "copies with one and two stages share the encoder's ranks": (
+        "gemma3",
+        "first layers",
+        {"vision": [ONE, [((0, 3), 2), ((3, 4), 1)]], LANGUAGE_MODEL: [TWO, ONE]},
+        {"vision": [[[0], [3]], [[1], [4]]], LANGUAGE_MODEL: [[[0], [1]], [[4, 2], [3]]]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_case_equals_one_process(name):
+    check(case_of(*FIXED[name]))
+
+
+def test_a_text_only_batch_leaves_the_encoder_without_gradients():
+    microbatches = {"vision": [[[0], [1]]], LANGUAGE_MODEL: [[[0], [1]]]}
+    case = case_of("llava", "nothing", {"vision": [ONE], LANGUAGE_MODEL: [TWO]}, microbatches, max_items=0)
+    check(case)
+    model, _ = frozen_model(case.family, case.freeze)
+    found = run_loopback(model, case.plan, case.step, case.dataset, tiny.collate(case.family))
+    assert found.gradients and not any("vision" in name for name in found.gradients)
+
+
+def test_evaluation_gives_the_loss_and_no_gradients():
+    case = case_of(*FIXED["two encoder copies feed a microbatch out of order"])
+    model, _ = frozen_model(case.family, case.freeze)
+    collator = tiny.collate(case.family)
+    loss, count, _ = reference(model, collator(case.dataset))
+    found = run_loopback(model, case.plan, case.step, case.dataset, collator, training=False)
+    assert found.num_targets == count and found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.gradients == {}
+
+
+def test_frozen_layers_before_the_first_trained_one_run_no_backward():
+    rows = {"vision": [ONE], LANGUAGE_MODEL: [[((0, 1), 1), ((1, 4), 2)]]}
+    microbatches = {"vision": [[[0, 1]]], LANGUAGE_MODEL: [[[0], [1]]]}
+    model, _ = frozen_model("llava", "vision and first layers")
+    case = case_of("llava", "vision and first layers", rows, microbatches)
+    assert not case.plan.stage(LANGUAGE_MODEL, 0, 0).trainable
+    found = run_loopback(model, case.plan, case.step, case.dataset, tiny.collate("llava"))
+    ran = [{timed.task.kind for timed in result.timeline} for result in found.results]
+    assert ran == [{"fwd"}, {"fwd"}, {"fwd", "bwd"}]
     check(case)
