@@ -89,9 +89,11 @@ def test_samples_differ_in_vision_and_in_text_work(dataset):
     items = [dataset[index] for index in range(NUM_SAMPLES)]
     num_images = np.array([len(item.get("pixel_values", ())) for item in items])
     lengths = np.array([len(item["input_ids"]) for item in items])
+    num_words = np.array([len(dataset.draw(index)[0].split()) for index in range(NUM_SAMPLES)]) - 2 * num_images
     assert set(num_images) == set(range(MAX_DIGITS + 1))
     assert 0.14 < (num_images == 0).mean() < 0.26
     assert lengths.max() > 6 * lengths.min()
+    assert num_words[num_images > 0].max() > 8 * num_words[num_images > 0].min()
 
 
 def test_samples_are_functions_of_seed_and_index(processor):
