@@ -18,7 +18,8 @@ def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size:
     Cuts a global batch into consecutive microbatches of `microbatch_size` samples.
 
     Microbatch `b` goes to language-model replica `b mod dp`; the last ones may be smaller or empty. The samples that
-    all replicas take at the same place are shared evenly among the replicas of each encoder.
+    all replicas take at the same place are shared evenly among the replicas of each encoder, which take turns in who
+    gets one more.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -39,7 +40,11 @@ def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size:
             continue
         by_index = [[slot for replica in language for slot in replica[index]] for index in range(count)]
         microbatches[name] = tuple(
-            tuple(_share(slots, replica, module.dp_size) for slots in by_index) for replica in range(module.dp_size)
+            tuple(
+                _share(slots, (replica + index) % module.dp_size, module.dp_size)
+                for index, slots in enumerate(by_index)
+            )
+            for replica in range(module.dp_size)
         )
     targets: dict[str, tuple[str, ...]] = {}
     for edge in plan.edges:

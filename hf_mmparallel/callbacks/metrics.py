@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..cost import hardware_of
+from ..cost import HARDWARE, Hardware
 from ..runtime.executor import StepResult
 from .base import EngineCallback
 
@@ -67,8 +67,8 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
             their core away, and a bubble can't be seen.
 
     Returns:
-        `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`,
-        `parallel/microbatch_imbalance/<module>` and `parallel/replica_imbalance/<module>` (largest over mean, minus 1).
+        `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`, and (largest over mean,
+        minus 1) `parallel/microbatch_imbalance/<module>` and `parallel/replica_imbalance/<module>`.
     """
     duration = max(window.duration_ms for window in windows)
     if not duration:
@@ -104,10 +104,18 @@ def core_per_rank(device: torch.device) -> bool:
     return len(os.sched_getaffinity(0)) >= dist.get_world_size()
 
 
+def hardware_of(device: torch.device) -> Hardware | None:
+    """The table's entry for a GPU, `None` for what is not in the table and for the CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device).lower()
+    return next((entry for key, entry in HARDWARE.items() if key in name), None)
+
+
 class ParallelMetricsCallback(EngineCallback):
     """
     Adds to the log, under `parallel/`: tokens per second of each module, the bubble fraction, the imbalance between
-    microbatches and between replicas of each module, and model FLOPs utilisation where the peak of the device is known.
+    microbatches and between replicas of each module, and model FLOPs utilisation where the device's peak is known.
 
     The Trainer has one by itself under a plan; remove it with `trainer.remove_callback(ParallelMetricsCallback)`.
     """
@@ -132,15 +140,11 @@ class ParallelMetricsCallback(EngineCallback):
     def _utilisation(self, metrics: dict[str, float]) -> float | None:
         """Model FLOPs per second over the peak of all devices, `None` where the peak is not known."""
         assert self.engine is not None
-        if self.engine.device.type != "cuda":
-            return None
-        hardware = hardware_of(torch.cuda.get_device_name(self.engine.device))
+        hardware = hardware_of(self.engine.device)
         if hardware is None:
             return None
         flops = 0.0
         for name, module in self.engine.spec.modules.items():
             matrices = sum(p.num_elements for p in module.parameters if len(p.shape) > 1)
             flops += 6 * matrices * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
-        return flops / (hardware.peak_flops * self.engine.plan.world_size)
-
-
+        return flops / (1e12 * hardware.peak_tflops * self.engine.plan.world_size)

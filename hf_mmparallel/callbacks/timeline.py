@@ -33,6 +33,7 @@ class TimelineCallback(EngineCallback):
         measured = self.gather()
         if not state.is_world_process_zero:
             return
+        assert self.engine.current_step is not None
         folder = Path(self.folder or args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         predicted = simulate(

@@ -83,7 +83,7 @@ class StepSampler:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        sampler = getattr(self.batches, "sampler", None)
+        sampler: Any = getattr(self.batches, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,47 @@ _REFUSED = {
 }
 
 
+def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
+    """
+    The one `LoraConfig` of all modules' configs; see [`add_adapters`] for the arguments and what is refused.
+
+    The configs become one adapter: a list of all layers, with the ranks and scales that differ as patterns, so that
+    `PeftModel.from_pretrained(base, folder)` reads what is trained here.
+    """
+    from ..plan.plugin import reject_unknown_keys
+
+    reject_unknown_keys("The model", list(configs), list(spec.modules))
+    parsed = {name: _parse(name, config) for name, config in configs.items()}
+    _check_common(parsed)
+    ranks: dict[str, tuple[int, float]] = {}
+    for name, config in parsed.items():
+        names = {p.name.rpartition(".")[0] for p in spec.modules[name].parameters}
+        ranks |= _targets(model, name, config, names, spec.modules[name].tower)
+    return _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
+
+
+def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
+    """
+    The whole model as a `peft.PeftModel` that trains the same as [`add_adapters`], for one process.
+
+    What is trained without being an adapter, such as a projector, becomes one of `peft`'s `modules_to_save`.
+    """
+    from peft import get_peft_model
+
+    merged = merge_configs(model, spec, configs)
+    frozen = {
+        name: replace(module, parameters=tuple(replace(p, trainable=False) for p in module.parameters))
+        for name, module in spec.modules.items()
+        if name in configs
+    }
+    merged.modules_to_save = modules_to_save(replace(spec, modules={**spec.modules, **frozen}), set()) or None
+    return get_peft_model(model, merged, adapter_name=ADAPTER)
+
+
 def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
     """
     Injects LoRA into the modules that have a config and freezes what else is in them. Modules without one keep their
     own `requires_grad`. Done on the whole model, before it is cut; [`build_model_spec`] then sees the adapters.
-
-    The configs become one adapter: a list of all layers, with the ranks and scales that differ as patterns, so that
-    `PeftModel.from_pretrained(base, folder)` reads what is trained here.
 
     Args:
         model (`PreTrainedModel`): The whole model, also on the meta device.
@@ -53,16 +87,7 @@ def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any
     """
     from peft import inject_adapter_in_model
 
-    from ..plan.plugin import reject_unknown_keys
-
-    reject_unknown_keys("The model", list(configs), list(spec.modules))
-    parsed = {name: _parse(name, config) for name, config in configs.items()}
-    _check_common(parsed)
-    ranks: dict[str, tuple[int, float]] = {}
-    for name, config in parsed.items():
-        names = {p.name.rpartition(".")[0] for p in spec.modules[name].parameters}
-        ranks |= _targets(model, name, config, names, spec.modules[name].tower)
-    merged = _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
+    merged = merge_configs(model, spec, configs)
     frozen = {p.name for name in configs for p in spec.modules[name].parameters}
     trainable = {id(p): p.requires_grad and name not in frozen for name, p in model.named_parameters()}
     inject_adapter_in_model(merged, model, adapter_name=ADAPTER)

@@ -2,10 +2,10 @@
 Which rows of a message go from which rank to which: the layout change between two grids of ranks, as pure functions.
 
 A message carries rows (tokens or patches) of one task's output to another task. Both sides hold their rows on every
-tensor-parallel rank of their grid, so each row crosses once: the rows are cut in as many equal parts as the target grid
-has ranks, part `i` goes from source rank `i mod a` to target rank `i`, and the target ranks gather the parts among
-themselves. The gradient takes the same way back: target rank `i` returns part `i` (its gradient is replicated too), and
-the source grid sums what its ranks received. That is the adjoint, never an average.
+tensor-parallel rank of their grid, so each row crosses once: the rows are cut in as many equal parts as the target
+grid has ranks, part `i` goes from source rank `i mod a` to target rank `i`, and the target ranks gather the parts
+among themselves. The gradient takes the same way back: target rank `i` returns part `i` (its gradient is replicated
+too), and the source grid sums what its ranks received. That is the adjoint, never an average.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class ParallelEngine(nn.Module):
             self._agreed_epoch = batch.step.epoch
         self.module.train()
         program = self.program(batch.step, training=True)
-        result = self.executor.run(program, batch.step, batch.batches, training=True)
+        result = self.executor.run(program, batch.step, batch.batches)
         self.sync.finish()
         self.last_result = result
         totals = self._totals(result, batch)
@@ -195,7 +195,7 @@ class ParallelEngine(nn.Module):
         self.module.eval()
         self.current_step = batch.step
         program = self.program(batch.step, training=False)
-        return self.executor.run(program, batch.step, batch.batches, training=False)
+        return self.executor.run(program, batch.step, batch.batches)
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks, and checks that all ranks ran the same step."""

@@ -117,7 +117,6 @@ class Executor:
         program: Program,
         step: StepPlan,
         batches: Mapping[BatchKey, Mapping[str, Any]],
-        training: bool,
     ) -> StepResult:
         """
         Runs this rank's actions of one step.
@@ -127,23 +126,22 @@ class Executor:
             step (`StepPlan`): Which sample is where.
             batches (`Mapping[BatchKey, Mapping[str, Any]]`):
                 (module, replica, microbatch, chunk) -> model inputs, for the tasks of this rank.
-            training (`bool`): Whether gradients are computed.
         """
-        run = _Step(self, step, batches, training)
+        run = _Step(self, program, step, batches)
         clock = _Clock(self.device)
         actions = program.actions.get(self.rank, ())
-        last_send = {action.message.source: action for action in actions if action.op == "send"}
+        last_send = {action.message.source: action for action in actions if action.op == "send" and action.message}
         marks = []
         for action in actions:
-            if action.op == "sync":
+            if action.index is not None:
                 self.on_sync(action.index)
-            elif action.op == "send":
+            elif action.message is not None and action.op == "send":
                 run.send(action.message)
                 if last_send[action.message.source] is action:
                     run.release(action.message.source)
-            elif action.op == "recv":
+            elif action.message is not None:
                 run.receive(action.message)
-            else:
+            elif action.task is not None:
                 run.wait(action.task)
                 ready = clock.mark()
                 run.compute(action.task)
@@ -181,15 +179,19 @@ class _Step:
     """The state of one step on one rank."""
 
     def __init__(
-        self, executor: Executor, step: StepPlan, batches: Mapping[BatchKey, Mapping[str, Any]], training: bool
+        self,
+        executor: Executor,
+        program: Program,
+        step: StepPlan,
+        batches: Mapping[BatchKey, Mapping[str, Any]],
     ):
         self.executor = executor
         self.plan = executor.plan
         self.spec = executor.spec
         self.rank = executor.rank
+        self.program = program
         self.step = step
         self.batches = batches
-        self.training = training
         self.result = StepResult()
         self.running: dict[tuple, _Running] = {}
         self.incoming: dict[Task, dict[Message, _Incoming]] = {}
@@ -224,8 +226,9 @@ class _Step:
     @staticmethod
     def ends(message: Message) -> tuple[Task, Task]:
         """(task before, task after) in the direction of the forward."""
-        pair = (message.source, message.target)
-        return pair if message.kind == "act" else pair[::-1]
+        if message.kind == "act":
+            return message.source, message.target
+        return message.target, message.source
 
     def shared_slots(self, message: Message) -> list[int]:
         encoder, taker = self.ends(message)
@@ -364,7 +367,7 @@ class _Step:
         """Runs a stage's forward on one chunk."""
         key = (task.module, task.replica, task.stage)
         flow = self.executor.flow
-        needs_graph = self.training and flow.has_backward(*key)
+        needs_graph = self.program.has_backward(task)
         incoming = self.incoming.pop(task, {})
         leaves: dict[str, torch.Tensor] = {}
         hidden = None
@@ -498,7 +501,7 @@ class _Step:
         """Frees what a task held for its messages, once the last one is on its way."""
         if task.kind == "bwd":
             del self.gradients[task.key]
-        elif not (self.training and self.executor.flow.has_backward(task.module, task.replica, task.stage)):
+        elif not self.program.has_backward(task):
             del self.running[task.key]
 
     def finish(self) -> None:

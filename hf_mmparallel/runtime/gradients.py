@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from ..plan import SyncGroup
 
@@ -43,7 +45,7 @@ class GradientSync:
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
-        self._started: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []
+        self._started: list[tuple[Any, torch.Tensor, list[nn.Parameter]]] = []
 
     def start(self, index: int) -> None:
         """Starts the sum of group `index`; every rank of the group calls this in the program's order."""
@@ -53,7 +55,7 @@ class GradientSync:
             pieces = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in members]
             used = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=pieces[0].device)
             flat = torch.cat([piece.reshape(-1) for piece in pieces] + [used])
-            work = dist.all_reduce(flat, group=group, async_op=True)
+            work: Any = dist.all_reduce(flat, group=group, async_op=True)
             self._started.append((work, flat, members))
 
     def finish(self) -> None:
@@ -62,7 +64,7 @@ class GradientSync:
             work.wait()
             used = flat[-len(members) :].tolist()
             start = 0
-            for parameter, count in zip(members, used):
+            for parameter, count in zip(members, used, strict=True):
                 stop = start + local(parameter).numel()
                 if count:
                     if parameter.grad is None:
@@ -75,9 +77,9 @@ class GradientSync:
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiplies all gradients by `factor`."""
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            local(parameter.grad).mul_(factor)
 
 
 def gradient_norm(counted: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
@@ -93,8 +95,7 @@ def gradient_norm(counted: Sequence[nn.Parameter], device: torch.device) -> torc
         `torch.Tensor`: A float32 scalar, equal on all ranks.
     """
     gradients = [local(p.grad).float() for p in counted if p.grad is not None]
-    norms = torch._foreach_norm(gradients) if gradients else []
-    square = torch.stack([norm.double().square() for norm in norms]).sum() if norms else torch.zeros(())
+    square = get_total_norm(gradients).double().square() if gradients else torch.zeros(())
     square = square.to(device=device, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(square)

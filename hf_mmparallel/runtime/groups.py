@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
     pairs: set[tuple[int, int]] = set()
     for module in plan.modules.values():
         for stages in module.replicas:
-            for before, after in zip(stages, stages[1:]):
+            for before, after in pairwise(stages):
                 pairs.update(_pairs(before.all_ranks, after.all_ranks))
     for edge in plan.edges:
         for source in plan.modules[edge.source].replicas:
@@ -49,7 +51,7 @@ class ProcessGroups:
     def __init__(self, plan: ParallelPlan, sync: Sequence[SyncGroup], device_type: str):
         rank = dist.get_rank()
         self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-        self.by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self.by_ranks: dict[tuple[int, ...], Any] = {}
         for module in plan.modules.values():
             for _, _, stage in module.stages():
                 for row in stage.ranks:
@@ -63,7 +65,7 @@ class ProcessGroups:
                 made = dist.new_group(list(group.ranks))
                 if rank in group.ranks:
                     self.by_ranks[group.ranks] = made
-        self.channels: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.channels: dict[tuple[int, int], Any] = {}
         if dist.get_backend() == "nccl":
             for pair in talking_pairs(plan):
                 made = dist.new_group(list(pair))

@@ -48,15 +48,20 @@ class DistributedTransport:
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
         if self._through_host:
             tensor = tensor.cpu()
-        work = dist.isend(tensor, target, group=self.groups.get((self.rank, target)))
-        return _Sent(work, tensor)
+        return _Sent(_started(dist.isend(tensor, target, group=self.groups.get((self.rank, target)))), tensor)
 
     def recv(self, buffer: torch.Tensor, source: int) -> Handle:
         group = self.groups.get((source, self.rank))
         if self._through_host and buffer.device.type != "cpu":
             host = torch.empty(buffer.shape, dtype=buffer.dtype)
-            return _Copied(dist.irecv(host, source, group=group), host, buffer)
-        return dist.irecv(buffer, source, group=group)
+            return _Copied(_started(dist.irecv(host, source, group=group)), host, buffer)
+        return _started(dist.irecv(buffer, source, group=group))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    """The handle of a transfer; `torch` gives none to a rank outside of the group."""
+    assert work is not None
+    return work
 
 
 @dataclass

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
+from .._environment import launched_processes
 from ..plan import MultimodalParallelPlugin
 
 
@@ -44,6 +46,8 @@ class MultimodalTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
+        if launched_processes()[0] > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True  # accelerate forgets the launcher's choice when it starts several processes
         super().__post_init__()
         if self.parallel is not None:
             self.parallel = _plain(MultimodalParallelPlugin.from_any(self.parallel).to_dict())

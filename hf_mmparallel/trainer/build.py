@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..arrange import num_microbatches
 from ..modeling import build_model_spec
-from ..modeling.adapters import add_adapters
+from ..modeling.adapters import add_adapters, wrap_with_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, load_owned
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, plan_for_model
 from ..plan.plugin import reject_unknown_keys
@@ -29,20 +29,32 @@ def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool
 
 
 def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
-    """Applies attention functions, adapters and frozen parameters to the whole model, in place."""
+    """Applies attention functions and frozen parameters to the whole model, in place."""
     spec = build_model_spec(model)
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
-    adapters = {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
-    if adapters:
-        add_adapters(model, spec, adapters)
-        spec = build_model_spec(model)
     parameters = dict(model.named_parameters())
     for name, module in plugin.modules.items():
         for parameter in spec.modules[name].with_frozen(module.freeze).parameters:
             if not parameter.trainable:
                 parameters[parameter.name].requires_grad_(False)
     return build_model_spec(model)
+
+
+def adapter_configs(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
+    """Module -> its adapters' config, for the modules that have one."""
+    return {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
+
+
+def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> Any:
+    """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
+    spec = apply_module_settings(model, plugin)
+    for name, module in plugin.modules.items():
+        if module.activation_checkpointing:
+            tower: Any = model.get_submodule(spec.modules[name].tower)
+            tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    configs = adapter_configs(plugin)
+    return wrap_with_adapters(model, spec, configs) if configs else model
 
 
 def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, ModulePlugin]) -> None:
@@ -55,15 +67,8 @@ def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, M
         keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is config]
         chosen[keys[0] if keys else ""] = plugin.attn_implementation
     if chosen:
-        model.set_attn_implementation(chosen)
-
-
-def enable_checkpointing(model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin) -> None:
-    """Turns on activation checkpointing for the modules that ask for it, on one process."""
-    for name, module in plugin.modules.items():
-        if module.activation_checkpointing:
-            tower = model.get_submodule(spec.modules[name].tower)
-            tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        whole: Any = model
+        whole.set_attn_implementation(chosen)
 
 
 def resolve_batch(args: MultimodalTrainingArguments, dp_size: int) -> int:
@@ -79,26 +84,28 @@ def resolve_batch(args: MultimodalTrainingArguments, dp_size: int) -> int:
     if args.gradient_accumulation_steps > 1 and derived != args.global_batch_size:
         raise ValueError(
             f"`global_batch_size={args.global_batch_size}` contradicts `per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}` x `gradient_accumulation_steps={args.gradient_accumulation_steps}` x "
-            f"{dp_size} copies = {derived}. Leave `gradient_accumulation_steps` out; microbatches follow from the rest."
+            f"{args.per_device_train_batch_size}` x `gradient_accumulation_steps={args.gradient_accumulation_steps}` "
+            f"x {dp_size} copies = {derived}. Leave `gradient_accumulation_steps` out; microbatches follow from the "
+            "rest."
         )
     return args.global_batch_size
 
 
 def single_process_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingArguments:
     """The arguments of the stock Trainer for the same global batch."""
-    if args.global_batch_size is None:
+    global_batch_size = args.global_batch_size
+    if global_batch_size is None:
         return args
     share = args.per_device_train_batch_size * args.world_size
     resolve_batch(args, args.world_size)
-    if args.global_batch_size % share:
+    if global_batch_size % share:
         raise ValueError(
-            f"`global_batch_size={args.global_batch_size}` is no multiple of `per_device_train_batch_size="
-            f"{args.per_device_train_batch_size}` x {args.world_size} processes. Use a `per_device_train_batch_size` "
-            "that divides it."
+            f"`global_batch_size={global_batch_size}` is no multiple of `per_device_train_batch_size="
+            f"{args.per_device_train_batch_size}` x {args.world_size} processes. Use a "
+            "`per_device_train_batch_size` that divides it."
         )
     args = copy.copy(args)
-    args.gradient_accumulation_steps = args.global_batch_size // share
+    args.gradient_accumulation_steps = global_batch_size // share
     return args
 
 
@@ -126,10 +133,14 @@ def build_engine(
         The engine, and the samples of a global batch.
     """
     source = model if isinstance(model, (str, Path)) else None
-    whole = build_on_meta(source) if source is not None else model
+    whole: Any = build_on_meta(source) if source is not None else model
     if source is None:
-        check_equal_models(whole, None)
+        check_equal_models(whole)
     spec = apply_module_settings(whole, plugin)
+    configs = adapter_configs(plugin)
+    adapters = add_adapters(whole, spec, configs) if configs else None
+    if configs:
+        spec = build_model_spec(whole)
     plan = _plan(plugin, spec, args)
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     global_batch_size = resolve_batch(args, dp_size)
@@ -142,6 +153,7 @@ def build_engine(
         seed=args.seed,
         load=None if source is None else lambda pruned: load_owned(pruned, source),
     )
+    engine.adapters = adapters
     _check_same_plan(plan)
     return engine, global_batch_size
 

@@ -60,8 +60,8 @@ def check_trainer(trainer: Trainer, given: dict[str, Any]) -> None:
     """Raises `ValueError` for a loss or a model source that can't hold under a plan."""
     if type(trainer).compute_loss is not Trainer.compute_loss:
         raise ValueError(
-            f"`{type(trainer).__name__}.compute_loss` is overridden, but under a plan no rank sees a whole forward: the "
-            "loss is the model's own, summed over target tokens. Remove the override, or train without `parallel`."
+            f"`{type(trainer).__name__}.compute_loss` is overridden, but under a plan no rank sees a whole forward: "
+            "the loss is the model's own, summed over target tokens. Remove the override, or train without `parallel`."
         )
     if given.get("compute_loss_func") is not None:
         raise ValueError(
@@ -84,8 +84,7 @@ def check_launch(args: TrainingArguments) -> None:
     launched, source = launched_processes()
     if launched > 1 and args.world_size == 1:
         raise ValueError(
-            f"`{source}` says that {launched} processes were launched, but this one is alone: each would train the whole "
-            "model by itself. On CPU set `ACCELERATE_USE_CPU=true` and launch with `--multi_gpu` or a ready file of "
-            "`examples/accelerate_configs`; under Slurm or MPI start each process through `accelerate launch` or "
-            "`torchrun`."
+            f"`{source}` says that {launched} processes were launched, but this one is alone: each would train the "
+            "whole model by itself. Start each process through `accelerate launch` with a ready file of "
+            "`examples/accelerate_configs`, or through `torchrun`."
         )

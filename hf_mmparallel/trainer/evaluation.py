@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,21 +27,21 @@ class _Collector:
         self.trainer = trainer
         self.rows: list[tuple[int, dict[str, Any]]] = []
 
-    def __call__(self, task: Task, logits: torch.Tensor, inputs: dict[str, Any]) -> None:
-        engine = self.trainer.engine
-        if engine.plan.stage(task.module, task.replica, task.stage).all_ranks[0] != engine.rank:
+    def __call__(self, task: Task, logits: torch.Tensor, inputs: Mapping[str, Any]) -> None:
+        engine = self.trainer._engine
+        if engine.first_rank(task) != engine.rank:
             return
         labels = inputs.get("labels")
         if self.trainer.preprocess_logits_for_metrics is not None:
-            logits = self.trainer.preprocess_logits_for_metrics(logits, labels)
+            preprocess: Any = self.trainer.preprocess_logits_for_metrics
+            logits = preprocess(logits, labels)
         kept = {"predictions": _on_host(logits), "labels": _on_host(labels)}
         if "inputs" in self.trainer.args.include_for_metrics:
             kept["inputs"] = _on_host(inputs["input_ids"])
         self.rows.append((self._first_slot(task), kept))
 
     def _first_slot(self, task: Task) -> int:
-        step = self.trainer.engine.current_step
-        return step.chunks[task.module, task.replica, task.microbatch][task.chunk][0]
+        return self.trainer._engine.slots(task)[0]
 
 
 def _on_host(value: Any) -> Any:
@@ -55,8 +56,8 @@ def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[
     """(first slot, mean loss, samples) of each microbatch whose last stage leads its grid on this rank."""
     result = []
     for task, (loss, count) in losses.items():
-        if engine.plan.stage(task.module, task.replica, task.stage).all_ranks[0] == engine.rank:
-            slots = engine.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        if engine.first_rank(task) == engine.rank:
+            slots = engine.slots(task)
             result.append((slots[0], float(loss) / max(float(count), 1.0), len(slots)))
     return result
 
@@ -73,11 +74,12 @@ def evaluate(
     Returns:
         `EvalLoopOutput`: The metrics on all ranks; predictions and labels on rank 0, `None` elsewhere.
     """
-    engine = trainer.engine
+    engine: Any = trainer._engine
     main = trainer.is_world_process_zero()
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()
-    trainer.callback_handler.eval_dataloader = dataloader
+    handler: Any = trainer.callback_handler
+    handler.eval_dataloader = dataloader
     containers = {kind: EvalLoopContainer(trainer.args.eval_do_concat_batches, padding_index=-100) for kind in _KINDS}
     collector = None if prediction_loss_only else _Collector(trainer)
     losses: list[tuple[float, int]] = []
@@ -105,8 +107,9 @@ def evaluate(
     metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})
     shared = [metrics]
     dist.broadcast_object_list(shared, src=0, device=engine.device if dist.get_backend() == "nccl" else None)
+    predictions: Any = arrays.get("predictions")
     return EvalLoopOutput(
-        predictions=arrays.get("predictions"),
+        predictions=predictions,
         label_ids=arrays.get("labels"),
         metrics=shared[0],
         num_samples=num_samples,
@@ -127,8 +130,8 @@ def _metrics(
     prefix: str,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """The metrics with their prefix, and the collected arrays, on rank 0."""
-    arrays = {kind: container.get_arrays() for kind, container in containers.items()}
-    metrics: dict[str, float] = {}
+    arrays: dict[str, Any] = {kind: container.get_arrays() for kind, container in containers.items()}
+    metrics: Any = {}
     if trainer.compute_metrics is not None and arrays["predictions"] is not None and arrays["labels"] is not None:
         extra = {
             kind: arrays[kind]

@@ -13,13 +13,7 @@ from ..runtime.engine import ParallelEngine
 
 PICTURE = "schedule.png"
 _SECTION = "### Parallel plan"
-_MEASURED = {
-    "parallel/bubble_fraction": "bubble fraction",
-    "parallel/microbatch_imbalance": "imbalance between microbatches",
-    "parallel/replica_imbalance": "imbalance between replicas",
-    "parallel/model_flops_utilisation": "model FLOPs utilisation",
-    "parallel/tokens_per_second": "tokens per second",
-}
+_PREFIX = "parallel/"
 
 
 def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
@@ -36,12 +30,16 @@ def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
                 "tp": len(stages[0].ranks[0]),
                 "layers": " + ".join(str(stage.num_layers) for stage in stages),
                 "ranks": f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
-                "trained": "all stages" if all(s.trainable for s in stages) else "partly" if any(
-                    s.trainable for s in stages
-                ) else "frozen",
+                "trained": _trained([stage.trainable for stage in stages]),
             }
         )
     return rows
+
+
+def _trained(stages: list[bool]) -> str:
+    if all(stages):
+        return "all stages"
+    return "some stages" if any(stages) else "frozen"
 
 
 def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> str:
@@ -62,13 +60,17 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, l
     ]
     if (folder / PICTURE).is_file():
         lines += ["", f"![Predicted schedule of one step]({PICTURE})"]
-    measured = {}
-    for row in log_history:
-        measured.update({name: row[name] for name in _MEASURED if name in row})
+    measured = {name: value for row in log_history for name, value in row.items() if name.startswith(_PREFIX)}
     if measured:
         lines += ["", "Measured in the last logged steps:", "", "| quantity | value |", "| --- | --- |"]
-        lines += [f"| {_MEASURED[name]} | {value:.4g} |" for name, value in measured.items()]
+        lines += [f"| {_readable(name)} | {value:.4g} |" for name, value in measured.items()]
     return "\n".join(lines) + "\n\n"
+
+
+def _readable(name: str) -> str:
+    """`parallel/tokens_per_second/vision` as `tokens per second, vision`."""
+    what, _, module = name.removeprefix(_PREFIX).partition("/")
+    return what.replace("_", " ") + (f", {module}" if module else "")
 
 
 def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> None:
@@ -76,9 +78,13 @@ def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: in
     engine.plan.save(folder / "parallel_plan.json")
     path = folder / "README.md"
     card = ModelCard.load(path)
-    card.data["parallel_plan"] = {row["module"]: {k: row[k] for k in ("dp", "pp", "tp")} for row in layout_rows(engine.plan)}
+    card.data["parallel_plan"] = {
+        row["module"]: {k: row[k] for k in ("dp", "pp", "tp")} for row in layout_rows(engine.plan)
+    }
     text = re.sub(rf"{re.escape(_SECTION)}.*?(?=### |\Z)", "", card.text, flags=re.DOTALL)
     text = re.sub(r"total_train_batch_size: \d+", f"total_train_batch_size: {global_batch_size}", text)
+    text = re.sub(r"- total_eval_batch_size: \d+\n", "", text)
+    text = text.replace("a fine-tuned version of [](https://huggingface.co/)", "trained from scratch")
     section = plan_section(folder, engine, global_batch_size, log_history)
     before, mark, after = text.partition("### Framework versions")
     card.text = before + section + mark + after

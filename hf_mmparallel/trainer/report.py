@@ -2,50 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..arrange import contiguous_step
-from ..callbacks.metrics import core_per_rank
-from ..runtime.engine import ParallelEngine
+from ..callbacks.metrics import core_per_rank, hardware_of
+from ..cli.table import plan_table
+from ..cost import HARDWARE, AnalyticCost, RankMemory, Tokens, memory_per_rank
+from ..modeling import count_rows
+from ..plan import ModelSpec
 from ..schedule import Simulation, simulate
-from .arguments import MultimodalTrainingArguments
-from .model_card import PICTURE, layout_rows
+from ..schedule.draw import gantt_png
+from .model_card import PICTURE
+
+if TYPE_CHECKING:
+    from .trainer import MultimodalParallelTrainer
+
+_SAMPLES = 8
 
 
-def predict(engine: ParallelEngine, args: MultimodalTrainingArguments, global_batch_size: int) -> Simulation:
-    """Simulates a step with a full global batch."""
-    step = contiguous_step(engine.plan, range(global_batch_size), args.per_device_train_batch_size)
-    return simulate(engine.plan, engine.program(step, training=True))
+@dataclass(frozen=True)
+class Prediction:
+    """What is expected of one full step."""
+
+    simulation: Simulation
+    memory: Mapping[int, RankMemory] | None
+    tokens: Tokens | None
 
 
-def print_plan(engine: ParallelEngine, args: MultimodalTrainingArguments, global_batch_size: int) -> None:
-    """Prints the plan and the predicted bubble."""
-    plan = engine.plan
-    table = Table(title=f"Plan for {plan.world_size} ranks")
-    rows = layout_rows(plan)
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> Tokens | None:
+    """Mean tokens of the first samples: sequence length, and rows of each encoder. `None` without a dataset."""
+    if dataset is None or not len(dataset):
+        return None
+    batch = collator([dataset[index] for index in range(min(_SAMPLES, len(dataset)))])
+    if "input_ids" not in batch:
+        return None
+    samples, length = batch["input_ids"].shape
+    rows = count_rows(batch, spec) if spec.placeholders else {}
+    encoders = {}
+    for name in spec.encoders:
+        modalities = {feature.modality for feature in spec.modules[name].features}
+        encoders[name] = max(1, round(sum(sum(rows[m]) for m in modalities) / samples))
+    return Tokens(length, 1, encoders)
+
+
+def predict(trainer: MultimodalParallelTrainer) -> Prediction:
+    """Simulates a step with a full global batch, with costs from the first samples of the training set."""
+    engine, args = trainer.engine, trainer.args
+    assert engine is not None
+    plan, spec = engine.plan, engine.spec
+    step = contiguous_step(plan, range(trainer.global_batch_size), args.per_device_train_batch_size)
+    program = engine.program(step, training=True)
+    tokens = sample_tokens(trainer.train_dataset, trainer.data_collator, spec)
+    if tokens is None:
+        return Prediction(simulate(plan, program), None, None)
+    device = hardware_of(engine.device) or HARDWARE["cpu"]
+    cost = AnalyticCost(spec, plan, step, tokens, device)
+    simulation = simulate(plan, program, cost, cost.message_ms)
+    return Prediction(simulation, memory_per_rank(spec, plan, step, tokens, simulation.peak_in_flight), tokens)
+
+
+def report_plan(trainer: MultimodalParallelTrainer) -> None:
+    """Prints the plan with the predicted bubble, and draws the predicted step into the output folder."""
+    engine, args = trainer.engine, trainer.args
+    assert engine is not None
+    prediction = predict(trainer)
+    plan, simulation = engine.plan, prediction.simulation
     console = Console(stderr=True)
-    console.print(table)
-    simulation = predict(engine, args, global_batch_size)
+    console.print(plan_table(plan, engine.spec, simulation, prediction.memory))
     console.print(
-        f"{global_batch_size} samples an optimizer step: {plan.num_microbatches} microbatches of "
-        f"{args.per_device_train_batch_size} samples on each copy of the language model, schedule {plan.schedule}; "
-        f"predicted bubble {simulation.bubble_fraction:.1%}."
+        f"Global batch of {trainer.global_batch_size} samples: {plan.num_microbatches} microbatches of up to "
+        f"{args.per_device_train_batch_size} samples on each language-model replica, schedule {plan.schedule}.",
+        highlight=False,
     )
-    if not core_per_rank(engine.device):
-        console.print("Ranks share cores here, so that the measured bubble is not logged.")
-
-
-def save_schedule_picture(engine: ParallelEngine, args: MultimodalTrainingArguments, global_batch_size: int) -> None:
-    """Draws the predicted schedule of one step into the output folder."""
-    from ..schedule.draw import gantt_png
-
+    measured = "" if core_per_rank(engine.device) else " It is not measured here: the ranks share cores."
+    console.print(f"Predicted bubble: {simulation.bubble_fraction:.1%}.{measured}", highlight=False)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    gantt_png(predict(engine, args, global_batch_size), folder / PICTURE)
+    gantt_png(simulation, folder / PICTURE, title="Predicted schedule of one step")

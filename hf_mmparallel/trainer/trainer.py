@@ -19,29 +19,28 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints, seed_worker
-from transformers.utils import is_datasets_available
+from transformers.utils.import_utils import is_datasets_available
 
 from ..arrange import contiguous_step
 from ..callbacks import EngineCallback, ParallelMetricsCallback
 from ..data import default_collator
 from ..data.loader import StepBatch, StepDataset, StepSampler, as_is
 from ..plan import LANGUAGE_MODEL, ParallelPlan
-from ..runtime import checkpoint
+from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from .arguments import MultimodalTrainingArguments
 from .build import (
-    apply_module_settings,
     build_engine,
-    enable_checkpointing,
     is_single_process,
     planned_arguments,
+    prepare_single_process,
     single_process_arguments,
 )
 from .checks import check_arguments, check_launch, check_trainer
 from .evaluation import evaluate
 from .model_card import write_model_card
-from .report import print_plan, save_schedule_picture
+from .report import report_plan
 
 logger = get_logger(__name__)
 
@@ -73,10 +72,17 @@ class MultimodalParallelTrainer(Trainer):
         args ([`MultimodalTrainingArguments`]): The arguments, with the layout in `parallel`.
 
     Raises:
-        `ValueError`: For a plan that does not fit the model or the launch, and for arguments that can't hold under one.
+        `ValueError`:
+            For a plan that does not fit the model or the launch, and for arguments that can't hold under one.
     """
 
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga: bool | None = True
+    args: Any
+    model: Any
+    optimizer: Any
+    train_dataset: Any
+    eval_dataset: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -89,24 +95,32 @@ class MultimodalParallelTrainer(Trainer):
         self.engine: ParallelEngine | None = None
         plugin = getattr(args, "plugin", None)
         if kwargs.get("data_collator") is None:
-            kwargs["data_collator"], raw = default_collator(kwargs.get("train_dataset"), kwargs.get("processing_class"))
+            kwargs["data_collator"], raw = default_collator(
+                kwargs.get("train_dataset"), kwargs.get("processing_class")
+            )
             args.remove_unused_columns = args.remove_unused_columns and not raw
         if plugin is None or is_single_process(plugin, args.world_size):
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
+            whole: Any = model
             if plugin is not None and model is not None:
-                enable_checkpointing(model, apply_module_settings(model, plugin), plugin)
+                whole = prepare_single_process(whole, plugin)
             self.loss_is_scaled_for_ga = None
-            super().__init__(model=model, args=args, **kwargs)
+            super().__init__(model=whole, args=args, **kwargs)
             return
         check_arguments(args)
         check_trainer(self, kwargs)
         with shared_failure():
-            self.engine, self.global_batch_size = build_engine(model, args, plugin)
+            self.engine, self.global_batch_size = build_engine(model, args, plugin)  # type: ignore[arg-type]
             super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
         self.add_callback(ParallelMetricsCallback())
         if self.is_world_process_zero():
-            print_plan(self.engine, self.args, self.global_batch_size)
-            save_schedule_picture(self.engine, self.args, self.global_batch_size)
+            report_plan(self)
+
+    @property
+    def _engine(self) -> ParallelEngine:
+        """The engine, in methods that run under a plan only."""
+        assert self.engine is not None
+        return self.engine
 
     @property
     def plan(self) -> ParallelPlan | None:
@@ -117,7 +131,7 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        return self.engine
+        return self._engine
 
     def gather_model(self) -> PreTrainedModel | None:
         """
@@ -126,7 +140,7 @@ class MultimodalParallelTrainer(Trainer):
         """
         if self.engine is None:
             return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
-        state = checkpoint.gather_state_dict(self.model, self.engine.spec, self.engine.plan, self.engine.rank)
+        state = checkpoint.gather_state_dict(self.model, self._engine.spec, self._engine.plan, self._engine.rank)
         if state is None:
             return None
         model = type(self.model)(self.model.config)
@@ -144,7 +158,7 @@ class MultimodalParallelTrainer(Trainer):
         """Gives callbacks that look into the engine their engine."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, EngineCallback):
-                callback.engine = self.engine
+                callback.engine = self._engine
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.engine is not None and "loss" in logs:
@@ -176,9 +190,18 @@ class MultimodalParallelTrainer(Trainer):
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         return self._eval_loader(test_dataset, "test")
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the columns that composed models route to their encoders, which no forward signature names."""
+        known = self._signature_columns
+        super()._set_signature_columns_if_needed()
+        if known is None and self._signature_columns is not None and hasattr(self.model, "multimodal_parts"):
+            for part in self.model.multimodal_parts().values():
+                for modality in part.modalities:
+                    self._signature_columns.extend(part.input_names(modality))
+
     def _eval_loader(self, dataset: Any, description: str) -> DataLoader:
         """A loader of steps with enough microbatches to fill the pipeline."""
-        plan = self.engine.plan
+        plan = self._engine.plan
         depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
         size = self.args.per_device_eval_batch_size
         count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
@@ -212,12 +235,13 @@ class MultimodalParallelTrainer(Trainer):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collator = self._get_collator_with_removed_columns(collator, description=description)
-        engine, workers = self.engine, self.args.dataloader_num_workers
+        engine, workers = self._engine, self.args.dataloader_num_workers
+        steps: Any = StepSampler(
+            batches, lambda samples, epoch: contiguous_step(engine.plan, samples, microbatch_size, epoch)
+        )
         return DataLoader(
             StepDataset(dataset, collator, engine.keys, self.args.seed),
-            batch_sampler=StepSampler(
-                batches, lambda samples, epoch: contiguous_step(engine.plan, samples, microbatch_size, epoch)
-            ),
+            batch_sampler=steps,
             collate_fn=as_is,
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
@@ -237,7 +261,8 @@ class MultimodalParallelTrainer(Trainer):
         return ([] if batch is None else [batch]), None
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
-        return StepBatch(batch.step, {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()})
+        batches: Any = {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()}
+        return StepBatch(batch.step, batches)
 
     # A step
 
@@ -246,22 +271,22 @@ class MultimodalParallelTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         with shared_failure(), self.compute_loss_context_manager(), self.accelerator.autocast():
-            self._totals = self.engine.train_step(self._on_device(inputs), self.state.global_step)
+            self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
         return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
 
     @planned
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return self.engine.clip(self.args.max_grad_norm)
+        return self._engine.clip(self.args.max_grad_norm)
 
     @planned
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return self.engine.gradient_norm() if grad_norm is None else grad_norm
+        return self._engine.gradient_norm() if grad_norm is None else grad_norm
 
     @planned
     def floating_point_ops(self, inputs: StepBatch) -> int:
         if not self.is_world_process_zero():
             return 0  # `store_flos` adds up the ranks
-        return 6 * self._totals.num_tokens * self.engine.num_compute_parameters
+        return 6 * self._totals.num_tokens * self._engine.num_compute_parameters
 
     @planned
     def _track_num_input_tokens(self, inputs: StepBatch) -> None:
@@ -279,7 +304,7 @@ class MultimodalParallelTrainer(Trainer):
         self,
         dataloader: DataLoader,
         description: str,
-        prediction_loss_only: bool | None = None,
+        prediction_loss_only: Any = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
@@ -294,10 +319,15 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        output_dir = output_dir or self.args.output_dir
-        engine = self.engine
+        output_dir = str(output_dir or self.args.output_dir)
+        engine = self._engine
         with shared_failure():
-            checkpoint.save_model(self.model, engine.spec, engine.plan, engine.rank, output_dir)
+            if engine.adapters is not None:
+                checkpoint.save_adapters(
+                    self.model, engine.spec, engine.plan, engine.rank, output_dir, engine.adapters
+                )
+            else:
+                checkpoint.save_model(self.model, engine.spec, engine.plan, engine.rank, output_dir)
             if self.args.should_save:
                 self._save_beside(output_dir)
             dist.barrier()
@@ -310,7 +340,7 @@ class MultimodalParallelTrainer(Trainer):
         if processor is not None:
             processor.save_pretrained(output_dir)
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
-        self.engine.plan.save(Path(output_dir) / "parallel_plan.json")
+        self._engine.plan.save(Path(output_dir) / "parallel_plan.json")
 
     @planned
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -344,16 +374,16 @@ class MultimodalParallelTrainer(Trainer):
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 name = type(callback).__name__
-                kept = self.state.stateful_callbacks[name]
-                if isinstance(kept, list):
-                    kept.append(callback.state())
+                states: Any = self.state.stateful_callbacks
+                if isinstance(states[name], list):
+                    states[name].append(callback.state())
                 else:
-                    self.state.stateful_callbacks[name] = callback.state()
+                    states[name] = callback.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
 
     @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        checkpoint.save_optimizer(self.optimizer, self.model, output_dir)
+        optimizer_checkpoint.save_optimizer(self.optimizer, self.model, output_dir)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
@@ -362,14 +392,23 @@ class MultimodalParallelTrainer(Trainer):
         if folder is None or not os.path.isfile(os.path.join(folder, "scheduler.pt")):
             return
         with shared_failure():
-            checkpoint.load_optimizer(self.optimizer, self.model, folder)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(folder, "scheduler.pt"), weights_only=True))
+            optimizer_checkpoint.load_optimizer(self.optimizer, self.model, folder)
+        self._load_scheduler(torch.load(os.path.join(folder, "scheduler.pt"), weights_only=True))
+
+    def _load_scheduler(self, state: dict[str, Any]) -> None:
+        """Loads rank 0's scheduler; under another plan this rank can have another number of parameter groups."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for name, value in self.lr_scheduler.state_dict().items():
+            if isinstance(value, list) and len(state.get(name, value)) != len(value):
+                state[name] = rates if name == "_last_lr" else value
+        self.lr_scheduler.load_state_dict(state)
 
     @planned
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        engine = self.engine
+        engine = self._engine
         with shared_failure():
-            checkpoint.load_model(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
+            load = checkpoint.load_model if engine.adapters is None else checkpoint.load_adapters
+            load(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
 
     @planned
     def _load_best_model(self) -> None:

@@ -150,7 +150,7 @@ def run_loopback(
         )
         source = StepDataset(dataset, collator, lambda s: keys_of_rank(plan, s, rank), 0)
         with torch.set_grad_enabled(training):
-            return executor.run(program, step, source.__getitems__(step).batches, training)
+            return executor.run(program, step, source.__getitems__(step).batches)
 
     results = run_threads(rank_body, plan.world_size)
     gradients: dict[str, Tensor] = {}

@@ -193,7 +193,7 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
             torch.device("cpu"),
             torch.float64,
         )
-        result = executor.run(program, case.step, batches, training=True)
+        result = executor.run(program, case.step, batches)
         loss = sum(
             float(loss)
             for task, (loss, _) in result.losses.items()

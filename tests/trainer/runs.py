@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
 
-import tests.zz_stub  # noqa
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
 from tests import tiny
@@ -101,7 +100,7 @@ def parallel_run(family: str, parallel: dict[str, Any], evaluate: bool = False, 
 def assert_same_run(run: Run, reference: Run, rtol: float = 2e-5, atol: float = 2e-6) -> None:
     """Asserts equal logs and final weights at float32 rounding."""
     assert len(run.logs) == len(reference.logs) > 0
-    for got, want in zip(run.logs, reference.logs):
+    for got, want in zip(run.logs, reference.logs, strict=True):
         assert got.keys() == want.keys()
         for name in want:
             assert abs(got[name] - want[name]) <= atol + rtol * abs(want[name]), (name, got, want)
