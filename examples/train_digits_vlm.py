@@ -58,7 +58,7 @@ FOUR_RANKS = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 class ScriptArguments:
     """What is trained and on how much."""
 
-    num_train_samples: int = field(default=64 * 400, metadata={"help": "Questions to train on; each is seen once."})
+    num_train_samples: int = field(default=64 * 450, metadata={"help": "Questions to train on; each is seen once."})
     num_eval_samples: int = field(default=300, metadata={"help": "Questions about held-out images."})
     encoder_warmup_steps: int = field(default=1000, metadata={"help": "Steps of the encoder alone, on single digits."})
     encoder_hidden_size: int = field(default=96, metadata={"help": "Width of the vision encoder."})
