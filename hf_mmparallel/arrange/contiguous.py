@@ -40,10 +40,7 @@ def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size:
             continue
         by_index = [[slot for replica in language for slot in replica[index]] for index in range(count)]
         microbatches[name] = tuple(
-            tuple(
-                _share(slots, (replica + index) % module.dp_size, module.dp_size)
-                for index, slots in enumerate(by_index)
-            )
+            tuple(_share(slots, replica, module.dp_size, turn) for turn, slots in enumerate(by_index))
             for replica in range(module.dp_size)
         )
     targets: dict[str, tuple[str, ...]] = {}
@@ -52,6 +49,8 @@ def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size:
     return StepPlan(tuple(samples), microbatches, targets, epoch)
 
 
-def _share(slots: Sequence[int], index: int, count: int) -> Slots:
-    """Consecutive part `index` of `count` nearly equal ones."""
-    return tuple(slots[index * len(slots) // count : (index + 1) * len(slots) // count])
+def _share(slots: Sequence[int], index: int, count: int, turn: int) -> Slots:
+    """Consecutive part `index` of `count`; those with one more move on by one each turn, the order of parts does not."""
+    size, rest = divmod(len(slots), count)
+    stops = [size * (part + 1) + sum((p + turn) % count < rest for p in range(part + 1)) for part in range(count)]
+    return tuple(slots[stops[index - 1] if index else 0 : stops[index]])

@@ -2,6 +2,7 @@
 
 from .base import EngineCallback
 from .metrics import ParallelMetricsCallback
+from .progress import LossProgressCallback
 from .timeline import TimelineCallback
 
-__all__ = ["EngineCallback", "ParallelMetricsCallback", "TimelineCallback"]
+__all__ = ["EngineCallback", "LossProgressCallback", "ParallelMetricsCallback", "TimelineCallback"]

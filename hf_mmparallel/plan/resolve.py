@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import trainable_stages
@@ -213,13 +214,26 @@ def _check_grids(name: str, module: ModulePlan) -> None:
                 )
 
 
+def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
+    """The plan with the stages marked trainable that the model trains."""
+    modules = {}
+    for name, module in plan.modules.items():
+        replicas = []
+        for stages in module.replicas:
+            flags = trainable_stages(spec.modules[name], spec.tied, [stage.layers for stage in stages])
+            replicas.append(tuple(replace(stage, trainable=flag) for stage, flag in zip(stages, flags, strict=True)))
+        modules[name] = replace(module, replicas=tuple(replicas))
+    return replace(plan, modules=modules)
+
+
 def plan_for_model(
     plugin: MultimodalParallelPlugin, spec: ModelSpec, world_size: int | None, num_microbatches: int = 1
 ) -> ParallelPlan:
     """The plan of a plugin: the finished one that it carries, or one made from its sizes."""
     if plugin.plan is not None:
-        check_plan(plugin.plan, spec)
+        plan = plugin.plan if plugin.plan.edges else replace(plugin.plan, edges=_edges(spec))
+        check_plan(plan, spec)
         if world_size is not None:
-            check_world_size(plugin.plan, world_size)
-        return plugin.plan
+            check_world_size(plan, world_size)
+        return _as_trained(plan, spec)
     return resolve_plan(spec, plugin.modules, world_size, plugin.schedule, plugin.num_microbatches or num_microbatches)

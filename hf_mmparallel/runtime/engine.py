@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ class ParallelEngine(nn.Module):
         self.device = device
         self.seed = seed
         self.rank = dist.get_rank()
+        atexit.register(_leave)
         self.sync_groups = sync_groups(spec, plan)
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
@@ -234,6 +236,12 @@ class ParallelEngine(nn.Module):
         norm = self.gradient_norm()
         clip_gradients(self.trained, norm, max_norm)
         return norm
+
+
+def _leave() -> None:
+    """Ends the process group of a script that does not: gloo's threads may otherwise outlive what they use."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _wire_dtype(spec: ModelSpec) -> torch.dtype:

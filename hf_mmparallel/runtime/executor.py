@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,6 +111,7 @@ class Executor:
         self.flow = GradientFlow(plan)
         self.on_sync: Callable[[int], None] = lambda index: None
         self.before_forward: Callable[[Task], None] = lambda task: None
+        self.forward_context: Callable[[], AbstractContextManager] = nullcontext
         self.on_logits: Callable[[Task, torch.Tensor, Mapping[str, Any]], None] | None = None
 
     def run(
@@ -384,7 +386,7 @@ class _Step:
         features = self.features_of(task, incoming, leaves, needs_graph)
         self.executor.before_forward(task)
         stage = self.executor.stages[key]
-        with torch.set_grad_enabled(needs_graph):
+        with self.executor.forward_context(), torch.set_grad_enabled(needs_graph):
             outputs = stage(self.batch(task), hidden, features)
             if self.is_last(task):
                 outputs = self.loss(task, outputs)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import TrainingArguments
 
 from .._environment import launched_processes
@@ -48,10 +49,9 @@ class MultimodalTrainingArguments(TrainingArguments):
     def __post_init__(self):
         if launched_processes()[0] > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # accelerate forgets the launcher's choice when it starts several processes
-        super().__post_init__()
         if self.parallel is not None:
-            self.parallel = _plain(MultimodalParallelPlugin.from_any(self.parallel).to_dict())
-            json.dumps(self.parallel)
+            self.parallel = _plain_layout(self.parallel)
+        super().__post_init__()
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"`global_batch_size={self.global_batch_size}` must be at least 1.")
 
@@ -59,6 +59,19 @@ class MultimodalTrainingArguments(TrainingArguments):
     def plugin(self) -> MultimodalParallelPlugin | None:
         """The layout as a plugin."""
         return None if self.parallel is None else MultimodalParallelPlugin.from_any(self.parallel)
+
+
+def _plain_layout(parallel: Any) -> dict[str, Any]:
+    """What `parallel=` takes as the dict of a plugin, of what JSON holds."""
+    try:
+        layout = _plain(MultimodalParallelPlugin.from_any(parallel).to_dict())
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        place = "" if where is None else f" at line {where.line + 1}, column {where.column + 1}"
+        reason = getattr(error, "problem", None) or str(error)
+        raise ValueError(f"`parallel={str(parallel)!r}` is no valid YAML or JSON{place}: {reason}. Mend it.") from error
+    json.dumps(layout)
+    return layout
 
 
 def _plain(value: Any) -> Any:

@@ -25,7 +25,8 @@ logger = get_logger(__name__)
 
 def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool:
     """Whether all sizes are 1 on one process, which is the stock Trainer."""
-    return world_size == 1 and plugin.plan is None and all(m.num_ranks == 1 for m in plugin.modules.values())
+    planned = 1 if plugin.plan is None else plugin.plan.world_size
+    return world_size == planned == 1 and all(m.num_ranks == 1 for m in plugin.modules.values())
 
 
 def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
@@ -49,8 +50,9 @@ def adapter_configs(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
 def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> Any:
     """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
     spec = apply_module_settings(model, plugin)
-    for name, module in plugin.modules.items():
-        if module.activation_checkpointing:
+    for name in spec.modules:
+        settings = [plugin.modules.get(name), plugin.plan.modules.get(name) if plugin.plan else None]
+        if any(part is not None and part.activation_checkpointing for part in settings):
             tower: Any = model.get_submodule(spec.modules[name].tower)
             tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     configs = adapter_configs(plugin)
@@ -134,7 +136,7 @@ def build_engine(
     """
     source = model if isinstance(model, (str, Path)) else None
     whole: Any = build_on_meta(source) if source is not None else model
-    if source is None:
+    if source is None and dist.is_initialized():
         check_equal_models(whole)
     spec = apply_module_settings(whole, plugin)
     configs = adapter_configs(plugin)
@@ -142,6 +144,7 @@ def build_engine(
     if configs:
         spec = build_model_spec(whole)
     plan = _plan(plugin, spec, args)
+    _check_same_plan(plan)
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     global_batch_size = resolve_batch(args, dp_size)
     engine = ParallelEngine(
@@ -154,7 +157,6 @@ def build_engine(
         load=None if source is None else lambda pruned: load_owned(pruned, source),
     )
     engine.adapters = adapters
-    _check_same_plan(plan)
     return engine, global_batch_size
 
 

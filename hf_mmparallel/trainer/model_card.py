@@ -84,6 +84,8 @@ def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: in
     text = re.sub(rf"{re.escape(_SECTION)}.*?(?=### |\Z)", "", card.text, flags=re.DOTALL)
     text = re.sub(r"total_train_batch_size: \d+", f"total_train_batch_size: {global_batch_size}", text)
     text = re.sub(r"- total_eval_batch_size: \d+\n", "", text)
+    if engine.device.type == "cpu":
+        text = text.replace("distributed_type: multi-GPU", "distributed_type: multi-CPU")
     text = text.replace("a fine-tuned version of [](https://huggingface.co/)", "trained from scratch")
     section = plan_section(folder, engine, global_batch_size, log_history)
     before, mark, after = text.partition("### Framework versions")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
 
 _SAMPLES = 8
+_WIDTH = 120  # of the table in a file or a pipe
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
     prediction = predict(trainer)
     plan, simulation = engine.plan, prediction.simulation
     console = Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(stderr=True, width=_WIDTH)
     console.print(plan_table(plan, engine.spec, simulation, prediction.memory))
     console.print(
         f"Global batch of {trainer.global_batch_size} samples: {plan.num_microbatches} microbatches of up to "

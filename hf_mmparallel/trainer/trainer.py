@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints, seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
 from ..arrange import contiguous_step
-from ..callbacks import EngineCallback, ParallelMetricsCallback
+from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback
 from ..data import default_collator
 from ..data.loader import StepBatch, StepDataset, StepSampler, as_is
 from ..plan import LANGUAGE_MODEL, ParallelPlan
@@ -98,7 +99,9 @@ class MultimodalParallelTrainer(Trainer):
             kwargs["data_collator"], raw = default_collator(
                 kwargs.get("train_dataset"), kwargs.get("processing_class")
             )
-            args.remove_unused_columns = args.remove_unused_columns and not raw
+            if raw and args.remove_unused_columns:
+                args = copy.copy(args)
+                args.remove_unused_columns = False
         if plugin is None or is_single_process(plugin, args.world_size):
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
             whole: Any = model
@@ -112,7 +115,10 @@ class MultimodalParallelTrainer(Trainer):
         with shared_failure():
             self.engine, self.global_batch_size = build_engine(model, args, plugin)  # type: ignore[arg-type]
             super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
+        self.engine.executor.forward_context = lambda: self.accelerator.autocast()
         self.add_callback(ParallelMetricsCallback())
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(LossProgressCallback())
         if self.is_world_process_zero():
             report_plan(self)
 
@@ -270,7 +276,7 @@ class MultimodalParallelTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        with shared_failure(), self.compute_loss_context_manager(), self.accelerator.autocast():
+        with shared_failure():
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
         return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
 
@@ -312,7 +318,7 @@ class MultimodalParallelTrainer(Trainer):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         logger.info(f"\n***** Running {description} *****")
-        with shared_failure(), self.accelerator.autocast():
+        with shared_failure():
             return evaluate(self, dataloader, prediction_loss_only, metric_key_prefix)
 
     # Checkpoints

@@ -238,8 +238,8 @@ BAD_PLANS = [
     ),
     (change(PLAN, "vision"), "The plan gives module `vision` no stages"),
     (
-        dataclasses.replace(PLAN, edges=()),
-        r"The plan's edges are \[\], the model's \[.*'vision'.*\]. Copy the model's",
+        dataclasses.replace(PLAN, edges=(Edge("vision", LANGUAGE_MODEL, (1,)),)),
+        r"The plan's edges are \[.*\(1,\).*\], the model's \[.*'vision'.*\]. Copy the model's",
     ),
     (dataclasses.replace(PLAN, schedule="1f2b"), "`schedule` has no `1f2b`. Did you mean `1f1b`?"),
 ]
@@ -251,6 +251,15 @@ def test_a_plan_from_a_file_is_checked(plan, message):
         plan_for_model(MultimodalParallelPlugin.from_any(plan), SPEC, None)
 
 
+def test_a_plan_from_a_file_needs_no_edges_and_no_trainable_flags():
+    frozen = dataclasses.replace(SPEC, modules={**SPEC.modules, "vision": SPEC.modules["vision"].with_frozen(True)})
+    bare = dataclasses.replace(PLAN, edges=())
+    plan = plan_for_model(MultimodalParallelPlugin.from_any(bare), frozen, None)
+    assert plan.edges == PLAN.edges
+    assert not any(stage.trainable for _, _, stage in plan.modules["vision"].stages())
+    assert all(stage.trainable for _, _, stage in plan.modules[LANGUAGE_MODEL].stages())
+
+
 def test_replicas_of_a_plan_may_have_different_stages():
     uneven = change(
         PLAN,
@@ -258,7 +267,7 @@ def test_replicas_of_a_plan_may_have_different_stages():
         (Stage((0, 4), ((2,),)),),
         (Stage((0, 1), ((3,),)), Stage((1, 4), ((4,),))),
     )
-    assert plan_for_model(MultimodalParallelPlugin(plan=uneven), SPEC, 5) is uneven
+    assert plan_for_model(MultimodalParallelPlugin(plan=uneven), SPEC, 5) == uneven
     with pytest.raises(ValueError, match="The plan is for 5 ranks"):
         plan_for_model(MultimodalParallelPlugin(plan=uneven), SPEC, 4)
 
