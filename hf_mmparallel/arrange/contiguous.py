@@ -50,7 +50,7 @@ def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size:
 
 
 def _share(slots: Sequence[int], index: int, count: int, turn: int) -> Slots:
-    """Consecutive part `index` of `count`; those with one more move on by one each turn, the order of parts does not."""
+    """Consecutive part `index` of `count`; who gets one more moves on by one each turn."""
     size, rest = divmod(len(slots), count)
     stops = [size * (part + 1) + sum((p + turn) % count < rest for p in range(part + 1)) for part in range(count)]
     return tuple(slots[stops[index - 1] if index else 0 : stops[index]])

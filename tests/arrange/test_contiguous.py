@@ -55,9 +55,24 @@ def test_no_more_microbatches_than_needed(size, microbatch_size, dp_size):
 def test_a_small_batch_leaves_microbatches_empty():
     step = contiguous_step(make_plan(2, 3), [7, 8, 9], 2)
     assert step.microbatches[LANGUAGE_MODEL] == (((0, 1),), ((2,),), ((),))
-    assert step.microbatches["vision"] == (((0,),), ((1, 2),))
+    assert step.microbatches["vision"] == (((0, 1),), ((2,),))
     assert step.chunks[LANGUAGE_MODEL, 2, 0] == ()
-    assert step.chunks["vision", 1, 0] == ((1, 2),)
+    assert step.chunks["vision", 0, 0] == ((0, 1),)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6))
+def test_encoder_copies_take_turns_in_who_gets_one_more(vision, microbatch_size, turns):
+    count = turns * vision
+    step = contiguous_step(make_plan(vision, 1), range(count * microbatch_size), microbatch_size)
+    assert {sum(len(slots) for slots in replica) for replica in step.microbatches["vision"]} == {
+        turns * microbatch_size
+    }
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
+def test_samples_stay_with_the_copy_of_the_same_number_when_all_are_full(dp_size, microbatch_size, count):
+    step = contiguous_step(make_plan(dp_size, dp_size), range(dp_size * microbatch_size * count), microbatch_size)
+    assert step.microbatches["vision"] == step.microbatches[LANGUAGE_MODEL]
 
 
 def moved() -> StepPlan:

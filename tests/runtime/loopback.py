@@ -7,6 +7,7 @@ Tensor-parallel grids work too when the executor's collectives are replaced by [
 from __future__ import annotations
 
 import copy
+import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,24 +29,23 @@ TIMEOUT_S = 5.0
 
 def run_threads(fn: Callable[[int], Any], world_size: int) -> list[Any]:
     """Calls `fn(rank)` on a thread for each rank; raises what the first failing rank raised."""
-    results: list[Any] = [None] * world_size
-    errors: list[Exception] = []
+    done: queue.Queue = queue.Queue()
 
     def body(rank: int) -> None:
         try:
-            results[rank] = fn(rank)
+            done.put((rank, fn(rank), None))
         except Exception as error:
-            errors.append(error)
+            done.put((rank, None, error))
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(4 * TIMEOUT_S)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    return results
+    for rank in range(world_size):
+        threading.Thread(target=body, args=(rank,), daemon=True).start()
+    results: dict[int, Any] = {}
+    while len(results) < world_size:
+        rank, result, error = done.get(timeout=4 * TIMEOUT_S)
+        if error is not None:
+            raise error
+        results[rank] = result
+    return [results[rank] for rank in range(world_size)]
 
 
 @dataclass

@@ -142,8 +142,8 @@ class EncoderStage:
 class DecoderStage:
     """Adds the features' products with `y` to what it received, and notes the features."""
 
-    def __init__(self, case: Case, y: dict, seen: dict, is_last: bool):
-        self.case, self.y, self.seen, self.is_last = case, y, seen, is_last
+    def __init__(self, case: Case, y: dict, seen: dict):
+        self.case, self.y, self.seen = case, y, seen
 
     def input_shapes(self, batch):
         return [torch.Size((1, 1, WIDTH))]
@@ -172,8 +172,7 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
         transport = RecordingTransport(rank, world)
         leaves, seen, stages = {}, {}, {}
         for name, replica, index in case.plan.stages_of_rank(rank):
-            last = index == len(case.plan.modules[name].replicas[replica]) - 1
-            made = EncoderStage(case, x, leaves) if name == "vision" else DecoderStage(case, y, seen, last)
+            made = EncoderStage(case, x, leaves) if name == "vision" else DecoderStage(case, y, seen)
             stages[name, replica, index] = made
         members = {row: Membership(group, rank) for row, group in groups.items() if rank in row}
         batches = {}

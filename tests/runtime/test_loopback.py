@@ -178,7 +178,7 @@ FIXED = {
     "a text chunk of a trained encoder before a frozen language model": (
         "llava",
         "language model",
-        {"vision": [[((0, 1), 0), ((1, 4), 3)]], LANGUAGE_MODEL: [TWO]},
+        {"vision": [ONE], LANGUAGE_MODEL: [[((0, 4), 1)]]},
         {"vision": [[[0, 1], [2]]], LANGUAGE_MODEL: [[[0, 1], [2]]]},
     ),
     "copies with one and two stages share the encoder's ranks": (
