@@ -69,7 +69,9 @@ def _plain_layout(parallel: Any) -> dict[str, Any]:
         where = getattr(error, "problem_mark", None)
         place = "" if where is None else f" at line {where.line + 1}, column {where.column + 1}"
         reason = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"`parallel={str(parallel)!r}` is no valid YAML or JSON{place}: {reason}. Mend it.") from error
+        raise ValueError(
+            f"`parallel={str(parallel)!r}` is no valid YAML or JSON{place}: {reason}. Mend it."
+        ) from error
     json.dumps(layout)
     return layout
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate.logging import get_logger
+from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..arrange import num_microbatches
 from ..modeling import build_model_spec
 from ..modeling.adapters import add_adapters, wrap_with_adapters
-from ..modeling.loading import build_on_meta, check_equal_models, load_owned
+from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, plan_for_model
 from ..plan.plugin import reject_unknown_keys
 from ..runtime.engine import ParallelEngine
@@ -57,6 +58,30 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
             tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     configs = adapter_configs(plugin)
     return wrap_with_adapters(model, spec, configs) if configs else model
+
+
+def restore_renamed(model: Any, folder: str | Path | None) -> bool:
+    """
+    Loads a checkpoint whose keys are named as on the Hub, of which the stock Trainer would restore nothing.
+
+    Returns:
+        `bool`: Whether it was one; otherwise nothing is done.
+    """
+    if not isinstance(model, PreTrainedModel) or folder is None:
+        return False
+    try:
+        files = checkpoint_files(folder)
+    except ValueError:
+        return False
+    keys: set[str] = set()
+    for file in files:
+        with safe_open(str(file), framework="pt") as reader:
+            keys.update(reader.keys())
+    if keys <= model.state_dict().keys():
+        return False
+    loaded = type(model).from_pretrained(folder, dtype=model.dtype)
+    model.load_state_dict(loaded.state_dict())
+    return True
 
 
 def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, ModulePlugin]) -> None:

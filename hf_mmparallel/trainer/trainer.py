@@ -36,6 +36,7 @@ from .build import (
     is_single_process,
     planned_arguments,
     prepare_single_process,
+    restore_renamed,
     single_process_arguments,
 )
 from .checks import check_arguments, check_launch, check_trainer
@@ -409,17 +410,24 @@ class MultimodalParallelTrainer(Trainer):
                 state[name] = rates if name == "_last_lr" else value
         self.lr_scheduler.load_state_dict(state)
 
-    @planned
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        engine = self._engine
+        engine = self.engine
+        if engine is None:
+            if model is not None or not restore_renamed(self.model, resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
         with shared_failure():
             load = checkpoint.load_model if engine.adapters is None else checkpoint.load_adapters
             load(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
 
-    @planned
     def _load_best_model(self) -> None:
+        if self.engine is None:
+            sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+            if sharded or not restore_renamed(self.model, self.state.best_model_checkpoint):
+                super()._load_best_model()
+            return
         logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     # The model card
 

@@ -1,0 +1,161 @@
+"""The arguments survive everything that is done with `TrainingArguments`: command lines, files, pickles, copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig
+from transformers import HfArgumentParser
+
+from hf_mmparallel import ModulePlugin, MultimodalParallelPlugin, MultimodalTrainingArguments
+from hf_mmparallel.plan import plan_for_model
+from tests.plan.specs import model_spec
+
+SIZES = {"vision": {"dp_size": 2}, "language_model": {"tp_size": 2, "pp_size": 2}}
+
+
+def make(**values: Any) -> MultimodalTrainingArguments:
+    return MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **values)
+
+
+def layouts(args: MultimodalTrainingArguments) -> dict[str, dict[str, Any]]:
+    """Module -> its settings."""
+    assert args.plugin is not None
+    return {name: module.to_dict() for name, module in args.plugin.modules.items()}
+
+
+def assert_plain(value: Any) -> None:
+    """Only what JSON holds, all the way down."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            assert type(key) is str
+            assert_plain(item)
+    elif isinstance(value, list):
+        for item in value:
+            assert_plain(item)
+    else:
+        assert value is None or type(value) in (str, int, float, bool), value
+
+
+def test_a_command_line_takes_json():
+    parser = HfArgumentParser(MultimodalTrainingArguments)
+    line = ["--output_dir", "unused", "--use_cpu", "--parallel", json.dumps(SIZES), "--global_batch_size", "64"]
+    (args,) = parser.parse_args_into_dataclasses(line)
+    assert layouts(args) == SIZES and args.global_batch_size == 64
+    assert "--parallel" in parser.format_help() and "samples of an optimizer step" in parser.format_help().lower()
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_a_command_line_takes_a_file(tmp_path: Path, suffix: str):
+    path = tmp_path / f"layout{suffix}"
+    data = {"modules": SIZES, "schedule": "gpipe"}
+    path.write_text(json.dumps(data) if suffix == ".json" else yaml.safe_dump(data))
+    (args,) = HfArgumentParser(MultimodalTrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", "unused", "--use_cpu", "--parallel", str(path)]
+    )
+    assert layouts(args) == SIZES and args.plugin is not None and args.plugin.schedule == "gpipe"
+    assert isinstance(args.parallel, dict)  # the file is read once; later changes to it have no effect
+
+
+def test_a_config_file_takes_a_nested_layout(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": "unused", "use_cpu": True, "parallel": SIZES}))
+    (args,) = HfArgumentParser(MultimodalTrainingArguments).parse_yaml_file(str(path))
+    assert layouts(args) == SIZES
+
+
+def test_a_saved_plan_is_a_layout(tmp_path: Path):
+    spec = model_spec()
+    plan = plan_for_model(MultimodalParallelPlugin({"vision": ModulePlugin(dp_size=2)}), spec, None)
+    plan.save(tmp_path / "plan.yaml")
+    args = make(parallel=str(tmp_path / "plan.yaml"))
+    assert args.plugin is not None and args.plugin.plan == plan
+    assert_plain(args.parallel)
+    assert make(parallel=args.to_dict()["parallel"]).plugin == args.plugin
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"vision": ModulePlugin(dp_size=2), "language_model": ModulePlugin(tp_size=2, pp_size=2)},
+        {"vision": ModulePlugin(dp_size=2), "language_model": {"tp_size": 2, "pp_size": 2}},
+        MultimodalParallelPlugin({"vision": ModulePlugin(dp_size=2), "language_model": SIZES["language_model"]}),
+        SIZES,
+        {"modules": SIZES},
+    ],
+    ids=["plugins", "mixed", "whole plugin", "dicts", "nested dicts"],
+)
+def test_every_form_becomes_the_same_plain_data(given: Any):
+    args = make(parallel=given)
+    assert args.parallel == {"modules": SIZES, "schedule": "1f1b"}
+    assert_plain(args.parallel)
+
+
+def test_an_adapter_config_becomes_plain_data():
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian")
+    args = make(parallel={"language_model": ModulePlugin(peft_config=config)})
+    assert_plain(args.parallel)
+    stored = layouts(args)["language_model"]["peft_config"]
+    assert stored["r"] == 4 and sorted(stored["target_modules"]) == ["q_proj", "v_proj"]
+    assert stored["peft_type"] == "LORA"
+    again = MultimodalTrainingArguments(
+        output_dir="unused", use_cpu=True, parallel=json.loads(json.dumps(args.parallel))
+    )
+    assert again.parallel == args.parallel
+
+
+def test_json_pickle_and_replace_keep_the_layout(tmp_path: Path):
+    args = make(parallel=SIZES, global_batch_size=32, seed=7)
+    assert json.loads(args.to_json_string())["parallel"] == args.parallel
+    assert args.to_sanitized_dict()["global_batch_size"] == 32
+    assert pickle.loads(pickle.dumps(args)).parallel == args.parallel
+    torch.save(args, tmp_path / "training_args.bin")
+    loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert loaded.plugin == args.plugin and loaded.global_batch_size == 32
+    replaced = dataclasses.replace(args, seed=8)
+    assert replaced.parallel == args.parallel and (replaced.seed, args.seed) == (8, 7)
+    other = dataclasses.replace(args, parallel={"language_model": {"dp_size": 3}})
+    assert layouts(other) == {"language_model": {"dp_size": 3}} and layouts(args) == SIZES
+
+
+def test_a_layout_does_not_share_memory_with_what_was_given():
+    given = {"language_model": {"layers_per_stage": [1, 2]}}
+    args = make(parallel=given)
+    given["language_model"]["layers_per_stage"].append(9)
+    assert layouts(args)["language_model"]["layers_per_stage"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"parallel": {"vision": {"dp_sizes": 2}}}, r"A `ModulePlugin` has no `dp_sizes`. Did you mean `dp_size`\?"),
+        ({"parallel": {"modules": {}, "shedule": "gpipe"}}, r"has no `shedule`. Did you mean `schedule`\?"),
+        ({"parallel": {"modules": {}, "schedule": "1f1"}}, r"`schedule` has no `1f1`. Did you mean `1f1b`\?"),
+        ({"parallel": {"vision": 2}}, r"`vision=2` must be a `ModulePlugin` or a dict"),
+        ({"parallel": {"vision": {"dp_size": 0}}}, r"`dp_size=0` must be a whole number of at least 1"),
+        ({"parallel": {"vision": {"dp_size": 1.5}}}, r"`dp_size=1.5` must be a whole number"),
+        ({"parallel": {"vision": {"cp_size": 2}}}, r"`cp_size=2`: context parallelism is not built yet"),
+        ({"parallel": {"vision": {"zero_stage": 1}}}, r"`zero_stage=1`: optimizer sharding is not built yet"),
+        ({"parallel": "no-such-file.yaml"}, r"`parallel='no-such-file.yaml'` is neither a file nor a JSON object"),
+        ({"parallel": "{vision: [1, 2"}, r"`parallel=.*is no valid (JSON|YAML)"),
+        ({"parallel": ["vision"]}, r"must be a dict of modules"),
+        ({"global_batch_size": 0}, r"`global_batch_size=0` must be at least 1"),
+        ({"parallel": "auto"}, r"`parallel='auto'`"),
+    ],
+)
+def test_what_cannot_be_read_is_named(values: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        make(**values)
+
+
+def test_a_broken_file_is_named(tmp_path: Path):
+    (tmp_path / "layout.yaml").write_text("vision: [1, 2")
+    with pytest.raises(ValueError, match=r"layout.yaml.*is no valid (JSON|YAML)"):
+        make(parallel=str(tmp_path / "layout.yaml"))

@@ -1,0 +1,197 @@
+"""On one process without sizes our Trainer is the stock one, to the bit; settings of modules hold there too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments, set_seed
+
+from hf_mmparallel import ModulePlugin, MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.modeling import build_model_spec
+from tests import tiny
+
+from . import runs
+
+VISION, LM = "vision", "language_model"
+COMMON = {**runs.COMMON, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers make their output folder even when they save nothing."""
+    monkeypatch.chdir(tmp_path)
+
+
+def train(trainer: Trainer) -> Trainer:
+    trainer.train()
+    return trainer
+
+
+def stock_trainer(model: Any = None, **arguments: Any) -> Trainer:
+    args = TrainingArguments(output_dir=arguments.pop("output_dir", "unused"), **{**COMMON, **arguments})
+    data = tiny.make_dataset("llava", runs.SAMPLES)
+    return Trainer(
+        model=model or tiny.FAMILIES["llava"](),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data[:5],
+        data_collator=tiny.collate("llava"),
+    )
+
+
+def our_trainer(model: Any = None, **arguments: Any) -> MultimodalParallelTrainer:
+    args = MultimodalTrainingArguments(output_dir=arguments.pop("output_dir", "unused"), **{**COMMON, **arguments})
+    data = tiny.make_dataset("llava", runs.SAMPLES)
+    return MultimodalParallelTrainer(
+        model=model or tiny.FAMILIES["llava"](),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data[:5],
+        data_collator=tiny.collate("llava"),
+    )
+
+
+def assert_identical(ours: Trainer, stock: Trainer) -> None:
+    """Equal losses, gradient norms and weights, to the bit."""
+    assert runs.step_logs(ours) == runs.step_logs(stock) != []
+    weights, wanted = ours.model.state_dict(), stock.model.state_dict()
+    assert weights.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(weights[name], value), name
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [None, {}, {VISION: ModulePlugin()}, {VISION: {}, LM: {"dp_size": 1, "tp_size": 1, "pp_size": 1}}],
+    ids=["none", "empty", "a default plugin", "sizes of one"],
+)
+def test_without_sizes_the_run_is_the_stock_trainers(parallel: Any):
+    ours = train(our_trainer(parallel=parallel, per_device_train_batch_size=4))
+    stock = train(stock_trainer(per_device_train_batch_size=4))
+    assert_identical(ours, stock)
+    assert ours.engine is None and ours.plan is None
+    assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
+    assert ours.gather_model() is ours.model
+
+
+def test_plain_training_arguments_work_too():
+    args = TrainingArguments(output_dir="unused", **COMMON)
+    data = tiny.make_dataset("llava", runs.SAMPLES)
+    ours = MultimodalParallelTrainer(
+        model=tiny.FAMILIES["llava"](), args=args, train_dataset=data, data_collator=tiny.collate("llava")
+    )
+    assert_identical(train(ours), train(stock_trainer()))
+
+
+@pytest.mark.parametrize("parallel", [None, {VISION: {}}])
+def test_a_global_batch_becomes_gradient_accumulation(parallel: Any):
+    arguments = {"global_batch_size": 6, "per_device_train_batch_size": 2}
+    ours = train(our_trainer(parallel=parallel, **arguments))
+    stock = train(stock_trainer(per_device_train_batch_size=2, gradient_accumulation_steps=3))
+    assert_identical(ours, stock)
+    assert ours.args.gradient_accumulation_steps == 3
+    assert ours.state.max_steps == stock.state.max_steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            {"global_batch_size": 7, "per_device_train_batch_size": 2},
+            r"`global_batch_size=7` is no multiple of `per_device_train_batch_size=2`.* divides it",
+        ),
+        (
+            {"global_batch_size": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
+            r"`global_batch_size=8` contradicts .*`gradient_accumulation_steps=3`.* = 6. Leave",
+        ),
+    ],
+)
+def test_a_global_batch_that_does_not_add_up_is_refused(arguments: dict[str, int], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        our_trainer(**arguments)
+
+
+def test_saving_and_resuming_equal_a_straight_run(tmp_path: Path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "parallel": {VISION: {}}, "max_steps": 4}
+    straight = train(our_trainer(output_dir=str(tmp_path / "a"), **saving))
+    resumed = our_trainer(output_dir=str(tmp_path / "a"), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert runs.step_logs(resumed) == runs.step_logs(straight)
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("freeze", "trained"),
+    [
+        (True, lambda name: False),
+        ("tower", lambda name: "multi_modal_projector" in name),
+        (r"layers\.[01]\.", lambda name: ".layers.0." not in name and ".layers.1." not in name),
+        (["projector", "embeddings"], lambda name: "projector" not in name and "embeddings" not in name),
+    ],
+)
+def test_frozen_parts_stay_what_they_are(freeze: Any, trained: Any):
+    before = tiny.FAMILIES["llava"]().state_dict()
+    ours = our_trainer(parallel={VISION: {"freeze": freeze}})
+    names = [parameter.name for parameter in build_model_spec(ours.model).modules[VISION].parameters]
+    frozen = {name for name in names if not trained(name)}
+    assert frozen and {name for name, p in ours.model.named_parameters() if not p.requires_grad} == frozen
+    train(ours)
+    after = ours.model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in frozen)
+    assert not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
+
+
+def test_activation_checkpointing_recomputes_one_module_and_changes_no_number():
+    ours = our_trainer(parallel={LM: {"activation_checkpointing": True}})
+    recomputing = {name for name, module in ours.model.named_modules() if getattr(module, "gradient_checkpointing", 0)}
+    assert recomputing and all("language_model" in name for name in recomputing)
+    assert_identical(train(ours), train(stock_trainer()))
+
+
+def test_the_attention_function_of_a_module_is_set():
+    ours = our_trainer(parallel={LM: {"attn_implementation": "eager"}})
+    assert ours.model.config.text_config._attn_implementation == "eager"
+    assert ours.model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_adapters_equal_those_that_peft_makes(tmp_path: Path):
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    set_seed(11)
+    ours = our_trainer(parallel={VISION: {"freeze": True}, LM: ModulePlugin(peft_config=config)})
+    assert isinstance(ours.model, PeftModel)
+    set_seed(11)
+    by_hand = LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*\.(q_proj|v_proj)")
+    stock = stock_trainer(model=get_peft_model(tiny.FAMILIES["llava"](), by_hand))
+    trained = {name for name, p in ours.model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in stock.model.named_parameters() if p.requires_grad}
+    assert_identical(train(ours), train(stock))
+    ours.save_model(str(tmp_path))
+    loaded = PeftModel.from_pretrained(tiny.FAMILIES["llava"](), str(tmp_path))
+    assert stock_trainer(model=loaded).evaluate()["eval_loss"] == ours.evaluate()["eval_loss"]
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_an_unknown_module_is_named():
+    with pytest.raises(ValueError, match=r"The model has no `visoin`. Did you mean `vision`\?"):
+        our_trainer(parallel={"visoin": {}})
+
+
+def test_processes_that_would_train_alone_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """Four processes that found no group: `WORLD_SIZE` says 4, the arguments see a world of one."""
+    args = MultimodalTrainingArguments(output_dir="unused", **COMMON)
+    assert args.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="`WORLD_SIZE` says that 4 processes were launched, but this one is alone"):
+        MultimodalParallelTrainer(model=tiny.FAMILIES["llava"](), args=args)
+
+
+def test_a_layout_of_several_ranks_on_one_process_names_the_launch():
+    with pytest.raises(ValueError, match="The plan is for 3 ranks .*but 1 was launched. Launch 3 processes"):
+        our_trainer(parallel={LM: {"pp_size": 2}})
