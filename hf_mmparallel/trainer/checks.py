@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -56,13 +57,17 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ValueError(f"`{name}={getattr(args, name)!r}` can't be used with `parallel`: {reason}. {remedy}")
 
 
-def check_trainer(trainer: Trainer, given: dict[str, Any]) -> None:
-    """Raises `ValueError` for a loss or a model source that can't hold under a plan."""
+def check_trainer(trainer: Trainer, model: Any, given: dict[str, Any]) -> None:
+    """Raises `ValueError` for a loss, a model or data that can't hold under a plan."""
+    if model is None and given.get("model_init") is None:
+        raise ValueError("`model=None` leaves nothing to lay out by `parallel`. Pass a model, an id or a folder.")
     if type(trainer).compute_loss is not Trainer.compute_loss:
         raise ValueError(
             f"`{type(trainer).__name__}.compute_loss` is overridden, but under a plan no rank sees a whole forward: "
             "the loss is the model's own, summed over target tokens. Remove the override, or train without `parallel`."
         )
+    if given.get("train_dataset") is not None:
+        check_dataset(given["train_dataset"])
     if given.get("compute_loss_func") is not None:
         raise ValueError(
             "`compute_loss_func` can't be used with `parallel`: the loss is the model's own, summed over the target "
@@ -76,6 +81,15 @@ def check_trainer(trainer: Trainer, given: dict[str, Any]) -> None:
         raise ValueError(
             "`optimizers` can't be used with `parallel`: each rank's optimizer holds that rank's parameters. Use "
             "`optimizer_cls_and_kwargs` or `args.optim`."
+        )
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raises `ValueError` for a dataset whose samples can't be picked."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"A `{type(dataset).__name__}` is read in order, but under a plan each rank picks the samples that it "
+            "needs. Use a dataset with `__getitem__` and `__len__`."
         )
 
 

@@ -58,7 +58,7 @@ def predict(trainer: MultimodalParallelTrainer) -> Prediction:
     plan, spec = engine.plan, engine.spec
     step = contiguous_step(plan, range(trainer.global_batch_size), args.per_device_train_batch_size)
     program = engine.program(step, training=True)
-    tokens = sample_tokens(trainer.train_dataset, trainer.data_collator, spec)
+    tokens = sample_tokens(*trainer._without_unused_columns(trainer.train_dataset, "Training"), spec)
     if tokens is None:
         return Prediction(simulate(plan, program), None, None)
     device = hardware_of(engine.device) or HARDWARE["cpu"]

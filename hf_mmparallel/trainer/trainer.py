@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_datasets_available
 from ..arrange import contiguous_step
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback
 from ..data import default_collator
-from ..data.loader import StepBatch, StepDataset, StepSampler, as_is
+from ..data.loader import StepBatch, StepDataset, StepSampler, as_is, keys_of_rank
 from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
@@ -39,7 +39,7 @@ from .build import (
     restore_renamed,
     single_process_arguments,
 )
-from .checks import check_arguments, check_launch, check_trainer
+from .checks import check_arguments, check_dataset, check_launch, check_trainer
 from .evaluation import evaluate
 from .model_card import write_model_card
 from .report import report_plan
@@ -112,7 +112,7 @@ class MultimodalParallelTrainer(Trainer):
             super().__init__(model=whole, args=args, **kwargs)
             return
         check_arguments(args)
-        check_trainer(self, kwargs)
+        check_trainer(self, model, kwargs)
         with shared_failure():
             self.engine, self.global_batch_size = build_engine(model, args, plugin)  # type: ignore[arg-type]
             super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
@@ -121,7 +121,8 @@ class MultimodalParallelTrainer(Trainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
         if self.is_world_process_zero():
-            report_plan(self)
+            with shared_failure():
+                report_plan(self)
 
     @property
     def _engine(self) -> ParallelEngine:
@@ -232,22 +233,15 @@ class MultimodalParallelTrainer(Trainer):
 
     def _step_loader(self, dataset: Any, batches: BatchSampler, microbatch_size: int, description: str) -> DataLoader:
         """A loader that yields a [`StepBatch`] for each global batch."""
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise ValueError(
-                f"A `{type(dataset).__name__}` is read in order, but under a plan each rank picks the samples that it "
-                "needs. Use a dataset with `__getitem__` and `__len__`."
-            )
-        collator = self.data_collator
-        if is_datasets_available() and hasattr(dataset, "column_names"):
-            dataset = self._remove_unused_columns(dataset, description=description)
-        else:
-            collator = self._get_collator_with_removed_columns(collator, description=description)
+        check_dataset(dataset)
+        dataset, collator = self._without_unused_columns(dataset, description)
         engine, workers = self._engine, self.args.dataloader_num_workers
+        keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
         steps: Any = StepSampler(
             batches, lambda samples, epoch: contiguous_step(engine.plan, samples, microbatch_size, epoch)
         )
         return DataLoader(
-            StepDataset(dataset, collator, engine.keys, self.args.seed),
+            StepDataset(dataset, collator, keys, self.args.seed),
             batch_sampler=steps,
             collate_fn=as_is,
             num_workers=workers,
@@ -256,6 +250,12 @@ class MultimodalParallelTrainer(Trainer):
             prefetch_factor=self.args.dataloader_prefetch_factor,
             worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
         )
+
+    def _without_unused_columns(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """A dataset and its collator, one of which leaves out what the model does not take."""
+        if is_datasets_available() and hasattr(dataset, "column_names"):
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
 
     @planned
     def get_total_train_batch_size(self, args: MultimodalTrainingArguments) -> int:
