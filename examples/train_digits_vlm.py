@@ -31,6 +31,7 @@ from transformers import (
     SiglipVisionModel,
     set_seed,
 )
+from transformers.utils import logging
 
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.data import PretokenizedCollator
@@ -157,6 +158,7 @@ def main() -> None:
     script_args, args = parser.parse_args_into_dataclasses()
     if args.parallel is None and args.world_size == 4:
         args.parallel = FOUR_RANKS
+    logging.disable_progress_bar()  # those of loading and saving; the Trainer's own stays
 
     processor = build_processor(patch_size=8)
     test_dataset = DigitQuestions(processor, "test", script_args.num_eval_samples, seed=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,9 @@ def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -
             model.get_parameter(parameter.name).requires_grad_(parameter.trainable)
     arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
     evaluate = arguments.pop("evaluate", False)
-    args = TrainingArguments(output_dir=arguments.pop("output_dir", "unused"), **arguments)
+    args = TrainingArguments(
+        output_dir=arguments.pop("output_dir", None) or tempfile.mkdtemp(prefix="run-"), **arguments
+    )
     data = tiny.make_dataset(family, SAMPLES)
     trainer = Trainer(
         model=model, args=args, train_dataset=data, eval_dataset=data[:7], data_collator=tiny.collate(family)
@@ -69,11 +72,12 @@ def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -
     return Run(step_logs(trainer), {k: v.detach().clone() for k, v in model.state_dict().items()}, metrics)
 
 
-def make_trainer(family: str, parallel: dict[str, Any], output_dir: str = "unused", **arguments: Any) -> Any:
+def make_trainer(family: str, parallel: dict[str, Any], output_dir: str | None = None, **arguments: Any) -> Any:
     """Our Trainer on this rank."""
     torch.set_num_threads(1)
     arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
     extra = {name: arguments.pop(name) for name in ("callbacks", "compute_metrics", "model") if name in arguments}
+    output_dir = output_dir or tempfile.mkdtemp(prefix="run-")
     args = MultimodalTrainingArguments(output_dir=output_dir, parallel=parallel, ddp_backend="gloo", **arguments)
     data = tiny.make_dataset(family, SAMPLES)
     return MultimodalParallelTrainer(

@@ -1,0 +1,137 @@
+"""
+Checks a plan on one CUDA device against the stock Trainer on it, and prints a table and one JSON line.
+
+```bash
+python benchmarks/gpu_check.py
+python benchmarks/gpu_check.py --cpu  # the same runs on the CPU, to try the script itself
+```
+
+Tiny models on the same data: the stock Trainer, and plans whose four ranks share the device, with gloo through host
+memory, since NCCL takes one rank a device. Losses and gradient norms must agree at float32 rounding, and under bf16
+autocast at its precision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CASES = [("llava", False), ("llava", True), ("qwen2_vl", False), ("gemma3", False), ("qwen3_vl", False)]
+LAYOUTS = {
+    "dp 2, pp 2": {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}},
+    "dp 2, tp 2": {"vision": {"dp_size": 2}, "language_model": {"tp_size": 2}},
+}
+TOLERANCE = {False: 2e-4, True: 2e-2}
+
+
+def run_rank(family: str, bf16: bool, layout: str) -> None:
+    """Trains on this rank; rank 0 prints its logs as JSON."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    from tests.trainer import runs
+
+    on_cpu = bool(os.environ.get("GPU_CHECK_ON_CPU"))
+    common = {"use_cpu": on_cpu, "bf16": bf16, "max_steps": 4}
+    started = time.perf_counter()
+    if layout == "stock":
+        logs = runs.stock(family, per_device_train_batch_size=8, **common).logs
+    else:
+        trainer = runs.make_trainer(family, LAYOUTS[layout], **common)
+        trainer.train()
+        logs = runs.step_logs(trainer)
+        assert trainer.engine.device.type == ("cpu" if on_cpu else "cuda")
+    if int(os.environ.get("RANK", 0)) == 0:
+        print("LOGS " + json.dumps({"logs": logs, "seconds": time.perf_counter() - started}), flush=True)
+
+
+def launch(family: str, bf16: bool, layout: str) -> dict[str, Any]:
+    """Starts the ranks of a layout on device 0 and returns what rank 0 printed."""
+    world = 1 if layout == "stock" else 4
+    processes = []
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(world):
+            environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+            if layout != "stock":
+                environment |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": "0",
+                    "WORLD_SIZE": str(world),
+                    "LOCAL_WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": "29512",
+                }
+            command = [sys.executable, __file__, "--rank", family, str(int(bf16)), layout]
+            output = open(Path(folder) / f"{rank}.txt", "w+")
+            processes.append((subprocess.Popen(command, env=environment, stdout=output, stderr=output), output))
+        for process, _ in processes:
+            process.wait(timeout=240)
+        texts = []
+        for _, output in processes:
+            output.seek(0)
+            texts.append(output.read())
+            output.close()
+    found = [line for line in texts[0].splitlines() if line.startswith("LOGS ")]
+    if not found:
+        raise RuntimeError(f"{family} {layout} failed:\n" + "\n".join(text[-2500:] for text in texts))
+    return json.loads(found[0].removeprefix("LOGS "))
+
+
+def difference(logs: list[dict[str, float]], reference: list[dict[str, float]]) -> float:
+    """The largest relative difference of losses and gradient norms."""
+    return max(
+        abs(got[name] - want[name]) / abs(want[name])
+        for got, want in zip(logs, reference, strict=True)
+        for name in ("loss", "grad_norm")
+    )
+
+
+def main() -> int:
+    import accelerate
+    import torch
+    import transformers
+    from rich.console import Console
+    from rich.table import Table
+
+    if "--cpu" in sys.argv:
+        os.environ["GPU_CHECK_ON_CPU"] = "1"
+    elif not torch.cuda.is_available():
+        print("gpu_check needs a CUDA device; `--cpu` tries the script itself.")
+        return 2
+    table = Table("family", "precision", "layout", "largest difference", "allowed", "ok")
+    rows = []
+    for family, bf16 in CASES:
+        reference = launch(family, bf16, "stock")["logs"]
+        for layout in LAYOUTS:
+            row: dict[str, Any] = {"family": family, "bf16": bf16, "layout": layout, "allowed": TOLERANCE[bf16]}
+            try:
+                run = launch(family, bf16, layout)
+                row |= {"difference": difference(run["logs"], reference), "seconds": round(run["seconds"], 2)}
+                row["ok"] = row["difference"] <= row["allowed"]
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(error)
+                row |= {"difference": None, "ok": False}
+            rows.append(row)
+            cells = (family, "bf16" if bf16 else "fp32", layout, str(row["difference"]), str(row["allowed"]))
+            table.add_row(*cells, "yes" if row["ok"] else "NO")
+    Console(width=110).print(table)
+    device = "cpu" if "--cpu" in sys.argv else torch.cuda.get_device_name()
+    versions = {m.__name__: m.__version__ for m in (torch, transformers, accelerate)}
+    print(json.dumps({"benchmark": "gpu_check", "device": device, **versions, "rows": rows}))
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        run_rank(sys.argv[2], bool(int(sys.argv[3])), sys.argv[4])
+    else:
+        sys.exit(main())
