@@ -161,3 +161,38 @@ def test_the_final_folder_has_model_card_plan_and_picture(tmp_path: Path):
     data = tiny.make_dataset("llava", 7)
     stock = Trainer(model=model, args=args, eval_dataset=data, data_collator=tiny.collate("llava")).evaluate()
     assert metrics["eval_loss"] == pytest.approx(stock["eval_loss"], rel=1e-4)
+
+
+class _Hub:
+    """Stands in for the Hub: keeps what would be uploaded."""
+
+    def __init__(self):
+        self.uploads: list[dict[str, Any]] = []
+
+    def upload_folder(self, **request: Any) -> None:
+        folder = Path(request["folder_path"])
+        self.uploads.append({**request, "files": sorted(path.name for path in folder.iterdir())})
+
+
+def _push(folder: Path) -> list[dict[str, Any]]:
+    import transformers.trainer
+
+    hub = _Hub()
+    transformers.trainer.hf_api = lambda: hub
+    trainer = runs.make_trainer("llava", PLAN, str(folder), hub_model_id="me/tiny")
+    trainer.hub_model_id = "me/tiny"
+    trainer.train()
+    trainer.push_to_hub(tags="test")
+    dist.barrier()
+    return hub.uploads
+
+
+def test_push_to_hub_uploads_weights_card_plan_and_picture_once(tmp_path: Path):
+    uploads = run_distributed(_push, 4, tmp_path)
+    assert [len(of_rank) for of_rank in uploads] == [1, 0, 0, 0]
+    (upload,) = uploads[0]
+    assert upload["repo_id"] == "me/tiny"
+    assert {"README.md", "config.json", "model.safetensors.index.json", "parallel_plan.json", "schedule.png"} <= set(
+        upload["files"]
+    )
+    assert "### Parallel plan" in (tmp_path / "README.md").read_text()
