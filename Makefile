@@ -54,8 +54,9 @@ format: $(INSTALLED) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## every benchmark of benchmarks/
-	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script"; done
+bench: $(INSTALLED) ## speed against the stock Trainer, error of the simulator
+	$(BIN)/python benchmarks/trainer_overhead.py
+	$(BIN)/python benchmarks/simulator_error.py
 
 clean: ## the environment and what the tools left
 	rm -rf $(VENV) build dist out runs *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,425 @@
+"""
+The simulator's iteration time against the measured one.
+
+Real computation: an encoder and a language model on two ranks. The cost of a task is a line over its rows for each
+stage and kind, fitted to the tasks of the few steps before the one that is predicted. Modelled durations: on four and
+eight ranks the tasks sleep for the time that a table says, over the same engine, executor and messages; the simulator
+gets the table. In both it also gets the time of a message, measured between two ranks beforehand.
+
+```bash
+python benchmarks/simulator_error.py
+python benchmarks/simulator_error.py --quick --out out/bench  # seconds; the numbers mean nothing
+```
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperModel
+
+from hf_mmparallel import MultimodalModel
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.data.loader import StepBatch, StepDataset
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
+from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.runtime.transport import DistributedTransport
+from hf_mmparallel.schedule import Task, simulate
+
+REAL, MODELLED = "real", "modelled"
+GOALS = {REAL: 0.15, MODELLED: 0.10}
+IMAGE, AUDIO = 100, 101
+MICROBATCH = 4
+NUM_MICROBATCHES = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Tasks that sleep.
+
+    Args:
+        name (`str`): What it is.
+        world_size (`int`): Ranks.
+        modules (`dict`): Sizes of each module.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule.
+        uneven (`float`, *optional*, defaults to 0.0): How far durations of tasks of one stage differ, as a share.
+        forward_ms (`Mapping[str, float]`, *optional*):
+            Of a forward of each module's stages, 20 when left out. A backward takes twice as long.
+    """
+
+    name: str
+    world_size: int
+    modules: dict[str, dict[str, int]]
+    schedule: str = "1f1b"
+    uneven: float = 0.0
+    forward_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def costs(self, tasks: Iterable[Task]) -> dict[Task, float]:
+        """The table of durations, the same on all ranks."""
+        rng = random.Random(self.name)
+        return {
+            task: self.forward_ms.get(task.module, 20.0)
+            * (1 if task.kind == "fwd" else 2)
+            * (1 + self.uneven * rng.uniform(-1, 1))
+            for task in sorted(tasks)
+        }
+
+
+_VISION2_LM2 = {"vision": {"dp_size": 2}, "audio": {"colocate_with": "vision"}, "language_model": {"pp_size": 2}}
+_DEEP = {"vision": {"pp_size": 2}, "audio": {"dp_size": 2}, "language_model": {"pp_size": 4}}
+_WIDE = {"vision": {"dp_size": 3}, "audio": {}, "language_model": {"dp_size": 2, "pp_size": 2}}
+CASES = (
+    Case("4 ranks, vision and audio dp 2 on shared ranks, LM pp 2", 4, _VISION2_LM2),
+    Case("4 ranks, the same, GPipe, uneven tasks", 4, _VISION2_LM2, "gpipe", 0.5),
+    Case("4 ranks, vision, audio, LM pp 2, uneven tasks", 4, {"language_model": {"pp_size": 2}}, uneven=0.5),
+    Case("8 ranks, branches of 2 and 1 stages, LM pp 4", 8, _DEEP),
+    Case("8 ranks, the same, GPipe", 8, _DEEP, "gpipe"),
+    Case("8 ranks, the same, uneven tasks, slow vision", 8, _DEEP, "1f1b", 0.5, {"vision": 45.0, "audio": 8.0}),
+    Case("8 ranks, vision dp 3, LM dp 2 pp 2, uneven tasks", 8, _WIDE, "1f1b", 0.5),
+)
+
+
+# Measuring
+
+
+def message_ms(num_values: int, repeats: int = 100) -> float:
+    """The time of one message of float32 from rank 0 to rank 1, half a round trip; equal on all ranks."""
+    transport = DistributedTransport()
+    tensor, buffer = torch.zeros(num_values), torch.empty(num_values)
+    times = []
+    if transport.rank < 2:
+        other = 1 - transport.rank
+        for _ in range(repeats):
+            start = time.perf_counter()
+            for sends in (transport.rank == 0, transport.rank == 1):
+                (transport.send(tensor, other) if sends else transport.recv(buffer, other)).wait()
+            times.append(1e3 * (time.perf_counter() - start) / 2)
+    shared = [statistics.median(times) if times else 0.0]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def timed_step(engine: ParallelEngine, batch: StepBatch, index: int) -> float:
+    """Milliseconds from the common start to the end of the last rank; all ranks read one clock."""
+    dist.barrier()
+    start = time.perf_counter()
+    engine.train_step(batch, index)
+    ends = [(start, time.perf_counter())] * dist.get_world_size()
+    dist.all_gather_object(ends, (start, time.perf_counter()))
+    engine.module.zero_grad()
+    return 1e3 * (max(end for _, end in ends) - min(begin for begin, _ in ends))
+
+
+def gathered(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, dict(values))
+    return {key: value for part in parts for key, value in part.items()}
+
+
+# Real computation
+
+
+@dataclass(frozen=True)
+class MeasuredTask:
+    """A task of a step, its rows and how long it took."""
+
+    task: Task
+    rows: int
+    time_ms: float
+
+
+def rows_of(task: Task, inputs: Mapping[str, torch.Tensor]) -> int:
+    """What a task's time depends on: images of an encoder, tokens with padding of the language model."""
+    if task.module == "language_model":
+        return inputs["input_ids"].numel()
+    return len(inputs.get("pixel_values", ()))
+
+
+def fit(measured: Sequence[MeasuredTask]) -> Callable[[Task, int], float]:
+    """Time as a line over rows, for each stage and kind."""
+    points: dict[tuple, list[MeasuredTask]] = {}
+    for item in measured:
+        points.setdefault((item.task.kind, item.task.stage_key), []).append(item)
+    lines = {}
+    for key, items in points.items():
+        matrix = np.array([[1.0, item.rows] for item in items])
+        lines[key] = np.linalg.lstsq(matrix, np.array([item.time_ms for item in items]), rcond=None)[0]
+
+    def cost(task: Task, rows: int) -> float:
+        constant, slope = lines[task.kind, task.stage_key]
+        return max(0.0, float(constant + slope * rows))
+
+    return cost
+
+
+def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> dict[str, Any]:
+    """Predicted and measured times of steps that compute; vision on rank 0, the language model on rank 1."""
+    model = common.build_model(shapes).train()
+    spec = build_model_spec(model)
+    plan = plan_for_model(MultimodalParallelPlugin({}), spec, 2, NUM_MICROBATCHES)
+    engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
+    size = MICROBATCH * NUM_MICROBATCHES
+    count = 2 + num_calibration + num_steps
+    reader = StepDataset(common.make_dataset(shapes, size * count), common.collate, engine.keys, 0)
+    travel_ms = message_ms(MICROBATCH * shapes.max_images * shapes.image_tokens // 2 * shapes.width)
+    steps: list[tuple[StepBatch, list[MeasuredTask], float]] = []
+    for index in range(count):
+        batch = reader.__getitems__(contiguous_step(plan, range(index * size, (index + 1) * size), MICROBATCH))
+        time_ms = timed_step(engine, batch, index)
+        assert engine.last_result is not None
+        mine = {
+            t.task: MeasuredTask(t.task, rows_of(t.task, batch.batches[_batch_key(t.task)]), t.end_ms - t.start_ms)
+            for t in engine.last_result.timeline
+        }
+        steps.append((batch, list(gathered(mine).values()), time_ms))
+    rows = []
+    for index in range(2 + num_calibration, count):
+        batch, items, measured_ms = steps[index]
+        cost = fit([item for _, before, _ in steps[index - num_calibration : index] for item in before])
+        program = engine.program(batch.step, training=True)
+        by_task = {item.task: item for item in items}
+        predicted = simulate(plan, program, lambda t, c=cost, known=by_task: c(t, known[t].rows), travel_ms)
+        from_own = simulate(plan, program, lambda t, known=by_task: known[t].time_ms, travel_ms)
+        rows.append(
+            {
+                "predicted_ms": predicted.iteration_ms,
+                "with_own_times_ms": from_own.iteration_ms,
+                "measured_ms": measured_ms,
+            }
+        )
+    return {"message_ms": travel_ms, "steps": rows}
+
+
+def _batch_key(task: Task) -> tuple[str, int, int, int]:
+    return task.module, task.replica, task.microbatch, task.chunk
+
+
+# Modelled durations
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps, and gives zeros; its backward sleeps too."""
+
+    @staticmethod
+    def forward(ctx: Any, times_ms: tuple[float, float], shapes: Sequence[Any], *inputs: torch.Tensor) -> Any:
+        ctx.backward_ms = times_ms[1]
+        ctx.save_for_backward(*inputs)
+        time.sleep(times_ms[0] / 1e3)
+        return tuple(torch.zeros(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(ctx.backward_ms / 1e3)
+        return (None, None, *(torch.zeros_like(value) for value in ctx.saved_tensors))
+
+
+class SleepingStage:
+    """
+    A stage in the place of another: it computes once for each task, to learn the shapes of the outputs, and then
+    sleeps as long as the table says.
+
+    Args:
+        stage (`ModuleStage`): The stage.
+        engine (`ParallelEngine`): Where it is.
+        costs (`Mapping[Task, float]`): Task -> milliseconds.
+        current (`list[Task]`): Its only item is the task that runs.
+    """
+
+    def __init__(self, stage: Any, engine: ParallelEngine, costs: Mapping[Task, float], current: list[Task]):
+        self.stage = stage
+        self.costs = costs
+        self.current = current
+        self.anchor = next(p for p in engine.trained if p.requires_grad)
+        self.shapes: dict[Task, list[torch.Size]] = {}
+
+    def input_shapes(self, batch: Any) -> Any:
+        return self.stage.input_shapes(batch)
+
+    def __call__(self, batch: Any, hidden: Any, features: Mapping[str, Sequence[Any]]) -> list[torch.Tensor]:
+        (task,) = self.current
+        if task not in self.shapes:
+            outputs = self.stage(batch, hidden, features)
+            self.shapes[task] = [output.shape for output in outputs]
+            return outputs
+        inputs = [*(hidden or []), *(value for values in features.values() for value in values if value is not None)]
+        times = (self.costs[task], self.costs.get(Task("bwd", *task.key), 0.0))
+        return list(_Sleep.apply(times, self.shapes[task], self.anchor, *inputs))  # type: ignore[arg-type]
+
+
+def two_encoders() -> MultimodalModel:
+    """A tiny model that sees and hears; the language model has four layers, the encoders have two."""
+    torch.manual_seed(0)
+    vision = CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=16,
+            patch_size=8,
+        )
+    )
+    sizes = {"d_model": 16, "encoder_layers": 2, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
+    sizes |= {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 2, "vocab_size": 50}
+    hearing = WhisperModel(WhisperConfig(**sizes, num_mel_bins=8, max_source_positions=6, pad_token_id=0))
+    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    decoder = LlamaForCausalLM(LlamaConfig(**language, vocab_size=120, pad_token_id=0))
+    return MultimodalModel.from_unimodal(
+        {"vision": vision, "audio": hearing}, decoder, token_ids={"vision": IMAGE, "audio": AUDIO}
+    )
+
+
+def sights_and_sounds(size: int) -> list[dict[str, torch.Tensor]]:
+    """Samples with an image and a clip each."""
+    ids = torch.tensor([5, *[IMAGE] * 5, 6, *[AUDIO] * 6, 7, 8])
+    sample = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(ids >= IMAGE, common.IGNORE_INDEX),
+        "pixel_values": torch.randn(1, 3, 16, 16),
+        "input_features": torch.randn(1, 8, 12),
+    }
+    return [sample] * size
+
+
+def collate(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Samples of one length."""
+    joined = ("pixel_values", "input_features")
+    return {
+        name: (torch.cat if name in joined else torch.stack)([sample[name] for sample in samples])
+        for name in samples[0]
+    }
+
+
+def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: float) -> dict[str, Any]:
+    """Predicted and measured times of steps whose tasks sleep."""
+    model = two_encoders().train()
+    spec = build_model_spec(model)
+    plugin = MultimodalParallelPlugin(dict(case.modules), case.schedule)  # type: ignore[arg-type]
+    plan = plan_for_model(plugin, spec, case.world_size, num_microbatches)
+    engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
+    size = 6 * num_microbatches * plan.modules["language_model"].dp_size
+    step: StepPlan = contiguous_step(plan, range(size), 6)
+    batch = StepDataset(sights_and_sounds(size), collate, engine.keys, 0).__getitems__(step)
+    program = engine.program(step, training=True)
+    tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
+    costs = {task: scale * cost_ms for task, cost_ms in case.costs(tasks).items()}
+    current: list[Task] = []
+    engine.executor.before_forward = lambda task: current.__setitem__(slice(None), [task])
+    engine.executor.loss_function = lambda logits, labels: (logits.sum(), torch.tensor(1))
+    engine.executor.stages = {
+        key: SleepingStage(stage, engine, costs, current) for key, stage in engine.executor.stages.items()
+    }
+    travel_ms = message_ms(16)
+    times = [timed_step(engine, batch, index) for index in range(2 + num_steps)][2:]
+    predicted = simulate(plan, program, costs.__getitem__, travel_ms)
+    return {
+        "case": case.name,
+        "message_ms": travel_ms,
+        "predicted_ms": predicted.iteration_ms,
+        "bubble_fraction": predicted.bubble_fraction,
+        "steps_ms": times,
+    }
+
+
+# The script
+
+
+def error(predicted_ms: float, measured_ms: float) -> float:
+    return abs(predicted_ms - measured_ms) / measured_ms
+
+
+def run_ranks(options: argparse.Namespace, shapes: common.Shapes) -> None:
+    """What the ranks run; rank 0 writes the result."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if options.case == REAL:
+        result: Any = real_steps(shapes, *((2, 2) if options.quick else (6, options.steps)))
+    else:
+        sizes = (1, 2, 0.2) if options.quick else (options.repeats, NUM_MICROBATCHES, 1.0)
+        result = [modelled_steps(c, *sizes) for c in CASES if c.world_size == dist.get_world_size()]
+    if dist.get_rank() == 0:
+        options.ranks.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def real_report(result: dict[str, Any]) -> tuple[Table, dict[str, Any]]:
+    """The table and the JSON of the steps that compute."""
+    table = Table("quantity", "median", "smallest", "largest", title="Real computation, 2 ranks", title_justify="left")
+    steps = result["steps"]
+    errors = [error(row["predicted_ms"], row["measured_ms"]) for row in steps]
+    own = [error(row["with_own_times_ms"], row["measured_ms"]) for row in steps]
+    rows = {
+        "measured ms": [row["measured_ms"] for row in steps],
+        "predicted ms": [row["predicted_ms"] for row in steps],
+        "error %": [100 * value for value in errors],
+        "error %, given the step's own task times": [100 * value for value in own],
+    }
+    for name, values in rows.items():
+        shown = common.spread(values)
+        table.add_row(name, *(f"{shown[key]:.1f}" for key in ("median", "min", "max")))
+    summary = {name: common.spread(values) for name, values in rows.items()}
+    return table, {"median_error": statistics.median(errors), "message_ms": result["message_ms"], **summary}
+
+
+def modelled_report(results: Sequence[dict[str, Any]]) -> tuple[Table, dict[str, Any]]:
+    """The table and the JSON of the steps that sleep."""
+    table = Table("case", "predicted ms", "measured ms", "error %", "bubble", title="Modelled durations")
+    table.title_justify = "left"
+    rows = []
+    for result in results:
+        measured = statistics.median(result["steps_ms"])
+        row = {**result, "measured_ms": measured, "error": error(result["predicted_ms"], measured)}
+        rows.append(row)
+        cells = [f"{row['predicted_ms']:.0f}", f"{measured:.0f}", f"{100 * row['error']:.1f}"]
+        table.add_row(row["case"], *cells, f"{row['bubble_fraction']:.0%}")
+    errors = [row["error"] for row in rows]
+    return table, {"median_error": statistics.median(errors), "largest_error": max(errors), "cases": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script itself")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each modelled case")
+    parser.add_argument("--steps", type=int, default=20, help="predicted steps of real computation")
+    parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
+    parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--case", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    shapes = common.QUICK if options.quick else common.Shapes()
+    if options.ranks is not None:
+        run_ranks(options, shapes)
+        return
+    load = os.getloadavg()
+    arguments = ["--repeats", str(options.repeats), "--steps", str(options.steps), *["--quick"] * options.quick]
+    first, real = real_report(common.launch(__file__, 2, ["--case", REAL, *arguments]))
+    results = [row for world in (4, 8) for row in common.launch(__file__, world, ["--case", MODELLED, *arguments])]
+    second, modelled = modelled_report(results)
+    notes = [
+        f"Real computation: median error {real['median_error']:.1%}, goal {GOALS[REAL]:.0%}.",
+        f"Modelled durations: largest error {modelled['largest_error']:.1%}, goal {GOALS[MODELLED]:.0%}.",
+    ]
+    result = {REAL: real, MODELLED: modelled, "goals": GOALS, **common.machine(shapes, load)}
+    common.report("simulator_error", [first, second], notes, result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The benchmarks run and report what they measured; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400)]
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def _quick(name: str, folder: Path) -> dict[str, Any]:
+    """The JSON line of a quick run, which is also the file that it leaves."""
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads((folder / f"{name}.json").read_text())
+    for key in ("cores", "load_before", "load_after", "torch", "transformers", "accelerate", "commit", "shapes"):
+        assert result[key], key
+    return result
+
+
+def test_trainer_overhead_compares_each_variant_with_stock(tmp_path):
+    result = _quick("trainer_overhead", tmp_path)
+    assert set(result["one_process"]) == {"stock", "ours", "ours, engine"}
+    assert set(result["four_processes"]) == {"stock", "ours"}
+    for setting in ("one_process", "four_processes"):
+        for name, row in result[setting].items():
+            assert row["samples_per_second"]["min"] > 0
+            assert ("ratio" in row) == (name != "stock")
+
+
+def test_simulator_error_has_a_prediction_for_each_measured_step(tmp_path):
+    result = _quick("simulator_error", tmp_path)
+    assert result["real"]["measured ms"]["min"] > 0 < result["real"]["predicted ms"]["min"]
+    cases = result["modelled"]["cases"]
+    assert len({case["case"] for case in cases}) == len(cases) >= 7
+    for case in cases:
+        assert case["predicted_ms"] > 0 < case["measured_ms"]
+        assert case["measured_ms"] > 0.9 * case["predicted_ms"]  # tasks that did not sleep would be done much sooner
