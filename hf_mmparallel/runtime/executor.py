@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, StepPlan
-from ..schedule.actions import Message, Program, Task
+from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
+from ..schedule.lowering import receive_ahead
 from .boundary import RowSpace, part_size, parts
 from .transport import Handle, Transport
 
@@ -131,7 +132,9 @@ class Executor:
         """
         run = _Step(self, program, step, batches)
         clock = _Clock(self.device)
-        actions = program.actions.get(self.rank, ())
+        actions: Sequence[Action] = program.actions.get(self.rank, ())
+        if self.transport.receives_ahead:
+            actions = receive_ahead(actions)
         last_send = {action.message.source: action for action in actions if action.op == "send" and action.message}
         marks = []
         for action in actions:

@@ -21,9 +21,13 @@ class Transport(Protocol):
     """
     Ordered channels between ranks: the n-th `recv` from a rank gets the n-th tensor that this rank sent here. Neither
     call blocks; a received buffer is valid after `wait`, a sent tensor must not change before.
+
+    With `receives_ahead` a `recv` may be posted while the message's cause is still to be sent; without, the first one
+    of a channel may wait for its sender.
     """
 
     rank: int
+    receives_ahead: bool
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle: ...
 
@@ -44,6 +48,7 @@ class DistributedTransport:
         self.rank = dist.get_rank()
         self.groups = groups or {}
         self._through_host = dist.get_backend() == "gloo"
+        self.receives_ahead = self._through_host  # NCCL connects a channel in its first call, with both ranks in it
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
         if self._through_host:
@@ -110,6 +115,7 @@ class LoopbackTransport:
     def __init__(self, rank: int, world: LoopbackWorld):
         self.rank = rank
         self.world = world
+        self.receives_ahead = True
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
         self.world.channel(self.rank, target).put(tensor.detach().clone())

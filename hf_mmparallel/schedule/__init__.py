@@ -3,7 +3,7 @@
 from .actions import Action, DeadlockError, Message, Program, ProgramError, Task
 from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
-from .lowering import build_program, lower
+from .lowering import build_program, lower, receive_ahead
 from .scheduler import Timeline, default_cost, live_caps, schedule_tasks
 from .simulator import Simulation, Span, simulate
 
@@ -25,6 +25,7 @@ __all__ = [
     "default_cost",
     "live_caps",
     "lower",
+    "receive_ahead",
     "schedule_tasks",
     "simulate",
 ]

@@ -101,6 +101,35 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequ
     return Program(actions, times)
 
 
+def receive_ahead(actions: Sequence[Action]) -> list[Action]:
+    """
+    Moves each receive in front of the task before the one that needs it, so that its message can come in meanwhile.
+
+    All else, and the receives among themselves, keep their order. The receive of a gradient, whose shape is that of
+    what the forward gave, stays behind that forward.
+
+    Args:
+        actions (`Sequence[Action]`): The list of a rank.
+
+    Returns:
+        `list[Action]`: The same actions.
+    """
+    result: list[Action] = []
+    place: int | None = None  # of the task that ran last
+    for action in actions:
+        if action.message is not None and action.op == "recv" and place is not None:
+            before = result[place].task
+            if before is not None and before.key != action.message.target.key:
+                result.insert(place, action)
+                place += 1
+                continue
+            place = None  # what comes after must not overtake
+        elif action.task is not None:
+            place = len(result)
+        result.append(action)
+    return result
+
+
 def _ranks(plan: ParallelPlan, graph: TaskGraph) -> list[tuple[int, ...]]:
     """The ranks of each task of the graph."""
     by_stage: dict[StageKey, tuple[int, ...]] = {
