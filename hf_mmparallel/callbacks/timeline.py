@@ -44,14 +44,14 @@ class TimelineCallback(EngineCallback):
         chrome_trace(predicted, folder / f"{name}.json", measured=measured)
 
     def gather(self) -> list[Span]:
-        """The tasks of the last step on all ranks, on one clock. Collective."""
+        """The tasks of the last step on all ranks, on one clock that starts with the first of them. Collective."""
         assert self.engine is not None and self.engine.last_result is not None
         result = self.engine.last_result
         rows: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(rows, (result.started_s, result.timeline))
-        first = min(started for started, _ in rows)
+        first = min((1e3 * started + timed.start_ms for started, timeline in rows for timed in timeline), default=0.0)
         return [
-            Span(rank, timed.task, timed.start_ms + 1e3 * (started - first), timed.end_ms + 1e3 * (started - first))
+            Span(rank, timed.task, 1e3 * started + timed.start_ms - first, 1e3 * started + timed.end_ms - first)
             for rank, (started, timeline) in enumerate(rows)
             for timed in timeline
         ]

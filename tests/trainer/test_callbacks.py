@@ -1,0 +1,179 @@
+"""What callbacks tell of a run: efficiency in the log, the progress bar, measured timelines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
+from hf_mmparallel.callbacks import LossProgressCallback
+from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, hardware_of
+from hf_mmparallel.callbacks.timeline import cost_from
+from hf_mmparallel.runtime.executor import StepResult, TimedTask
+from hf_mmparallel.schedule import Span, Task
+from tests.distributed import run_distributed
+
+from . import runs
+
+VISION, LM = "vision", "language_model"
+PIPELINE = {LM: {"pp_size": 2}}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers make their output folder even when they save nothing."""
+    monkeypatch.chdir(tmp_path)
+
+
+def window(duration: float, busy: float, wall: float | None = None, **changes: Any) -> RankWindow:
+    wall = duration if wall is None else wall
+    return RankWindow(duration, wall, busy, **{"forwards_ms": {}, "replicas_ms": {}, "num_rows": {}, **changes})
+
+
+# The numbers
+
+
+def test_the_bubble_is_the_share_of_time_outside_of_tasks():
+    metrics = efficiency([window(100, 80), window(100, 60), window(100, 100)], core_per_rank=True)
+    assert metrics == {"parallel/bubble_fraction": pytest.approx(0.2)}
+    assert efficiency([window(100, 80), window(50, 50)], True)["parallel/bubble_fraction"] == pytest.approx(0.35)
+    assert efficiency([window(100, 80)], core_per_rank=False) == {}
+    assert efficiency([window(0, 0), window(0, 0)], core_per_rank=True) == {}
+
+
+def test_rows_of_all_ranks_per_second_of_the_slowest_with_all_it_does():
+    windows = [window(300, 1, wall=500, num_rows={VISION: 30}), window(400, 1, num_rows={VISION: 20, LM: 100})]
+    metrics = efficiency(windows, core_per_rank=False)
+    assert metrics == {"parallel/tokens_per_second/vision": 100.0, "parallel/tokens_per_second/language_model": 200.0}
+
+
+def test_imbalance_is_the_largest_over_the_mean():
+    windows = [
+        window(9, 9, forwards_ms={LM: [1.0, 1.0, 4.0]}, replicas_ms={(LM, 0): 6.0}),
+        window(9, 9, forwards_ms={LM: [2.0, 2.0, 2.0]}, replicas_ms={(LM, 1): 9.0}),
+        window(9, 9, forwards_ms={VISION: [3.0]}, replicas_ms={(VISION, 0): 3.0}),
+        window(9, 9, replicas_ms={(LM, 1): 9.0}),
+    ]
+    metrics = efficiency(windows, core_per_rank=False)
+    assert metrics == {
+        "parallel/microbatch_imbalance/language_model": pytest.approx(0.5),  # the mean of 1.0 and 0.0
+        "parallel/microbatch_imbalance/vision": 0.0,
+        "parallel/replica_imbalance/language_model": pytest.approx(0.5),  # 18 over the mean of 6 and 18
+    }
+
+
+def test_a_window_adds_up_steps():
+    def step(*timed: tuple[Task, float, float], duration: float, rows: int) -> StepResult:
+        tasks = [TimedTask(task, start, end) for task, start, end in timed]
+        return StepResult(timeline=tasks, duration_ms=duration, num_rows={LM: rows})
+
+    first, second = (Task("fwd", LM, 0, 0, index) for index in range(2))
+    back = Task("bwd", LM, 0, 0, 0)
+    results = [
+        step((first, 0, 2), (back, 3, 7), duration=8, rows=10),
+        step((first, 0, 1), (second, 1, 4), duration=6, rows=5),
+    ]
+    wanted = RankWindow(14, 20, 10, {LM: [2, 1, 3]}, {(LM, 0): 10}, {LM: 15})
+    assert RankWindow.of(results, wall_ms=20) == wanted
+    assert RankWindow.of(results, wall_ms=1).wall_ms == 14  # two clocks may differ a little
+
+
+def test_utilisation_needs_a_known_device():
+    assert hardware_of(torch.device("cpu")) is None
+    assert ParallelMetricsCallback().parallel_metrics() == {}  # the stock Trainer has no engine
+
+
+def test_costs_of_a_picture_are_mean_durations():
+    spans = [Span(0, Task("fwd", LM, 0, 0, index), start, end) for index, start, end in ((0, 0, 2), (1, 5, 9))]
+    cost = cost_from([*spans, Span(0, Task("bwd", LM, 0, 0, 0), 10, 17)])
+    assert cost(Task("fwd", LM, 0, 0, 3)) == 3 and cost(Task("bwd", LM, 0, 0, 3)) == 7
+
+
+# The progress bar
+
+
+def test_the_bar_carries_the_loss_and_other_logs_stand_above(capsys: pytest.CaptureFixture):
+    args = TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    state, control = TrainerState(max_steps=2), TrainerControl()
+    callback = LossProgressCallback()
+    callback.on_train_begin(args, state, control)
+    state.global_step = 1
+    callback.on_step_end(args, state, control)
+    callback.on_log(args, state, control, logs={"loss": 4.81234, "grad_norm": 2.0, "parallel/bubble_fraction": 0.25})
+    bar = callback.training_bar
+    assert bar is not None and bar.postfix == "loss=4.812, grad=2, bubble=0.25"
+    callback.on_log(args, state, control, logs={"eval_loss": 4.75, "epoch": 1, "total_flos": 12})
+    callback.on_train_end(args, state, control)
+    shown = capsys.readouterr()
+    assert "eval_loss 4.75, epoch 1" in shown.out + shown.err and "total_flos" not in shown.out + shown.err
+
+
+# On ranks
+
+
+def logs_and_timeline(folder: Path) -> dict[str, Any]:
+    """What two steps leave in the log, with a timeline of the second one."""
+    timeline = TimelineCallback(steps={2})
+    trainer = runs.make_trainer(
+        "llava", PIPELINE, str(folder), max_steps=3, logging_steps=1, callbacks=[timeline, Late()]
+    )
+    trainer.train()
+    bare = runs.make_trainer("llava", PIPELINE, "bare", max_steps=1)
+    bare.remove_callback(ParallelMetricsCallback)
+    bare.train()
+    dist.barrier()
+    return {
+        "logs": [row for row in trainer.state.log_history if "loss" in row],
+        "bare": [name for row in bare.state.log_history for name in row if name.startswith("parallel/")],
+        "attached": timeline.engine is trainer.engine is not None,
+    }
+
+
+class Late(TimelineCallback):
+    """A timeline with a folder of its own."""
+
+    def __init__(self):
+        super().__init__(steps=[1, 3], folder="elsewhere")
+
+
+@pytest.mark.distributed
+def test_efficiency_is_in_the_log_and_timelines_on_disk(tmp_path: Path):
+    ranks = run_distributed(logs_and_timeline, 3, tmp_path / "out")
+    for rank in ranks:
+        assert rank["attached"] and rank["bare"] == []
+        for row, first in zip(rank["logs"], ranks[0]["logs"], strict=True):
+            measured = {name: value for name, value in row.items() if name.startswith("parallel/")}
+            assert measured == {name: value for name, value in first.items() if name.startswith("parallel/")}
+            assert measured["parallel/tokens_per_second/language_model"] > 0
+            assert {f"parallel/microbatch_imbalance/{module}" for module in (VISION, LM)} <= measured.keys()
+            assert not any("replica_imbalance" in name for name in measured)  # one copy of each
+    _check_timeline(tmp_path / "out" / "timeline-2")
+    assert sorted(path.name for path in Path("elsewhere").iterdir()) == [
+        f"timeline-{step}.{kind}" for step in (1, 3) for kind in ("json", "png")
+    ]
+    assert not (tmp_path / "out" / "timeline-1.png").exists()
+
+
+def _check_timeline(stem: Path) -> None:
+    """The picture is a picture; the trace has every task of every rank, measured and predicted."""
+    with Image.open(stem.with_suffix(".png")) as picture:
+        assert picture.width > 600 and picture.height > 200
+        assert len(set(picture.convert("RGB").resize((60, 40)).getdata())) > 20
+    events = json.loads(stem.with_suffix(".json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    for kind in ("predicted", "measured"):
+        (process,) = (pid for pid, name in names.items() if kind in name)
+        mine = [event for event in spans if event["pid"] == process]
+        assert min(event["ts"] for event in mine) == 0
+        per_rank = [sum(event["tid"] == rank for event in mine) for rank in range(3)]
+        # four microbatches with a forward and a backward each, on every stage of three ranks
+        assert per_rank == [8, 8, 8], (kind, per_rank)
