@@ -6,6 +6,7 @@ import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from hf_mmparallel import MultimodalParallelTrainer
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.trainer.checks import _REFUSED, check_arguments
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -289,7 +291,6 @@ def one_image_too_few() -> None:
     trainer.train()
 
 
-@pytest.mark.xfail(reason="the executor does not compare an encoder's rows with the placeholders", strict=True)
 @pytest.mark.parametrize("fn", [media_missing, one_image_too_few])
 def test_placeholders_without_their_image_are_counted(fn: Any):
     assert_ranks_raise(fn, 3, match=r"have \d+ placeholders of `image`.*`vision` made \d+ features")
@@ -303,3 +304,26 @@ def an_evaluation_fails() -> None:
 def test_metrics_that_raise_end_all_ranks():
     errors = assert_ranks_raise(an_evaluation_fails, 3, match="division by zero")
     assert all("rank 0: ZeroDivisionError" in error for error in errors[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("deepspeed", {"zero_optimization": {"stage": 2}}, r"`deepspeed=.* it wraps one model .* Use `dp_size`"),
+        ("parallelism_config", SimpleNamespace(total_size=2), r"`parallelism_config=.* Give the sizes of each module"),
+        ("train_sampling_strategy", "batch_rebalance", r'`train_sampling_strategy=.* Use `"random"`'),
+        ("save_on_each_node", True, r"`save_on_each_node=True` .* Use an `output_dir` that all hosts share"),
+    ],
+)
+def test_other_ways_to_spread_a_model_are_refused(name: str, value: Any, sentence: str):
+    args = MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    check_arguments(args)
+    setattr(args, name, value)
+    with pytest.raises(ValueError, match=sentence):
+        check_arguments(args)
+
+
+def test_the_docs_list_every_refused_argument():
+    page = Path(__file__).parents[2] / "docs" / "differences.md"
+    refused = page.read_text().partition("## What a plan refuses")[2]
+    assert [name for name in _REFUSED if f"`{name}" not in refused] == []
