@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ..cost import HARDWARE, Hardware
+from ..cost.analytic import is_lookup
 from ..runtime.executor import StepResult
 from .base import EngineCallback
+
+_MOST_STEPS = 1000  # of which a log tells, when the loss is logged seldom
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,8 @@ class RankWindow:
     What one rank did in the steps between two logs.
 
     Args:
-        duration_ms (`float`): Time in steps.
+        duration_ms (`float`): Time in the programs of steps.
+        wall_ms (`float`): From the end of the step before the first to the end of the last, with data and optimizer.
         busy_ms (`float`): Of it in tasks.
         forwards_ms (`dict[str, list[float]]`): Module -> its forwards on this rank, for the first rank of a stage.
         replicas_ms (`dict[tuple[str, int], float]`): (module, replica) -> time in its tasks.
@@ -30,13 +35,14 @@ class RankWindow:
     """
 
     duration_ms: float
+    wall_ms: float
     busy_ms: float
     forwards_ms: dict[str, list[float]]
     replicas_ms: dict[tuple[str, int], float]
     num_rows: dict[str, int]
 
     @classmethod
-    def of(cls, results: Sequence[StepResult]) -> RankWindow:
+    def of(cls, results: Sequence[StepResult], wall_ms: float) -> RankWindow:
         forwards, replicas, rows = defaultdict(list), defaultdict(float), defaultdict(int)
         busy = 0.0
         for result in results:
@@ -48,7 +54,8 @@ class RankWindow:
                     forwards[timed.task.module].append(took)
             for module, count in result.num_rows.items():
                 rows[module] += count
-        return cls(sum(r.duration_ms for r in results), busy, dict(forwards), dict(replicas), dict(rows))
+        duration = sum(r.duration_ms for r in results)
+        return cls(duration, max(wall_ms, duration), busy, dict(forwards), dict(replicas), dict(rows))
 
 
 def _excess(values: Sequence[float]) -> float:
@@ -71,6 +78,7 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
         minus 1) `parallel/microbatch_imbalance/<module>` and `parallel/replica_imbalance/<module>`.
     """
     duration = max(window.duration_ms for window in windows)
+    wall = max(window.wall_ms for window in windows)
     if not duration:
         return {}
     metrics: dict[str, float] = {}
@@ -85,7 +93,7 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
         for module, forwards in window.forwards_ms.items():
             uneven[module].append(_excess(forwards))
     for module, count in rows.items():
-        metrics[f"parallel/tokens_per_second/{module}"] = 1e3 * count / duration
+        metrics[f"parallel/tokens_per_second/{module}"] = 1e3 * count / wall
     if core_per_rank:
         busy = sum(window.busy_ms for window in windows)
         metrics["parallel/bubble_fraction"] = 1 - busy / (duration * len(windows))
@@ -121,18 +129,25 @@ class ParallelMetricsCallback(EngineCallback):
     """
 
     def __init__(self):
-        self.results: list[StepResult] = []
+        self.results: deque[StepResult] = deque(maxlen=_MOST_STEPS)
+        self.ends_s: deque[float] = deque(maxlen=_MOST_STEPS + 1)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.ends_s.append(time.perf_counter())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.engine is not None and self.engine.last_result is not None:
             self.results.append(self.engine.last_result)
+            self.ends_s.append(time.perf_counter())
 
     def parallel_metrics(self) -> dict[str, float]:
         if self.engine is None or not self.results:
             return {}
-        results, self.results = self.results, []
+        mine = RankWindow.of(self.results, 1e3 * (self.ends_s[-1] - self.ends_s[0]))
+        self.results.clear()
+        self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
         windows: list[RankWindow | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(windows, RankWindow.of(results))
+        dist.all_gather_object(windows, mine)
         metrics = efficiency([w for w in windows if w is not None], core_per_rank(self.engine.device))
         utilisation = self._utilisation(metrics)
         return metrics if utilisation is None else {**metrics, "parallel/model_flops_utilisation": utilisation}
@@ -145,6 +160,11 @@ class ParallelMetricsCallback(EngineCallback):
             return None
         flops = 0.0
         for name, module in self.engine.spec.modules.items():
-            matrices = sum(p.num_elements for p in module.parameters if len(p.shape) > 1)
-            flops += 6 * matrices * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
+            behind = self.engine.executor.flow.input_needs_grad(name, 0, 0)  # a gradient goes through all its layers
+            per_token = sum(
+                2 * p.num_elements * (1 + (behind or p.trainable) + p.trainable)
+                for p in module.parameters
+                if len(p.shape) > 1 and not is_lookup(p)
+            )
+            flops += per_token * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
         return flops / (1e12 * hardware.peak_tflops * self.engine.plan.world_size)

@@ -118,6 +118,9 @@ class StepDataset(Dataset):
         collator (`Callable[[list], Mapping]`): Collates samples.
         keys (`Callable[[StepPlan], Mapping[BatchKey, Sequence[int]]]`): The chunks of this rank.
         seed (`int`): The base of all seeds.
+        unused (`Mapping[str, frozenset[str]]`, *optional*):
+            Module -> floating-point entries of a collated batch that it does not read, such as the pixels in the
+            language model; they go no further.
     """
 
     def __init__(
@@ -126,7 +129,9 @@ class StepDataset(Dataset):
         collator: Callable[[list], Mapping[str, Any]],
         keys: Callable[[StepPlan], Mapping[BatchKey, Sequence[int]]],
         seed: int,
+        unused: Mapping[str, frozenset[str]] | None = None,
     ):
+        self.unused = unused or {}
         self.dataset = dataset
         self.collator = collator
         self.keys = keys
@@ -144,7 +149,13 @@ class StepDataset(Dataset):
                     samples[slot] = self._read(step.samples[slot], step.epoch)
             with seeded(stable_seed(self.seed, step.epoch, [step.samples[slot] for slot in slots])):
                 # Collators may change what they are given, and a sample can be in several chunks.
-                result.batches[key] = dict(self.collator([_copied(samples[slot]) for slot in slots]))
+                batch = self.collator([_copied(samples[slot]) for slot in slots])
+            unused = self.unused.get(key[0], frozenset())
+            result.batches[key] = {
+                name: value
+                for name, value in batch.items()
+                if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
+            }
         return result
 
     def _read(self, index: int, epoch: int) -> Any:

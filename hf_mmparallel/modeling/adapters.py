@@ -97,6 +97,13 @@ def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any
     return merged
 
 
+def add_to_whole(model: Any, config: Any) -> None:
+    """Injects adapters that [`add_adapters`] has merged into another copy of the whole model."""
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+
+
 def _parse(module: str, config: Any) -> Any:
     """A module's config as an object, refusing what can't be one module's."""
     from peft import LoraConfig, get_peft_config

@@ -10,7 +10,7 @@ IGNORE_INDEX = -100
 
 
 def token_loss(
-    model: PreTrainedModel, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0
+    model: PreTrainedModel, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, shifted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """
     Sums the model's loss over target tokens, so that sums of microbatches and replicas add up.
@@ -19,13 +19,16 @@ def token_loss(
         model ([`~transformers.PreTrainedModel`]): The model whose `loss_function` is used.
         logits (`torch.Tensor` of shape `[batch, sequence, vocabulary]`): The model's output.
         labels (`torch.Tensor` of shape `[batch, sequence]`):
-            Token ids as in a batch (not shifted yet); `-100` is ignored.
+            Token ids as in a batch; `-100` is ignored.
         label_smoothing (`float`, *optional*, defaults to 0.0): Weight of the uniform distribution in the target.
+        shifted (`bool`, *optional*, defaults to `False`):
+            Whether position `i` of `labels` is already the target of position `i` of `logits` (`shift_labels`).
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The sum in float32 and the number of target tokens in int64, both scalars.
     """
-    targets = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous().to(logits.device)
+    targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:].contiguous()
+    targets = targets.to(logits.device)
     num_tokens = (targets != IGNORE_INDEX).sum()
     if label_smoothing:
         loss = _smoothed_loss(logits, targets, label_smoothing)

@@ -340,7 +340,7 @@ class ModuleStage:
         kwargs = {}
         for name, value in inputs.items():
             pixels = name in encoder_inputs and isinstance(value, Tensor) and value.is_floating_point()
-            if name != "labels" and not pixels:
+            if name not in ("labels", "shift_labels") and not pixels:
                 kwargs[name] = value
         return {**kwargs, "use_cache": False, "return_dict": True}
 

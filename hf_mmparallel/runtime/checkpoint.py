@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 _UNFINISHED = "_saving-"
+_PREVIOUS = _UNFINISHED + "previous-"
 _LOAD_CHUNK_BYTES = 1 << 30
 
 
@@ -68,7 +69,12 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(_UNFINISHED + path.name)
     main = not dist.is_initialized() or dist.get_rank() == 0
+    previous = path.with_name(f"{_PREVIOUS}{path.name}")
     if main:
+        for replaced in path.parent.glob(_PREVIOUS + "*"):
+            home = replaced.with_name(replaced.name.removeprefix(_PREVIOUS))
+            if not home.exists():
+                replaced.rename(home)  # a crash came between the two renames
         for leftover in path.parent.glob(_UNFINISHED + "*"):
             shutil.rmtree(leftover)
         temporary.mkdir(parents=True)
@@ -79,7 +85,6 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         for file in (*temporary.rglob("*"), temporary):
             _fsync(file)
         if path.exists():
-            previous = path.with_name(f"{_UNFINISHED}previous-{path.name}")
             path.rename(previous)
             temporary.rename(path)
             shutil.rmtree(previous)

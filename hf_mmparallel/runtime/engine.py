@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
-from ..modeling import count_rows, prepare_stages, token_loss
+from ..modeling import count_rows, module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, holdings, sync_groups
 from ..schedule import Program, Task, build_program
@@ -84,20 +84,24 @@ class ParallelEngine(nn.Module):
         self.sync_groups = sync_groups(spec, plan)
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
+        self.unused_inputs = _unused_inputs(model)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         self.stages = prepare_stages(model, spec, plan, self.rank, device)
-        if load is not None:
-            load(model)
         self.module: Any = model
-        self.module.to(device)
-        self._shard_layers()
+        if load is None:
+            self.module.to(device)
+            self._shard_layers()
+        else:
+            self._shard_layers()  # on the meta device, so that a rank reads its shards only
+            load(model)
+            self.module.to(device)
         self.executor = Executor(
             plan,
             spec,
             self.stages,
             transport or DistributedTransport(self.groups.channels),
             self.groups.by_ranks,
-            lambda logits, labels: token_loss(model, logits, labels, label_smoothing),
+            lambda logits, labels, shifted: token_loss(model, logits, labels, label_smoothing, shifted),
             count_rows,
             device,
             _wire_dtype(spec),
@@ -192,10 +196,12 @@ class ParallelEngine(nn.Module):
         return totals
 
     @torch.no_grad()
-    def evaluate_step(self, batch: StepBatch) -> StepResult:
-        """Runs the forwards of a batch."""
+    def evaluate_step(self, batch: StepBatch, first: bool = False) -> StepResult:
+        """Runs the forwards of a batch; before the `first` of a loop the ranks compare their steps."""
         self.module.eval()
         self.current_step = batch.step
+        if first:
+            self._sum_and_agree(torch.zeros(0), batch.step)
         program = self.program(batch.step, training=False)
         return self.executor.run(program, batch.step, batch.batches)
 
@@ -238,9 +244,19 @@ class ParallelEngine(nn.Module):
         return norm
 
 
+def _unused_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
+    """Module -> names of entries of a batch that only other modules' encoders read."""
+    read = {
+        name: {entry for modality in part.modalities for entry in part.input_names(modality)}
+        for name, part in module_parts(model).items()
+    }
+    every = set().union(*read.values())
+    return {name: frozenset(every - own) for name, own in read.items()}
+
+
 def _leave() -> None:
-    """Ends the process group of a script that does not: gloo's threads may otherwise outlive what they use."""
-    if dist.is_initialized():
+    """Ends the gloo group of a script that does not: its threads may otherwise outlive what they use."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 

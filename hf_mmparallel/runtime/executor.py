@@ -20,7 +20,7 @@ from .transport import Handle, Transport
 
 StageKey = tuple[str, int, int]
 BatchKey = tuple[str, int, int, int]
-LossFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+LossFunction = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class Executor:
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         transport (`Transport`): Carries the messages.
         tp_groups (`Mapping[tuple[int, ...], ProcessGroup]`): Groups of the grids of this rank with several ranks.
-        loss_function (`Callable`): (logits, labels) -> (sum over target tokens, number of target tokens).
+        loss_function (`Callable`):
+            (logits, labels, whether they are shifted) -> (sum over target tokens, number of target tokens).
         count_rows (`Callable`): (inputs, spec) -> modality -> rows of each sample.
         device (`torch.device`): Where stages compute.
         wire_dtype (`torch.dtype`): Of hidden states, features and their gradients between ranks.
@@ -394,17 +395,33 @@ class _Step:
             if self.is_last(task):
                 outputs = self.loss(task, outputs)
         self.count(task, outputs)
-        self.running[task.key] = _Running(outputs, leaves)
+        if needs_graph or not self.is_last(task):
+            self.running[task.key] = _Running(outputs, leaves)
+
+    def check_rows(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
+        """Raises `ValueError` unless an encoder made a row for each placeholder token of its samples."""
+        for spec, output in zip(self.spec.modules[task.module].features, outputs, strict=True):
+            wanted = sum(self.rows(task)[spec.modality])
+            if output.shape[0] != wanted:
+                samples = [self.step.samples[slot] for slot in self.slots(task)]
+                raise ValueError(
+                    f"Samples {samples} have {wanted} placeholders of `{spec.modality}` in `input_ids`, but "
+                    f"`{task.module}` made {output.shape[0]} features of them. Make the processor's placeholders and "
+                    "media agree."
+                )
 
     def count(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
         """Counts what a module works on, on the first rank of each replica's last encoder or first language stage."""
+        replica = self.plan.modules[task.module].replicas[task.replica]
+        if task.module != LANGUAGE_MODEL and task.stage == len(replica) - 1:
+            self.check_rows(task, outputs)
         if self.grid(task)[0] != self.rank:
             return
         counts = self.result.num_rows
         if task.module == LANGUAGE_MODEL:
             if task.stage == 0:
                 counts[task.module] = counts.get(task.module, 0) + self.batch(task)["input_ids"].numel()
-        elif task.stage == len(self.plan.modules[task.module].replicas[task.replica]) - 1:
+        elif task.stage == len(replica) - 1:
             counts[task.module] = counts.get(task.module, 0) + sum(out.shape[0] for out in outputs)
         else:
             counts.setdefault(task.module, 0)
@@ -446,9 +463,16 @@ class _Step:
         (logits,) = outputs
         if self.executor.on_logits is not None:
             self.executor.on_logits(task, logits.detach(), batch)
-        if batch.get("labels") is None:
+        shifted = batch.get("shift_labels")
+        labels = batch.get("labels") if shifted is None else shifted
+        if labels is None:
+            if self.program.has_backward(task):
+                raise ValueError(
+                    f"The batch has no `labels` to train on, only {', '.join(f'`{name}`' for name in batch)}. Add a "
+                    "column `labels`, or a collator that makes it."
+                )
             return []
-        loss, count = self.executor.loss_function(logits, batch["labels"])
+        loss, count = self.executor.loss_function(logits, labels, shifted is not None)
         self.result.losses[task] = (loss.detach(), count)
         return [loss]
 

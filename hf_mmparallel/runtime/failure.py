@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
 _KEY = "hf_mmparallel/failure"
+# What gloo and NCCL say when a peer has gone.
+_LOST_PEER = re.compile(r"connection|timed out|timeout|gloo|nccl|socket|broken pipe", re.IGNORECASE)
 
 
 class RemoteRankError(RuntimeError):
@@ -42,6 +45,6 @@ def shared_failure() -> Iterator[None]:
             raise
         sentence = f"{type(error).__name__}: {error}"
         first = store.compare_set(_KEY, "", f"rank {dist.get_rank()}: {sentence}").decode()
-        if first.partition(": ")[2] != sentence and isinstance(error, RuntimeError):
+        if first.partition(": ")[2] != sentence and _LOST_PEER.search(sentence):
             raise RemoteRankError(f"Another rank failed first: {first}") from error
         raise

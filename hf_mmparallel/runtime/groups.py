@@ -60,17 +60,32 @@ class ProcessGroups:
                         self.tp_meshes[row] = mesh
                         if rank in row:
                             self.by_ranks[row] = mesh.get_group("tp")
-        for group in sync:
-            if group.ranks not in self.by_ranks:
-                made = dist.new_group(list(group.ranks))
-                if rank in group.ranks:
-                    self.by_ranks[group.ranks] = made
+        for ranks in dict.fromkeys(group.ranks for group in sync):
+            if ranks not in self.tp_meshes:
+                made = dist.new_group(list(ranks))
+                if rank in ranks:
+                    self.by_ranks[ranks] = made
         self.channels: dict[tuple[int, int], Any] = {}
         if dist.get_backend() == "nccl":
             for pair in talking_pairs(plan):
                 made = dist.new_group(list(pair))
                 if rank in pair:
                     self.channels[pair] = made
+            self._connect(rank, torch.device(device_type, torch.cuda.current_device()))
+
+    def _connect(self, rank: int, device: torch.device) -> None:
+        """
+        Uses every group once, in one order on all ranks: NCCL connects a group in its first call, which blocks the
+        host until its peers have come.
+        """
+        token = torch.zeros(1, device=device)
+        for ranks in sorted(self.by_ranks):
+            dist.all_reduce(token, group=self.by_ranks[ranks])
+        for source, target in sorted(self.channels):
+            if rank == source:
+                dist.send(token, target, group=self.channels[source, target])
+            else:
+                dist.recv(token, source, group=self.channels[source, target])
 
     def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
         """The mesh of a row of tensor-parallel ranks, `None` for a single rank."""

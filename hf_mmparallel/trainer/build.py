@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..arrange import num_microbatches
+from ..data.loader import seeded
 from ..modeling import build_model_spec
 from ..modeling.adapters import add_adapters, wrap_with_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
@@ -20,6 +22,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPl
 from ..plan.plugin import reject_unknown_keys
 from ..runtime.engine import ParallelEngine
 from .arguments import MultimodalTrainingArguments
+from .checks import check_model
 
 logger = get_logger(__name__)
 
@@ -48,7 +51,7 @@ def adapter_configs(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
     return {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
 
 
-def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> Any:
+def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, seed: int) -> Any:
     """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
     spec = apply_module_settings(model, plugin)
     for name in spec.modules:
@@ -57,7 +60,10 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
             tower: Any = model.get_submodule(spec.modules[name].tower)
             tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     configs = adapter_configs(plugin)
-    return wrap_with_adapters(model, spec, configs) if configs else model
+    if not configs:
+        return model
+    with seeded(seed):
+        return wrap_with_adapters(model, spec, configs)
 
 
 def restore_renamed(model: Any, folder: str | Path | None) -> bool:
@@ -163,23 +169,28 @@ def build_engine(
     whole: Any = build_on_meta(source) if source is not None else model
     if source is None and dist.is_initialized():
         check_equal_models(whole)
+    check_model(whole)
     spec = apply_module_settings(whole, plugin)
     configs = adapter_configs(plugin)
-    adapters = add_adapters(whole, spec, configs) if configs else None
+    adapters = None
     if configs:
+        with seeded(args.seed):  # copies start from equal adapters, whatever a rank has drawn before
+            adapters = add_adapters(whole, spec, configs)
         spec = build_model_spec(whole)
     plan = _plan(plugin, spec, args)
     _check_same_plan(plan)
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     global_batch_size = resolve_batch(args, dp_size)
+    # accelerate's `cpu:0` is the CPU, but a move to it copies, and gives what other ranks hold memory of its own.
+    device = torch.device("cpu") if args.device.type == "cpu" else args.device
     engine = ParallelEngine(
         whole,
         spec,
         plan,
-        args.device,
+        device,
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
-        load=None if source is None else lambda pruned: load_owned(pruned, source),
+        load=None if source is None else lambda pruned: load_owned(pruned, source, device),
     )
     engine.adapters = adapters
     return engine, global_batch_size
@@ -190,7 +201,12 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
     draft = plan_for_model(plugin, spec, args.world_size)
     dp_size = draft.modules[LANGUAGE_MODEL].dp_size
     count = num_microbatches(resolve_batch(args, dp_size), args.per_device_train_batch_size, dp_size)
-    plan = plan_for_model(plugin, spec, args.world_size, count)
+    if plugin.plan is None and plugin.num_microbatches not in (None, count):
+        raise ValueError(
+            f"`num_microbatches={plugin.num_microbatches}` contradicts the batch sizes, which give {count}. Leave it "
+            "out, or change `per_device_train_batch_size`."
+        )
+    plan = replace(plan_for_model(plugin, spec, args.world_size, count), num_microbatches=count)
     if args.activation_checkpointing:
         modules = {name: replace(module, activation_checkpointing=True) for name, module in plan.modules.items()}
         plan = replace(plan, modules=modules)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -37,6 +40,11 @@ _REFUSED = {
         "the plan arranges the samples of a batch itself",
         'Use `"random"`, `"sequential"` or `"group_by_length"`.',
     ),
+    "save_on_each_node": (
+        lambda a: a.save_on_each_node,
+        "a checkpoint is one folder that all ranks write",
+        "Use an `output_dir` that all hosts share.",
+    ),
     "batch_eval_metrics": (
         lambda a: a.batch_eval_metrics,
         "predictions reach rank 0 by microbatch",
@@ -57,6 +65,30 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ValueError(f"`{name}={getattr(args, name)!r}` can't be used with `parallel`: {reason}. {remedy}")
 
 
+def check_model(model: nn.Module) -> None:
+    """Raises `ValueError` for what is not a sum over samples, so that parts can't be added up."""
+    for config in {id(c): c for c in _configs(model)}.values():
+        if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+            raise ValueError(
+                f"`output_router_logits=True` of `{type(config).__name__}` adds a loss over the experts' load in the "
+                "whole batch, which microbatches can't add up. Set it to `False`."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            raise ValueError(
+                f"`{name}` is a `{type(module).__name__}`: it mixes the samples of a batch, which a plan cuts. "
+                "Replace it by a norm over features."
+            )
+
+
+def _configs(model: nn.Module) -> Iterator[Any]:
+    """The configurations of a model and its parts."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            yield config
+
+
 def check_trainer(trainer: Trainer, model: Any, given: dict[str, Any]) -> None:
     """Raises `ValueError` for a loss, a model or data that can't hold under a plan."""
     if model is None and given.get("model_init") is None:
@@ -65,6 +97,12 @@ def check_trainer(trainer: Trainer, model: Any, given: dict[str, Any]) -> None:
         raise ValueError(
             f"`{type(trainer).__name__}.compute_loss` is overridden, but under a plan no rank sees a whole forward: "
             "the loss is the model's own, summed over target tokens. Remove the override, or train without `parallel`."
+        )
+    if type(trainer).prediction_step is not Trainer.prediction_step:
+        raise ValueError(
+            f"`{type(trainer).__name__}.prediction_step` is overridden, but under a plan evaluation runs on stages "
+            "and never calls it. Use `preprocess_logits_for_metrics` and `compute_metrics`, or train without "
+            "`parallel`."
         )
     if given.get("train_dataset") is not None:
         check_dataset(given["train_dataset"])

@@ -87,7 +87,7 @@ def evaluate(
     for batch in dataloader:
         engine.executor.on_logits = collector
         try:
-            result = engine.evaluate_step(trainer._on_device(batch))
+            result = engine.evaluate_step(trainer._on_device(batch), first=not num_samples)
         finally:
             engine.executor.on_logits = None
         num_samples += len(batch.step.samples)

@@ -13,6 +13,7 @@ from ..arrange import contiguous_step
 from ..callbacks.metrics import core_per_rank, hardware_of
 from ..cli.table import plan_table
 from ..cost import HARDWARE, AnalyticCost, RankMemory, Tokens, memory_per_rank
+from ..data.loader import seeded
 from ..modeling import count_rows
 from ..plan import ModelSpec
 from ..schedule import Simulation, simulate
@@ -71,7 +72,8 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
     """Prints the plan with the predicted bubble, and draws the predicted step into the output folder."""
     engine, args = trainer.engine, trainer.args
     assert engine is not None
-    prediction = predict(trainer)
+    with seeded(args.seed):  # only this rank reads samples here
+        prediction = predict(trainer)
     plan, simulation = engine.plan, prediction.simulation
     console = Console(stderr=True)
     if not console.is_terminal:

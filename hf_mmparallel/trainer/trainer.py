@@ -26,6 +26,7 @@ from ..arrange import contiguous_step
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback
 from ..data import default_collator
 from ..data.loader import StepBatch, StepDataset, StepSampler, as_is, keys_of_rank
+from ..modeling.adapters import add_to_whole
 from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
@@ -97,8 +98,10 @@ class MultimodalParallelTrainer(Trainer):
         self.engine: ParallelEngine | None = None
         plugin = getattr(args, "plugin", None)
         if kwargs.get("data_collator") is None:
+            datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
             kwargs["data_collator"], raw = default_collator(
-                kwargs.get("train_dataset"), kwargs.get("processing_class")
+                next((d for d in datasets if d is not None and not isinstance(d, dict)), None),
+                kwargs.get("processing_class"),
             )
             if raw and args.remove_unused_columns:
                 args = copy.copy(args)
@@ -107,7 +110,7 @@ class MultimodalParallelTrainer(Trainer):
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
             whole: Any = model
             if plugin is not None and model is not None:
-                whole = prepare_single_process(whole, plugin)
+                whole = prepare_single_process(whole, plugin, args.seed)
             self.loss_is_scaled_for_ga = None
             super().__init__(model=whole, args=args, **kwargs)
             return
@@ -141,6 +144,10 @@ class MultimodalParallelTrainer(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self._engine
 
+    @planned
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine has placed it."""
+
     def gather_model(self) -> PreTrainedModel | None:
         """
         The whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over; `None` on
@@ -152,9 +159,16 @@ class MultimodalParallelTrainer(Trainer):
         if state is None:
             return None
         model = type(self.model)(self.model.config)
-        model.load_state_dict(state, strict=False)
+        if self.engine.adapters is not None:
+            add_to_whole(model, self.engine.adapters)
+        lost = model.load_state_dict(state, strict=False, assign=True)
         model.tie_weights()
-        return model.to(dtype=self.model.dtype).eval()
+        tied = set(model.state_dict(keep_vars=True)) - {name for name, _ in model.named_parameters()}
+        missing = [name for name in lost.missing_keys if name not in tied]
+        assert not missing and not lost.unexpected_keys, (missing, lost.unexpected_keys)
+        if self.model.can_generate():
+            model.generation_config = self.model.generation_config
+        return model.eval()
 
     # The log
 
@@ -220,6 +234,7 @@ class MultimodalParallelTrainer(Trainer):
         """The stock Trainer's order on one process: the sampler that accelerate makes of it."""
         seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
         if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size = self.global_batch_size
             sampler.generator = torch.Generator().manual_seed(seed)
         if not isinstance(sampler, RandomSampler):
             return sampler
@@ -241,7 +256,7 @@ class MultimodalParallelTrainer(Trainer):
             batches, lambda samples, epoch: contiguous_step(engine.plan, samples, microbatch_size, epoch)
         )
         return DataLoader(
-            StepDataset(dataset, collator, keys, self.args.seed),
+            StepDataset(dataset, collator, keys, self.args.seed, self._engine.unused_inputs),
             batch_sampler=steps,
             collate_fn=as_is,
             num_workers=workers,
@@ -394,8 +409,11 @@ class MultimodalParallelTrainer(Trainer):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
-    @planned
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        by_name = folder is not None and os.path.isfile(os.path.join(folder, optimizer_checkpoint.TABLE))
+        if self.engine is None and not by_name:
+            super()._load_optimizer_and_scheduler(folder)
+            return
         if folder is None or not os.path.isfile(os.path.join(folder, "scheduler.pt")):
             return
         with shared_failure():

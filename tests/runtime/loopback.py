@@ -143,7 +143,7 @@ def run_loopback(
             prepare_stages(own, spec, plan, rank),
             world.transport(rank),
             {},
-            lambda logits, labels: token_loss(own, logits, labels),
+            lambda logits, labels, shifted: token_loss(own, logits, labels, shifted=shifted),
             count_rows,
             torch.device("cpu"),
             torch.float32,

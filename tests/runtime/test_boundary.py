@@ -187,7 +187,7 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
             stages,
             transport,
             members,
-            lambda logits, labels: (logits.sum(), torch.tensor(1)),
+            lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
             lambda batch, spec: batch["rows"],
             torch.device("cpu"),
             torch.float64,

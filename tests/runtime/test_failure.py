@@ -64,7 +64,7 @@ def two_blocks() -> list[str]:
     with shared_failure():
         dist.barrier()
     said = []
-    for error in (ValueError("first"), RuntimeError("second")):
+    for error in (ValueError("first"), RuntimeError("second"), RuntimeError("Connection closed by peer")):
         try:
             with shared_failure():
                 raise error
@@ -111,9 +111,9 @@ def test_without_a_group_the_error_is_itself():
 
 @pytest.mark.distributed
 def test_an_error_of_ones_own_stays_what_it_is():
-    first, second = run_distributed(two_blocks, 1)[0]
-    assert first == "ValueError: first"
-    assert second == "RemoteRankError: Another rank failed first: rank 0: ValueError: first"
+    first, second, lost = run_distributed(two_blocks, 1)[0]
+    assert (first, second) == ("ValueError: first", "RuntimeError: second")
+    assert lost == "RemoteRankError: Another rank failed first: rank 0: ValueError: first"
 
 
 SHARED = {"vision": {"dp_size": 2}, LANGUAGE_MODEL: {"colocate_with": "vision"}}
