@@ -103,14 +103,15 @@ def message_ms(num_values: int, repeats: int = 100) -> float:
     transport = DistributedTransport()
     tensor, buffer = torch.zeros(num_values), torch.empty(num_values)
     times = []
+    dist.barrier()
     if transport.rank < 2:
         other = 1 - transport.rank
-        for _ in range(repeats):
+        for _ in range(2 * repeats):
             start = time.perf_counter()
             for sends in (transport.rank == 0, transport.rank == 1):
                 (transport.send(tensor, other) if sends else transport.recv(buffer, other)).wait()
             times.append(1e3 * (time.perf_counter() - start) / 2)
-    shared = [statistics.median(times) if times else 0.0]
+    shared = [statistics.median(times[repeats:]) if times else 0.0]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
 

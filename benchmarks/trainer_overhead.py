@@ -39,7 +39,7 @@ from hf_mmparallel.plan import ModulePlugin, resolve_plan
 STOCK, OURS, ENGINE = "stock", "ours", "ours, engine"
 GLOBAL_BATCH = 32
 MICROBATCH = 4
-WARMUP_STEPS = 2
+WARMUP_STEPS = 1
 FOUR_RANKS = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 ALL_ONE = {"vision": {"dp_size": 1}, "language_model": {"pp_size": 1}}
 GOAL, FLOOR = 1.00, 0.97
@@ -201,8 +201,8 @@ def table_of(title: str, result: dict[str, Any], stock: str) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to try the script itself")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds after the warm-up round")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds after the warm-up round")
+    parser.add_argument("--steps", type=int, default=2, help="timed steps of a run")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -229,7 +229,7 @@ def main() -> None:
         "gradients over four; the plan holds parts of it and sums those of the encoder over two.",
         "Ratios are medians (and extremes) over rounds in which all variants ran, above 1 when ours is faster, or "
         "needs less processor time. The processor time is that of all processes, and is the better number while "
-        "others use the cores.",
+        "others use the cores. Runs are short, so that a round sees one load.",
     ]
     if cores < 4:
         notes.append(
