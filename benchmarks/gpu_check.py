@@ -71,15 +71,12 @@ def launch(family: str, bf16: bool, layout: str) -> dict[str, Any]:
                     "MASTER_PORT": "29512",
                 }
             command = [sys.executable, __file__, "--rank", family, str(int(bf16)), layout]
-            output = open(Path(folder) / f"{rank}.txt", "w+")
-            processes.append((subprocess.Popen(command, env=environment, stdout=output, stderr=output), output))
-        for process, _ in processes:
+            path = Path(folder) / f"{rank}.txt"
+            with path.open("w") as output:
+                processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+        for process in processes:
             process.wait(timeout=240)
-        texts = []
-        for _, output in processes:
-            output.seek(0)
-            texts.append(output.read())
-            output.close()
+        texts = [(Path(folder) / f"{rank}.txt").read_text() for rank in range(world)]
     found = [line for line in texts[0].splitlines() if line.startswith("LOGS ")]
     if not found:
         raise RuntimeError(f"{family} {layout} failed:\n" + "\n".join(text[-2500:] for text in texts))

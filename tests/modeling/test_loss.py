@@ -60,3 +60,14 @@ def test_half_precision_logits_are_summed_in_float32(label_smoothing):
     loss, _ = token_loss(model, logits, labels, label_smoothing)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, token_loss(model, logits.float(), labels, label_smoothing)[0], rtol=0, atol=0)
+
+
+def test_shifted_labels_are_taken_as_they_are():
+    model = tiny.FAMILIES["llama"]()
+    labels = torch.tensor([[5, -100, 7, 8], [1, 2, 3, -100]])
+    logits = torch.randn(2, 4, model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    shifted = torch.cat([labels[:, 1:], torch.full((2, 1), -100)], dim=1)
+    for given, want in zip(
+        token_loss(model, logits, shifted, shifted=True), token_loss(model, logits, labels), strict=True
+    ):
+        assert torch.equal(given, want)

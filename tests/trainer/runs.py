@@ -72,7 +72,7 @@ def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -
     return Run(step_logs(trainer), {k: v.detach().clone() for k, v in model.state_dict().items()}, metrics)
 
 
-def make_trainer(family: str, parallel: dict[str, Any], output_dir: str | None = None, **arguments: Any) -> Any:
+def make_trainer(family: str, parallel: dict[str, Any] | None, output_dir: str | None = None, **arguments: Any) -> Any:
     """Our Trainer on this rank."""
     torch.set_num_threads(1)
     arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}

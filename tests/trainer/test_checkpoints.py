@@ -24,7 +24,11 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "le
 
 
 def _train(
-    folder: Path, parallel: dict[str, Any], resume: str | None = None, family: str = "qwen2_vl", **arguments: Any
+    folder: Path,
+    parallel: dict[str, Any] | None,
+    resume: str | None = None,
+    family: str = "qwen2_vl",
+    **arguments: Any,
 ) -> dict[str, torch.Tensor] | None:
     """Final weights on rank 0."""
     trainer = runs.make_trainer(family, parallel, str(folder), **{**SAVING, **arguments})
@@ -49,6 +53,8 @@ def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path):
     _assert_close(resumed, straight, exact=True)
     other = run_distributed(_train, 3, tmp_path / "other", {"language_model": {"tp_size": 2}}, str(checkpoint))[0]
     _assert_close(other, straight)
+    single = run_distributed(_train, 1, tmp_path / "single", None, str(checkpoint))[0]
+    _assert_close(single, straight)
     tiny_class = type(tiny.FAMILIES["qwen2_vl"]())
     loaded, info = tiny_class.from_pretrained(tmp_path / "checkpoint-4", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

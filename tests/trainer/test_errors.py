@@ -327,3 +327,30 @@ def test_the_docs_list_every_refused_argument():
     page = Path(__file__).parents[2] / "docs" / "differences.md"
     refused = page.read_text().partition("## What a plan refuses")[2]
     assert [name for name in _REFUSED if f"`{name}" not in refused] == []
+
+
+def test_losses_and_norms_over_a_whole_batch_are_refused():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from hf_mmparallel.trainer.checks import check_model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "vocab_size": 32}
+    quiet = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads))
+    check_model(quiet)
+    quiet.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"`output_router_logits=True` of `Qwen3MoeConfig` .* Set it to `False`"):
+        check_model(quiet)
+    with pytest.raises(ValueError, match=r"`1` is a `BatchNorm1d`: it mixes the samples .* Replace it"):
+        check_model(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+
+
+def no_labels() -> None:
+    trainer = runs.make_trainer("llava", PIPELINE)
+    for sample in trainer.train_dataset:
+        del sample["labels"]
+    trainer.train()
+
+
+def test_a_dataset_without_labels_is_refused_at_its_first_step():
+    assert_ranks_raise(no_labels, 3, match="The batch has no `labels` to train on, only .*`input_ids`.* Add a column")
