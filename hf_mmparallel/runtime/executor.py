@@ -11,15 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan
 from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
 from ..schedule.lowering import receive_ahead
-from .boundary import RowSpace, part_size, parts
+from .boundary import part_size, parts
+from .messages import BatchKey, MessageGeometry, StageKey, num_rows_of
 from .transport import Handle, Transport
 
-StageKey = tuple[str, int, int]
-BatchKey = tuple[str, int, int, int]
 LossFunction = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -181,7 +180,7 @@ class _Clock:
         return self.start.elapsed_time(mark)
 
 
-class _Step:
+class _Step(MessageGeometry):
     """The state of one step on one rank."""
 
     def __init__(
@@ -191,75 +190,16 @@ class _Step:
         step: StepPlan,
         batches: Mapping[BatchKey, Mapping[str, Any]],
     ):
+        super().__init__(executor.plan, executor.spec, step, batches, executor.stages, executor.count_rows)
         self.executor = executor
-        self.plan = executor.plan
-        self.spec = executor.spec
         self.rank = executor.rank
         self.program = program
-        self.step = step
-        self.batches = batches
         self.result = StepResult()
         self.running: dict[tuple, _Running] = {}
         self.incoming: dict[Task, dict[Message, _Incoming]] = {}
         self.local: dict[tuple[Message, int], torch.Tensor] = {}
         self.sends: dict[tuple, list[Handle]] = {}
         self.gradients: dict[tuple, dict[str, torch.Tensor]] = {}
-        self._rows: dict[BatchKey, dict[str, list[int]]] = {}
-        self._shapes: dict[tuple, list[torch.Size]] = {}
-
-    # What a message carries
-
-    def grid(self, task: Task) -> tuple[int, ...]:
-        return self.plan.stage(task.module, task.replica, task.stage).ranks[0]
-
-    def slots(self, task: Task) -> tuple[int, ...]:
-        return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
-
-    def rows(self, task: Task) -> dict[str, list[int]]:
-        """Rows of each sample of a task of this rank, by modality."""
-        key = (task.module, task.replica, task.microbatch, task.chunk)
-        if key not in self._rows:
-            self._rows[key] = self.executor.count_rows(self.batches[key], self.spec)
-        return self._rows[key]
-
-    def features(self, message: Message) -> list[tuple[int, FeatureSpec]]:
-        """The features (place in the encoder's outputs, spec) that a boundary message carries."""
-        encoder, taker = self.ends(message)
-        edge = next(e for e in self.plan.edges if (e.source, e.target) == (encoder.module, taker.module))
-        chosen = self.plan.edge_stages(edge, taker.replica)[taker.stage]
-        return [(index, self.spec.modules[encoder.module].features[index]) for index in chosen]
-
-    @staticmethod
-    def ends(message: Message) -> tuple[Task, Task]:
-        """(task before, task after) in the direction of the forward."""
-        if message.kind == "act":
-            return message.source, message.target
-        return message.target, message.source
-
-    def shared_slots(self, message: Message) -> list[int]:
-        encoder, taker = self.ends(message)
-        taken = set(self.slots(taker))
-        return [slot for slot in self.slots(encoder) if slot in taken]
-
-    def space(self, message: Message, task: Task) -> RowSpace:
-        """The rows of `task` (one end of a boundary message) that the message's features have."""
-        return RowSpace([spec for _, spec in self.features(message)], self.slots(task), self.rows(task))
-
-    def shapes(self, task: Task) -> list[torch.Size]:
-        """Shapes of the hidden states that the stage of `task` receives."""
-        key = task.key
-        if key not in self._shapes:
-            stage = self.executor.stages[task.module, task.replica, task.stage]
-            self._shapes[key] = stage.input_shapes(self.batch(task))
-        return self._shapes[key]
-
-    def batch(self, task: Task) -> Mapping[str, Any]:
-        return self.batches[task.module, task.replica, task.microbatch, task.chunk]
-
-    def is_last(self, task: Task) -> bool:
-        """Whether the task's stage ends in the logits."""
-        replica = self.plan.modules[task.module].replicas[task.replica]
-        return task.module == LANGUAGE_MODEL and task.stage == len(replica) - 1
 
     # Receiving
 
@@ -271,10 +211,10 @@ class _Step:
             width = self.spec.language_model.hidden_size
         elif message.kind == "act":
             shapes = self.shapes(task)
-            num_rows, width = sum(_num_rows(shape) for shape in shapes), shapes[0][-1] if shapes else 0
+            num_rows, width = sum(num_rows_of(shape) for shape in shapes), shapes[0][-1] if shapes else 0
         else:
             outputs = self.running[task.key].outputs
-            num_rows, width = sum(_num_rows(out.shape) for out in outputs), outputs[0].shape[-1] if outputs else 0
+            num_rows, width = sum(num_rows_of(out.shape) for out in outputs), outputs[0].shape[-1] if outputs else 0
         incoming = _Incoming(num_rows)
         encoder, taker = self.ends(message)
         for part in parts(num_rows, self.grid(encoder), self.grid(taker)):
@@ -318,11 +258,6 @@ class _Step:
         full = torch.empty(size * len(grid), width, dtype=padded.dtype, device=padded.device)
         dist.all_gather_into_tensor(full, padded, group=self.executor.tp_groups[grid])
         return full[: incoming.num_rows]
-
-    def message_width(self, message: Message) -> int:
-        if message.crosses_boundary:
-            return self.spec.language_model.hidden_size
-        return self.shapes(message.target)[0][-1]
 
     # Sending
 
@@ -385,7 +320,7 @@ class _Step:
                 rows.requires_grad_(needs_graph and flow.hidden_needs_grad(*key))
                 leaves["hidden"] = rows
                 shapes = self.shapes(task)
-                pieces = rows.split([_num_rows(shape) for shape in shapes])
+                pieces = rows.split([num_rows_of(shape) for shape in shapes])
                 hidden = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         features = self.features_of(task, incoming, leaves, needs_graph)
         self.executor.before_forward(task)
@@ -521,7 +456,7 @@ class _Step:
                 pieces: Sequence[torch.Tensor] = full.split(space.sizes)
             else:
                 chosen = list(range(len(running.outputs)))
-                pieces = rows.split([_num_rows(out.shape) for out in running.outputs])
+                pieces = rows.split([num_rows_of(out.shape) for out in running.outputs])
             for index, piece in zip(chosen, pieces, strict=True):
                 gradients[index] += piece.view_as(gradients[index])
         return gradients
@@ -538,11 +473,3 @@ class _Step:
         for handles in self.sends.values():
             for handle in handles:
                 handle.wait()
-
-
-def _num_rows(shape: Sequence[int]) -> int:
-    """Rows of a hidden state whose last dimension is its width."""
-    count = 1
-    for size in shape[:-1]:
-        count *= size
-    return count
