@@ -13,9 +13,11 @@ python benchmarks/trainer_overhead.py --quick --out out/bench  # seconds; the nu
 from __future__ import annotations
 
 import argparse
+import gc
 import io
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -134,12 +136,12 @@ def run_engine(shapes: common.Shapes, num_steps: int) -> Speed:
 
 
 def take_turns(runs: dict[str, Callable[[], Speed]], repeats: int) -> dict[str, list[Speed]]:
-    """Runs every variant once a round, each round in another order; the first round is a warm-up."""
-    names = list(runs)
-    values: dict[str, list[Speed]] = {name: [] for name in names}
+    """Runs every variant once a round, in an order that is drawn; the first round is a warm-up."""
+    rng = random.Random(0)
+    values: dict[str, list[Speed]] = {name: [] for name in runs}
     for number in range(repeats + 1):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in rng.sample(sorted(runs), len(runs)):
+            gc.collect()
             value = runs[name]()
             if number:
                 values[name].append(value)
@@ -232,9 +234,7 @@ def main() -> None:
         "others use the cores. Runs are short, so that a round sees one load.",
     ]
     if cores < 4:
-        notes.append(
-            "With fewer cores than processes a waiting process leaves its core to another: bubbles hardly show."
-        )
+        notes.append("With fewer cores than processes a waiting one leaves its core to another, which hides bubbles.")
     tables = [
         table_of("One process", one, "stock"),
         table_of("Four processes: vision dp 2, language model pp 2", four, "stock, DDP"),
