@@ -46,6 +46,12 @@ PRELOADED = [
     "transformers.trainer",
     "transformers.models.clip.modeling_clip",
     "transformers.models.llama.modeling_llama",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "torch.distributed.checkpoint",
+    "hf_mmparallel.trainer",
+    "hf_mmparallel.runtime.engine",
+    "tests.tiny",
     "tests.distributed",
 ]
 
