@@ -1,0 +1,35 @@
+"""The mask of one attention call: the words of its queries and keys, and where each of them stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class BitfieldMask:
+    """
+    Words and places of the rows of queries and of keys.
+
+    A place is the index of a token in its row before anything was permuted or cut; no two keys of a row that are not
+    padding stand at one place. Rows may come in any order, and keys that no query sees may be missing.
+
+    Args:
+        query_words (`torch.Tensor` of shape `[batch, query_length]`): int64.
+        query_positions (`torch.Tensor` of shape `[batch, query_length]`): int32 places.
+        key_words (`torch.Tensor` of shape `[batch, key_length]`): int64.
+        key_positions (`torch.Tensor` of shape `[batch, key_length]`): int32 places.
+    """
+
+    query_words: Tensor
+    query_positions: Tensor
+    key_words: Tensor
+    key_positions: Tensor
+
+    @classmethod
+    def from_words(cls, words: Tensor) -> BitfieldMask:
+        """The mask of whole rows in their own order; `words` is int64 `[batch, length]`."""
+        positions = torch.arange(words.shape[-1], dtype=torch.int32, device=words.device).expand_as(words)
+        return cls(words, positions, words, positions)

@@ -1,0 +1,130 @@
+"""
+The mask word: one int64 per token that says what the token is and what it may look at.
+
+Bits of a word, from the lowest:
+
+| bits | field | meaning |
+|---|---|---|
+| 0..15 | segment | the sample in its row, from 1; 0 is padding |
+| 16..31 | span | a group of tokens of the sample that see each other both ways; 0 is none |
+| 32..45 | kinds | what the token is as a key, one bit for each kind |
+| 46..59 | sees | which kinds it may look at as a query |
+| 60 | causal | it may look back, at itself too |
+| 61 | global | it may look at its whole sample |
+
+A query sees a key when both are of one segment, `sees` of the query and `kinds` of the key share a bit, and the key is
+not later (causal), is in the same span, or the query is global. A layer's sliding window is not in the word: with a
+window `w`, a key must also be less than `w` places before the query. The word of padding is 0; it sees nothing and
+nothing sees it. [`dense_mask`] is this definition as code.
+
+"Later" is by the place in the row, not by the position ids of rotary embeddings, which may repeat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+
+import torch
+from torch import Tensor
+
+SEGMENT_BITS = 16
+SPAN_BITS = 16
+KIND_BITS = 14
+SPAN_SHIFT = SEGMENT_BITS
+KIND_SHIFT = SPAN_SHIFT + SPAN_BITS
+SEES_SHIFT = KIND_SHIFT + KIND_BITS
+CAUSAL_SHIFT = SEES_SHIFT + KIND_BITS
+GLOBAL_SHIFT = CAUSAL_SHIFT + 1
+
+MAX_SEGMENTS = 2**SEGMENT_BITS - 1
+MAX_SPANS = 2**SPAN_BITS - 1
+ALL_KINDS = 2**KIND_BITS - 1
+
+
+class Kind(IntFlag):
+    """The kinds of tokens with a name; the bits above are free."""
+
+    TEXT = 1
+    IMAGE = 2
+    AUDIO = 4
+    VIDEO = 8
+
+
+@dataclass(frozen=True)
+class WordFields:
+    """
+    The fields of words, each a tensor of the words' shape.
+
+    Args:
+        segment (`torch.Tensor`): int64, 0 for padding.
+        span (`torch.Tensor`): int64, 0 for none.
+        kinds (`torch.Tensor`): int64, a bit for each kind.
+        sees (`torch.Tensor`): int64, a bit for each kind.
+        causal (`torch.Tensor`): bool.
+        sees_all (`torch.Tensor`): bool, the bit `global`.
+    """
+
+    segment: Tensor
+    span: Tensor
+    kinds: Tensor
+    sees: Tensor
+    causal: Tensor
+    sees_all: Tensor
+
+
+def encode_words(
+    segment: Tensor,
+    span: Tensor | int = 0,
+    kinds: Tensor | int = int(Kind.TEXT),
+    sees: Tensor | int = ALL_KINDS,
+    causal: Tensor | bool = True,
+    sees_all: Tensor | bool = False,
+) -> Tensor:
+    """
+    Packs fields into words.
+
+    Args:
+        segment (`torch.Tensor` of any shape, integers): The sample of each token, from 1; 0 is padding.
+        span (`torch.Tensor` or `int`, *optional*, defaults to 0): The bidirectional group of each token, 0 for none.
+        kinds (`torch.Tensor` or `int`, *optional*, defaults to text): What each token is.
+        sees (`torch.Tensor` or `int`, *optional*, defaults to all kinds): What each token may look at.
+        causal (`torch.Tensor` or `bool`, *optional*, defaults to `True`): Whether each token looks back.
+        sees_all (`torch.Tensor` or `bool`, *optional*, defaults to `False`): Whether it sees its whole sample.
+
+    Returns:
+        `torch.Tensor`: int64 words of the shape of `segment`, 0 where the segment is 0.
+
+    Raises:
+        `ValueError`: If a field does not fit its bits.
+    """
+    fields = (
+        ("segment", segment, SEGMENT_BITS, 0),
+        ("span", span, SPAN_BITS, SPAN_SHIFT),
+        ("kinds", kinds, KIND_BITS, KIND_SHIFT),
+        ("sees", sees, KIND_BITS, SEES_SHIFT),
+        ("causal", causal, 1, CAUSAL_SHIFT),
+        ("sees_all", sees_all, 1, GLOBAL_SHIFT),
+    )
+    words = torch.zeros_like(segment, dtype=torch.int64)
+    for name, value, bits, shift in fields:
+        value = torch.as_tensor(value, device=segment.device).to(torch.int64)
+        if value.numel() and (value.min() < 0 or value.max() >= 2**bits):
+            raise ValueError(
+                f"`{name}` has values from {int(value.min())} to {int(value.max())}; a mask word holds 0 to "
+                f"{2**bits - 1}. Use fewer of them in one row."
+            )
+        words |= value << shift
+    return torch.where(segment > 0, words, torch.zeros_like(words))
+
+
+def decode_words(words: Tensor) -> WordFields:
+    """The fields of int64 words of any shape."""
+    return WordFields(
+        segment=words & MAX_SEGMENTS,
+        span=(words >> SPAN_SHIFT) & MAX_SPANS,
+        kinds=(words >> KIND_SHIFT) & ALL_KINDS,
+        sees=(words >> SEES_SHIFT) & ALL_KINDS,
+        causal=((words >> CAUSAL_SHIFT) & 1).bool(),
+        sees_all=((words >> GLOBAL_SHIFT) & 1).bool(),
+    )
