@@ -1,0 +1,448 @@
+"""
+Bitfield attention of one row that is cut over the ranks of a group (context parallelism).
+
+Each rank holds the queries, keys and values of its own tokens. Keys and values travel to all ranks, a few kv heads at
+a time, into two alternating buffers: while one group of heads is computed, the next is on its way. Gradients of keys
+and values go back the same way and are summed by the rank that holds the tokens, in the order of the ranks.
+
+A shard may come in any order: the kernels read the place of each token from the mask, so what the ranks send, laid
+end to end, is just another order of the keys.
+
+Letters of shapes: T tokens of the whole row, R ranks, L = rows of a rank, S rows a rank sends, K rows of keys, h kv
+heads that travel together, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .mask import BitfieldMask
+
+HEADS_PER_GATHER = 2
+"""Kv heads that travel together: fewer hide more of the way, but a launch of one head leaves a GPU partly idle."""
+
+
+@dataclass(frozen=True)
+class SequenceShard:
+    """
+    One rank's part of a packed row, for attention that needs the other parts too. Built by [`shard_sequence`].
+
+    Args:
+        mask (`BitfieldMask`): Words and places of this rank's rows `[1, L]`, and of the keys `[1, K]` as they lie once
+            they are gathered: what every rank sends, in the order of the ranks, with this rank's own rows before it
+            when only some rows are sent.
+        order (`torch.Tensor` of shape `[R, L]`): int64, which token of the whole row each row of each rank is; -1 for
+            padding.
+        num_tokens (`int`): T, tokens of the whole row.
+        rank (`int`): This rank in `group`.
+        group (`torch.distributed.ProcessGroup`): The ranks that share the row.
+        sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the rows this rank sends; all when left out.
+        heads_per_gather (`int`, *optional*, defaults to 2): Kv heads that travel together; the same on every rank.
+    """
+
+    mask: BitfieldMask
+    order: Tensor
+    num_tokens: int
+    rank: int
+    group: Any
+    sent: Tensor | None = None
+    heads_per_gather: int = HEADS_PER_GATHER
+
+    @property
+    def words(self) -> Tensor:
+        """The words of this rank's rows, int64 `[1, L]`."""
+        return self.mask.query_words
+
+    @property
+    def positions(self) -> Tensor:
+        """The places of this rank's rows in the whole row, int32 `[1, L]`."""
+        return self.mask.query_positions
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the row."""
+        return self.order.shape[0]
+
+    @property
+    def num_sent(self) -> int:
+        """S, the rows that each rank sends."""
+        return self.order.shape[1] if self.sent is None else len(self.sent)
+
+    def take(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
+        """
+        This rank's tokens of a tensor of the whole row.
+
+        Args:
+            tensor (`torch.Tensor`): `num_tokens` long along `dim`.
+            dim (`int`, *optional*, defaults to 1): The dimension of the tokens.
+            padding (`float`, *optional*, defaults to 0): What the rows of padding get, such as -100 for labels.
+
+        Returns:
+            `torch.Tensor`: L long along `dim`.
+
+        Raises:
+            `ValueError`: If the tensor has another number of tokens.
+        """
+        if tensor.shape[dim] != self.num_tokens:
+            raise ValueError(
+                f"the tensor has {tensor.shape[dim]} tokens along dimension {dim} and the row that was cut has "
+                f"{self.num_tokens}. Give a tensor of the whole row, or the right `dim`."
+            )
+        own = self.order[self.rank].to(tensor.device)
+        rows = tensor.index_select(dim, own.clamp_min(0))
+        shape = [1] * tensor.dim()
+        shape[dim] = -1
+        return rows.masked_fill((own < 0).view(shape), padding)
+
+    @torch.no_grad()
+    def gather_tokens(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
+        """
+        The tensor of the whole row from what each rank has of it: the inverse of [`~SequenceShard.take`], without
+        gradients. All ranks call it.
+
+        Args:
+            tensor (`torch.Tensor`): This rank's rows, L long along `dim`.
+            dim (`int`, *optional*, defaults to 1): The dimension of the tokens.
+            padding (`float`, *optional*, defaults to 0): What tokens that no rank holds get.
+
+        Returns:
+            `torch.Tensor`: `num_tokens` long along `dim`, the same on every rank.
+        """
+        rows = tensor.movedim(dim, 0).contiguous()
+        everyone = rows.new_empty(self.num_ranks * rows.shape[0], *rows.shape[1:])
+        everyone[self.rank * rows.shape[0] : (self.rank + 1) * rows.shape[0]] = rows
+        _all_gather(everyone, rows, self.group).wait()
+        order = self.order.flatten().to(tensor.device)
+        whole = rows.new_full((self.num_tokens, *rows.shape[1:]), padding)
+        whole[order[order >= 0]] = everyone[order >= 0]
+        return whole.movedim(0, dim)
+
+
+def shard_sequence(
+    words: Tensor,
+    order: Any,
+    rank: int,
+    group: Any,
+    *,
+    positions: Any = None,
+    gathered: Any = None,
+    block: int = 128,
+    num_ranks: int | None = None,
+    heads_per_gather: int = HEADS_PER_GATHER,
+) -> SequenceShard:
+    """
+    The part of a packed row that one rank holds.
+
+    Args:
+        words (`torch.Tensor` of shape `[1, T]`): int64 mask words of the whole row; the shard lies on their device.
+        order (array of `R * L` integers): Which token each row is, rank by rank; -1 for rows of padding. The same on
+            every rank.
+        rank (`int`): This rank in `group`.
+        group (`torch.distributed.ProcessGroup`): The ranks that share the row.
+        positions (array of `R * L` integers, *optional*): The places of the rows of `order` when the samples of the
+            row were laid out anew; the tokens of a sample keep their distances, and no two rows stand at one place.
+            The places in the row when left out.
+        gathered (array of shape `[R, n]`, *optional*): The blocks of each rank's rows, counted from the rank's first
+            row, that the other ranks need; every rank sends equally many. All when left out.
+        block (`int`, *optional*, defaults to 128): Tokens of a block of `gathered`.
+        num_ranks (`int`, *optional*): R; the size of `group` when left out.
+        heads_per_gather (`int`, *optional*, defaults to 2): Kv heads that travel together; the same on every rank.
+
+    Returns:
+        `SequenceShard`: What [`context_parallel_attention`] needs to know.
+
+    Raises:
+        `ValueError`: If the words are not one row, or the order does not hold each of their tokens once in shards of
+            equal length.
+    """
+    if words.dim() != 2 or words.shape[0] != 1:
+        raise ValueError(
+            f"`words` has shape {tuple(words.shape)}; one row `[1, length]` is cut over the ranks. Pack the samples "
+            "into one row."
+        )
+    if heads_per_gather < 1:
+        raise ValueError(f"`heads_per_gather` is {heads_per_gather}; at least one head travels at a time. Use 2.")
+    num_ranks = dist.get_world_size(group) if num_ranks is None else num_ranks
+    order = torch.as_tensor(order, dtype=torch.int64, device=words.device)
+    _check_order(order, words, num_ranks)
+    order = order.view(num_ranks, -1)
+    row_words = torch.where(order >= 0, words[0][order.clamp_min(0)], 0)
+    if positions is None:
+        row_positions = _places(order)
+    else:
+        row_positions = torch.as_tensor(positions, device=words.device).to(torch.int32).view_as(order)
+    sent, key_words, key_positions = None, row_words.flatten(), row_positions.flatten()
+    if gathered is not None:
+        rows = _rows_of_blocks(gathered, block, order)
+        if rows.shape[1] < order.shape[1]:
+            sent = rows[rank]
+            sent_words = row_words.gather(1, rows)
+            sent_words[rank] = 0  # a key counts once: this rank has its own rows already
+            key_words = torch.cat([row_words[rank], sent_words.flatten()])
+            key_positions = torch.cat([row_positions[rank], row_positions.gather(1, rows).flatten()])
+    mask = BitfieldMask(row_words[rank][None], row_positions[rank][None], key_words[None], key_positions[None])
+    return SequenceShard(mask, order, words.shape[1], rank, group, sent, heads_per_gather)
+
+
+def _check_order(order: Tensor, words: Tensor, num_ranks: int) -> None:
+    """Every token that is not padding is in the order once, and the ranks get equally many rows."""
+    if order.dim() != 1 or len(order) % num_ranks:
+        raise ValueError(
+            f"`order` has shape {tuple(order.shape)}, which {num_ranks} ranks cannot share equally. Pad it with -1."
+        )
+    length = words.shape[1]
+    if len(order) and not (int(order.min()) >= -1 and int(order.max()) < length):
+        raise ValueError(
+            f"`order` names tokens from {int(order.min())} to {int(order.max())} and the row has {length}. Use 0 to "
+            f"{length - 1}, and -1 for padding."
+        )
+    count = torch.bincount(order[order >= 0], minlength=length)
+    wrong = (count > 1) | ((count == 0) & (words[0] != 0))
+    if wrong.any():
+        token = int(wrong.nonzero()[0])
+        raise ValueError(f"`order` holds token {token} {int(count[token])} times. Hold each token once.")
+
+
+def _places(order: Tensor) -> Tensor:
+    """Places of rows, int32: a row of padding goes on from the one before it, so that blocks stay runs of places."""
+    rows = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    last = torch.where(order >= 0, rows, -1).cummax(dim=1).values
+    start = torch.where(last >= 0, order.gather(1, last.clamp_min(0)) - last, 0)
+    return (start + rows).to(torch.int32)
+
+
+def _rows_of_blocks(blocks: Any, block: int, order: Tensor) -> Tensor:
+    """Rows of the listed blocks of each rank, int64 `[R, S]`."""
+    blocks = torch.as_tensor(blocks, dtype=torch.int64, device=order.device).view(order.shape[0], -1)
+    num_blocks = order.shape[1] // block
+    if order.shape[1] % block or (blocks.numel() and not (int(blocks.min()) >= 0 and int(blocks.max()) < num_blocks)):
+        raise ValueError(
+            f"`gathered` names blocks {blocks.flatten().tolist()} of shards of {order.shape[1]} rows in blocks of "
+            f"{block}. Cut shards into whole blocks and name those from 0 to {num_blocks - 1}."
+        )
+    return (blocks[..., None] * block + torch.arange(block, device=order.device)).flatten(1)
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: SequenceShard,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """
+    Bitfield attention of this rank's queries to the keys of all ranks. All ranks of the group call it, forward and
+    backward, in the same order.
+
+    Gradients of `query`, `key` and `value` are those of the sum of all ranks' losses. The gradient of `sinks` is this
+    rank's part of it, like that of any other parameter.
+
+    Args:
+        query (`torch.Tensor` of shape `[1, heads, L, head_dim]`): Queries of this rank's rows.
+        key (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Keys of this rank's rows; `kv_heads` divides
+            `heads`.
+        value (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Values of this rank's rows.
+        shard (`SequenceShard`): Which part of the row this is.
+        scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
+        window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): One more logit per head that takes weight, gives none.
+        return_lse (`bool`, *optional*, defaults to `False`): Whether to return the log-sum-exp of each row too.
+
+    Returns:
+        `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and on demand the
+        log-sum-exp `[1, heads, L]`, which has no gradient.
+
+    Raises:
+        `ValueError`: If the tensors do not have the rows of the shard.
+    """
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.shape[0] != 1 or tensor.shape[2] != shard.words.shape[1]:
+            raise ValueError(
+                f"`{name}` has shape {tuple(tensor.shape)} and the shard is one row of {shard.words.shape[1]} tokens: "
+                f"`[1, heads, {shard.words.shape[1]}, head_dim]`. Give the model this rank's tokens only."
+            )
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    out, lse = _Attention.apply(query, key, value, sinks, shard, (scale, softcap, window))
+    return (out, lse) if return_lse else out
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of one rank: keys and values are gathered in forward and, rather than kept, again in backward."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, sinks, shard, options):  # type: ignore[override]
+        out = torch.empty_like(query)
+        lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        for heads, key_rows, value_rows in _gather(key, value, shard):
+            of = _query_heads(heads, query, key)
+            sink = None if sinks is None else sinks[of]
+            out[:, of], lse[:, of] = _forward(query[:, of], key_rows, value_rows, shard.mask, *options, sink)
+        ctx.shard, ctx.options = shard, options
+        ctx.save_for_backward(query, key, value, sinks, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out, _):  # type: ignore[override]
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        grad_query = torch.empty_like(query)
+        grad_sinks = None if sinks is None else torch.empty_like(sinks)
+        returned = _GradientReturn(key, value, ctx.shard)
+        for heads, key_rows, value_rows in _gather(key, value, ctx.shard):
+            of = _query_heads(heads, query, key)
+            saved = (query[:, of], key_rows, value_rows, out[:, of], lse[:, of])
+            sink = None if sinks is None else sinks[of]
+            grads = _backward(grad_out[:, of], *saved, ctx.shard.mask, *ctx.options, sink)
+            grad_query[:, of] = grads[0]
+            if grad_sinks is not None:
+                grad_sinks[of] = grads[3]
+            returned.send(heads, grads[1], grads[2])
+        return grad_query, *returned.finish(), grad_sinks, None, None
+
+
+def _query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
+    """The query heads that read a range of kv heads."""
+    ratio = query.shape[1] // key.shape[1]
+    return slice(kv_heads.start * ratio, kv_heads.stop * ratio)
+
+
+def _head_groups(num_heads: int, shard: SequenceShard) -> list[slice]:
+    """Ranges of kv heads that are computed together: nothing to wait for, nothing to cut."""
+    size = shard.heads_per_gather if shard.num_ranks > 1 and shard.num_sent else num_heads
+    return [slice(start, min(start + size, num_heads)) for start in range(0, num_heads, size)]
+
+
+def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """
+    Each group of kv heads with all its key and value rows `[1, h, K, D]`, while the next group travels.
+
+    A collective starts after what was launched before it on the current stream, and `wait` makes what is launched
+    later start after the collective, on a GPU as on the CPU. So the order of these calls is the order of events:
+
+    | call | comes after | because |
+    |---|---|---|
+    | gather i + 1 starts | keys and values are there | it sends them |
+    | gather i + 1 starts | the kernel of group i - 1 was launched | that one reads the buffer it writes |
+    | the kernel of group i | wait for gather i | it reads that buffer |
+
+    and gather i + 1 starts before the kernel of group i, so that they run at the same time.
+    """
+    groups = _head_groups(key.shape[1], shard)
+    if shard.num_ranks == 1 and shard.sent is None or not shard.num_sent:
+        yield from ((heads, key[:, heads], value[:, heads]) for heads in groups)
+        return
+    num_own = 0 if shard.sent is None else key.shape[2]
+    num_rows = num_own + shard.num_ranks * shard.num_sent
+    first = num_own + shard.rank * shard.num_sent  # what this rank sends lies where all ranks find it
+    width = groups[0].stop * key.shape[3]
+    buffers = [key.new_empty(num_rows * 2 * width) for _ in groups[:2]]
+
+    def start(i: int) -> tuple[Tensor, Any]:
+        num_heads = groups[i].stop - groups[i].start
+        shape = (num_rows, 2, num_heads, key.shape[3])
+        rows = buffers[i % 2][: num_rows * 2 * num_heads * key.shape[3]].view(shape)
+        own = rows[first : first + shard.num_sent]
+        for j, tensor in enumerate((key, value)):
+            of_rank = tensor[0, groups[i]].transpose(0, 1)
+            rows[:num_own, j] = of_rank[:num_own]
+            own[:, j] = of_rank if shard.sent is None else of_rank[shard.sent]
+        return rows, _all_gather(rows[num_own:], own, shard.group)
+
+    travelling = start(0)
+    for i, heads in enumerate(groups):
+        rows, work = travelling
+        if i + 1 < len(groups):
+            travelling = start(i + 1)
+        work.wait()
+        yield heads, rows[:, 0].transpose(0, 1)[None], rows[:, 1].transpose(0, 1)[None]
+
+
+class _GradientReturn:
+    """
+    Brings the gradients of gathered keys and values home, a group of heads at a time, while the next is computed.
+
+    Every rank receives the others' parts and sums them in the order of the ranks, in float32 at least: the sum does
+    not depend on the backend, and half precision is rounded once per part and once at the end.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, shard: SequenceShard):
+        self.shard = shard
+        self.grads = torch.empty_like(key), torch.empty_like(value)
+        self.travelling: tuple | None = None
+
+    def send(self, heads: slice, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Starts on its way what the kernels found for one group of heads, `[1, h, K, D]` each."""
+        num_sent, num_ranks = self.shard.num_sent, self.shard.num_ranks
+        num_own = grad_key.shape[2] - num_ranks * num_sent
+        own = [grad[:, :, :num_own] for grad in (grad_key, grad_value)]
+        parts = received = work = None
+        if num_sent:
+            parts = grad_key.new_empty(num_ranks * num_sent, 2, *grad_key.shape[1:2], grad_key.shape[3])
+            for j, grad in enumerate((grad_key, grad_value)):
+                parts[:, j] = grad[0, :, num_own:].transpose(0, 1)
+            received = torch.empty_like(parts)
+            work = _all_to_all(received, parts, self.shard.group)
+        previous, self.travelling = self.travelling, (heads, own, parts, received, work)
+        self._receive(previous)
+
+    def _receive(self, travelling: tuple | None) -> None:
+        """Sums what arrived for one group of heads."""
+        if travelling is None:
+            return
+        heads, own, _, received, work = travelling
+        if received is not None:
+            work.wait()
+            wide = torch.promote_types(received.dtype, torch.float32)
+            sums = received.view(self.shard.num_ranks, -1, *received.shape[1:]).sum(0, dtype=wide)
+        for j, grad in enumerate(self.grads):
+            target = grad[0, heads].transpose(0, 1)
+            if received is None:
+                target.copy_(own[j][0].transpose(0, 1))
+            elif self.shard.sent is None:
+                target.copy_(sums[:, j])
+            else:
+                target.copy_(own[j][0].transpose(0, 1).to(wide).index_add(0, self.shard.sent, sums[:, j]))
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """The gradients of this rank's keys and values."""
+        self._receive(self.travelling)
+        return self.grads
+
+
+def _forward(query, key, value, mask, scale, softcap, window, sinks):
+    from .reference import reference_attention
+
+    return reference_attention(query, key, value, mask, scale, softcap, window, sinks)
+
+
+def _backward(grad_out, query, key, value, out, lse, mask, scale, softcap, window, sinks):
+    inputs = [t.detach().requires_grad_() for t in (query, key, value)]
+    sink = None if sinks is None else sinks.detach().requires_grad_()
+    with torch.enable_grad():
+        out, _ = _forward(*inputs, mask, scale, softcap, window, sink)
+    grads = torch.autograd.grad(out, inputs + ([] if sink is None else [sink]), grad_out)
+    return (*grads, None) if sink is None else grads
+
+
+def _all_gather(output: Tensor, own: Tensor, group: Any) -> Any:
+    """Starts to fill `output` `[R * n, ...]` with each rank's `own` `[n, ...]`, which may be its place in `output`."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, own, group=group, async_op=True)
+
+
+def _all_to_all(output: Tensor, parts: Tensor, group: Any) -> Any:
+    """Starts to send part j of `parts` `[R * n, ...]` to rank j, and to fill part i of `output` with rank i's."""
+    return dist.all_to_all_single(output, parts, group=group, async_op=True)
