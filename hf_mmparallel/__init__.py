@@ -1,11 +1,14 @@
 """
 Multimodal parallel training for `transformers.Trainer`.
 
-Importing the package imports neither torch nor transformers; each public name loads its module on first use.
+Importing the package imports neither torch nor transformers; each public name loads its module on first use. Once
+transformers is imported too, `attn_implementation="bitfield"` is known to it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ._registration import register_attention
 
 if TYPE_CHECKING:
     from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
@@ -58,3 +61,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """The public names."""
     return sorted(__all__)
+
+
+register_attention()

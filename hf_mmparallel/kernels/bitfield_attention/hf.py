@@ -1,0 +1,342 @@
+"""
+`"bitfield"` as an attention function of transformers.
+
+The words travel as the forward argument `attention_words`, which models hand through to every layer. A layer without
+words does what the mask says that the model asked for.
+
+transformers builds that mask before any layer runs, where the words are not in sight. The function that it calls to
+build it returns a [`DeferredMask`], which is built when a layer without words reads it: with words, nothing quadratic
+in the length of the row is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils, modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from .mask import BitfieldMask
+from .reference import reference_attention
+
+NAME = "bitfield"
+
+
+def register() -> None:
+    """Makes `attn_implementation="bitfield"` known to transformers."""
+    modeling_utils.AttentionInterface.register(NAME, bitfield_attention_forward)
+    masking_utils.AttentionMaskInterface.register(NAME, deferred_mask)
+
+
+class DeferredMask:
+    """
+    A mask that a model asked for and that is built when it is first read.
+
+    Args:
+        shape (`tuple[int, int, int, int]`): `(batch, 1, query_length, key_length)`.
+        arguments (`dict`): What transformers wants the mask to be, for `transformers.masking_utils.sdpa_mask`.
+        causal (`bool`): Whether the model asked for a causal mask, and not for one that looks both ways.
+    """
+
+    ndim = 4
+
+    def __init__(self, shape: tuple[int, int, int, int], arguments: dict[str, Any], causal: bool):
+        self.shape = shape
+        self.arguments = arguments
+        self.causal = causal
+        self._built: dict[bool, Tensor | None] = {}
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the mask is causal only because nobody said anything about it."""
+        return self.causal and self.arguments["attention_mask"] is None
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens of the row up to the last query, those in a cache too."""
+        return self.arguments["q_offset"] + self.shape[2]
+
+    @property
+    def chunk(self) -> int | None:
+        """The length of the chunks of a layer with chunked attention."""
+        chunk = getattr(self.arguments.get("config"), "attention_chunk_size", None)
+        return chunk if chunk is not None and chunk == self.arguments.get("local_size") else None
+
+    def build(self, may_skip: bool = False) -> Tensor | None:
+        """
+        The mask as a bool tensor `[batch, 1, query_length, key_length]`.
+
+        Args:
+            may_skip (`bool`, *optional*, defaults to `False`):
+                Return `None` where the mask is the plain causal one, or full if the model asked for no causal one.
+        """
+        if torch.compiler.is_compiling():  # a graph may not write to what came into it, and merges what is equal
+            return self._build(may_skip)
+        if may_skip not in self._built:
+            self._built[may_skip] = self._build(may_skip)
+        return self._built[may_skip]
+
+    def _build(self, may_skip: bool) -> Tensor | None:
+        arguments = dict(self.arguments)
+        if not may_skip:
+            arguments.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return masking_utils.sdpa_mask(**arguments)
+
+
+def deferred_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: Tensor | DeferredMask | None = None,
+    allow_is_bidirectional_skip: bool | None = None,
+    **arguments: Any,
+) -> Tensor | DeferredMask | None:
+    """
+    The mask function of `"bitfield"`; its arguments are those of `transformers.masking_utils.sdpa_mask`.
+
+    Returns:
+        [`DeferredMask`], or `torch.Tensor` for a cache of fixed size: its decoding steps are compiled and take the
+        mask as an input, and no words come with them.
+    """
+    if isinstance(attention_mask, DeferredMask):  # made by a model around this one
+        return attention_mask
+    arguments.update(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
+    )
+    # only the masks that look both ways come with this argument
+    mask = DeferredMask((batch_size, 1, q_length, kv_length), arguments, causal=allow_is_bidirectional_skip is None)
+    if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
+        return mask.build()
+    return mask
+
+
+def bitfield_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | DeferredMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    attention_words: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """
+    What a layer calls under `attn_implementation="bitfield"`.
+
+    Args:
+        module (`torch.nn.Module`): The attention layer.
+        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
+        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
+        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
+        attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): Who sees whom, where there are no words.
+        dropout (`float`, *optional*, defaults to 0.0): Must be 0.
+        scaling (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        is_causal (`bool`, *optional*): What a layer without mask and words says about itself.
+        sliding_window (`int`, *optional*): The layer's window in tokens.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(score / softcap)`.
+        s_aux (`torch.Tensor` of shape `[heads]`, *optional*): The sinks' logits.
+        attention_words (*optional*):
+            int64 words `[batch, length]` of all tokens up to the last query, a `SequenceShard` for a sequence that is
+            cut over ranks, or a dict of these by layer type. Only the layers of language models take them.
+
+    Returns:
+        `tuple[torch.Tensor, None]`: The output `[batch, query_length, heads, head_dim]`.
+
+    Raises:
+        `ValueError`: For what the kernels cannot do, for words that do not fit the keys, and for a language model that
+        trains with neither words nor a mask.
+    """
+    _refuse(module, dropout, attention_mask, kwargs)
+    softcap = softcap or 0.0
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_words is None or not _is_language_layer(module):
+        output = _attend_by_mask(module, query, key, value, attention_mask, scaling, is_causal, softcap, s_aux)
+        return output, None
+    words = _words_of_layer(module, attention_words, attention_mask)
+    window = sliding_window or _window_of_mask(attention_mask)
+    query, key, value = _cast_like_autocast(query, key, value)
+    if isinstance(words, Tensor):
+        seen = attention_mask.num_seen if isinstance(attention_mask, DeferredMask) else None
+        mask = _mask_of_words(words, query, key, window, seen)
+        mask = BitfieldMask.from_words(mask) if isinstance(mask, Tensor) else mask
+        output = reference_attention(query, key, value, mask, scaling, softcap, window, s_aux)[0]
+    else:
+        from .context_parallel import context_parallel_attention
+
+        output = context_parallel_attention(
+            query, key, value, words, scale=scaling, softcap=softcap, window=window, sinks=s_aux
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse(module: nn.Module, dropout: float, mask: Tensor | DeferredMask | None, others: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what no path here computes."""
+    name = type(module).__name__
+    if dropout:
+        raise ValueError(
+            f'`dropout={dropout}` in `{name}`: "{NAME}" attention has no dropout, because its backward pass computes '
+            "the weights again and would have to draw the same numbers. Set `attention_dropout` of the config to 0."
+        )
+    for argument in ("position_bias", "cache"):
+        if others.get(argument) is not None:
+            raise ValueError(
+                f'`{name}` passes `{argument}`, which "{NAME}" attention does not know. Use '
+                '`attn_implementation="sdpa"`.'
+            )
+    if isinstance(mask, Tensor) and mask.dtype == torch.int64:
+        raise ValueError(
+            f"`attention_mask` is an int64 tensor of shape {tuple(mask.shape)}; a mask is bool or additive. "
+            "Mask words go into `attention_words`, of shape `[batch, length]`."
+        )
+
+
+def _is_language_layer(module: nn.Module) -> bool:
+    """
+    Whether a layer is one of a language model: it has a place in a cache of keys and values.
+
+    Neither `module.is_causal`, which is `False` in PaliGemma, nor lengths, which may agree by chance, can tell the
+    layers of a tower from those of the text when a model hands the words to both.
+    """
+    return getattr(module, "layer_idx", None) is not None and hasattr(getattr(module, "config", None), "use_cache")
+
+
+def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask | None) -> Any:
+    """The words of one layer, from a dict by layer type if there is one."""
+    if isinstance(words, Mapping):
+        config: Any = module.config
+        types = getattr(config, "layer_types", None)
+        kind = types[module.layer_idx] if types else "full_attention"
+        if kind not in words:
+            raise ValueError(
+                f"`attention_words` has words for {', '.join(map(repr, words))}; layer {module.layer_idx} is of type "
+                f"{kind!r}. Add words for it."
+            )
+        return words[kind]
+    chunk = mask.chunk if isinstance(mask, DeferredMask) else None
+    if chunk is not None:
+        raise ValueError(
+            f"Layer {module.layer_idx} attends in chunks of {chunk} tokens, so that its words differ from those of "
+            "other layers: each chunk of each sample is a segment. Give `attention_words` as a dict "
+            '`{"chunked_attention": ..., "full_attention": ...}`.'
+        )
+    return words
+
+
+def _window_of_mask(mask: Tensor | DeferredMask | None) -> int:
+    """The window that the model asked for in its mask, for layers that do not pass their own; 0 for none."""
+    if not isinstance(mask, DeferredMask) or mask.chunk is not None:
+        return 0
+    return mask.arguments.get("local_size") or 0
+
+
+def _mask_of_words(
+    words: Tensor, query: Tensor, key: Tensor, window: int, num_seen: int | None
+) -> Tensor | BitfieldMask:
+    """The words as they are, or those of the last queries and of the keys that a cache still holds."""
+    if words.dtype != torch.int64 or words.dim() != 2 or words.shape[0] != query.shape[0]:
+        raise ValueError(
+            f"`attention_words` is {words.dtype} of shape {tuple(words.shape)}; the batch has {query.shape[0]} rows. "
+            "Give int64 words of shape `[batch, length]`."
+        )
+    num_words, num_queries, num_keys = words.shape[1], query.shape[2], key.shape[2]
+    if num_words == num_queries == num_keys:
+        return words
+    fits = num_words == num_keys or (window and num_queries < num_keys < num_words)
+    if not fits or (num_seen is not None and num_words != num_seen):
+        raise ValueError(
+            f"`attention_words` covers {num_words} tokens; a layer has {num_queries} queries and {num_keys} keys. "
+            "Give a word for each token up to the last query, with those in a cache that grows; a cache of fixed size "
+            "takes no words."
+        )
+    positions = torch.arange(num_words, dtype=torch.int32, device=words.device).expand_as(words)
+    of_queries, of_keys = slice(num_words - num_queries, None), slice(num_words - num_keys, None)
+    return BitfieldMask(words[:, of_queries], positions[:, of_queries], words[:, of_keys], positions[:, of_keys])
+
+
+def _cast_like_autocast(*tensors: Tensor) -> list[Tensor]:
+    """What autocast does to the inputs of PyTorch's own attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+
+
+def _attend_by_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | DeferredMask | None,
+    scaling: float,
+    is_causal: bool | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of a layer without words, `[batch, query_length, heads, head_dim]`."""
+    plain = not softcap and sinks is None
+    if isinstance(mask, DeferredMask):
+        if mask.is_default and module.training:
+            raise ValueError(_NEITHER.format(type(module).__name__))
+        is_causal = mask.causal
+        mask = mask.build(may_skip=plain)
+    elif mask is None and is_causal is None:
+        encoder_decoder = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+        if getattr(module, "is_causal", False) or (_is_language_layer(module) and not encoder_decoder):
+            raise ValueError(_NEITHER.format(type(module).__name__))
+        is_causal = False
+    if mask is not None:
+        mask = mask.to(query.device)
+    if plain:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=is_causal)[0]
+    if mask is None and is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = mask.tril(key.shape[2] - query.shape[2])
+    return _softmax_attention(query, key, value, mask, scaling, softcap, sinks)
+
+
+_NEITHER = (
+    "`{}` is a layer of a causal language model that got neither `attention_words` nor an `attention_mask`, so that "
+    "nothing says which tokens are of one sample. Pass `attention_words` to the model (int64 `[batch, length]`, as a "
+    "packing collator makes them), or an `attention_mask`."
+)
+
+
+def _softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with a cap on scores or sinks under a dense mask, which PyTorch's own has not."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return (weights[..., : value.shape[2]] @ value).transpose(1, 2).contiguous()
