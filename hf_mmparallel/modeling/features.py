@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from ..kernels.bitfield_attention import decode_words
 from ..plan import FeatureSpec, ModelSpec
 
 
@@ -27,12 +28,23 @@ def count_rows(inputs: Mapping[str, Any], spec: ModelSpec) -> dict[str, list[int
     Rows of features of each modality and sample: the number of its placeholder tokens.
 
     Args:
-        inputs (`Mapping[str, Any]`): A batch with `input_ids` of shape `[batch, sequence]`.
+        inputs (`Mapping[str, Any]`):
+            A batch with `input_ids` of shape `[batch, sequence]`. A sample is a row, or each segment of a row when
+            there are `attention_words` of that shape.
         spec ([`ModelSpec`]): The model.
     """
-    input_ids = inputs["input_ids"]
+    input_ids, words = inputs["input_ids"], inputs.get("attention_words")
+    if not isinstance(words, Tensor):
+        return {
+            modality: (input_ids == token).sum(dim=-1).reshape(-1).tolist()
+            for modality, token in spec.placeholders.items()
+        }
+    segments = decode_words(words).segment
+    num_samples = segments.amax(dim=-1)
+    sample = segments + (num_samples.cumsum(0) - num_samples)[:, None]  # from 1 over all rows
+    total = int(num_samples.sum())
     return {
-        modality: (input_ids == token).sum(dim=-1).reshape(-1).tolist()
+        modality: sample[(input_ids == token) & (segments > 0)].bincount(minlength=total + 1)[1:].tolist()
         for modality, token in spec.placeholders.items()
     }
 

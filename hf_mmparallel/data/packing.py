@@ -1,0 +1,206 @@
+"""Packing: the samples of a microbatch one after the other in one row, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..kernels.bitfield_attention import decode_words
+from ..modeling.mask_rules import MaskRule, config_and_class, real_tokens
+from ..modeling.position_rules import PositionRule
+from .chat_collator import IGNORED, TOKEN_FIELDS
+
+ATTENTION = "bitfield"
+
+
+class PackingCollator:
+    """
+    Packs the samples that a collator batches into one row, for models with `attn_implementation="bitfield"`.
+
+    The collator it wraps pads as always; of its batch this class makes the mask words and the position ids, drops the
+    padding, and puts the samples one after the other. No token sees another sample, and the first token of a sample is
+    no target. Losses and gradients are those of the padded batch. Media (pixels, grids) stay as they are.
+
+    Can be pickled, for the workers of a data loader: it holds the model's config, no weights.
+
+    Args:
+        collator (`Callable[[Sequence], Mapping[str, Any]]`):
+            Any collator whose batches have `input_ids` and `attention_mask` of shape `(batch, length)`.
+        config_or_model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`]):
+            The model that is trained, or its config.
+        max_length (`int`, *optional*): Longest row in tokens; a longer one is refused.
+        pad_to_multiple_of (`int`, *optional*): Pads the row at its end up to a multiple of this.
+        token_fields (`Sequence[str]`, *optional*):
+            Names of more entries of a batch with one value a token, of shape `(batch, length, ...)`.
+
+    Raises:
+        `ValueError`:
+            For a model with another attention function, under which the samples of a row would see each other, or
+            whose samples can't share a row.
+
+    Example:
+
+    ```python
+    >>> model = AutoModelForImageTextToText.from_pretrained(name, attn_implementation={"text_config": "bitfield"})
+    >>> trainer = Trainer(model=model, data_collator=PackingCollator(ChatCollator(processor), model), ...)
+    ```
+    """
+
+    def __init__(
+        self,
+        collator: Callable[[Sequence[Any]], Mapping[str, Any]],
+        config_or_model: Any,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        token_fields: Sequence[str] = (),
+    ):
+        for name, value in (("max_length", max_length), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}={value}` is no length. Use 1 or more.")
+        self.collator = collator
+        self.max_length = max_length
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.token_fields = (*TOKEN_FIELDS, *token_fields)
+        self.config, _ = config_and_class(config_or_model)
+        self._check_attention()
+        self.mask_rule = MaskRule(config_or_model)
+        self.position_rule = PositionRule(config_or_model)
+        if hasattr(collator, "tokenizer"):
+            self.tokenizer: Any = collator.tokenizer  # the Trainer saves it beside a model
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """
+        Args:
+            samples (`Sequence`): What the wrapped collator takes.
+
+        Returns:
+            `dict[str, Any]`: Fields of tokens of shape `(1, length)` (position ids `(axes, 1, length)` of models with
+            multimodal rotary embeddings), `attention_words` among them, in which the segment `i + 1` is the `i`-th
+            sample; the rest of the wrapped collator's batch without `attention_mask`.
+
+        Raises:
+            `ValueError`: For a row longer than `max_length`, and a batch without `attention_mask`.
+        """
+        self._check_attention()
+        return self.pack(self.collator(samples))
+
+    def pack(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """
+        Packs a padded batch.
+
+        Args:
+            batch (`Mapping[str, Any]`): With `input_ids` and `attention_mask` of shape `(batch, length)`.
+
+        Returns:
+            `dict[str, Any]`: The packed row, as from a call.
+        """
+        real = real_tokens(batch)
+        self._check_lengths(real.sum(-1).tolist())
+        fields = {name: value for name, value in batch.items() if name != "attention_mask"}
+        if isinstance(fields.get("labels"), Tensor):
+            fields["labels"] = _without_first_targets(fields["labels"], real)
+        if fields.get("position_ids") is None:
+            fields["position_ids"] = self.position_rule(batch)
+        fields["attention_words"] = _words_by_sample(self.mask_rule(batch))
+        places = real.flatten().nonzero()[:, 0]
+        names = {*self.token_fields, "attention_words"}
+        return {
+            name: self._one_row(name, value, real, places) if name in names and isinstance(value, Tensor) else value
+            for name, value in fields.items()
+        }
+
+    def _one_row(self, name: str, value: Tensor, real: Tensor, places: Tensor) -> Tensor:
+        """A field of tokens `(batch, length, ...)`, or `(axes, batch, length)`, as one row."""
+        first = 1 if name == "position_ids" and value.dim() == 3 else 0
+        if value.shape[first : first + 2] != real.shape:
+            if name != "position_ids" or value.shape[-1] != real.shape[-1]:
+                raise ValueError(
+                    f"`{name}` has the shape {tuple(value.shape)}, but `input_ids` are {tuple(real.shape)}. Give one "
+                    "value a token."
+                )
+            value = value.expand(*value.shape[:first], *real.shape)  # one row of ids for all samples
+        row = value.flatten(first, first + 1).index_select(first, places).unsqueeze(first)
+        missing = self._padded(len(places)) - len(places)
+        if not missing:
+            return row
+        fill = {"input_ids": self._pad_token(), "labels": IGNORED, "shift_labels": IGNORED}.get(name, 0)
+        after = row.dim() - first - 2
+        return functional.pad(row, (0, 0) * after + (0, missing), value=fill)
+
+    def _padded(self, length: int) -> int:
+        """The length of a row of so many tokens."""
+        step = self.pad_to_multiple_of or 1
+        return -(-length // step) * step
+
+    def _pad_token(self) -> int:
+        """A token to pad with, which is no placeholder of media."""
+        for config in (self.config.get_text_config(), self.config):
+            if isinstance(getattr(config, "pad_token_id", None), int) and config.pad_token_id >= 0:
+                return config.pad_token_id
+        return 0
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        """Raises `ValueError` for a sample without tokens, and for a row over the budget."""
+        if not all(lengths):
+            raise ValueError(
+                f"Sample {lengths.index(0)} of the batch has no tokens that its `attention_mask` counts. Filter the "
+                "dataset."
+            )
+        length = self._padded(sum(lengths))
+        if self.max_length is not None and length > self.max_length:
+            padded = f", padded to {length}," if length != sum(lengths) else ""
+            raise ValueError(
+                f"{len(lengths)} samples of {list(lengths)} tokens make a row of {sum(lengths)}{padded} tokens, more "
+                f"than `max_length={self.max_length}`. Use a smaller `per_device_train_batch_size` or a larger "
+                "`max_length`."
+            )
+
+    def _check_attention(self) -> None:
+        """Raises `ValueError` unless the language model has the attention function that reads words."""
+        text = self.config.get_text_config()
+        chosen = getattr(text, "_attn_implementation", None)
+        if chosen == ATTENTION:
+            return
+        keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text]
+        remedy = f"model.set_attn_implementation({{'{keys[0] if keys else ''}': '{ATTENTION}'}})"
+        raise ValueError(
+            f"The language model has `attn_implementation={chosen!r}`, which reads no `attention_words`: the samples "
+            f"of a packed row would see each other. Call `{remedy}` before you make the collator."
+        )
+
+
+def unpack(row: Tensor, words: Tensor, fill: float = IGNORED) -> Tensor:
+    """
+    The samples of packed rows as a padded batch.
+
+    Args:
+        row (`torch.Tensor` of shape `(rows, length, ...)`): Values of tokens, such as logits or labels.
+        words (`torch.Tensor` of shape `(rows, length)`): The rows' `attention_words`.
+        fill (`float`, *optional*, defaults to -100): Of the padding.
+
+    Returns:
+        `torch.Tensor` of shape `(samples, longest sample, ...)`: The samples in order, padded on the right.
+    """
+    segments = decode_words(words).segment
+    pieces = [
+        values[own == number]
+        for values, own in zip(row, segments, strict=True)
+        for number in range(1, int(own.max()) + 1)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=fill)
+
+
+def _words_by_sample(words: Tensor) -> Tensor:
+    """Words in which row `i` of a batch is the segment `i + 1`, of words in which each row is the segment 1."""
+    rows = torch.arange(len(words), device=words.device)[:, None]
+    return torch.where(words != 0, words + rows, words)  # the segment is the lowest field
+
+
+def _without_first_targets(labels: Tensor, real: Tensor) -> Tensor:
+    """Labels in which the first token of each sample is no target, as it is in a batch of its own row."""
+    first = real & (real.to(torch.int64).cumsum(-1) == 1)
+    return labels.masked_fill(first, IGNORED)
