@@ -1,8 +1,8 @@
 """
 The words of a batch: what each token may look at, as the model's own mask code says it.
 
-A model's `create_masks_for_generate` is asked which tokens see the one after them; tokens that do are spans, such as an
-image of Gemma3 or the prefix of PaliGemma. No model has code of its own here; what can't be read this way is refused.
+A model's `create_masks_for_generate` is asked which tokens see the one after them; tokens that do are spans, such as
+an image of Gemma3 or the prefix of PaliGemma. No model has code of its own here; what can't be read is refused.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ def _check_rows_hold_samples(config: Any, model_class: type | None) -> None:
     """Raises `ValueError` for models in which more than a mask keeps the samples of a row apart."""
     text = config.get_text_config()
     name = getattr(model_class, "__name__", type(config).__name__)
-    layers: set[str] = set(getattr(text, "layer_types", None) or ()) - set(PLAIN_LAYERS)
+    layers = {str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(PLAIN_LAYERS)
     if getattr(text, "attention_chunk_size", None) and not hasattr(text, "layer_types"):
         layers.add("chunked_attention")
     reason = None

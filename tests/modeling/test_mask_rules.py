@@ -1,0 +1,206 @@
+"""The words of a batch are the masks that the layers of each model really get."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import create_masks_for_generate, sdpa_mask
+
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, dense_mask
+from hf_mmparallel.modeling.mask_rules import MaskRule, words_of_batch
+from tests import tiny
+
+LISTENING = "listening"
+FAMILIES = ["llama", "llava", "gemma3", "paligemma", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+
+
+def masks_of_layers(model: Any, batch: dict[str, Tensor]) -> list[tuple[Tensor, int]]:
+    """The mask `[batch, length, length]` and the window of each layer of the language model, in a forward."""
+    seen: list[tuple[Tensor, int]] = []
+
+    def attend(module: Any, query: Tensor, key: Any, value: Any, mask: Tensor, sliding_window: Any = None, **_: Any):
+        seen.append((mask[:, 0], sliding_window or 0))
+        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+
+    def whole_mask(**arguments: Any) -> Tensor | None:
+        arguments.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        return sdpa_mask(**arguments)
+
+    AttentionInterface.register(LISTENING, attend)
+    AttentionMaskInterface.register(LISTENING, whole_mask)
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
+    model.set_attn_implementation({keys[0] if keys else "": LISTENING})
+    model(**{name: value for name, value in batch.items() if name != "labels"})
+    return seen
+
+
+def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with its padding in front."""
+    moved = dict(batch)
+    for name in ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if name in batch:
+            rows = [
+                row.roll(int((mask == 0).sum()))
+                for row, mask in zip(batch[name], batch["attention_mask"], strict=True)
+            ]
+            moved[name] = torch.stack(rows)
+    return moved
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_words_are_the_masks_that_layers_get(family: str, side: str):
+    model = tiny.FAMILIES[family]()
+    batch = tiny.collate(family)(tiny.make_dataset(family, 5, seed=torch.seed() % 1000))
+    batch = left_padded(batch) if side == "left" else batch
+    mask = BitfieldMask.from_words(words_of_batch(model, batch))
+    real = batch["attention_mask"].bool()
+    layers = masks_of_layers(model, batch)
+    assert len(layers) == tiny.NUM_LAYERS
+    assert len({window for _, window in layers}) == (2 if family == "gemma3" else 1)
+    for wanted, window in layers:
+        got = dense_mask(mask, window)
+        assert torch.equal(got[real], (wanted & real[:, None])[real])
+        assert not got[~real].any()
+
+
+def test_each_image_of_gemma3_is_a_span_and_the_prefix_of_paligemma_is_one():
+    gemma3 = tiny.collate("gemma3")(tiny.make_dataset("gemma3", 2))
+    spans = decode_words(words_of_batch(tiny.FAMILIES["gemma3"](), gemma3)).span
+    assert spans.unique().tolist() == [0, 1, 2]
+    assert torch.equal(spans > 0, gemma3["token_type_ids"] == 1)
+    paligemma = tiny.collate("paligemma")(tiny.make_dataset("paligemma", 2))
+    spans = decode_words(words_of_batch(tiny.FAMILIES["paligemma"](), paligemma)).span
+    assert torch.equal(spans > 0, (paligemma["token_type_ids"] == 0) & (paligemma["attention_mask"] == 1))
+    assert spans.max() == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_says_what_its_model_says_in_another_process_too(family: str):
+    model = tiny.FAMILIES[family]()
+    batch = tiny.collate(family)(tiny.make_dataset(family, 4))
+    words = MaskRule(model)(batch)
+    rule = pickle.loads(pickle.dumps(MaskRule(model.config)))
+    assert torch.equal(rule(batch), words)
+    assert model.config.get_text_config()._attn_implementation != rule.config.get_text_config()._attn_implementation
+
+
+def adjacent_images(num_tokens: int) -> dict[str, Tensor]:
+    """Text, two images of four tokens without anything between, text."""
+    ids = torch.tensor([[1, 2, *[tiny.MEDIA_TOKEN] * num_tokens, 3, 4]])
+    types = (ids == tiny.MEDIA_TOKEN).long()
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": types,
+        "mm_token_type_ids": types,
+    }
+
+
+def test_neighbouring_images_are_two_spans_where_transformers_makes_one():
+    model = tiny.FAMILIES["gemma3"]()
+    batch = adjacent_images(8)
+    words = words_of_batch(model, batch)
+    assert decode_words(words).span.tolist() == [[0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 0, 0]]
+    blocks = transformers.models.gemma3.modeling_gemma3.get_block_sequence_ids_for_mask(batch["token_type_ids"])
+    assert blocks.tolist() == [[-1, -1, 0, 0, 0, 0, 0, 0, 0, 0, -1, -1]]
+
+
+class Looking(transformers.Qwen2VLForConditionalGeneration):
+    """A model of the Qwen family whose images look at themselves both ways."""
+
+    @staticmethod
+    def create_masks_for_generate(config: Any, mm_token_type_ids: Tensor, **known: Any) -> Any:
+        image = mm_token_type_ids == 1
+        starts = image & ~torch.nn.functional.pad(image, (1, 0))[:, :-1]
+        blocks = torch.where(image, starts.int().cumsum(-1), -1)
+        return create_masks_for_generate(config.get_text_config(), block_sequence_ids=blocks, **known)
+
+
+class LookingTogether(transformers.Qwen2VLForConditionalGeneration):
+    """A model of the Qwen family all of whose images look at each other."""
+
+    @staticmethod
+    def create_masks_for_generate(config: Any, mm_token_type_ids: Tensor, **known: Any) -> Any:
+        blocks = torch.where(mm_token_type_ids == 1, 0, -1)
+        return create_masks_for_generate(config.get_text_config(), block_sequence_ids=blocks, **known)
+
+
+class LookingByLayer(transformers.Qwen2VLForConditionalGeneration):
+    """A model whose layers do not agree on who looks ahead."""
+
+    @staticmethod
+    def create_masks_for_generate(config: Any, mm_token_type_ids: Tensor, **known: Any) -> Any:
+        text = config.get_text_config()
+        blocks = torch.where(mm_token_type_ids == 1, 0, -1)
+        (plain,) = create_masks_for_generate(text, **known).values()
+        (other,) = create_masks_for_generate(text, block_sequence_ids=blocks, **known).values()
+        return {"full_attention": plain, "sliding_attention": other}
+
+
+def qwen(cls: type) -> Any:
+    with torch.device("meta"):
+        return cls(copy.deepcopy(tiny.FAMILIES["qwen2_vl"]().config))
+
+
+def test_grids_say_where_an_image_ends():
+    batch = {**adjacent_images(8), "image_grid_thw": torch.tensor([[1, 4, 2], [1, 4, 4], [1, 2, 4]])}
+    spans = decode_words(words_of_batch(qwen(Looking), batch)).span
+    assert spans.tolist() == [[0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 0, 0]]
+    without = {name: value for name, value in batch.items() if name != "image_grid_thw"}
+    spans = decode_words(words_of_batch(qwen(Looking), without)).span
+    assert spans.tolist() == [[0, 0, *[1] * 8, 0, 0]]
+
+
+def test_images_that_look_at_each_other_share_a_span():
+    batch = tiny.collate("qwen2_vl")(tiny.make_dataset("qwen2_vl", 2))
+    spans = decode_words(words_of_batch(qwen(LookingTogether), batch)).span
+    assert torch.equal(spans, batch["mm_token_type_ids"].long())
+    single = {**batch, "mm_token_type_ids": torch.zeros_like(batch["mm_token_type_ids"])}
+    single["mm_token_type_ids"][0, [2, 5, 6, 9]] = 1  # the first and last are alone in their runs
+    spans = decode_words(words_of_batch(qwen(LookingTogether), single)).span
+    assert torch.equal(spans, single["mm_token_type_ids"].long())
+
+
+def test_layers_that_disagree_are_refused():
+    batch = tiny.collate("qwen2_vl")(tiny.make_dataset("qwen2_vl", 2))
+    with pytest.raises(ValueError, match="`LookingByLayer` differ between its layers .* without packing"):
+        words_of_batch(qwen(LookingByLayer), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("Llama4TextConfig", {}, "`Llama4ForCausalLM` has `chunked_attention`: one word a token"),
+        ("Qwen3NextConfig", {}, "`Qwen3NextForCausalLM` has `linear_attention`"),
+        ("RwkvConfig", {}, "`RwkvForCausalLM` has recurrent layers"),
+        ("T5Config", {}, "is an encoder and a decoder"),
+        ("MllamaConfig", {}, "has layers that look at images outside the row"),
+        ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "looks ahead everywhere"),
+        ("GitConfig", {}, "`GitForCausalLM` draws a mask in its forward"),
+    ],
+)
+def test_models_whose_samples_cannot_share_a_row_are_refused(name: str, settings: dict[str, Any], reason: str):
+    with pytest.raises(ValueError, match=f"{reason}.* without packing"):
+        MaskRule(getattr(transformers, name)(**settings))
+
+
+def test_masks_that_are_not_drawn_by_transformers_are_refused():
+    rule = MaskRule(transformers.BloomConfig())
+    with pytest.raises(ValueError, match=r"`BloomForCausalLM.create_masks_for_generate` draws .* without packing"):
+        rule({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()})
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 4, 4)])
+def test_a_batch_that_does_not_say_what_is_padding_is_refused(mask: Any):
+    rule = MaskRule(tiny.FAMILIES["llama"]())
+    with pytest.raises(ValueError, match=r"`attention_mask`.*, so padding can't be told .*\(1, 4\)"):
+        rule({"input_ids": torch.ones(1, 4).long(), "attention_mask": mask})
