@@ -1,5 +1,7 @@
 """Attention whose mask is one int64 word per token."""
 
+from .attention import bitfield_attention
+from .intervals import RowIntervals, row_intervals
 from .mask import BitfieldMask
 from .reference import dense_mask, reference_attention
 from .words import Kind, WordFields, decode_words, encode_words
@@ -7,9 +9,12 @@ from .words import Kind, WordFields, decode_words, encode_words
 __all__ = [
     "BitfieldMask",
     "Kind",
+    "RowIntervals",
     "WordFields",
+    "bitfield_attention",
     "decode_words",
     "dense_mask",
     "encode_words",
     "reference_attention",
+    "row_intervals",
 ]

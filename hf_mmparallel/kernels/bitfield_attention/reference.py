@@ -47,22 +47,84 @@ def reference_attention(
         scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): One more logit per head that takes weight and gives none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*):
+            One more logit per head, which takes weight and gives none.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and the log-sum-exp of each row
         `[batch, heads, query_length]` (natural logarithm, with the sink). A query that sees nothing gets 0 and `-inf`
         (the sink's logit when there are sinks).
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~dense_mask(mask, window)[:, None], float("-inf"))
+    scores, _ = _scores(query, key, mask, scale, softcap, window)
     if sinks is not None:
         sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-    return weights[..., : value.shape[-2]] @ value, lse
+    weights = _weights(scores, lse)
+    return weights[..., : value.shape[-2]] @ _for_each_query_head(value, query), lse
+
+
+def reference_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BitfieldMask,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    What these keys add to the gradients of [`reference_attention`], without autograd.
+
+    `out` and `lse` may be those of more keys than `key` holds; the gradients of all parts then add up. The gradient of
+    the sinks depends on `out` and `lse` alone.
+
+    Args:
+        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Of the output.
+        out, lse (`torch.Tensor`): What the forward pass returned.
+        query, key, value, mask, scale, softcap, window, sinks: As in the forward pass.
+
+    Returns:
+        `tuple`: Gradients like `query`, `key`, `value` and `sinks` (`None` without sinks).
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores, slope = _scores(query, key, mask, scale, softcap, window)
+    weights = _weights(scores, lse.to(scores.dtype))
+    delta = (grad_out * out).sum(-1)
+    grad_weights = grad_out @ _for_each_query_head(value, query).transpose(-1, -2)
+    grad_scores = weights * (grad_weights - delta[..., None]) * slope * scale
+    grad_query = grad_scores @ _for_each_query_head(key, query)
+    grad_key, grad_value = (
+        (each.transpose(-1, -2) @ other).unflatten(1, (key.shape[1], -1)).sum(2)
+        for each, other in ((grad_scores, query), (weights, grad_out))
+    )
+    if sinks is None:
+        return grad_query, grad_key, grad_value, None
+    sink_weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
+    return grad_query, grad_key, grad_value, -(sink_weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _scores(
+    query: Tensor, key: Tensor, mask: BitfieldMask, scale: float | None, softcap: float, window: int
+) -> tuple[Tensor, Tensor | float]:
+    """Scores, -inf where nothing is seen, and their derivative by the scores without a cap."""
+    key = _for_each_query_head(key, query)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    slope = 1.0
+    if softcap:
+        ratio = torch.tanh(scores / softcap)
+        scores, slope = softcap * ratio, 1 - ratio**2
+    return scores.masked_fill(~dense_mask(mask, window)[:, None], float("-inf")), slope
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+
+
+def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values, once for each query head that they serve."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)

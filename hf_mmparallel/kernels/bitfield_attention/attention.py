@@ -1,0 +1,334 @@
+"""
+The attention that models call, and the same without autograd for those who bring their own.
+
+A mask is compiled once: every layer of a microbatch finds the compilation of the first one by the storage of the
+words. The operators take only tensors and numbers, so that `torch.compile` and activation checkpointing see nothing
+else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mask import BitfieldMask
+from .reference import reference_attention, reference_backward
+
+BACKENDS = ("triton", "cpu", "reference")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_RESULTS_KEPT = 64  # of masks: those of all microbatches in flight
+
+_results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
+
+
+def bitfield_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BitfieldMask | Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """
+    Softmax attention of queries over the keys that their words let them see.
+
+    Args:
+        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
+        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
+        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
+        mask (`BitfieldMask` or `torch.Tensor` of shape `[batch, length]`):
+            Who sees whom, or the int64 words of rows in their own order. Pass the same tensors to all layers: a mask
+            is compiled once for as long as it is not written to.
+        scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
+        window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*):
+            One more logit per head, which takes weight and gives none.
+        dropout (`float`, *optional*, defaults to 0.0): Only 0.
+        return_lse (`bool`, *optional*, defaults to `False`): Return the log-sum-exp too, which has no gradient.
+        backend (`str`, *optional*):
+            `"triton"`, `"cpu"` or `"reference"` (dense, for tests); Triton on a GPU and `"cpu"` elsewhere if left out.
+
+    Returns:
+        `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`; the log-sum-exp
+        `[batch, heads, query_length]`, natural, with the sink. A query that sees nothing gets 0 and `-inf` (the sink's
+        logit when there are sinks), and gives no gradient.
+
+    Raises:
+        `ValueError`: If shapes, dtypes or devices do not go together, or dropout is not 0.
+    """
+    if dropout:
+        raise ValueError(
+            f"`dropout={dropout}`: bitfield attention has no dropout on its weights, since they are never stored and "
+            "its backward pass is deterministic. Set `attention_dropout=0.0` in the model's config."
+        )
+    tensors = _tensors(mask) if isinstance(mask, BitfieldMask) else (mask, None, None, None)
+    backend = default_backend(query) if backend is None else backend
+    _check_inputs(query, key, value, tensors, softcap, window, sinks, backend)
+    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = _attend(query, key, value, *tensors, sinks, scale, float(softcap), int(window), backend)
+    return (out, lse) if return_lse else out
+
+
+def default_backend(query: Tensor) -> str:
+    """The backend of a tensor's device."""
+    return "triton" if query.is_cuda else "cpu"
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BitfieldMask,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    Output and log-sum-exp, outside of autograd; arguments and results as in [`bitfield_attention`].
+
+    The log-sum-exp is float32 (float64 for float64).
+    """
+    backend = default_backend(query) if backend is None else backend
+    if backend == "reference":
+        with torch.no_grad():
+            out, lse = reference_attention(query, key, value, mask, scale, softcap, window, sinks)
+        return out, lse.to(_lse_dtype(query))
+    kernels, plan = _kernels_and_plan(backend, query, mask, window)
+    with torch.no_grad():
+        return kernels.forward(query, key, value, plan, scale, softcap, sinks)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BitfieldMask,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    Gradients of [`attention_forward`] with respect to queries, keys, values and sinks (`None` without sinks).
+
+    Rows of `out` and `lse` may be those of more keys than `key` holds: the result is then what these keys add.
+    """
+    backend = default_backend(query) if backend is None else backend
+    if backend == "reference":
+        return reference_backward(grad_out, query, key, value, out, lse, mask, scale, softcap, window, sinks)
+    kernels, plan = _kernels_and_plan(backend, query, mask, window)
+    with torch.no_grad():
+        return kernels.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks)
+
+
+def _kernels_and_plan(backend: str, query: Tensor, mask: BitfieldMask, window: int) -> tuple[Any, Any]:
+    """The module that computes, and the mask as it was compiled for it."""
+    if backend == "cpu":
+        from . import cpu as kernels
+
+        return kernels, _once(("cpu", window), _tensors(mask), lambda: kernels.compile_mask(mask, window))
+    from . import triton as kernels
+    from .mask_plan import compile_mask
+
+    return kernels, _once(("triton", window), _tensors(mask), lambda: compile_mask(mask, window, 128, 64))
+
+
+def _once(how: tuple, tensors: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
+    """What `build` made of these tensors the last time. They are kept beside it, so no others take their addresses."""
+    if any(tensor.is_inference() for tensor in tensors):  # these do not count how often they were written to
+        return build()
+    key = (*how, *((t.data_ptr(), t.device, t.shape, t.stride(), t._version) for t in tensors))
+    if key in _results:
+        _results.move_to_end(key)
+    else:
+        _results[key] = (tensors, build())
+        while len(_results) > _RESULTS_KEPT:
+            _results.popitem(last=False)
+    return _results[key][1]
+
+
+def _tensors(mask: BitfieldMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return mask.query_words, mask.query_positions, mask.key_words, mask.key_positions
+
+
+def _mask_of(words: Tensor, *others: Tensor | None) -> BitfieldMask:
+    """The mask of an operator's tensors: without places and keys, whole rows in their own order."""
+    if all(tensor is not None for tensor in others):
+        return BitfieldMask(words, *others)  # type: ignore[arg-type]
+    return _once(("rows",), (words,), lambda: BitfieldMask.from_words(words))
+
+
+@torch.library.custom_op(
+    "hf_mmparallel::bitfield_attention",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor query_words, Tensor? query_positions, Tensor? key_words, "
+    "Tensor? key_positions, Tensor? sinks, float scale, float softcap, int window, str backend) -> (Tensor, Tensor)",
+)
+def _attend(
+    query, key, value, query_words, query_positions, key_words, key_positions, sinks, scale, softcap, window, backend
+):
+    mask = _mask_of(query_words, query_positions, key_words, key_positions)
+    out, lse = attention_forward(query, key, value, mask, scale, softcap, window, sinks, backend)
+    return _laid_out_like(out, query), lse.contiguous()
+
+
+@torch.library.custom_op(
+    "hf_mmparallel::bitfield_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor query_words, "
+    "Tensor? query_positions, Tensor? key_words, Tensor? key_positions, Tensor? sinks, float scale, float softcap, "
+    "int window, str backend) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _attend_backward(
+    grad_out,
+    query,
+    key,
+    value,
+    out,
+    lse,
+    query_words,
+    query_positions,
+    key_words,
+    key_positions,
+    sinks,
+    scale,
+    softcap,
+    window,
+    backend,
+):
+    mask = _mask_of(query_words, query_positions, key_words, key_positions)
+    *grads, grad_sinks = attention_backward(
+        grad_out, query, key, value, out, lse, mask, scale, softcap, window, sinks, backend
+    )
+    grads = [_laid_out_like(grad, tensor) for grad, tensor in zip(grads, (query, key, value), strict=True)]
+    return (*grads, query.new_empty(0) if grad_sinks is None else grad_sinks)
+
+
+@_attend.register_fake
+def _(query, key, value, *others):
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=_lse_dtype(query))
+
+
+@_attend_backward.register_fake
+def _(grad_out, query, key, value, out, lse, *others):
+    sinks = others[4]
+    grads = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    return (*grads, query.new_empty(0) if sinks is None else torch.empty_like(sinks))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, scale, softcap, window, backend = inputs
+    out, lse = output
+    ctx.save_for_backward(*tensors, out, lse)
+    ctx.options = (scale, softcap, window, backend)
+    ctx.mark_non_differentiable(lse)
+
+
+def _differentiate(ctx, grad_out, _):
+    query, key, value, *mask, sinks, out, lse = ctx.saved_tensors
+    grads = _attend_backward(grad_out, query, key, value, out, lse, *mask, sinks, *ctx.options)
+    return (*grads[:3], *[None] * 4, None if sinks is None else grads[3], *[None] * 4)
+
+
+def _refuse_second_derivatives(ctx, *_):
+    raise NotImplementedError(
+        "The gradient of bitfield attention was itself differentiated, and it has no second derivative. Use "
+        '`attn_implementation="eager"` for what needs one.'
+    )
+
+
+_attend.register_autograd(_differentiate, setup_context=_setup_context)
+_attend_backward.register_autograd(_refuse_second_derivatives, setup_context=lambda ctx, inputs, output: None)
+
+
+def _laid_out_like(result: Tensor, tensor: Tensor) -> Tensor:
+    """`result` with the strides that the fake operator promises."""
+    promised = torch.empty_like(tensor)
+    return result if result.stride() == promised.stride() else promised.copy_(result)
+
+
+def _lse_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def _check_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: tuple[Tensor | None, ...],
+    softcap: float,
+    window: int,
+    sinks: Tensor | None,
+    backend: str,
+) -> None:
+    """Refuses what does not go together."""
+    _check_states(query, key, value, backend)
+    batch, heads, query_length, _ = query.shape
+    words, query_positions, key_words, key_positions = mask
+    wanted = [("query words", words, torch.int64, query_length)]
+    if key_words is None:
+        wanted.append(("words", words, torch.int64, key.shape[2]))
+    else:
+        wanted.append(("query positions", query_positions, torch.int32, query_length))
+        wanted.append(("key words", key_words, torch.int64, key.shape[2]))
+        wanted.append(("key positions", key_positions, torch.int32, key.shape[2]))
+    for name, tensor, dtype, length in wanted:
+        if tensor is None or tensor.dtype != dtype or tensor.shape != (batch, length) or tensor.device != query.device:
+            raise ValueError(
+                f"The {name} of the mask are {_described(tensor)}; these queries and keys need {dtype} "
+                f"[{batch}, {length}] on {query.device}. Pass the words of the whole rows, or a `BitfieldMask` with "
+                "those of queries and of keys."
+            )
+    if window < 0 or softcap < 0:
+        raise ValueError(f"`window={window}` and `softcap={softcap}` must not be negative. Use 0 for none.")
+    if sinks is not None and (sinks.shape != (heads,) or sinks.device != query.device):
+        raise ValueError(
+            f"`sinks` is {_described(sinks)}; there are {heads} query heads on {query.device}. "
+            "Pass one logit per head."
+        )
+
+
+def _check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
+    """Refuses queries, keys and values that do not go together, or that the backend cannot take."""
+    if query.ndim != 4 or key.ndim != 4 or value.shape != key.shape:
+        raise ValueError(
+            f"Queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} must be "
+            "[batch, heads, length, head_dim], keys and values alike. Pad values whose head_dim is smaller."
+        )
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or query.shape[1] % max(key.shape[1], 1):
+        raise ValueError(
+            f"Queries {tuple(query.shape)} do not fit keys {tuple(key.shape)}: batch and head_dim must be equal, and "
+            f"the {key.shape[1]} heads of keys must divide the {query.shape[1]} of queries."
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"`backend={backend!r}` is none of {', '.join(map(repr, BACKENDS))}. Leave it out.")
+    if len({query.dtype, key.dtype, value.dtype}) > 1 or len({query.device, key.device, value.device}) > 1:
+        raise ValueError(
+            f"Queries, keys and values are {_described(query)}, {_described(key)} and {_described(value)}. "
+            "Bring them to one dtype and one device."
+        )
+    if query.dtype not in DTYPES and not (query.dtype == torch.float64 and backend != "triton"):
+        raise ValueError(f"Bitfield attention has no kernel for {query.dtype}. Use float32, float16 or bfloat16.")
+    if backend == "cpu" and query.device.type != "cpu":
+        raise ValueError(f'`backend="cpu"` cannot take tensors on {query.device}. Leave `backend` out.')
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,283 @@
+"""
+Bitfield attention on a CPU: torch's own flash attention over the rectangles of the mask that are not empty.
+
+The backward pass walks through the same calls as the forward pass, with the log-sum-exp of whole rows, so no weights
+are kept. A soft cap, which flash attention does not know, takes the same calls through scores that are written out, a
+few rows at a time.
+
+B batch, H query heads, K kv heads, G query heads of a kv head, T rows, S keys, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .cpu_plan import CpuPlan, Kind, Part, RowPlan, compile_mask
+from .mask import BitfieldMask
+from .reference import dense_mask
+
+__all__ = ["backward", "compile_mask", "forward"]
+
+_MOST_SCORES = 2**22  # kept at once where scores are written out
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: CpuPlan,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    Attention and the log-sum-exp of each row.
+
+    Args:
+        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
+        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
+        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
+        plan (`CpuPlan`): The compiled mask.
+        scale (`float`): Of the scores.
+        softcap (`float`, *optional*, defaults to 0.0): 0 for none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): One more logit per head.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: The output like `query`, and `[batch, heads, query_length]` in float32
+        (float64 for float64).
+    """
+    out_BHTD = torch.empty_like(query) if plan.complete else torch.zeros_like(query)
+    lse_BHT = torch.full(query.shape[:-1], float("-inf"), dtype=_exact(query.dtype))
+    for index, row in enumerate(plan.rows):
+        heads = _Heads(query[index], key[index], value[index], row)
+        out_GKTD, lse_GKT = heads.take(out_BHTD[index]), heads.take(lse_BHT[index])
+        for tile in row.tiles:
+            rows = slice(*tile[0].rows)
+            results = [_part_forward(*heads.operands(part), part, row, scale, softcap) for part in tile]
+            out_GKTD[:, :, rows], lse_GKT[:, :, rows] = _merge(results) if len(results) > 1 else results[0]
+        heads.put(out_BHTD[index], out_GKTD)
+        heads.put(lse_BHT[index], lse_GKT)
+    return (out_BHTD, lse_BHT) if sinks is None else _with_sinks(out_BHTD, lse_BHT, sinks)
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: CpuPlan,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    Gradients of [`forward`] with respect to queries, keys, values and sinks.
+
+    Args:
+        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Of the output.
+        query, key, value (`torch.Tensor`): As in the forward pass.
+        out, lse (`torch.Tensor`): What it returned.
+        plan, scale, softcap, sinks: As in the forward pass.
+
+    Returns:
+        `tuple`: Gradients like `query`, `key`, `value` and `sinks` (`None` without sinks).
+    """
+    exact = _exact(query.dtype)
+    grad_query = torch.empty_like(query) if plan.complete else torch.zeros_like(query)
+    grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
+    for index, row in enumerate(plan.rows):
+        heads = _Heads(query[index], key[index], value[index], row)
+        given = [heads.take(tensor[index]) for tensor in (grad_out, out, lse)]
+        dq_GKTD = heads.take(grad_query[index])
+        dkv_2KSD = torch.zeros(2, *heads.key_GKSD.shape[1:], dtype=exact)
+        for tile in row.tiles:
+            rows = slice(*tile[0].rows)
+            dq = None
+            for part in tile:
+                of_rows = [tensor[:, :, rows] for tensor in given]
+                dq_part, *dkv = _part_backward(*of_rows, *heads.operands(part), part, row, scale, softcap)
+                dq = dq_part if dq is None else dq + dq_part
+                for total, grad_GKSD in zip(dkv_2KSD, dkv, strict=True):
+                    total[:, slice(*part.keys)] += grad_GKSD.sum(0, dtype=exact)
+            dq_GKTD[:, :, rows] = dq
+        heads.put(grad_query[index], dq_GKTD)
+        grad_key[index][:, row.key_index] = dkv_2KSD[0].to(key.dtype)
+        grad_value[index][:, row.key_index] = dkv_2KSD[1].to(value.dtype)
+    return grad_query, grad_key, grad_value, None if sinks is None else _sink_gradient(grad_out, out, lse, sinks)
+
+
+class _Heads:
+    """
+    The tensors of one row of the batch as flash attention takes them: query heads of one kv head along the batch, so
+    that keys and values are shared by a stride of 0 and need no copies.
+    """
+
+    def __init__(self, query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, plan: RowPlan) -> None:
+        self.kv_heads = key_KSD.shape[0]
+        self.index = plan.query_index
+        self.query_GKTD = self.take(query_HTD)
+        groups = len(self.query_GKTD)
+        self.key_GKSD, self.value_GKSD = (
+            tensor[:, plan.key_index].expand(groups, -1, -1, -1) for tensor in (key_KSD, value_KSD)
+        )
+
+    def take(self, tensor_HT: Tensor) -> Tensor:
+        """The planned rows of `[H, T, ...]` as `[G, K, rows, ...]`; a view if they are a slice."""
+        return self._grouped(tensor_HT)[:, :, self.index]
+
+    def put(self, tensor_HT: Tensor, rows_GKT: Tensor) -> None:
+        """Writes rows that `take` gave and that were changed since."""
+        if isinstance(self.index, Tensor):
+            self._grouped(tensor_HT)[:, :, self.index] = rows_GKT
+
+    def operands(self, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a part."""
+        rows, keys = slice(*part.rows), slice(*part.keys)
+        return self.query_GKTD[:, :, rows], self.key_GKSD[:, :, keys], self.value_GKSD[:, :, keys]
+
+    def _grouped(self, tensor_HT: Tensor) -> Tensor:
+        return tensor_HT.unflatten(0, (self.kv_heads, -1)).transpose(0, 1)
+
+
+def _part_forward(
+    query: Tensor, key: Tensor, value: Tensor, part: Part, row: RowPlan, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the queries of a part over its keys."""
+    if softcap:
+        results = []
+        for rows, visible in _by_hand(query, key, part, row):
+            scores, _ = _capped(query[:, :, rows], key, visible, scale, softcap)
+            lse = scores.logsumexp(-1)
+            results.append((_weights(scores, lse) @ value.to(scores.dtype), lse))
+        out, lse = (torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True))
+        return out.to(query.dtype), lse
+    bias = _bias(_visible(part, row), query.dtype) if part.kind is Kind.MASKED else None
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, part.kind is Kind.CAUSAL, attn_mask=bias, scale=scale
+    )
+
+
+def _part_backward(
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: Part,
+    row: RowPlan,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a part adds to the gradients of its queries, keys and values."""
+    if softcap:
+        return _capped_backward(grad_out, out, lse, query, key, value, part, row, scale, softcap)
+    if query.dtype == torch.float16:  # torch's kernel takes ten times as long for it
+        grad_out, out, query, key, value = (tensor.float() for tensor in (grad_out, out, query, key, value))
+    bias = _bias(_visible(part, row), query.dtype) if part.kind is Kind.MASKED else None
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, lse, 0.0, part.kind is Kind.CAUSAL, attn_mask=bias, scale=scale
+    )
+
+
+def _capped_backward(
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: Part,
+    row: RowPlan,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[`_part_backward`] for scores with a soft cap."""
+    exact = lse.dtype
+    key_exact, value_exact = key.to(exact), value.to(exact)
+    grad_query = torch.empty_like(query, dtype=exact)
+    grad_key, grad_value = torch.zeros_like(key_exact), torch.zeros_like(value_exact)
+    for rows, visible in _by_hand(query, key, part, row):
+        scores, slope = _capped(query[:, :, rows], key, visible, scale, softcap)
+        weights = _weights(scores, lse[:, :, rows])
+        grad = grad_out[:, :, rows].to(exact)
+        delta = (grad * out[:, :, rows].to(exact)).sum(-1, keepdim=True)
+        grad_scores = weights * (grad @ value_exact.transpose(-1, -2) - delta) * slope * scale
+        grad_query[:, :, rows] = grad_scores @ key_exact
+        grad_key += grad_scores.transpose(-1, -2) @ query[:, :, rows].to(exact)
+        grad_value += weights.transpose(-1, -2) @ grad
+    return grad_query, grad_key, grad_value
+
+
+def _by_hand(query: Tensor, key: Tensor, part: Part, row: RowPlan) -> Iterator[tuple[slice, Tensor | None]]:
+    """The rows of a part, so few at a time that their scores may be kept, and what they see."""
+    total = query.shape[2]
+    count = max(1, _MOST_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    for begin in range(0, total, count):
+        end = min(begin + count, total)
+        if part.kind is Kind.CAUSAL:
+            visible = torch.ones(end - begin, key.shape[2], dtype=torch.bool).tril(begin)
+        elif part.kind is Kind.MASKED:
+            visible = _visible(Part((part.rows[0] + begin, part.rows[0] + end), part.keys, part.kind), row)
+        else:
+            visible = None
+        yield slice(begin, end), visible
+
+
+def _capped(query: Tensor, key: Tensor, visible: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """Scores under a soft cap, and their derivative by the scores without one."""
+    exact = _exact(query.dtype)
+    ratio = torch.tanh(query.to(exact) @ key.to(exact).transpose(-1, -2) * (scale / softcap))
+    slope = 1 - ratio * ratio
+    scores = ratio.mul_(softcap)
+    return (scores if visible is None else scores.masked_fill_(~visible, float("-inf"))), slope
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """The softmax of scores whose log-sum-exp is known; 0 in rows that see nothing."""
+    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+
+
+def _visible(part: Part, row: RowPlan) -> Tensor:
+    """Bool `[rows, keys]`: what the queries of a part see of its keys."""
+    rows, keys = slice(*part.rows), slice(*part.keys)
+    if row.mask is not None:
+        words = (row.mask.query_words[rows], row.mask.query_positions[rows])
+        return dense_mask(BitfieldMask(*words, row.mask.key_words[keys], row.mask.key_positions[keys]), row.window)
+    start, stop = row.bounds[:, rows, None]
+    place = torch.arange(*part.keys)
+    return (place >= start) & (place < stop)
+
+
+def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0, or -inf where nothing is seen."""
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))[None, None]
+
+
+def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One output of the same queries over disjoint keys."""
+    outs, parts = zip(*results, strict=True)
+    lse = torch.logsumexp(torch.stack(parts), dim=0)
+    return sum(torch.exp(part - lse)[..., None] * out for out, part in zip(outs, parts, strict=True)), lse
+
+
+def _with_sinks(out_BHTD: Tensor, lse_BHT: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The result after the sinks took their weight."""
+    lse = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None])
+    return out_BHTD.mul_(torch.exp(lse_BHT - lse)[..., None]), lse
+
+
+def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A sink takes weight from values and gives none."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
