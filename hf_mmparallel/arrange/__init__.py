@@ -1,17 +1,24 @@
 """Arrangements of a global batch over replicas and microbatches, and of tokens over ranks, as pure functions."""
 
-from .blocks import block_counts, block_workloads, distribute
-from .context import ContextAssignment, assign_context, assign_rows, padded_length
+from .blocks import BLOCK, block_counts, block_workloads, distribute
+from .context import ContextAssignment, assign_rows, padded_length
+from .context_mode import ContextCosts, assign_context, choose_faster
 from .contiguous import contiguous_step, num_microbatches
+from .segments import assign_segments, independent_segments
 
 __all__ = [
+    "BLOCK",
     "ContextAssignment",
+    "ContextCosts",
     "assign_context",
     "assign_rows",
+    "assign_segments",
     "block_counts",
     "block_workloads",
+    "choose_faster",
     "contiguous_step",
     "distribute",
+    "independent_segments",
     "num_microbatches",
     "padded_length",
 ]

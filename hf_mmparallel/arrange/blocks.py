@@ -141,7 +141,7 @@ def _longest_first(work: NDArray, num_ranks: int) -> NDArray:
 
 
 def _exchange(blocks: NDArray, work: NDArray) -> NDArray:
-    """Exchanges one block of the heaviest rank for one of another rank as long as that lowers the heavier of the two."""
+    """Exchanges a block of the heaviest rank for one of another as long as that lowers the heavier of the two."""
     loads = work[blocks].sum(axis=1)
     mean = loads.mean()
     for _ in range(_EXCHANGES):

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from .blocks import BLOCK, Method, block_workloads, distribute
 
 Mode = Literal["row", "segments"]
+"""What is gathered: the keys of all blocks, or of those only whose segments span ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,31 +123,3 @@ def assign_rows(
     layout[num_tokens:] = -1
     gathered = np.tile(np.arange(blocks.shape[1]), (num_ranks, 1))
     return ContextAssignment(layout, blocks, gathered, work[blocks].sum(axis=1), num_tokens, block, "row")
-
-
-def assign_context(
-    first: ArrayLike,
-    last: ArrayLike,
-    num_ranks: int,
-    block: int = BLOCK,
-    method: Method = "lpt",
-    mode: Mode = "row",
-    seed: int = 0,
-) -> ContextAssignment:
-    """
-    Cuts a row of tokens over the ranks of context parallelism.
-
-    All ranks that call it with the same arguments get the same answer.
-
-    Args:
-        first (array of shape `[num_tokens]`, integers): The first place that each token sees. Where a token sees
-            places with holes between them, the first and the last one count.
-        last (array of shape `[num_tokens]`, integers): The last place that each token sees; less than `first` for a
-            token that sees nothing, such as padding.
-        num_ranks (`int`): Ranks.
-        block (`int`, *optional*, defaults to 128): Tokens of a block.
-        method (`str`, *optional*, defaults to `"lpt"`): How blocks are handed out, see [`distribute`].
-        mode (`str`, *optional*, defaults to `"row"`): `"row"`: keys and values of the whole row are gathered.
-        seed (`int`, *optional*, defaults to 0): Of the method `"random"`.
-    """
-    return assign_rows(first, last, num_ranks, block, method, seed)
