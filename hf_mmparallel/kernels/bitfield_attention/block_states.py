@@ -1,0 +1,142 @@
+"""
+Which pairs of blocks hold a visible pair, and what the kernels test inside of a block.
+
+Everything comes from minima and maxima over the tokens of a block, so that memory grows with the tokens and with the
+pairs of blocks, never with the pairs of tokens. A pair of blocks that is called empty has no visible pair and one that
+is called full has no hidden one; when in doubt it is partial.
+
+Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .intervals import RowIntervals
+from .mask import BitfieldMask
+from .words import KIND_BITS, decode_words
+
+# Sorted from the highest, partial blocks come first and empty ones last.
+EMPTY, FULL, PARTIAL = 0, 1, 2
+NEVER = 2**31 - 1
+
+
+def block_states(
+    mask: BitfieldMask, intervals: RowIntervals | None, window: int, block_q: int, block_k: int
+) -> Tensor:
+    """The state of each pair of blocks: int8 `[batch, blocks of queries, blocks of keys]`."""
+    if intervals is None:
+        some, full = _general_states(mask, window, block_q, block_k)
+    else:
+        some, full = _interval_states(mask, intervals, block_q, block_k)
+    return some.to(torch.int8) * 2 - (some & full).to(torch.int8)
+
+
+def query_rows(mask: BitfieldMask, intervals: RowIntervals | None, window: int) -> Tensor:
+    """What the kernels know of each query: int32 `[batch, 2 or 5, query_length]`, see [`MaskPlan`]."""
+    if intervals is not None:
+        length = (intervals.last - intervals.first + 1).clamp(min=0)
+        return torch.stack([intervals.first, length], dim=1).to(torch.int32)
+    fields = decode_words(mask.query_words)
+    low = _low_half(mask.query_words)
+    # A query without a span gets the low half of another sample, which no key of its own sample has.
+    span = torch.where(fields.span > 0, low, low ^ 1)
+    before_window = mask.query_positions - window if window else torch.full_like(low, -(2**30))
+    return torch.stack([low, fields.sees, _horizon(mask), span, before_window], dim=1).to(torch.int32)
+
+
+def key_rows(mask: BitfieldMask, general: bool) -> Tensor:
+    """What the kernels know of each key: int32 `[batch, 1 or 3, key_length]`, see [`MaskPlan`]."""
+    fields = decode_words(mask.key_words)
+    places = torch.where(fields.segment > 0, mask.key_positions, -1)
+    rows = [places, _low_half(mask.key_words), fields.kinds] if general else [places]
+    return torch.stack(rows, dim=1).to(torch.int32)
+
+
+def _interval_states(mask: BitfieldMask, intervals: RowIntervals, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """Whether any, and whether every pair is visible, from the intervals of the queries and the places of the keys."""
+    sees = intervals.first <= intervals.last
+    # A query that sees nothing neither reaches a block nor lets one be full.
+    first_BM1, latest_first_BM1 = _query_bounds(torch.where(sees, intervals.first, NEVER), block_q)
+    earliest_last_BM1, last_BM1 = _query_bounds(torch.where(sees, intervals.last, -1), block_q)
+    real = (mask.key_words & 0xFFFF) != 0
+    first_B1N, last_or_never_B1N = _key_bounds(torch.where(real, mask.key_positions, NEVER), block_k, NEVER)
+    _, last_B1N = _key_bounds(torch.where(real, mask.key_positions, -1), block_k, -1)
+    some = (last_B1N >= first_BM1) & (first_B1N <= last_BM1)
+    full = (first_B1N >= latest_first_BM1) & (last_or_never_B1N <= earliest_last_BM1)
+    return some, full
+
+
+def _general_states(mask: BitfieldMask, window: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """The same from the words: every field of the word bounds what a block can see."""
+    q, k = decode_words(mask.query_words), decode_words(mask.key_words)
+    looks, shown = (q.segment > 0) & (q.sees != 0), (k.segment > 0) & (k.kinds != 0)
+    some, full = _equal_states(torch.where(looks, q.segment, 0), torch.where(shown, k.segment, 0), block_q, block_k)
+
+    kinds_some, kinds_full = _kinds_states(q.sees, k.kinds, block_q, block_k)
+    horizon = torch.where(looks, _horizon(mask), -1)
+    earliest_BM1, latest_BM1 = _query_bounds(horizon, block_q)
+    first_B1N, _ = _key_bounds(torch.where(shown, mask.key_positions, NEVER), block_k, NEVER)
+    _, last_B1N = _key_bounds(torch.where(shown, mask.key_positions, -1), block_k, -1)
+    group_q = torch.where(looks & (q.span > 0), mask.query_words & 0xFFFFFFFF, 0)
+    group_k = torch.where(shown & (k.span > 0), mask.key_words & 0xFFFFFFFF, 0)
+    span_some, span_full = _equal_states(group_q, group_k, block_q, block_k)
+    some &= kinds_some & ((first_B1N <= latest_BM1) | span_some)
+    full &= kinds_full & ((last_B1N <= earliest_BM1) | span_full)
+    if window:
+        first_place_BM1, last_place_BM1 = _query_bounds(mask.query_positions, block_q)
+        some &= last_B1N > first_place_BM1 - window
+        full &= first_B1N > last_place_BM1 - window
+    return some, full
+
+
+def _equal_states(at_q: Tensor, at_k: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """Whether some, and whether all numbers of the queries and of the keys may be equal; 0 equals nothing."""
+    beyond = 2**33  # no word has such a half, so that it lies in no range
+    low_BM1, high_BM1 = _query_bounds(torch.where(at_q > 0, at_q, beyond), block_q)
+    _, real_high_BM1 = _query_bounds(at_q, block_q)
+    low_B1N, high_B1N = _key_bounds(torch.where(at_k > 0, at_k, beyond), block_k, beyond)
+    _, real_high_B1N = _key_bounds(at_k, block_k, 0)
+    some = (low_BM1 <= real_high_B1N) & (low_B1N <= real_high_BM1)
+    full = (low_BM1 == high_B1N) & (low_B1N == high_BM1) & (low_BM1 == high_BM1) & (low_BM1 < beyond)
+    return some, full
+
+
+def _kinds_states(sees: Tensor, kinds: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
+    """Whether some query may see some key by its kinds, and whether all see all."""
+    bit = torch.arange(KIND_BITS, device=sees.device)
+    sees_BMI, kinds_BNI = ((field[..., None] >> bit) & 1 for field in (sees, kinds))
+    all_see, any_sees = _query_bounds(sees_BMI.transpose(1, 2), block_q)  # [B, bits, M, 1]
+    all_are, any_is = _key_bounds(kinds_BNI.transpose(1, 2), block_k, 0)  # [B, bits, 1, N]
+    some = ((any_sees & any_is) != 0).any(dim=1)
+    # All see all when every query sees every kind that is there, or when one kind is common to all.
+    full = (any_is <= all_see).all(dim=1) | ((all_see & all_are) != 0).any(dim=1)
+    return some, full
+
+
+def _horizon(mask: BitfieldMask) -> Tensor:
+    """The last place that each query may look back to; -1 for none."""
+    fields = decode_words(mask.query_words)
+    back = torch.where(fields.causal, mask.query_positions, -1)
+    return torch.where(fields.sees_all, NEVER, back)
+
+
+def _low_half(words: Tensor) -> Tensor:
+    """Segment and span of words as they lie in memory: int32 of the words' shape."""
+    return words.to(torch.int32)
+
+
+def _query_bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum over each block of queries, `[..., blocks, 1]`; the last query fills the last block."""
+    blocks = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], -values.shape[-1] % block)], dim=-1)
+    low, high = blocks.unflatten(-1, (-1, block)).aminmax(dim=-1)
+    return low[..., None], high[..., None]
+
+
+def _key_bounds(values: Tensor, block: int, fill: int) -> tuple[Tensor, Tensor]:
+    """Minimum and maximum over each block of keys, `[..., 1, blocks]`; `fill` is the value of keys past the end."""
+    blocks = pad(values, (0, -values.shape[-1] % block), value=fill)
+    low, high = blocks.unflatten(-1, (-1, block)).aminmax(dim=-1)
+    return low[..., None, :], high[..., None, :]

@@ -1,0 +1,218 @@
+"""The portable Triton form (sm_80 and later): launches of the forward and the backward kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .mask_plan import MaskPlan
+from .triton_backward import dkdv_kernel, dq_kernel, row_stats_kernel
+from .triton_forward import combine_kernel, forward_kernel
+from .tuning import Tile, Tuning
+
+# Keys and values up to this size stay in the L2 cache; tiles then run longest first over all heads at once. What is
+# larger runs one head after another.
+L2_BYTES = 16 * 2**20
+ROWS_TILE = 64  # of the kernels that only add up rows
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: MaskPlan,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    Attention under a compiled mask.
+
+    Args:
+        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries, in 32 or 16 bits.
+        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
+        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
+        plan (`MaskPlan`): The mask and the window.
+        scale (`float`, *optional*): Of the scores, above 0; `head_dim ** -0.5` when left out.
+        softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): A further logit per head that takes weight, gives none.
+        tuning (`Tuning`, *optional*): Tiles; those of the table when left out.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: The output, with the shape and the strides of `query`, and the natural
+        log-sum-exp of each row, float32 `[batch, heads, query_length]`. A query that sees nothing gets 0 and `-inf`
+        (the sink's logit when there are sinks).
+    """
+    query, key, value = (_last_dim_dense(tensor) for tensor in (query, key, value))
+    batch, num_heads, num_queries, head_dim = query.shape
+    num_keys, num_kv_heads = key.shape[2], key.shape[1]
+    out = torch.empty_like(query)
+    lse = torch.empty(batch, num_heads, num_queries, dtype=torch.float32, device=query.device)
+    logits = lse if sinks is None else sinks  # a stand-in when there are none
+    split, tile = plan.split, _tile("forward", query, plan, tuning)
+    part_out, part_lse, tiles = lse, lse, plan.by_query.tiles
+    if split is not None:
+        shape = (split.num_slots, num_heads, plan.block_q)
+        part_out = torch.empty(*shape, head_dim, dtype=torch.float32, device=query.device)
+        part_lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+        tiles = split.tiles
+    with _device_of(query):
+        forward_kernel[(len(tiles) * num_heads * (plan.block_q // tile.block_q),)](
+            query, key, value, out, lse, part_out, part_lse, logits,
+            tiles, plan.by_query.blocks, plan.query_rows, plan.key_rows, *_score_scales(scale, head_dim, softcap)[1:],
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3],
+            num_queries, num_keys, num_kv_heads, len(tiles), *_order(len(tiles), key),
+            SINKS=sinks is not None, SPLIT=split is not None, **_constants(query, key, plan, tile, softcap),
+        )  # fmt: skip
+        if split is not None:
+            rows = min(ROWS_TILE, plan.block_q)
+            combine_kernel[(len(split.rows) * (plan.block_q // rows), num_heads)](
+                part_out, part_lse, out, lse, logits, split.rows, *out.stride()[:3], num_queries, num_heads,
+                **head_parts(head_dim), BLOCK_Q=plan.block_q, TILE_Q=rows, SINKS=sinks is not None,
+            )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: MaskPlan,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    Gradients of [`forward`], the same bits each time.
+
+    Args:
+        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
+        query, key, value, plan, scale, softcap, sinks, tuning: As given to [`forward`].
+        out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): What [`forward`] returned.
+        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): What [`forward`] returned.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]`: Gradients of `query`, `key`, `value`
+        and `sinks`, each in the shape and the dtype of its input.
+    """
+    grad_out, query, key, value = (_last_dim_dense(tensor) for tensor in (grad_out, query, key, value))
+    group, head_dim = query.shape[1] // key.shape[1], query.shape[3]
+    num_queries, num_keys, num_kv_heads = query.shape[2], key.shape[2], key.shape[1]
+    grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    stats = row_stats(grad_out, out, lse)
+    inputs = (query, key, value, grad_out)
+    rows = (plan.query_rows, plan.key_rows, *_score_scales(scale, head_dim, softcap))
+    strides = [stride for tensor in inputs for stride in tensor.stride()[:3]]
+    sizes = (num_queries, num_keys, lse.numel(), num_kv_heads)
+    with _device_of(query):
+        tile, lists = _tile("dkdv", query, plan, tuning), plan.by_key
+        dkdv_kernel[(len(lists.tiles) * num_kv_heads * (plan.block_k // tile.block_k),)](
+            *inputs, grad_key, grad_value, stats, lists.tiles, lists.blocks, *rows,
+            *strides, *grad_key.stride()[:3], *grad_value.stride()[:3],
+            *sizes, len(lists.tiles), *_order(len(lists.tiles), key), **_constants(query, key, plan, tile, softcap),
+        )  # fmt: skip
+        tile, lists = _tile("dq", query, plan, tuning), plan.by_query
+        dq_kernel[(len(lists.tiles) * num_kv_heads * group * (plan.block_q // tile.block_q),)](
+            *inputs, grad_query, stats, lists.tiles, lists.blocks, *rows, *strides, *grad_query.stride()[:3],
+            *sizes, len(lists.tiles), *_order(len(lists.tiles), key), **_constants(query, key, plan, tile, softcap),
+        )  # fmt: skip
+    grad_sinks = None
+    if sinks is not None:
+        weights = torch.exp(sinks.float()[None, :, None] - lse)
+        grad_sinks = -(weights * stats[1]).sum(dim=(0, 2)).to(sinks.dtype)
+    return grad_query, grad_key, grad_value, grad_sinks
+
+
+def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """
+    What the backward kernels read of each query.
+
+    Args:
+        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
+        out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): The output.
+        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Its natural log-sum-exp.
+
+    Returns:
+        `torch.Tensor`: float32 `[2, batch, heads, query_length]`: the logarithm in powers of two (`inf` for a query
+        that sees nothing), and the sum of output times gradient.
+    """
+    batch, num_heads, num_queries, head_dim = out.shape
+    stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=out.device)
+    with _device_of(out):
+        row_stats_kernel[(triton.cdiv(num_queries, ROWS_TILE), batch * num_heads)](
+            out, grad_out, lse, stats, *out.stride()[:3], *grad_out.stride()[:3],
+            num_queries, num_heads, lse.numel(), **head_parts(head_dim), TILE_Q=ROWS_TILE,
+        )  # fmt: skip
+    return stats
+
+
+@cache
+def head_parts(head_dim: int) -> dict[str, int]:
+    """The head dimension as the kernels hold it: a power of two, and a second part of at least 16 columns or none."""
+    first = max(16, 2 ** (head_dim.bit_length() - 1))
+    rest = max(0, head_dim - first)
+    return {"D": head_dim, "PART_0": first, "PART_1": max(16, triton.next_power_of_2(rest)) if rest else 0}
+
+
+def _constants(query: Tensor, key: Tensor, plan: MaskPlan, tile: Tile, softcap: float) -> dict[str, Any]:
+    """What the kernels of attention are compiled for."""
+    return {
+        **head_parts(query.shape[3]),
+        "GROUP": query.shape[1] // key.shape[1],
+        "BLOCK_Q": plan.block_q,
+        "BLOCK_K": plan.block_k,
+        "TILE_Q": tile.block_q,
+        "TILE_K": tile.block_k,
+        "GENERAL": not plan.interval,
+        "SOFTCAP": softcap > 0,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+
+
+def _order(num_tiles: int, key: Tensor) -> tuple[int, int]:
+    """Strides of tiles and of heads of keys in the order of the programs."""
+    fits_cache = 2 * key.numel() * key.element_size() <= L2_BYTES
+    return (key.shape[1], 1) if fits_cache else (1, num_tiles)
+
+
+def _tile(kernel: str, query: Tensor, plan: MaskPlan, tuning: Tuning | None) -> Tile:
+    """The tile of a kernel; on a CPU the whole blocks of the plan."""
+    if tuning is not None:
+        return getattr(tuning, kernel)
+    if query.device.type != "cuda":
+        return Tile(plan.block_q, plan.block_k, num_warps=4, num_stages=1)
+    from .tuning import portable_tuning
+
+    capability = torch.cuda.get_device_capability(query.device)
+    return getattr(portable_tuning(capability, query.shape[3], plan.interval), kernel)
+
+
+def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[float, float, float]:
+    """The scale, and what takes scores to powers of two: one factor, or one inside and one outside of the soft cap."""
+    scale = head_dim**-0.5 if scale is None else scale
+    if scale <= 0:  # the running maximum is taken before scores are scaled
+        raise ValueError(f"`scale={scale}` is not above 0, which the kernels need. Scale `query` instead.")
+    log2e = math.log2(math.e)
+    return (scale, 2 * log2e * scale / softcap, softcap * log2e) if softcap else (scale, scale * log2e, 0.0)
+
+
+def _last_dim_dense(tensor: Tensor) -> Tensor:
+    """The tensor, copied if its last dimension has gaps or is expanded."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device of a tensor the one that kernels start on."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()

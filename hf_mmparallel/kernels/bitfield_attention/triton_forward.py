@@ -1,0 +1,206 @@
+"""The kernels of the forward pass: attention of a tile of queries, and the sum of the parts of tiles that were cut."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_common import (
+    LN2,
+    LOG2E,
+    capped,
+    dot_parts,
+    load_key_rows,
+    load_part,
+    load_query_rows,
+    program_tile,
+    store_part,
+    visible,
+)
+
+
+@triton.jit
+def softmax_step(
+    b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_o0, b_o1, b_max, b_sum, m_visible, score_scale, cap,
+    PART_1: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds one tile of keys to the running softmax, which counts in powers of two."""
+    b_s = dot_parts(b_q0, b_q1, b_k0, b_k1, PART_1)  # [Q, K]
+    if SOFTCAP:
+        b_s = capped(b_s, score_scale)
+        factor = cap
+    else:
+        factor = score_scale
+    if MASKED:
+        b_s = tl.where(m_visible, b_s, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_s, 1) * factor)  # [Q]
+    # A query that has seen nothing yet: -inf minus -inf.
+    b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max) if MASKED else b_new_max
+    b_p = tl.exp2(b_s * factor - b_base[:, None])  # [Q, K]
+    b_fade = tl.exp2(b_max - b_base)
+    b_sum = b_sum * b_fade + tl.sum(b_p, 1)
+    b_o0 = tl.dot(b_p.to(b_v0.dtype), b_v0, b_o0 * b_fade[:, None], input_precision="ieee")  # [Q, D]
+    if PART_1 > 0:
+        b_o1 = tl.dot(b_p.to(b_v1.dtype), b_v1, b_o1 * b_fade[:, None], input_precision="ieee")
+    return b_o0, b_o1, b_new_max, b_sum
+
+
+@triton.jit
+def store_result(
+    out, lse, sink, stride, o_q, m_q, b_o0, b_o1, b_max, b_sum,
+    D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, SINK: tl.constexpr, IS_PART: tl.constexpr,
+):  # fmt: skip
+    """
+    Divides by the sum and writes the output and the log-sum-exp, that of a part in powers of two.
+
+    A query that has seen nothing gets 0 and `-inf`.
+    """
+    if SINK:  # a logit without a value
+        b_sink = tl.load(sink).to(tl.float32) * LOG2E
+        b_new_max = tl.maximum(b_max, b_sink)
+        b_fade = tl.exp2(b_max - b_new_max)
+        b_sum = b_sum * b_fade + tl.exp2(b_sink - b_new_max)
+        b_max = b_new_max
+    b_blind = b_sum == 0.0
+    b_sum = tl.where(b_blind, 1.0, b_sum)
+    b_weight = 1.0 / b_sum
+    if SINK:
+        b_weight *= b_fade
+    store_part(out, stride, o_q, m_q, b_o0 * b_weight[:, None], 0, PART_0, D)
+    if PART_1 > 0:
+        store_part(out, stride, o_q, m_q, b_o1 * b_weight[:, None], PART_0, PART_1, D)
+    b_lse = tl.where(b_blind, float("-inf"), b_max + tl.log2(b_sum))
+    if not IS_PART:
+        b_lse *= LN2
+    tl.store(lse + o_q, b_lse, mask=m_q)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "tile_stride", "head_stride"])
+def forward_kernel(
+    query, key, value, out, lse, part_out, part_lse, sinks, tiles, blocks, query_rows, key_rows, score_scale, cap,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    o_stride_b, o_stride_h, o_stride_t, num_queries, num_keys, num_kv_heads, num_tiles, tile_stride, head_stride,
+    GROUP: tl.constexpr, D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    GENERAL: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """
+    Output and log-sum-exp of `TILE_Q` queries of one head.
+
+    The heads of a group run side by side, so that they find their keys in the cache. A tile that was cut writes its
+    part to the workspace instead, with the logarithm in powers of two.
+    """
+    INNER: tl.constexpr = GROUP * (BLOCK_Q // TILE_Q)
+    i_tile, i_kv, i_inner = program_tile(num_tiles, num_kv_heads, tile_stride, head_stride, INNER)
+    i_head = i_kv * GROUP + i_inner % GROUP
+    num_heads = num_kv_heads * GROUP
+    COLUMNS: tl.constexpr = 6 if SPLIT else 5
+    tiles += i_tile * COLUMNS
+    i_batch = tl.load(tiles).to(tl.int64)
+    i_sub = (i_inner // GROUP) * TILE_Q
+    i_block = tl.load(tiles + 1)
+    i_query = i_block * BLOCK_Q + i_sub
+
+    o_q = tl.arange(0, TILE_Q)
+    o_k = tl.arange(0, TILE_K)
+    m_q = i_query + o_q < num_queries
+    query += i_batch * q_stride_b + i_head.to(tl.int64) * q_stride_h + i_query.to(tl.int64) * q_stride_t
+    key += i_batch * k_stride_b + i_kv.to(tl.int64) * k_stride_h
+    value += i_batch * v_stride_b + i_kv.to(tl.int64) * v_stride_h
+    query_rows += i_batch * (5 if GENERAL else 2) * num_queries
+    key_rows += i_batch * (3 if GENERAL else 1) * num_keys
+    b_q0 = load_part(query, q_stride_t, o_q, m_q, 0, PART_0, D, True)  # [Q, D]
+    b_q1 = load_part(query, q_stride_t, o_q, m_q, PART_0, PART_1, D, True) if PART_1 > 0 else b_q0
+    b_r0, b_r1, b_r2, b_r3, b_r4 = load_query_rows(query_rows, i_query + o_q, m_q, num_queries, GENERAL)
+
+    b_max = tl.full([TILE_Q], float("-inf"), tl.float32)
+    b_sum = tl.zeros([TILE_Q], tl.float32)
+    b_o0 = tl.zeros([TILE_Q, PART_0], tl.float32)
+    b_o1 = tl.zeros([TILE_Q, PART_1], tl.float32) if PART_1 > 0 else b_sum
+    STEPS: tl.constexpr = BLOCK_K // TILE_K
+    for STAGE in tl.static_range(2):  # partial blocks with the mask, then full ones without
+        i_from = tl.load(tiles + 2 + STAGE)
+        num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS
+        for i_step in tl.range(0, num_steps):
+            i_key = tl.load(blocks + i_from + i_step // STEPS) * BLOCK_K + (i_step % STEPS) * TILE_K
+            m_k = i_key + o_k < num_keys
+            keys = key + i_key.to(tl.int64) * k_stride_t
+            values = value + i_key.to(tl.int64) * v_stride_t
+            b_k0 = load_part(keys, k_stride_t, o_k, m_k, 0, PART_0, D, STAGE == 0)  # [K, D]
+            b_k1 = load_part(keys, k_stride_t, o_k, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_k0
+            b_v0 = load_part(values, v_stride_t, o_k, m_k, 0, PART_0, D, STAGE == 0)
+            b_v1 = load_part(values, v_stride_t, o_k, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_v0
+            if STAGE == 0:
+                b_place, b_low, b_kinds = load_key_rows(key_rows, i_key + o_k, m_k, num_keys, GENERAL)
+                m_visible = visible(
+                    b_r0[:, None], b_r1[:, None], b_r2[:, None], b_r3[:, None], b_r4[:, None],
+                    b_place[None, :], b_low[None, :], b_kinds[None, :], GENERAL,
+                )  # fmt: skip
+            else:
+                m_visible = m_k
+            b_o0, b_o1, b_max, b_sum = softmax_step(
+                b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_o0, b_o1, b_max, b_sum, m_visible, score_scale, cap,
+                PART_1, SOFTCAP, STAGE == 0,
+            )  # fmt: skip
+
+    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h + i_query.to(tl.int64) * o_stride_t
+    lse += (i_batch * num_heads + i_head) * num_queries + i_query
+    if SPLIT:
+        i_slot = tl.load(tiles + 5)
+        if i_slot >= 0:  # one part; the sink comes in when the parts are combined
+            i_row = (i_slot.to(tl.int64) * num_heads + i_head) * BLOCK_Q + i_sub
+            part_out += i_row * D
+            part_lse += i_row
+            store_result(
+                part_out, part_lse, sinks, D, o_q, m_q, b_o0, b_o1, b_max, b_sum, D, PART_0, PART_1, False, True
+            )
+        else:
+            sinks += i_head
+            store_result(
+                out, lse, sinks, o_stride_t, o_q, m_q, b_o0, b_o1, b_max, b_sum, D, PART_0, PART_1, SINKS, False
+            )
+    else:
+        sinks += i_head
+        store_result(out, lse, sinks, o_stride_t, o_q, m_q, b_o0, b_o1, b_max, b_sum, D, PART_0, PART_1, SINKS, False)
+
+
+@triton.jit
+def combine_kernel(
+    part_out, part_lse, out, lse, sinks, rows, o_stride_b, o_stride_h, o_stride_t, num_queries, num_heads,
+    D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """Output and log-sum-exp of `TILE_Q` queries of one head whose keys were cut over several programs."""
+    i_row = tl.program_id(0) // (BLOCK_Q // TILE_Q)
+    i_sub = (tl.program_id(0) % (BLOCK_Q // TILE_Q)) * TILE_Q
+    i_head = tl.program_id(1)
+    i_batch = tl.load(rows + i_row * 4).to(tl.int64)
+    i_query = tl.load(rows + i_row * 4 + 1) * BLOCK_Q + i_sub
+    i_first = tl.load(rows + i_row * 4 + 2).to(tl.int64)
+    num_parts = tl.load(rows + i_row * 4 + 3)
+    o_q = tl.arange(0, TILE_Q)
+    m_q = i_query + o_q < num_queries
+
+    b_max = tl.full([TILE_Q], float("-inf"), tl.float32)
+    b_sum = tl.zeros([TILE_Q], tl.float32)
+    b_o0 = tl.zeros([TILE_Q, PART_0], tl.float32)
+    b_o1 = tl.zeros([TILE_Q, PART_1], tl.float32) if PART_1 > 0 else b_sum
+    for i_part in range(0, num_parts):
+        row = ((i_first + i_part) * num_heads + i_head) * BLOCK_Q + i_sub
+        b_lse = tl.load(part_lse + row + o_q, mask=m_q, other=float("-inf"))  # [Q]
+        b_new_max = tl.maximum(b_max, b_lse)
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+        b_fade = tl.exp2(b_max - b_base)
+        b_weight = tl.exp2(b_lse - b_base)
+        b_p0 = load_part(part_out + row * D, D, o_q, m_q, 0, PART_0, D, True)  # [Q, D]
+        b_o0 = b_o0 * b_fade[:, None] + b_p0 * b_weight[:, None]
+        if PART_1 > 0:
+            b_p1 = load_part(part_out + row * D, D, o_q, m_q, PART_0, PART_1, D, True)
+            b_o1 = b_o1 * b_fade[:, None] + b_p1 * b_weight[:, None]
+        b_sum = b_sum * b_fade + b_weight
+        b_max = b_new_max
+
+    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h + i_query.to(tl.int64) * o_stride_t
+    lse += (i_batch * num_heads + i_head) * num_queries + i_query
+    sinks += i_head
+    store_result(out, lse, sinks, o_stride_t, o_q, m_q, b_o0, b_o1, b_max, b_sum, D, PART_0, PART_1, SINKS, False)
