@@ -81,6 +81,7 @@ def assign_context(
     block: int = BLOCK,
     method: Method = "lpt",
     mode: Mode | Literal["auto"] = "row",
+    segment_ids: ArrayLike | None = None,
     costs: ContextCosts | None = None,
     seed: int = 0,
 ) -> ContextAssignment:
@@ -99,7 +100,9 @@ def assign_context(
         method (`str`, *optional*, defaults to `"lpt"`): How the blocks of the row are handed out, see [`distribute`].
         mode (`str`, *optional*, defaults to `"row"`): `"row"` gathers the keys and values of the whole row,
             `"segments"` keeps segments whole where it can ([`assign_segments`]), `"auto"` takes what `costs` predict
-            to be faster. Methods other than `"lpt"` exist for mode `"row"` only.
+            to be faster. Methods other than `"lpt"` concern whole rows only.
+        segment_ids (array of shape `[num_tokens]`, integers, *optional*):
+            The segment of each token, from 1, 0 for padding; for `"segments"` and `"auto"`.
         costs (`ContextCosts`, *optional*): Of a layer, for `"auto"`.
         seed (`int`, *optional*, defaults to 0): Of the method `"random"`.
 
@@ -108,16 +111,18 @@ def assign_context(
     """
     if mode not in ("row", "segments", "auto"):
         raise ValueError(f"`mode={mode!r}` is no way to cut a row. Use 'row', 'segments' or 'auto'.")
+    if mode != "row" and segment_ids is None:
+        raise ValueError(f"`mode={mode!r}` may reorder segments and doesn't know them. Pass `segment_ids`.")
     if mode == "auto" and costs is None:
-        raise ValueError("`mode='auto'` compares times and has no `costs` to predict them with. Pass `costs`.")
+        raise ValueError("`mode='auto'` compares times and has nothing to predict them with. Pass `costs`.")
     if mode == "segments" and method != "lpt":
         raise ValueError(f"`method={method!r}` hands out blocks, and whole segments are none. Use `mode='row'`.")
-    if mode == "segments":
-        return assign_segments(first, last, num_ranks, block)
-    rows = assign_rows(first, last, num_ranks, block, method, seed)
-    if costs is None or mode == "row" or method != "lpt":
-        return rows
-    return choose_faster(costs, rows, assign_segments(first, last, num_ranks, block))
+    if segment_ids is None or mode == "row":
+        return assign_rows(first, last, num_ranks, block, method, seed)
+    whole = assign_segments(first, last, segment_ids, num_ranks, block)
+    if costs is None or mode == "segments":
+        return whole
+    return choose_faster(costs, assign_rows(first, last, num_ranks, block, method, seed), whole)
 
 
 def choose_faster(costs: ContextCosts, *assignments: ContextAssignment) -> ContextAssignment:

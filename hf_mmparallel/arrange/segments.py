@@ -26,40 +26,41 @@ _MANY_SEGMENTS = 1024  # more are bundled with their neighbours, so that the sea
 
 @dataclass(frozen=True)
 class _Segments:
-    """Parts of a row that do not see each other, of shape `[num_segments]`: start, length, pairs of tokens."""
+    """Start and length, `[num_segments]`, of parts of a row that do not see each other."""
 
     start: NDArray
     length: NDArray
-    pairs: NDArray
 
 
-def independent_segments(first: ArrayLike, last: ArrayLike) -> tuple[NDArray, NDArray]:
+def independent_segments(segment_ids: ArrayLike) -> tuple[NDArray, NDArray]:
     """
-    Finds the finest division of a row into consecutive parts that do not see each other.
+    Divides a row into consecutive parts such that no segment lies in two.
 
     Args:
-        first (array of shape `[num_tokens]`, integers): The first place that each token sees.
-        last (array of shape `[num_tokens]`, integers): The last place that each token sees; less than `first` for a
-            token that sees nothing.
+        segment_ids (array of shape `[num_tokens]`, integers): The segment of each token, from 1; 0 is padding.
 
     Returns:
-        `tuple[numpy.ndarray, numpy.ndarray]`: Start and length of each part, int64. A token that neither sees nor is
-        seen, such as padding, is a part by itself.
+        `tuple[numpy.ndarray, numpy.ndarray]`: Start and length of each part, int64. Each token of padding that lies in
+        no segment is a part by itself.
     """
-    first, last = np.asarray(first), np.asarray(last)
-    here = np.arange(len(first), dtype=first.dtype)
-    sees = last >= first
-    lowest = np.minimum(np.where(sees, first, here), here)
-    highest = np.maximum(np.where(sees, last, here), here)
-    begins = np.ones(len(first), dtype=bool)
-    begins[1:] = np.maximum.accumulate(highest)[:-1] < here[1:]
-    begins &= np.minimum.accumulate(lowest[::-1])[::-1] >= here
-    start = np.flatnonzero(begins)
-    return start, np.diff(start, append=len(first))
+    ids = np.asarray(segment_ids)
+    if not len(ids):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    here = np.arange(len(ids))
+    final = np.empty(int(ids.max()) + 1, dtype=np.int64)
+    final[ids] = here
+    reach = np.maximum.accumulate(np.where(ids > 0, final[ids], here))
+    start = np.flatnonzero(np.append(True, reach[:-1] < here[1:]))
+    return start, np.diff(start, append=len(ids))
 
 
 def assign_segments(
-    first: ArrayLike, last: ArrayLike, num_ranks: int, block: int = BLOCK, max_padding: float = 0.02
+    first: ArrayLike,
+    last: ArrayLike,
+    segment_ids: ArrayLike,
+    num_ranks: int,
+    block: int = BLOCK,
+    max_padding: float = 0.02,
 ) -> ContextAssignment:
     """
     Hands whole segments to ranks, and blocks of those that must be cut.
@@ -68,14 +69,18 @@ def assign_segments(
         first (array of shape `[num_tokens]`, integers): The first place that each token sees.
         last (array of shape `[num_tokens]`, integers): The last place that each token sees; less than `first` for a
             token that sees nothing.
+        segment_ids (array of shape `[num_tokens]`, integers): The segment of each token, from 1; 0 is padding.
         num_ranks (`int`): Ranks.
         block (`int`, *optional*, defaults to 128): Tokens of a block.
         max_padding (`float`, *optional*, defaults to 0.02):
             How much longer a rank's tokens may become, as a share, to keep segments whole.
+
+    Returns:
+        [`ContextAssignment`]: In mode `"row"` where all blocks would be gathered anyway.
     """
-    first, last = np.asarray(first), np.asarray(last)
+    first, last, ids = np.asarray(first), np.asarray(last), np.asarray(segment_ids)
     least = padded_length(len(first), num_ranks, block) // num_ranks
-    segments = _segments_of(first, last)
+    segments = _segments_of(ids)
     lengths = range(least, least + max(int(max_padding * least), 0) + 1, block)
     work = _segment_work(first, last, segments, block)
     frames = (_Frame.of(first, last, segments, work, num_ranks, length, block) for length in lengths)
@@ -89,22 +94,19 @@ def assign_segments(
     return found if found.gathered.size < found.blocks.size else assign_rows(first, last, num_ranks, block)
 
 
-def _segments_of(first: NDArray, last: NDArray) -> _Segments:
-    """The segments that see something; short neighbours in bundles when there are very many."""
-    start, length = independent_segments(first, last)
-    if not len(start):
-        return _Segments(start, length, length)
-    pairs = np.add.reduceat(np.maximum(last.astype(np.int64) - first + 1, 0), start)
+def _segments_of(ids: NDArray) -> _Segments:
+    """All segments; short neighbours in bundles when there are very many."""
+    start, length = independent_segments(ids)
+    seen = ids[start] > 0
     if len(start) > _MANY_SEGMENTS:
-        size = -(-len(first) // _MANY_SEGMENTS)
+        size = -(-len(ids) // _MANY_SEGMENTS)
         bundle = (start + length - 1) // size
-        whole = (start // size == bundle) & (pairs > 0)
+        short = (start // size == bundle) & seen
         begins = np.ones(len(start), dtype=bool)
-        begins[1:] = ~(whole[1:] & whole[:-1] & (bundle[1:] == bundle[:-1]))
+        begins[1:] = ~(short[1:] & short[:-1] & (bundle[1:] == bundle[:-1]))
         heads = np.flatnonzero(begins)
-        start, length, pairs = start[heads], np.add.reduceat(length, heads), np.add.reduceat(pairs, heads)
-    seen = pairs > 0
-    return _Segments(start[seen], length[seen], pairs[seen])
+        start, length, seen = start[heads], np.add.reduceat(length, heads), seen[heads]
+    return _Segments(start[seen], length[seen])
 
 
 def _segment_work(first: NDArray, last: NDArray, segments: _Segments, block: int) -> NDArray:
