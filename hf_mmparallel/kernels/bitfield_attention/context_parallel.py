@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .attention import attention_backward, attention_forward
 from .mask import BitfieldMask
 
 HEADS_PER_GATHER = 2
@@ -115,9 +116,10 @@ class SequenceShard:
             `torch.Tensor`: `num_tokens` long along `dim`, the same on every rank.
         """
         rows = tensor.movedim(dim, 0).contiguous()
-        everyone = rows.new_empty(self.num_ranks * rows.shape[0], *rows.shape[1:])
-        everyone[self.rank * rows.shape[0] : (self.rank + 1) * rows.shape[0]] = rows
-        _all_gather(everyone, rows, self.group).wait()
+        everyone = rows
+        if self.num_ranks > 1:
+            everyone = rows.new_empty(self.num_ranks * rows.shape[0], *rows.shape[1:])
+            _all_gather(everyone, rows, self.group).wait()
         order = self.order.flatten().to(tensor.device)
         whole = rows.new_full((self.num_tokens, *rows.shape[1:]), padding)
         whole[order[order >= 0]] = everyone[order >= 0]
@@ -267,15 +269,25 @@ def context_parallel_attention(
     Raises:
         `ValueError`: If the tensors do not have the rows of the shard.
     """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.shape[0] != 1 or tensor.shape[2] != shard.words.shape[1]:
-            raise ValueError(
-                f"`{name}` has shape {tuple(tensor.shape)} and the shard is one row of {shard.words.shape[1]} tokens: "
-                f"`[1, heads, {shard.words.shape[1]}, head_dim]`. Give the model this rank's tokens only."
-            )
+    _check_rows(query, key, value, shard.words.shape[1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out, lse = _Attention.apply(query, key, value, sinks, shard, (scale, softcap, window))
     return (out, lse) if return_lse else out
+
+
+def _check_rows(query: Tensor, key: Tensor, value: Tensor, num_rows: int) -> None:
+    """Refuses tensors that are not rows of the shard or do not go together."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != num_rows:
+            raise ValueError(
+                f"`{name}` has shape {tuple(tensor.shape)} and the shard is one row of {num_rows} tokens: "
+                f"`[1, heads, {num_rows}, head_dim]`. Give the model this rank's tokens only."
+            )
+    if key.shape != value.shape or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+        raise ValueError(
+            f"Queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not go "
+            "together: the heads of keys must divide those of queries, and all have one head dimension."
+        )
 
 
 class _Attention(torch.autograd.Function):
@@ -288,7 +300,7 @@ class _Attention(torch.autograd.Function):
         for heads, key_rows, value_rows in _gather(key, value, shard):
             of = _query_heads(heads, query, key)
             sink = None if sinks is None else sinks[of]
-            out[:, of], lse[:, of] = _forward(query[:, of], key_rows, value_rows, shard.mask, *options, sink)
+            out[:, of], lse[:, of] = attention_forward(query[:, of], key_rows, value_rows, shard.mask, *options, sink)
         ctx.shard, ctx.options = shard, options
         ctx.save_for_backward(query, key, value, sinks, out, lse)
         ctx.mark_non_differentiable(lse)
@@ -305,7 +317,7 @@ class _Attention(torch.autograd.Function):
             of = _query_heads(heads, query, key)
             saved = (query[:, of], key_rows, value_rows, out[:, of], lse[:, of])
             sink = None if sinks is None else sinks[of]
-            grads = _backward(grad_out[:, of], *saved, ctx.shard.mask, *ctx.options, sink)
+            grads = attention_backward(grad_out[:, of], *saved, ctx.shard.mask, *ctx.options, sink)
             grad_query[:, of] = grads[0]
             if grad_sinks is not None:
                 grad_sinks[of] = grads[3]
@@ -420,21 +432,6 @@ class _GradientReturn:
         """The gradients of this rank's keys and values."""
         self._receive(self.travelling)
         return self.grads
-
-
-def _forward(query, key, value, mask, scale, softcap, window, sinks):
-    from .reference import reference_attention
-
-    return reference_attention(query, key, value, mask, scale, softcap, window, sinks)
-
-
-def _backward(grad_out, query, key, value, out, lse, mask, scale, softcap, window, sinks):
-    inputs = [t.detach().requires_grad_() for t in (query, key, value)]
-    sink = None if sinks is None else sinks.detach().requires_grad_()
-    with torch.enable_grad():
-        out, _ = _forward(*inputs, mask, scale, softcap, window, sink)
-    grads = torch.autograd.grad(out, inputs + ([] if sink is None else [sink]), grad_out)
-    return (*grads, None) if sink is None else grads
 
 
 def _all_gather(output: Tensor, own: Tensor, group: Any) -> Any:

@@ -1,0 +1,108 @@
+"""
+Ranks as threads of one process, for property tests of code that talks to the ranks of a group.
+
+What a collective writes is poisoned when it starts and filled when it is waited for, and what it sends is read only
+then: code that reads too early, or writes over a buffer that is in use, gets NaN or a wrong result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_mmparallel.kernels.bitfield_attention import context_parallel
+
+TIME_LIMIT_S = 20.0
+
+
+class SimulatedGroup:
+    """The ranks' meeting place: the n-th collective of each rank meets the n-th of the others."""
+
+    def __init__(self, num_ranks: int):
+        self.num_ranks = num_ranks
+        self.sent: dict[tuple[int, int], Tensor] = {}
+        self.barrier = threading.Barrier(num_ranks)
+
+
+class _Rank(threading.local):
+    """What a thread knows of itself."""
+
+    rank: int = -1
+    num_calls: int = 0
+    events: list[str]
+
+
+_this = _Rank()
+
+
+class _Work:
+    """A collective under way, of which nothing has arrived yet."""
+
+    def __init__(self, output: Tensor, own: Tensor, group: SimulatedGroup, kind: str):
+        self.output, self.own, self.group, self.kind = output, own, group, kind
+        self.call = _this.num_calls
+        _this.num_calls += 1
+        _this.events.append(f"start {kind} {self.call}")
+        kept = own.clone()
+        output.fill_(float("nan") if output.is_floating_point() else -7)
+        if own.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
+            place = output[_this.rank * len(own) : (_this.rank + 1) * len(own)]
+            assert own.data_ptr() == place.data_ptr(), "what a rank sends lies in the place of another"
+            own.copy_(kept)
+
+    def wait(self) -> None:
+        """Meets the other ranks and takes what they sent."""
+        group, rank = self.group, _this.rank
+        _this.events.append(f"wait {self.kind} {self.call}")
+        group.sent[rank, self.call] = self.own.clone()
+        group.barrier.wait(TIME_LIMIT_S)
+        parts = [group.sent[other, self.call] for other in range(group.num_ranks)]
+        assert len({tuple(part.shape) for part in parts}) == 1
+        if self.kind == "exchange":
+            parts = [part.view(group.num_ranks, -1, *part.shape[1:])[rank] for part in parts]
+        self.output.copy_(torch.cat(parts))
+        group.barrier.wait(TIME_LIMIT_S)
+        del group.sent[rank, self.call]
+
+
+def install(monkeypatch: Any) -> None:
+    """Context parallelism of this process talks to simulated groups."""
+    monkeypatch.setattr(context_parallel, "_all_gather", lambda out, own, group: _Work(out, own, group, "gather"))
+    monkeypatch.setattr(context_parallel, "_all_to_all", lambda out, own, group: _Work(out, own, group, "exchange"))
+
+
+def record(event: str) -> None:
+    """Adds an event to those of the rank that calls."""
+    _this.events.append(event)
+
+
+def run_simulated(fn: Callable[[int, SimulatedGroup], Any], num_ranks: int) -> tuple[list[Any], list[list[str]]]:
+    """What `fn(rank, group)` returns on each rank, and the events of each rank."""
+    group = SimulatedGroup(num_ranks)
+    values: list[Any] = [None] * num_ranks
+    events: list[list[str]] = [[] for _ in range(num_ranks)]
+    errors: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        _this.rank, _this.num_calls, _this.events = rank, 0, events[rank]
+        try:
+            values[rank] = fn(rank, group)
+        except BaseException as error:
+            errors.append(error)
+            group.barrier.abort()
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * TIME_LIMIT_S)
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    for seen in events:
+        started, waited = ({e.partition(" ")[2] for e in seen if e.startswith(word)} for word in ("start", "wait"))
+        assert started == waited, "a collective was started and nobody waited for it"
+    return values, events
