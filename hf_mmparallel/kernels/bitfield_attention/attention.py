@@ -1,28 +1,18 @@
 """
-The attention that models call, and the same without autograd for those who bring their own.
+The attention that models call, as operators with a gradient.
 
-A mask is compiled once: every layer of a microbatch finds the compilation of the first one by the storage of the
-words. The operators take only tensors and numbers, so that `torch.compile` and activation checkpointing see nothing
-else.
+The operators take only tensors and numbers, so that `torch.compile` and activation checkpointing see nothing else.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from .dispatch import BACKENDS, attention_backward, attention_forward, default_backend, lse_dtype, whole_rows
 from .mask import BitfieldMask
-from .reference import reference_attention, reference_backward
 
-BACKENDS = ("triton", "cpu", "reference")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_RESULTS_KEPT = 64  # of masks: those of all microbatches in flight
-
-_results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
 
 
 def bitfield_attention(
@@ -72,7 +62,7 @@ def bitfield_attention(
             f"`dropout={dropout}`: bitfield attention has no dropout on its weights, since they are never stored and "
             "its backward pass is deterministic. Set `attention_dropout=0.0` in the model's config."
         )
-    tensors = _tensors(mask) if isinstance(mask, BitfieldMask) else (mask, None, None, None)
+    tensors = mask.tensors if isinstance(mask, BitfieldMask) else (mask, None, None, None)
     backend = default_backend(query) if backend is None else backend
     _check_inputs(query, key, value, tensors, softcap, window, sinks, backend)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -80,99 +70,9 @@ def bitfield_attention(
     return (out, lse) if return_lse else out
 
 
-def default_backend(query: Tensor) -> str:
-    """The backend of a tensor's device."""
-    return "triton" if query.is_cuda else "cpu"
-
-
-def attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BitfieldMask,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """
-    Output and log-sum-exp, outside of autograd; arguments and results as in [`bitfield_attention`].
-
-    The log-sum-exp is float32 (float64 for float64).
-    """
-    backend = default_backend(query) if backend is None else backend
-    if backend == "reference":
-        with torch.no_grad():
-            out, lse = reference_attention(query, key, value, mask, scale, softcap, window, sinks)
-        return out, lse.to(_lse_dtype(query))
-    kernels, plan = _kernels_and_plan(backend, query, mask, window)
-    with torch.no_grad():
-        return kernels.forward(query, key, value, plan, scale, softcap, sinks)
-
-
-def attention_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: BitfieldMask,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """
-    Gradients of [`attention_forward`] with respect to queries, keys, values and sinks (`None` without sinks).
-
-    Rows of `out` and `lse` may be those of more keys than `key` holds: the result is then what these keys add.
-    """
-    backend = default_backend(query) if backend is None else backend
-    if backend == "reference":
-        return reference_backward(grad_out, query, key, value, out, lse, mask, scale, softcap, window, sinks)
-    kernels, plan = _kernels_and_plan(backend, query, mask, window)
-    with torch.no_grad():
-        return kernels.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks)
-
-
-def _kernels_and_plan(backend: str, query: Tensor, mask: BitfieldMask, window: int) -> tuple[Any, Any]:
-    """The module that computes, and the mask as it was compiled for it."""
-    if backend == "cpu":
-        from . import cpu as kernels
-
-        return kernels, _once(("cpu", window), _tensors(mask), lambda: kernels.compile_mask(mask, window))
-    from . import triton as kernels
-    from .mask_plan import compile_mask
-
-    return kernels, _once(("triton", window), _tensors(mask), lambda: compile_mask(mask, window, 128, 64))
-
-
-def _once(how: tuple, tensors: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
-    """What `build` made of these tensors the last time. They are kept beside it, so no others take their addresses."""
-    if any(tensor.is_inference() for tensor in tensors):  # these do not count how often they were written to
-        return build()
-    key = (*how, *((t.data_ptr(), t.device, t.shape, t.stride(), t._version) for t in tensors))
-    if key in _results:
-        _results.move_to_end(key)
-    else:
-        _results[key] = (tensors, build())
-        while len(_results) > _RESULTS_KEPT:
-            _results.popitem(last=False)
-    return _results[key][1]
-
-
-def _tensors(mask: BitfieldMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return mask.query_words, mask.query_positions, mask.key_words, mask.key_positions
-
-
 def _mask_of(words: Tensor, *others: Tensor | None) -> BitfieldMask:
     """The mask of an operator's tensors: without places and keys, whole rows in their own order."""
-    if all(tensor is not None for tensor in others):
-        return BitfieldMask(words, *others)  # type: ignore[arg-type]
-    return _once(("rows",), (words,), lambda: BitfieldMask.from_words(words))
+    return whole_rows(words) if others[0] is None else BitfieldMask(words, *others)  # type: ignore[arg-type]
 
 
 @torch.library.custom_op(
@@ -223,7 +123,7 @@ def _attend_backward(
 
 @_attend.register_fake
 def _(query, key, value, *others):
-    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=_lse_dtype(query))
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=lse_dtype(query))
 
 
 @_attend_backward.register_fake
@@ -262,10 +162,6 @@ def _laid_out_like(result: Tensor, tensor: Tensor) -> Tensor:
     """`result` with the strides that the fake operator promises."""
     promised = torch.empty_like(tensor)
     return result if result.stride() == promised.stride() else promised.copy_(result)
-
-
-def _lse_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 def _check_inputs(
@@ -326,6 +222,11 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> No
         )
     if query.dtype not in DTYPES and not (query.dtype == torch.float64 and backend != "triton"):
         raise ValueError(f"Bitfield attention has no kernel for {query.dtype}. Use float32, float16 or bfloat16.")
+    if backend == "triton" and query.dtype == torch.bfloat16 and not query.is_cuda:
+        raise ValueError(
+            "Triton's interpreter, which is what runs its kernels on a CPU, multiplies bfloat16 wrongly. Use float32 or "
+            "float16 to test kernels, or leave `backend` out."
+        )
     if backend == "cpu" and query.device.type != "cpu":
         raise ValueError(f'`backend="cpu"` cannot take tensors on {query.device}. Leave `backend` out.')
 

@@ -89,16 +89,12 @@ def compile_mask(mask: BitfieldMask, window: int = 0) -> CpuPlan:
     bounds, has_holes = row_bounds(mask, window)
     rows: list[RowPlan] = []
     for index in range(mask.query_words.shape[0]):
-        one = BitfieldMask(*(tensor[index] for tensor in _tensors(mask)))
-        if index and all(torch.equal(t[index], t[index - 1]) for t in _tensors(mask)):
+        one = BitfieldMask(*(tensor[index] for tensor in mask.tensors))
+        if index and all(torch.equal(t[index], t[index - 1]) for t in mask.tensors):
             rows.append(rows[-1])
         else:
             rows.append(_plan_row(one, bounds.first[index], bounds.last[index], has_holes, window))
     return CpuPlan(tuple(rows), bool((bounds.last >= bounds.first).all()))
-
-
-def _tensors(mask: BitfieldMask) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return mask.query_words, mask.query_positions, mask.key_words, mask.key_positions
 
 
 def _plan_row(mask: BitfieldMask, first: Tensor, last: Tensor, has_holes: bool, window: int) -> RowPlan:

@@ -33,3 +33,12 @@ class BitfieldMask:
         """The mask of whole rows in their own order; `words` is int64 `[batch, length]`."""
         positions = torch.arange(words.shape[-1], dtype=torch.int32, device=words.device).expand_as(words)
         return cls(words, positions, words, positions)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The four tensors, in the order of the arguments."""
+        return self.query_words, self.query_positions, self.key_words, self.key_positions
+
+    def to(self, device: torch.device | str) -> BitfieldMask:
+        """The mask on another device."""
+        return BitfieldMask(*(tensor.to(device) for tensor in self.tensors))

@@ -1,0 +1,155 @@
+"""
+Which kernels run, and the masks that were compiled for them.
+
+A mask is compiled once: every layer of a microbatch finds the compilation of the first one by the storage of the
+words. These functions are without autograd, for those who bring their own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import cpu
+from .mask import BitfieldMask
+from .reference import reference_attention, reference_backward
+
+if TYPE_CHECKING:
+    from .mask_plan import MaskPlan
+    from .tuning import Tuning
+
+BACKENDS = ("triton", "cpu", "reference")
+_RESULTS_KEPT = 64  # of masks: those of all microbatches in flight
+
+_results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
+
+
+def default_backend(query: Tensor) -> str:
+    """The backend of a tensor's device."""
+    return "triton" if query.is_cuda else "cpu"
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BitfieldMask,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """
+    Output and log-sum-exp, outside of autograd; arguments and results as in [`bitfield_attention`].
+
+    The log-sum-exp is float32 (float64 for float64).
+    """
+    backend = default_backend(query) if backend is None else backend
+    if backend == "reference":
+        with torch.no_grad():
+            out, lse = reference_attention(query, key, value, mask, scale, softcap, window, sinks)
+        return out, lse.to(lse_dtype(query))
+    plan = _plan(backend, query, mask, window)
+    with torch.no_grad():
+        if backend == "cpu":
+            return cpu.forward(query, key, value, plan, scale, softcap, sinks)
+        kernels, tuning = _triton_form(query, plan, softcap, sinks)
+        return kernels.forward(query, key, value, plan, scale, softcap, sinks, tuning=tuning)
+
+
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BitfieldMask,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """
+    Gradients of [`attention_forward`] with respect to queries, keys, values and sinks (`None` without sinks).
+
+    Rows of `out` and `lse` may be those of more keys than `key` holds: the result is then what these keys add.
+    """
+    backend = default_backend(query) if backend is None else backend
+    if backend == "reference":
+        with torch.no_grad():
+            return reference_backward(grad_out, query, key, value, out, lse, mask, scale, softcap, window, sinks)
+    plan = _plan(backend, query, mask, window)
+    with torch.no_grad():
+        if backend == "cpu":
+            return cpu.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks)
+        kernels, tuning = _triton_form(query, plan, softcap, sinks)
+        return kernels.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks, tuning=tuning)
+
+
+def lse_dtype(query: Tensor) -> torch.dtype:
+    """The dtype of the log-sum-exp."""
+    return torch.float64 if query.dtype == torch.float64 else torch.float32
+
+
+def whole_rows(words: Tensor) -> BitfieldMask:
+    """The mask of whole rows in their own order, the same tensors each time for the same words."""
+    return _once(("rows",), (words,), lambda: BitfieldMask.from_words(words))
+
+
+def _plan(backend: str, query: Tensor, mask: BitfieldMask, window: int) -> Any:
+    """The mask as it was compiled for a backend."""
+    if backend == "cpu":
+        return _once(("cpu", window), mask.tensors, lambda: cpu.compile_mask(mask, window))
+    from .mask_plan import compile_mask
+    from .tuning import plan_blocks
+
+    blocks = plan_blocks(_capability(query.device), query.shape[-1], wide=query.element_size() > 2)
+    num_heads = query.shape[1]
+    return _once(
+        ("triton", window, *blocks, num_heads),
+        mask.tensors,
+        lambda: compile_mask(mask, window, *blocks, num_heads=num_heads),
+    )
+
+
+def _triton_form(query: Tensor, plan: MaskPlan, softcap: float, sinks: Tensor | None) -> tuple[Any, Tuning | None]:
+    """The module of the Triton kernels that take a call, and their tiles; the interpreter takes whole blocks."""
+    from . import triton
+
+    if not query.is_cuda:
+        return triton, None
+    from .tuning import choose_tuning
+
+    tuning = choose_tuning(_capability(query.device), query, plan, softcap, sinks)
+    if tuning.form == "portable":
+        return triton, tuning
+    from . import triton_hopper
+
+    return triton_hopper, tuning
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _once(how: tuple, tensors: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
+    """What `build` made of these tensors the last time. They are kept beside it, so no others take their addresses."""
+    if any(tensor.is_inference() for tensor in tensors):  # these do not count how often they were written to
+        return build()
+    key = (*how, *((t.data_ptr(), t.device, t.shape, t.stride(), t._version) for t in tensors))
+    if key in _results:
+        _results.move_to_end(key)
+    else:
+        _results[key] = (tensors, build())
+        while len(_results) > _RESULTS_KEPT:
+            _results.popitem(last=False)
+    return _results[key][1]
