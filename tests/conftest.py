@@ -7,6 +7,7 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported; 0 to test kernels on a GPU
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the ranks share the few cores of the machine
 
 TIERS = ("distributed", "slow", "gpu", "multi_gpu")

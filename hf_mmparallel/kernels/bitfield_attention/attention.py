@@ -224,7 +224,7 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> No
         raise ValueError(f"Bitfield attention has no kernel for {query.dtype}. Use float32, float16 or bfloat16.")
     if backend == "triton" and query.dtype == torch.bfloat16 and not query.is_cuda:
         raise ValueError(
-            "Triton's interpreter, which is what runs its kernels on a CPU, multiplies bfloat16 wrongly. Use float32 or "
+            '`backend="triton"` on a CPU is Triton\'s interpreter, which multiplies bfloat16 wrongly. Use float32 or '
             "float16 to test kernels, or leave `backend` out."
         )
     if backend == "cpu" and query.device.type != "cpu":
