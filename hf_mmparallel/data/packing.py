@@ -101,17 +101,19 @@ class PackingCollator:
         real = real_tokens(batch)
         self._check_lengths(real.sum(-1).tolist())
         fields = {name: value for name, value in batch.items() if name != "attention_mask"}
-        if isinstance(fields.get("labels"), Tensor):
-            fields["labels"] = _without_first_targets(fields["labels"], real)
         if fields.get("position_ids") is None:
             fields["position_ids"] = self.position_rule(batch)
         fields["attention_words"] = _words_by_sample(self.mask_rule(batch))
         places = real.flatten().nonzero()[:, 0]
         names = {*self.token_fields, "attention_words"}
-        return {
+        packed = {
             name: self._one_row(name, value, real, places) if name in names and isinstance(value, Tensor) else value
             for name, value in fields.items()
         }
+        if isinstance(packed.get("labels"), Tensor):
+            lengths = real.sum(-1)
+            packed["labels"][:, lengths.cumsum(0) - lengths] = IGNORED  # no other sample's last token predicts them
+        return packed
 
     def _one_row(self, name: str, value: Tensor, real: Tensor, places: Tensor) -> Tensor:
         """A field of tokens `(batch, length, ...)`, or `(axes, batch, length)`, as one row."""
@@ -198,9 +200,3 @@ def _words_by_sample(words: Tensor) -> Tensor:
     """Words in which row `i` of a batch is the segment `i + 1`, of words in which each row is the segment 1."""
     rows = torch.arange(len(words), device=words.device)[:, None]
     return torch.where(words != 0, words + rows, words)  # the segment is the lowest field
-
-
-def _without_first_targets(labels: Tensor, real: Tensor) -> Tensor:
-    """Labels in which the first token of each sample is no target, as it is in a batch of its own row."""
-    first = real & (real.to(torch.int64).cumsum(-1) == 1)
-    return labels.masked_fill(first, IGNORED)

@@ -141,9 +141,9 @@ class LookingByLayer(transformers.Qwen2VLForConditionalGeneration):
     def create_masks_for_generate(config: Any, mm_token_type_ids: Tensor, **known: Any) -> Any:
         text = config.get_text_config()
         blocks = torch.where(mm_token_type_ids == 1, 0, -1)
-        (plain,) = create_masks_for_generate(text, **known).values()
-        (other,) = create_masks_for_generate(text, block_sequence_ids=blocks, **known).values()
-        return {"full_attention": plain, "sliding_attention": other}
+        plain: Any = create_masks_for_generate(text, **known)
+        other: Any = create_masks_for_generate(text, block_sequence_ids=blocks, **known)
+        return {"full_attention": plain["full_attention"], "sliding_attention": other["full_attention"]}
 
 
 def qwen(cls: type) -> Any:

@@ -1,0 +1,332 @@
+"""A packed row trains as the padded batch does: losses and gradients, for each family of models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hf_mmparallel.data.packing import PackingCollator, unpack
+from hf_mmparallel.kernels.bitfield_attention import decode_words
+from hf_mmparallel.modeling import build_model_spec, count_rows
+from tests import tiny
+
+SMALL = {**tiny.TEXT, "num_hidden_layers": 2, "attention_dropout": 0.0}
+HEADS = {**SMALL, "head_dim": 16}
+WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+
+
+def text_model(name: str, config: str | None = None, **settings: Any) -> Callable[[], Any]:
+    """A builder of a causal language model, always with the same weights."""
+
+    def build() -> Any:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            chosen = getattr(transformers, config or f"{name}Config")(**settings)
+            cls = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
+            return cls(chosen)
+
+    return build
+
+
+TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": text_model("Llama", **SMALL),
+    "mistral": text_model("Mistral", **HEADS, sliding_window=5),
+    "qwen2": text_model("Qwen2", **SMALL),
+    "qwen3": text_model("Qwen3", **HEADS),
+    "gemma": text_model("Gemma", **HEADS),
+    "gemma2": text_model("Gemma2", **HEADS, **WINDOWS),
+    "gemma3_text": text_model("Gemma3", "Gemma3TextConfig", **HEADS, **WINDOWS),
+    "phi3": text_model("Phi3", **SMALL, sliding_window=7),
+    "gpt_oss": text_model("GptOss", **HEADS, **WINDOWS, **EXPERTS),
+    "mixtral": text_model("Mixtral", **SMALL, **EXPERTS),
+    "gpt2, learned positions": text_model(
+        "GPT2", n_embd=64, n_layer=2, n_head=4, vocab_size=120, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
+    ),
+    "opt, learned positions": text_model(
+        "OPT", **SMALL, ffn_dim=64, word_embed_proj_dim=64, dropout=0.0, max_position_embeddings=64
+    ),
+}
+MODALITY_FAMILIES = (
+    "llava",
+    "llava_onevision",
+    "gemma3",
+    "paligemma",
+    "internvl",
+    "mistral3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen2_5_omni",
+    "voxtral",
+)
+
+
+def make_model(family: str, attention: str) -> Any:
+    """A model of the family whose language model has this attention function."""
+    model = TEXT_FAMILIES[family]() if family in TEXT_FAMILIES else tiny.FAMILIES[family]()
+    text = model.config.get_text_config()
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({keys[0] if keys else "": attention})
+    return model.train()
+
+
+def data_family(family: str) -> str:
+    return "llama" if family in TEXT_FAMILIES else family
+
+
+def packer(family: str, model: Any = None, **settings: Any) -> PackingCollator:
+    return PackingCollator(tiny.collate(data_family(family)), model or make_model(family, "bitfield"), **settings)
+
+
+def samples_of(family: str, count: int = 4, **settings: Any) -> list[dict[str, Tensor]]:
+    return tiny.make_dataset(data_family(family), count, **settings)
+
+
+def trained_once(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The loss of a batch and its gradients by name."""
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", [*TEXT_FAMILIES, *MODALITY_FAMILIES])
+def test_a_packed_row_has_the_loss_and_the_gradients_of_the_padded_batch(family: str):
+    samples = samples_of(family, seed=torch.seed() % 1000)
+    for sample in samples:
+        sample["labels"] = sample["input_ids"].masked_fill(sample["labels"] == -100, -100)
+        sample["labels"][0] = sample["input_ids"][0]  # in a row of its own nothing predicts it
+    wanted, gradients = trained_once(make_model(family, "eager"), tiny.collate(data_family(family))(samples))
+    packed = packer(family)(samples)
+    assert packed["input_ids"].shape == (1, sum(len(sample["input_ids"]) for sample in samples))
+    loss, got = trained_once(make_model(family, "bitfield"), packed)
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    for name, gradient in gradients.items():
+        if gradient is None:
+            assert got[name] is None, name
+        else:
+            error, size = float((got[name] - gradient).abs().max()), float(gradient.abs().max())
+            assert error <= 2e-6 + 2e-5 * size, (name, error, size)
+
+
+def test_padding_at_the_end_and_at_the_left_changes_nothing():
+    samples = samples_of("gemma3")
+    model = make_model("gemma3", "bitfield")
+    plain = packer("gemma3")(samples)
+    collate = tiny.collate("gemma3")
+
+    def left(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = collate(samples)
+        shifts = (batch["attention_mask"] == 0).sum(-1).tolist()
+        for name in ("input_ids", "labels", "attention_mask", "token_type_ids"):
+            batch[name] = torch.stack([row.roll(n) for row, n in zip(batch[name], shifts, strict=True)])
+        return batch
+
+    from_left = PackingCollator(left, model)(samples)
+    assert from_left.keys() == plain.keys()
+    assert all(torch.equal(from_left[name], value) for name, value in plain.items())
+    padded = packer("gemma3", pad_to_multiple_of=64)(samples)
+    length = plain["input_ids"].shape[1]
+    assert padded["input_ids"].shape == (1, 128) and length < 128
+    for name, fill in (("input_ids", 0), ("labels", -100), ("attention_words", 0)):
+        assert torch.equal(padded[name][:, :length], plain[name])
+        assert (padded[name][:, length:] == fill).all()
+    with torch.no_grad():
+        torch.testing.assert_close(model(**padded).loss, model(**plain).loss)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni"])
+def test_positions_are_those_of_each_sample_alone(family: str):
+    samples = samples_of(family, 5)
+    model = make_model(family, "bitfield")
+    positions = packer(family)(samples)["position_ids"]
+    alone = []
+    for sample in samples:
+        batch = tiny.collate(data_family(family))([sample])
+        owner = next((m for m in model.modules() if hasattr(m, "get_rope_index")), None)
+        if owner is None:
+            alone.append(torch.arange(len(sample["input_ids"]))[None])
+            continue
+        known = ("input_ids", "mm_token_type_ids", "image_grid_thw", "attention_mask")
+        arguments = {name: batch[name] for name in known if name in batch}
+        if "feature_attention_mask" in batch:
+            arguments["audio_seqlens"] = batch["feature_attention_mask"].sum(-1)
+        alone.append(owner.get_rope_index(**arguments)[0])
+    assert torch.equal(positions, torch.cat(alone, dim=-1))
+    assert positions.shape[:-1] == ((1,) if family == "llama" else (3, 1))
+
+
+def test_text_without_token_types_gets_three_axes_and_images_without_them_are_refused():
+    texts = [{name: s[name] for name in ("input_ids", "labels")} for s in samples_of("llama", 3)]
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = tiny.collate("qwen2_vl")(samples)
+        batch["attention_mask"] = (batch["input_ids"] != 0).long()
+        return batch
+
+    model = make_model("qwen2_vl", "bitfield")
+    pack = PackingCollator(collate, model)
+    lengths = [len(sample["input_ids"]) for sample in texts]
+    counted = torch.cat([torch.arange(length) for length in lengths])
+    assert torch.equal(pack(texts)["position_ids"], counted.expand(3, 1, -1))
+    images = samples_of("qwen2_vl", 2)
+    for sample in images:
+        del sample["mm_token_type_ids"]
+    with pytest.raises(ValueError, match="has images but no `mm_token_type_ids`.* Keep what the processor returns"):
+        packer("qwen2_vl", model)(images)
+
+
+def test_the_row_says_which_sample_each_token_is_of():
+    samples = samples_of("llava", 5)
+    packed = packer("llava")(samples)
+    fields = decode_words(packed["attention_words"])
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert torch.equal(fields.segment[0], torch.arange(1, 6).repeat_interleave(torch.tensor(lengths)))
+    assert "attention_mask" not in packed and packed["pixel_values"].shape[0] == 6
+    for name in ("input_ids", "labels"):
+        back = unpack(packed[name], packed["attention_words"])
+        assert back.shape == (5, max(lengths))
+        for row, sample in zip(back, samples, strict=True):
+            wanted = sample[name].clone()
+            wanted[0] = wanted[0] if name == "input_ids" else -100
+            assert torch.equal(row[: len(wanted)], wanted)
+            assert (row[len(wanted) :] == -100).all()
+    logits = torch.randn(1, sum(lengths), 7)
+    torch.testing.assert_close(unpack(logits, packed["attention_words"])[2, : lengths[2]], logits[0].split(lengths)[2])
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "llama"])
+def test_rows_of_features_are_counted_by_sample(family: str):
+    spec = build_model_spec(make_model(family, "bitfield"))
+    samples = samples_of(family, 5)
+    samples[0], samples[2] = samples[2], samples[0]  # a sample without images first
+    padded = tiny.collate(data_family(family))(samples)
+    packed = packer(family, pad_to_multiple_of=32)(samples)
+    counts = count_rows(padded, spec)
+    assert count_rows(packed, spec) == counts
+    assert all(len(rows) == 5 for rows in counts.values()) and (family == "llama" or sum(counts["image"]) > 0)
+    unpacked = {"input_ids": padded["input_ids"], "attention_words": padded["attention_mask"].long()}
+    assert count_rows(unpacked, spec) == counts
+
+
+def test_shifted_labels_and_given_positions_are_kept():
+    samples = samples_of("llama", 3)
+    for sample in samples:
+        sample["shift_labels"] = nn.functional.pad(sample["labels"][1:], (0, 1), value=-100)
+        sample["position_ids"] = torch.arange(len(sample["input_ids"])) + 7
+        sample["weights"] = torch.rand(len(sample["input_ids"]))
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = tiny.collate("llama")([{k: v for k, v in s.items() if "_labels" not in k} for s in samples])
+        for name, fill in (("shift_labels", -100), ("position_ids", 0), ("weights", 0)):
+            batch[name] = nn.utils.rnn.pad_sequence([s[name] for s in samples], True, fill)
+        return batch
+
+    for sample in samples:
+        del sample["labels"]
+    model = make_model("llama", "bitfield")
+    packed = PackingCollator(lambda s: {k: v for k, v in collate(s).items()}, model, token_fields=["weights"])(samples)
+    for name in ("shift_labels", "position_ids", "weights"):
+        assert torch.equal(packed[name][0], torch.cat([sample[name] for sample in samples]))
+
+
+def test_one_row_of_positions_serves_all_samples():
+    samples = samples_of("llama", 3)
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = tiny.collate("llama")(samples)
+        return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
+
+    model = make_model("llama", "bitfield")
+    assert torch.equal(
+        PackingCollator(collate, model)(samples)["position_ids"], packer("llama")(samples)["position_ids"]
+    )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+def test_workers_of_a_loader_pack_too(family: str):
+    samples = samples_of(family, 4)
+    pack = packer(family)
+    wanted = pack(samples)
+    sent = pickle.dumps(PackingCollator(_Collate(family), make_model(family, "bitfield")))
+    assert len(sent) < 50_000  # no weights
+    again = pickle.loads(sent)(samples)
+    (loaded,) = DataLoader(samples, batch_size=4, collate_fn=pack, num_workers=1)  # type: ignore[arg-type]
+    for batch in (again, loaded):
+        assert batch.keys() == wanted.keys()
+        assert all(torch.equal(batch[name], value) for name, value in wanted.items())
+
+
+class _Collate:
+    """A collator that can be pickled."""
+
+    tokenizer = "the tokenizer"
+
+    def __init__(self, family: str):
+        self.family = family
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return tiny.collate(data_family(self.family))(samples)
+
+
+def test_the_tokenizer_of_the_collator_is_there_for_the_trainer():
+    model = make_model("llama", "bitfield")
+    assert PackingCollator(_Collate("llama"), model).tokenizer == "the tokenizer"
+    assert not hasattr(packer("llama", model), "tokenizer")
+
+
+def test_a_row_over_the_budget_is_refused():
+    samples = samples_of("llama", 3)
+    total = sum(len(sample["input_ids"]) for sample in samples)
+    assert packer("llama", max_length=total)(samples)["input_ids"].shape == (1, total)
+    sentence = (
+        rf"3 samples of \[.*\] tokens make a row of {total} tokens, more than `max_length={total - 1}`. Use a sm"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        packer("llama", max_length=total - 1)(samples)
+    with pytest.raises(ValueError, match=rf"a row of {total}, padded to 64, tokens, more than `max_length={total}`"):
+        packer("llama", max_length=total, pad_to_multiple_of=64)(samples)
+
+
+@pytest.mark.parametrize("name", ["max_length", "pad_to_multiple_of"])
+def test_lengths_that_are_none_are_refused(name: str):
+    with pytest.raises(ValueError, match=f"`{name}=0` is no length. Use 1 or more."):
+        packer("llama", **{name: 0})
+
+
+@pytest.mark.parametrize(("family", "key"), [("llama", ""), ("llava", "text_config")])
+def test_another_attention_function_is_refused_before_it_is_silently_wrong(family: str, key: str):
+    model = make_model(family, "sdpa")
+    sentence = rf"`attn_implementation='sdpa'`.* see each other. Call `model.set_attn_implementation\(\{{'{key}'"
+    with pytest.raises(ValueError, match=sentence):
+        packer(family, model)
+    with pytest.raises(ValueError, match=sentence):
+        packer(family, model.config)
+    changed = make_model(family, "bitfield")
+    pack = packer(family, changed)
+    changed.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=sentence):
+        pack(samples_of(family, 2))
+
+
+def test_a_sample_without_tokens_and_a_field_of_another_length_are_refused():
+    model = make_model("llama", "bitfield")
+    batch = tiny.collate("llama")(samples_of("llama", 3))
+    pack = packer("llama", model)
+    empty = copy.deepcopy(batch)
+    empty["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match="Sample 1 of the batch has no tokens .* Filter the dataset"):
+        pack.pack(empty)
+    with pytest.raises(ValueError, match=r"`labels` has the shape \(3, 5\), but `input_ids` are .* one value a token"):
+        pack.pack({**batch, "labels": batch["labels"][:, :5], "position_ids": batch["input_ids"]})
+    without = {name: value for name, value in batch.items() if name != "attention_mask"}
+    with pytest.raises(ValueError, match="The batch has no `attention_mask`, so padding can't be told"):
+        pack.pack(without)
