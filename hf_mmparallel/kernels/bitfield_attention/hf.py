@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from .attention import bitfield_attention
 from .mask import BitfieldMask
-from .reference import reference_attention
 
 NAME = "bitfield"
 
@@ -78,6 +78,12 @@ class DeferredMask:
         if may_skip not in self._built:
             self._built[may_skip] = self._build(may_skip)
         return self._built[may_skip]
+
+    def contiguous(self) -> Tensor:
+        """The mask in memory, as generation with a cache of fixed size asks for it."""
+        mask = self.build()
+        assert mask is not None
+        return mask.contiguous()
 
     def _build(self, may_skip: bool) -> Tensor | None:
         arguments = dict(self.arguments)
@@ -170,19 +176,18 @@ def bitfield_attention_forward(
         return output, None
     words = _words_of_layer(module, attention_words, attention_mask)
     window = sliding_window or _window_of_mask(attention_mask)
+    value_dim = value.shape[-1]
+    value = nn.functional.pad(value, (0, key.shape[-1] - value_dim)) if value_dim < key.shape[-1] else value
     query, key, value = _cast_like_autocast(query, key, value)
+    settings: dict[str, Any] = {"scale": scaling, "softcap": softcap, "window": window, "sinks": s_aux}
     if isinstance(words, Tensor):
         seen = attention_mask.num_seen if isinstance(attention_mask, DeferredMask) else None
-        mask = _mask_of_words(words, query, key, window, seen)
-        mask = BitfieldMask.from_words(mask) if isinstance(mask, Tensor) else mask
-        output = reference_attention(query, key, value, mask, scaling, softcap, window, s_aux)[0]
+        output = bitfield_attention(query, key, value, _mask_of_words(words, query, key, window, seen), **settings)
     else:
         from .context_parallel import context_parallel_attention
 
-        output = context_parallel_attention(
-            query, key, value, words, scale=scaling, softcap=softcap, window=window, sinks=s_aux
-        )
-    return output.transpose(1, 2).contiguous(), None
+        output = context_parallel_attention(query, key, value, words, **settings)
+    return output[..., :value_dim].transpose(1, 2).contiguous(), None
 
 
 def _refuse(module: nn.Module, dropout: float, mask: Tensor | DeferredMask | None, others: Mapping[str, Any]) -> None:
