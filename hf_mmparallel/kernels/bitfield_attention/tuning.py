@@ -1,0 +1,234 @@
+"""
+Which kernels run and with which tiles: a table by device and head dimension, and one predicate for the Hopper form.
+
+The tiles were chosen by the machine code of each kernel (registers, shared memory, spills). Where a form was also
+timed on a device, `MEASURED` names the device; the Hopper form is chosen only where it was timed and won.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .mask_plan import MaskPlan
+
+Form = Literal["portable", "hopper"]
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """
+    The tile of one kernel and how it is compiled.
+
+    Args:
+        block_q (`int`): Queries of a tile; divides the plan's.
+        block_k (`int`): Keys of a tile; divides the plan's.
+        num_warps (`int`): Warps of a program; a specialised program gets more from the compiler.
+        num_stages (`int`): Tiles of the inner loop in flight.
+        specialized (`bool`, *optional*, defaults to `False`): Whether warps are split into loaders and consumers.
+    """
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    specialized: bool = False
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """
+    How one attention call runs.
+
+    Args:
+        form (`str`): `"portable"` (any device) or `"hopper"` (tensor descriptors, persistent programs).
+        block_q (`int`): Queries of a block of the plan's lists.
+        block_k (`int`): Keys of a block of the plan's lists.
+        forward (`Tile`): Of the forward kernel.
+        dkdv (`Tile`): Of the kernel of the gradients of keys and values.
+        dq (`Tile`): Of the kernel of the gradient of queries.
+    """
+
+    form: Form
+    block_q: int
+    block_k: int
+    forward: Tile
+    dkdv: Tile
+    dq: Tile
+
+
+# Devices on which the Hopper form was timed, by compute capability and head dimension, and was the faster one: the
+# entry is the device's name and whether specialised warps won, such as `((9, 0), 128): ("NVIDIA H200", True)`.
+# Nothing was timed yet, so the portable form runs everywhere.
+MEASURED: dict[tuple[Capability, int], tuple[str, bool]] = {}
+
+HOPPER_HEAD_DIMS = (64, 128)
+# Both halves of the Hopper form: with specialised warps (4 warps of loads become 12), and its twin without.
+_HOPPER = {
+    (64, True): (Tile(128, 128, 4, 2, True), Tile(64, 128, 4, 2, True), Tile(128, 64, 4, 2, True)),
+    (64, False): (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+    (128, True): (Tile(128, 128, 4, 2, True), Tile(64, 128, 4, 2, True), Tile(64, 64, 4, 2, True)),
+    (128, False): (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
+}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The portable form's tiles on one class of devices, up to one head dimension."""
+
+    blocks: tuple[int, int]
+    forward: Tile
+    dkdv: Tile
+    dq: Tile
+    forward_general: Tile | None = None
+    dkdv_general: Tile | None = None
+    dq_general: Tile | None = None
+
+
+# A loop that finds its blocks in a list spends two stages on the list: 5 stages keep two blocks of keys in flight on
+# sm_80, 3 stages do so on sm_90, whose matrix products read shared memory while they run.
+_PORTABLE: dict[str, dict[int, _Row]] = {
+    "sm_90": {
+        64: _Row((128, 128), Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+        96: _Row((128, 128), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
+        128: _Row((128, 128), Tile(128, 128, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
+        256: _Row((128, 64), Tile(128, 32, 8, 3), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3)),
+    },
+    "sm_80": {
+        64: _Row((128, 64), Tile(128, 64, 4, 5), Tile(64, 64, 8, 5), Tile(128, 64, 8, 5), Tile(128, 64, 8, 5)),
+        96: _Row((128, 64), Tile(128, 64, 8, 5), Tile(64, 64, 8, 5), Tile(64, 64, 8, 5)),
+        128: _Row((128, 64), Tile(128, 32, 8, 5), Tile(64, 64, 8, 5), Tile(64, 64, 8, 5)),
+        256: _Row((64, 64), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3), Tile(32, 32, 8, 3)),
+    },
+}
+# float32 goes through plain multiply-adds, whose operands fill the registers.
+_WIDE = _Row((64, 64), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
+
+
+def _row(capability: Capability | None, head_dim: int, wide: bool) -> _Row:
+    """The row of the table; without a device (the interpreter) that of sm_80."""
+    if wide:
+        return _WIDE
+    table = _PORTABLE["sm_90" if capability is not None and capability[0] in (9, 10) else "sm_80"]
+    return table[min(bound for bound in table if bound >= head_dim)]
+
+
+def plan_blocks(capability: Capability | None, head_dim: int, wide: bool = False) -> tuple[int, int]:
+    """
+    Block sizes of the plan, which serves both forms and all kernels of a call.
+
+    Args:
+        capability (`tuple[int, int]`, *optional*): Compute capability; None for the interpreter.
+        head_dim (`int`): Head dimension, up to 256.
+        wide (`bool`, *optional*, defaults to `False`): Whether the inputs are float32.
+
+    Returns:
+        `tuple[int, int]`: Queries and keys of a block.
+    """
+    return _row(capability, head_dim, wide).blocks
+
+
+def portable_tuning(capability: Capability | None, head_dim: int, interval: bool, wide: bool = False) -> Tuning:
+    """
+    The tiles of the portable form.
+
+    Args:
+        capability (`tuple[int, int]`, *optional*): Compute capability; None for the interpreter.
+        head_dim (`int`): Head dimension, up to 256.
+        interval (`bool`): Whether the plan is in its interval form.
+        wide (`bool`, *optional*, defaults to `False`): Whether the inputs are float32.
+
+    Returns:
+        `Tuning`: For plans of the blocks of [`plan_blocks`].
+    """
+    row = _row(capability, head_dim, wide)
+    tiles = (row.forward, row.dkdv, row.dq)
+    if not interval:
+        general = (row.forward_general, row.dkdv_general, row.dq_general)
+        tiles = tuple(special or tile for special, tile in zip(general, tiles, strict=True))
+    return Tuning("portable", *row.blocks, *tiles)
+
+
+def hopper_tuning(head_dim: int, specialized: bool) -> Tuning:
+    """
+    The tiles of the Hopper form, for plans of 128 queries by 128 keys.
+
+    Args:
+        head_dim (`int`): One of `HOPPER_HEAD_DIMS`.
+        specialized (`bool`): Whether warps are split into loaders and consumers.
+
+    Returns:
+        `Tuning`: For both directions.
+    """
+    return Tuning("hopper", 128, 128, *_HOPPER[head_dim, specialized])
+
+
+def hopper_refusal(
+    query: Tensor,
+    plan: MaskPlan,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    tuning: Tuning | None = None,
+) -> str | None:
+    """
+    Why the Hopper form cannot take a call.
+
+    Args:
+        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
+        plan (`MaskPlan`): The compiled mask.
+        softcap (`float`, *optional*, defaults to 0.0): Of the scores.
+        sinks (`torch.Tensor`, *optional*): Extra logits.
+        tuning (`Tuning`, *optional*): Its tiles; left out, those of [`hopper_tuning`].
+
+    Returns:
+        `str` or None: The reason; None when it can.
+    """
+    batch, _, _, head_dim = query.shape
+    block_q, block_k = (128, 128) if tuning is None else (tuning.block_q, tuning.block_k)
+    reasons = (
+        (head_dim not in HOPPER_HEAD_DIMS, f"head dimension {head_dim} is none of {HOPPER_HEAD_DIMS}"),
+        (query.element_size() != 2, f"{query.dtype} is not a 16-bit type"),
+        (batch != 1, f"batch of {batch} rows; it takes one"),
+        (softcap != 0, "scores are capped"),
+        (sinks is not None, "there are sinks"),
+        (not plan.interval, "the mask has rows whose keys are not one interval"),
+        ((plan.block_q, plan.block_k) != (block_q, block_k), f"plan of {plan.block_q} x {plan.block_k} blocks"),
+        (plan.num_queries % block_q != 0, f"{plan.num_queries} queries are not whole blocks of {block_q}"),
+        (plan.num_keys % block_k != 0, f"{plan.num_keys} keys are not whole blocks of {block_k}"),
+        (plan.split is not None, "so few tiles that some are cut over several programs"),
+    )
+    found = [reason for holds, reason in reasons if holds]
+    if not found and not plan.consecutive_keys:
+        return "keys of a block do not stand at consecutive places"
+    return found[0] if found else None
+
+
+def choose_tuning(
+    capability: Capability | None,
+    query: Tensor,
+    plan: MaskPlan,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tuning:
+    """
+    The form and the tiles of a call: the Hopper form where it takes the call and was measured to win.
+
+    Args:
+        capability (`tuple[int, int]`, *optional*): Compute capability; None for the interpreter.
+        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
+        plan (`MaskPlan`): The compiled mask.
+        softcap (`float`, *optional*, defaults to 0.0): Of the scores.
+        sinks (`torch.Tensor`, *optional*): Extra logits.
+
+    Returns:
+        `Tuning`: Never of a form that refuses the call.
+    """
+    head_dim = query.shape[-1]
+    measured = MEASURED.get((capability, head_dim)) if capability is not None else None
+    if measured is not None and hopper_refusal(query, plan, softcap, sinks) is None:
+        return hopper_tuning(head_dim, specialized=measured[1])
+    return portable_tuning(capability, head_dim, plan.interval, wide=query.element_size() > 2)
