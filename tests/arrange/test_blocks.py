@@ -83,18 +83,18 @@ def optimum(work: np.ndarray, num_ranks: int) -> float:
     if num_ranks == 2:
         sums = (sum(work[list(half)]) for half in combinations(range(len(work)), count))
         return min(max(half, work.sum() - half) for half in sums)
-    # One variable for each (rank, block), then the work of the heaviest rank.
+    # One variable for each (rank, block), then the share of the work that the heaviest rank has.
     size = num_ranks * len(work) + 1
     per_rank, per_block = np.zeros((2, num_ranks, size)), np.zeros((len(work), size))
     for rank in range(num_ranks):
         mine = slice(rank * len(work), (rank + 1) * len(work))
-        per_rank[0, rank, mine], per_rank[1, rank, mine] = 1, work
+        per_rank[0, rank, mine], per_rank[1, rank, mine] = 1, work / work.sum()
         per_block[:, mine] = np.eye(len(work))
     per_rank[1, :, -1] = -1
     found = milp(
         np.eye(size)[-1],
         integrality=np.append(np.ones(size - 1), 0),
-        bounds=Bounds(0, np.append(np.ones(size - 1), np.inf)),
+        bounds=Bounds(0, 1),
         constraints=[
             LinearConstraint(per_rank[0], count, count),
             LinearConstraint(per_rank[1], -np.inf, 0),
@@ -102,7 +102,7 @@ def optimum(work: np.ndarray, num_ranks: int) -> float:
         ],
     )
     assert found.success, found.message
-    return found.fun
+    return found.fun * work.sum()
 
 
 @pytest.mark.parametrize(("num_ranks", "num_blocks", "cases"), [(2, 10, 40), (3, 9, 20), (4, 12, 8)])
