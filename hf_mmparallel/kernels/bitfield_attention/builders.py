@@ -1,0 +1,232 @@
+"""
+Words of the masks that models are trained with, one function for each family.
+
+Rows are described token by token: `segment` is the sample of each token, counted from 1, 0 for padding; `image` is the
+image that a token belongs to, counted from 1 in each sample or in the row, 0 for none. Images are told apart by their
+numbers, so two that lie side by side stay two; [`image_index`] counts them from the grids that a processor returns.
+
+A fully causal model, such as Llava, Qwen2-VL or InternVL, takes [`causal_words`] whatever its tokens are. A sliding
+window is a number that goes with the layer, not with the words. What a word has no room for raises; what it cannot say
+at all, such as a window to both sides (`|i - j| <= w`), has no function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .words import ALL_KINDS, KIND_BITS, KIND_SHIFT, MAX_SEGMENTS, SEES_SHIFT, Kind, decode_words, encode_words
+
+_NAMED_KINDS = len(Kind)
+
+
+def segments_of_lengths(lengths: Sequence[int], total: int | None = None) -> Tensor:
+    """
+    The segments of samples that lie one behind the other.
+
+    Args:
+        lengths (`Sequence[int]`): Tokens of each sample.
+        total (`int`, *optional*): Tokens of the row; what the samples leave over is padding.
+
+    Returns:
+        `torch.Tensor` of shape `[1, total]`: int64, from 1; 0 for padding.
+
+    Raises:
+        `ValueError`: If the samples do not fit, or a row has too many for a word.
+    """
+    tokens = sum(lengths)
+    total = tokens if total is None else total
+    if tokens > total or min(lengths, default=0) < 0:
+        raise ValueError(f"Samples of {list(lengths)} tokens do not fit a row of {total}. Make `total` larger.")
+    segment = torch.zeros(1, total, dtype=torch.int64)
+    segment[0, :tokens] = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+    return segment
+
+
+def image_index(is_image: Tensor, tokens_per_image: Sequence[int]) -> Tensor:
+    """
+    The image of each token, counted over the row in the order of its tokens.
+
+    Args:
+        is_image (`torch.Tensor` of shape `[length]` or `[1, length]`): bool, the tokens that images stand for.
+        tokens_per_image (`Sequence[int]`): Of each image, as the processor's grids say.
+
+    Returns:
+        `torch.Tensor`: int64 like `is_image`, from 1; 0 for other tokens.
+
+    Raises:
+        `ValueError`: If there are more or fewer image tokens than the images have.
+    """
+    counted = int(is_image.sum())
+    if counted != sum(tokens_per_image):
+        raise ValueError(
+            f"The row has {counted} image tokens; its images have {sum(tokens_per_image)} ({list(tokens_per_image)}). "
+            "Pass the grids of the images of this row, after the model's merging of patches."
+        )
+    sizes = torch.tensor(tokens_per_image, dtype=torch.int64, device=is_image.device)
+    index = torch.zeros_like(is_image, dtype=torch.int64)
+    index[is_image] = torch.arange(1, len(sizes) + 1, device=is_image.device).repeat_interleave(sizes)
+    return index
+
+
+def causal_words(segment: Tensor) -> Tensor:
+    """
+    Each token sees its sample up to itself: language models, and models that treat image tokens like text.
+
+    Args:
+        segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, length]`: int64 words.
+    """
+    return encode_words(segment)
+
+
+def image_span_words(segment: Tensor, image: Tensor) -> Tensor:
+    """
+    Each token looks back, and the tokens of one image see each other both ways: Gemma3.
+
+    Args:
+        segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
+        image (`torch.Tensor` of shape `[batch, length]`): The image of each token, 0 for none.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, length]`: int64 words.
+    """
+    return encode_words(segment, span=image, kinds=_kinds_of(image))
+
+
+def prefix_words(segment: Tensor, in_prefix: Tensor) -> Tensor:
+    """
+    The tokens of a sample's prefix see each other both ways, the rest looks back: prefix language models, PaliGemma.
+
+    Args:
+        segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
+        in_prefix (`torch.Tensor` of shape `[batch, length]`): bool, the image and the prompt.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, length]`: int64 words.
+    """
+    return encode_words(segment, span=in_prefix.long())
+
+
+def embedded_words(segment: Tensor, group: Tensor) -> Tensor:
+    """
+    Tokens of a group see that group alone, both ways; text looks back at everything.
+
+    This is how the papers draw encoder outputs inside of the text. With a group for each modality all images of a
+    sample see each other over the text between them, which leaves holes in what they see; with a group for each image
+    there are none. Several samples in a row are the papers' multimodal packing.
+
+    Args:
+        segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
+        group (`torch.Tensor` of shape `[batch, length]`): The modality or the image of each token, 0 for text.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, length]`: int64 words.
+    """
+    return encode_words(segment, span=group, kinds=_kinds_of(group), causal=group == 0)
+
+
+def prepended_words(encoder_lengths: Sequence[int], text_length: int) -> Tensor:
+    """
+    The outputs of encoders, each seeing itself alone, and then text that looks back: the papers' prepended outputs.
+
+    Args:
+        encoder_lengths (`Sequence[int]`): Tokens of each encoder.
+        text_length (`int`): Tokens of the text.
+
+    Returns:
+        `torch.Tensor` of shape `[1, length]`: int64 words.
+    """
+    group = segments_of_lengths(encoder_lengths, sum(encoder_lengths) + text_length)
+    return embedded_words(torch.ones_like(group), group)
+
+
+def bidirectional_words(lengths: Sequence[int], total: int | None = None) -> Tensor:
+    """
+    Samples that see themselves both ways: images or sounds of different sizes in one row of an encoder.
+
+    Windows of an encoder, as in Qwen2.5-VL, are such samples too: the lengths are then the differences of
+    `cu_window_seqlens`, with the tokens in the order of the windows.
+
+    Args:
+        lengths (`Sequence[int]`): Tokens of each image, sound or window.
+        total (`int`, *optional*): Tokens of the row; what is left over is padding.
+
+    Returns:
+        `torch.Tensor` of shape `[1, total]`: int64 words.
+    """
+    return encode_words(segments_of_lengths(lengths, total), causal=False, sees_all=True)
+
+
+def chunked_words(words: Tensor, chunk: int) -> Tensor:
+    """
+    The words of layers that look no further back than the start of their chunk, as some layers of Llama 4 do.
+
+    Chunks are counted from the start of each sample. The other layers keep `words`.
+
+    Args:
+        words (`torch.Tensor` of shape `[batch, length]`): int64, each sample in one piece.
+        chunk (`int`): Tokens of a chunk.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, length]`: int64 words with a segment for each chunk.
+
+    Raises:
+        `ValueError`: If a sample is in several pieces, or there are more chunks than a word can number.
+    """
+    if chunk < 1:
+        raise ValueError(f"`chunk={chunk}` must be at least 1: it is the number of tokens that see each other.")
+    segment = decode_words(words).segment
+    starts = torch.ones_like(segment, dtype=torch.bool)
+    starts[:, 1:] = segment[:, 1:] != segment[:, :-1]
+    for row, start in zip(segment, starts, strict=True):
+        pieces = row[start & (row > 0)]
+        if len(pieces.unique()) < len(pieces):
+            raise ValueError(
+                "A sample of these words is in several pieces, so chunks cannot be counted from its start. Make the "
+                "words of chunked layers before rows are permuted."
+            )
+    at = torch.arange(segment.shape[1], device=words.device).expand_as(segment)
+    place = at - torch.where(starts, at, 0).cummax(dim=1).values
+    numbered = torch.cumsum((place % chunk == 0) & (segment > 0), dim=1)
+    if numbered.numel() and int(numbered.max()) > MAX_SEGMENTS:
+        raise ValueError(
+            f"The row has {int(numbered.max())} chunks of {chunk} tokens; a word numbers up to {MAX_SEGMENTS}. Use "
+            "shorter rows."
+        )
+    return torch.where(segment > 0, (words & ~MAX_SEGMENTS) | numbered, 0)
+
+
+def noised_words(words: Tensor, noised: Tensor) -> Tensor:
+    """
+    Hides images that are being generated from all tokens but their own, as models do that predict noise.
+
+    The noised tokens still see what `words` lets them see of the rest.
+
+    Args:
+        words (`torch.Tensor` of shape `[batch, length]`): int64.
+        noised (`torch.Tensor` of shape `[batch, length]`): The noised image of each token, from 1; 0 for none.
+
+    Returns:
+        `torch.Tensor` of shape `[batch, length]`: int64 words.
+
+    Raises:
+        `ValueError`: If there are more noised images than a word has free kinds.
+    """
+    free = KIND_BITS - _NAMED_KINDS
+    most = int(noised.max()) if noised.numel() else 0
+    if most > free:
+        raise ValueError(f"{most} noised images are numbered in one row; a word has {free} free kinds. Pack fewer.")
+    plain = (1 << _NAMED_KINDS) - 1
+    own = torch.where(noised > 0, 1 << (_NAMED_KINDS + noised - 1), 0)
+    kinds = torch.where(noised > 0, own, decode_words(words).kinds)
+    cleared = words & ~((ALL_KINDS << KIND_SHIFT) | (ALL_KINDS << SEES_SHIFT))
+    return torch.where(words != 0, cleared | (kinds << KIND_SHIFT) | ((plain | own) << SEES_SHIFT), 0)
+
+
+def _kinds_of(image: Tensor) -> Tensor:
+    return torch.where(image > 0, int(Kind.IMAGE), int(Kind.TEXT))
