@@ -43,7 +43,8 @@ class SequenceShard:
         num_tokens (`int`): T, tokens of the whole row.
         rank (`int`): This rank in `group`.
         group (`torch.distributed.ProcessGroup`): The ranks that share the row.
-        sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the rows this rank sends; all when left out.
+        sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the rows this rank sends to the others; all when left
+            out.
         heads_per_gather (`int`, *optional*, defaults to 2): Kv heads that travel together; the same on every rank.
     """
 
@@ -180,8 +181,8 @@ def shard_sequence(
     else:
         row_positions = torch.as_tensor(positions, device=words.device).to(torch.int32).view_as(order)
     sent, key_words, key_positions = None, row_words.flatten(), row_positions.flatten()
-    if gathered is not None:
-        rows = _rows_of_blocks(gathered, block, order)
+    if gathered is not None or num_ranks == 1:
+        rows = order.new_empty(1, 0) if num_ranks == 1 else _rows_of_blocks(gathered, block, order)
         if rows.shape[1] < order.shape[1]:
             sent = rows[rank]
             sent_words = row_words.gather(1, rows)
@@ -333,7 +334,7 @@ def _query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
 
 def _head_groups(num_heads: int, shard: SequenceShard) -> list[slice]:
     """Ranges of kv heads that are computed together: nothing to wait for, nothing to cut."""
-    size = shard.heads_per_gather if shard.num_ranks > 1 and shard.num_sent else num_heads
+    size = shard.heads_per_gather if shard.num_sent else num_heads
     return [slice(start, min(start + size, num_heads)) for start in range(0, num_heads, size)]
 
 
@@ -353,7 +354,7 @@ def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[
     and gather i + 1 starts before the kernel of group i, so that they run at the same time.
     """
     groups = _head_groups(key.shape[1], shard)
-    if shard.num_ranks == 1 and shard.sent is None or not shard.num_sent:
+    if not shard.num_sent:
         yield from ((heads, key[:, heads], value[:, heads]) for heads in groups)
         return
     num_own = 0 if shard.sent is None else key.shape[2]

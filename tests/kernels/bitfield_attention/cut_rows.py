@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from hf_mmparallel.arrange import assign_context
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, Kind, dense_mask, encode_words, reference_attention
+from hf_mmparallel.kernels.bitfield_attention import (
+    BitfieldMask,
+    Kind,
+    decode_words,
+    dense_mask,
+    encode_words,
+    reference_attention,
+)
 
 BLOCK = 8
 METHODS = ("lpt", "zigzag", "contiguous", "random")
@@ -46,13 +53,24 @@ def cut(words: Tensor, num_ranks: int, method: str = "lpt", mode: str = "row", s
     places = torch.arange(words.shape[1])
     first = torch.where(seen, places, words.shape[1]).amin(1).numpy()
     last = torch.where(seen, places, -1).amax(1).numpy()
-    cut = assign_context(first, last, num_ranks, BLOCK, method, mode, seed)  # type: ignore[arg-type]
-    return {"order": cut.order, "positions": cut.positions, "gathered": cut.gathered, "block": BLOCK}
+    found = assign_context(
+        first,
+        last,
+        num_ranks,
+        block=BLOCK,
+        method=method,  # type: ignore[arg-type]
+        mode=mode,  # type: ignore[arg-type]
+        segment_ids=decode_words(words[0]).segment.numpy(),
+        seed=seed,
+    )
+    return {"order": found.order, "positions": found.positions, "gathered": found.gathered, "block": BLOCK}
 
 
 def needed_blocks(words: Tensor, order: np.ndarray, num_ranks: int) -> np.ndarray:
     """The blocks `[R, n]` whose segments lie on several ranks, and of each rank as many as of the neediest one."""
-    segments = torch.where(torch.as_tensor(order) >= 0, words[0][torch.as_tensor(order).clamp_min(0)] & 0xFFFF, 0)
+    segments = torch.where(
+        torch.as_tensor(order) >= 0, decode_words(words[0]).segment[torch.as_tensor(order).clamp_min(0)], 0
+    )
     shards = segments.view(num_ranks, -1)
     homes = torch.stack([torch.bincount(shard, minlength=int(shards.max()) + 1) > 0 for shard in shards])
     spanning = homes.sum(0) > 1

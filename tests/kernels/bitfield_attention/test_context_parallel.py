@@ -78,7 +78,7 @@ def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, int, dict[str, Any]]:
     return words, num_ranks, how
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     cut=cuts(),
     heads=st.sampled_from([(2, 1), (6, 3), (4, 4), (5, 5)]),
@@ -205,9 +205,10 @@ def test_lse_is_returned_and_one_rank_needs_no_group():
     words = packed_words([20, 12])
     shard = shard_sequence(words, np.arange(32), 0, None, num_ranks=1)
     inputs = Inputs.draw(_generator(5), 32, (2, 1))
+    expected, found = one_rank(inputs, words), inputs.run(context_parallel_attention, shard)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], **EXACT)
     out, lse = context_parallel_attention(inputs.query, inputs.key, inputs.value, shard, return_lse=True)
-    reference = one_rank(inputs, words)
-    torch.testing.assert_close(out, reference["out"], **EXACT)
     assert lse.shape == (1, 2, 32)
     with torch.no_grad():
         again = context_parallel_attention(inputs.query, inputs.key, inputs.value, shard)
@@ -312,19 +313,23 @@ def _on_real_ranks() -> dict[str, float]:
 
     for i, (method, mode, family, heads, per_gather, options) in enumerate(CASES):
         lengths = torch.randint(3, 60, (6,), generator=_generator(i)).tolist()
+        if mode == "segments":  # one sample is too long for a rank, the others find room beside it
+            lengths = torch.randint(3, 20, (24,), generator=_generator(i)).tolist()
+            lengths.insert(3, sum(lengths))
         words = packed_words(lengths, family, padding=5)
         inputs = Inputs.draw(_generator(100 + i), words.shape[1], heads, **options)
         expected = one_rank(inputs, words)
         shard = shard_sequence(
             words, rank=rank, group=group, heads_per_gather=per_gather, **cut(words, num_ranks, method, mode, seed=i)
         )
+        assert (0 < shard.num_sent < shard.words.shape[1]) == (mode == "segments")
         found = inputs.of_rank(shard).run(context_parallel_attention, shard)
         for name in ("out", *GRADS):
             note(name, shard.gather_tokens(found[name], 2), expected[name])
         if "sinks" in found:
             dist.all_reduce(found["sinks"])
             note("sinks", found["sinks"], expected["sinks"])
-        for reentrant in (True, False):
+        for reentrant in (True, False) if i % 5 == 0 else ():
             again = inputs.of_rank(shard).run(_checkpointed, shard, reentrant)
             for name in GRADS:
                 note("checkpoint", again[name], found[name])
