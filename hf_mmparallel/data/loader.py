@@ -14,8 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..plan import ParallelPlan, StepPlan
-
-BatchKey = tuple[str, int, int, int]
+from .context import BatchKey, ContextCut, ContextCutter
 
 
 @dataclass
@@ -27,10 +26,13 @@ class StepBatch:
         step (`StepPlan`): Which sample is where.
         batches (`dict[BatchKey, dict[str, Any]]`):
             (module, replica, microbatch, chunk) -> the collated samples, for each chunk that this rank works on.
+        cuts (`dict[BatchKey, ContextCut]`):
+            How the tokens of the language model's microbatches are cut, as far as this rank needs to know.
     """
 
     step: StepPlan
     batches: dict[BatchKey, dict[str, Any]] = field(default_factory=dict)
+    cuts: dict[BatchKey, ContextCut] = field(default_factory=dict)
 
     def pin_memory(self) -> StepBatch:
         """Called by the data loader's pinning thread."""
@@ -121,6 +123,7 @@ class StepDataset(Dataset):
         unused (`Mapping[str, frozenset[str]]`, *optional*):
             Module -> floating-point entries of a collated batch that it does not read, such as the pixels in the
             language model; they go no further.
+        cutter ([`ContextCutter`], *optional*): Cuts the language model's microbatches.
     """
 
     def __init__(
@@ -130,8 +133,10 @@ class StepDataset(Dataset):
         keys: Callable[[StepPlan], Mapping[BatchKey, Sequence[int]]],
         seed: int,
         unused: Mapping[str, frozenset[str]] | None = None,
+        cutter: ContextCutter | None = None,
     ):
         self.unused = unused or {}
+        self.cutter = cutter
         self.dataset = dataset
         self.collator = collator
         self.keys = keys
@@ -143,13 +148,19 @@ class StepDataset(Dataset):
     def __getitems__(self, step: StepPlan) -> StepBatch:
         samples: dict[int, Any] = {}
         result = StepBatch(step)
-        for key, slots in self.keys(step).items():
+        own = self.keys(step)
+        cut = {} if self.cutter is None else self.cutter.keys(step)
+        for key, slots in {**own, **cut}.items():
             for slot in slots:
                 if slot not in samples:
                     samples[slot] = self._read(step.samples[slot], step.epoch)
             with seeded(stable_seed(self.seed, step.epoch, [step.samples[slot] for slot in slots])):
                 # Collators may change what they are given, and a sample can be in several chunks.
                 batch = self.collator([_copied(samples[slot]) for slot in slots])
+            if self.cutter is not None and key in cut:
+                result.cuts[key] = self.cutter(batch)
+            if key not in own:
+                continue
             unused = self.unused.get(key[0], frozenset())
             result.batches[key] = {
                 name: value

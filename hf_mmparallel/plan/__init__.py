@@ -2,13 +2,14 @@
 
 from .model_spec import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 from .ownership import Holding, SyncGroup, holdings, stage_holds, sync_groups
-from .parallel_plan import Edge, ModulePlan, ParallelPlan, Stage
+from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .resolve import check_plan, check_world_size, plan_for_model, resolve_plan
 from .step_plan import StepPlan
 
 __all__ = [
     "LANGUAGE_MODEL",
+    "ContextSettings",
     "Edge",
     "FeatureSpec",
     "Holding",

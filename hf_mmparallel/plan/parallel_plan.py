@@ -5,12 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 SCHEDULES = ("1f1b", "gpipe")
 Schedule = Literal["1f1b", "gpipe"]
+CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
+CONTEXT_MODES = ("auto", "row", "segments")
+
+
+@dataclass(frozen=True)
+class ContextSettings:
+    """
+    How a row of tokens is cut over the rows of a grid (context parallelism).
+
+    Args:
+        method (`str`, *optional*, defaults to `"lpt"`): How blocks are handed out: by their attention work, the
+            heaviest first (`"lpt"`), or as a baseline `"zigzag"`, `"contiguous"` or `"random"`.
+        mode (`str`, *optional*, defaults to `"auto"`): `"row"` gathers the keys and values of the whole row,
+            `"segments"` keeps samples that fit one rank whole and gathers only those of the others, `"auto"` takes
+            what is predicted to be faster.
+        block (`int`, *optional*, defaults to 128): Tokens that stay together; 128 is what the kernels are made for.
+    """
+
+    method: str = "lpt"
+    mode: str = "auto"
+    block: int = 128
 
 
 @dataclass(frozen=True)
@@ -33,6 +54,15 @@ class Stage:
         return tuple(rank for row in self.ranks for rank in row)
 
     @property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that hold the same shards, one of each row: they share a row of tokens."""
+        return tuple(zip(*self.ranks, strict=True))
+
+    def row_of(self, rank: int) -> int:
+        """The row of the grid that `rank` is in."""
+        return next(index for index, row in enumerate(self.ranks) if rank in row)
+
+    @property
     def num_layers(self) -> int:
         return self.layers[1] - self.layers[0]
 
@@ -47,14 +77,24 @@ class ModulePlan:
     Args:
         replicas (`tuple[tuple[Stage, ...], ...]`): The stages of each replica.
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
+        context (`ContextSettings`, *optional*): How rows of tokens are cut where grids have several rows.
     """
 
     replicas: tuple[tuple[Stage, ...], ...]
     activation_checkpointing: bool = False
+    context: ContextSettings = ContextSettings()
 
     @property
     def dp_size(self) -> int:
         return len(self.replicas)
+
+    @property
+    def cp_size(self) -> int:
+        return len(self.replicas[0][0].ranks)
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.replicas[0][0].ranks[0])
 
     @property
     def num_layers(self) -> int:
@@ -134,6 +174,7 @@ class ParallelPlan:
             "modules": {
                 name: {
                     "activation_checkpointing": module.activation_checkpointing,
+                    **({"context": asdict(module.context)} if module.context != ContextSettings() else {}),
                     "replicas": [
                         [
                             {
@@ -166,6 +207,7 @@ class ParallelPlan:
                     for stages in module["replicas"]
                 ),
                 activation_checkpointing=module.get("activation_checkpointing", False),
+                context=ContextSettings(**module.get("context", {})),
             )
             for name, module in data["modules"].items()
         }

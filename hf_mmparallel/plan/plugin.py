@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .parallel_plan import SCHEDULES, ParallelPlan, Schedule
+from .parallel_plan import (
+    CONTEXT_METHODS,
+    CONTEXT_MODES,
+    SCHEDULES,
+    ContextSettings,
+    ParallelPlan,
+    Schedule,
+)
 
 
 def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) -> None:
@@ -30,7 +37,16 @@ class ModulePlugin:
         dp_size (`int`, *optional*, defaults to 1): Data-parallel copies.
         pp_size (`int`, *optional*, defaults to 1): Pipeline stages.
         tp_size (`int`, *optional*, defaults to 1): Ranks that share each layer's matrices.
-        cp_size (`int`, *optional*, defaults to 1): Ranks that share a sequence. Only 1 is built.
+        cp_size (`int`, *optional*, defaults to 1):
+            Ranks that share the tokens of a microbatch, for the language model. Above 1 its samples are packed into
+            one row, and its attention function is `"bitfield"`.
+        cp_method (`str`, *optional*, defaults to `"lpt"`):
+            How tokens are handed out: balanced by their attention work (`"lpt"`), or the baselines `"zigzag"`,
+            `"contiguous"` and `"random"`.
+        cp_mode (`str`, *optional*, defaults to `"auto"`):
+            `"row"` gathers all keys and values, `"segments"` only those of samples that no rank holds whole; `"auto"`
+            takes what is predicted to be faster.
+        cp_block (`int`, *optional*, defaults to 128): Tokens that stay together when a row is cut.
         layers_per_stage (`list[int]`, *optional*): Layers of each stage; as even as can be when left out.
         freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
             `True` freezes the module with its projector, `"tower"` all but the projector, other strings are regular
@@ -55,6 +71,9 @@ class ModulePlugin:
     peft_config: Any = None
     attn_implementation: str | None = None
     zero_stage: int = 0
+    cp_method: str = "lpt"
+    cp_mode: str = "auto"
+    cp_block: int = 128
 
     def __post_init__(self):
         if self.layers_per_stage is not None:
@@ -66,20 +85,32 @@ class ModulePlugin:
                     f"`layers_per_stage={self.layers_per_stage}` must name at least one layer for each of "
                     f"`pp_size={self.pp_size}` stages."
                 )
-        for name in ("dp_size", "pp_size", "tp_size", "cp_size"):
+        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "cp_block"):
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"`{name}={size!r}` must be a whole number of at least 1.")
-        if self.cp_size > 1:
-            raise ValueError(f"`cp_size={self.cp_size}`: context parallelism is not built yet. Use `cp_size=1`.")
+        for name, known in (("cp_method", CONTEXT_METHODS), ("cp_mode", CONTEXT_MODES)):
+            if getattr(self, name) not in known:
+                reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], known)
         if self.zero_stage:
             raise ValueError(
                 f"`zero_stage={self.zero_stage}`: optimizer sharding is not built yet. Use `zero_stage=0`."
             )
 
+        if self.cp_size == 1 and self.context != ContextSettings():
+            raise ValueError(
+                f"`{self.context}` has no effect with `cp_size=1`. Leave `cp_method`, `cp_mode` and `cp_block` out, "
+                "or use a `cp_size` above 1."
+            )
+
     @property
     def num_ranks(self) -> int:
         return self.dp_size * self.pp_size * self.tp_size * self.cp_size
+
+    @property
+    def context(self) -> ContextSettings:
+        """How rows of tokens are cut."""
+        return ContextSettings(self.cp_method, self.cp_mode, self.cp_block)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that differ from their defaults, as plain data."""

@@ -53,6 +53,14 @@ def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
         )
 
 
+def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
+    if cp_size > 1 and spec.name != LANGUAGE_MODEL:
+        raise ValueError(
+            f"`cp_size={cp_size}`: only the tokens of the language model are cut over ranks, the images and clips of "
+            f"`{spec.name}` are not. Use `cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+        )
+
+
 def _edges(spec: ModelSpec) -> tuple[Edge, ...]:
     """The boundaries of a model."""
     return tuple(
@@ -72,7 +80,7 @@ def resolve_plan(
     Gives every stage its layers and ranks.
 
     Modules take consecutive ranks in the order of `spec`; within a module the replica varies slowest, then the stage,
-    then the tensor-parallel rank, so that ranks that talk most are neighbours.
+    then the part of the row of tokens, then the tensor-parallel rank, so that ranks that talk most are neighbours.
 
     Args:
         spec (`ModelSpec`): The model.
@@ -100,15 +108,16 @@ def resolve_plan(
                     f"model. Earlier modules: {earlier}."
                 )
             sizes = _sizes(host)
-            given = (plugin.dp_size, plugin.pp_size, plugin.tp_size)
+            given = (plugin.dp_size, plugin.pp_size, plugin.tp_size, plugin.cp_size)
             if any(own not in (1, size) for own, size in zip(given, sizes, strict=True)):
                 raise ValueError(
-                    f"`{name}` shares the ranks of `{plugin.colocate_with}` (dp, pp, tp = {sizes}) and can't have "
+                    f"`{name}` shares the ranks of `{plugin.colocate_with}` (dp, pp, tp, cp = {sizes}) and can't have "
                     f"{given}. Leave its sizes out."
                 )
             plugin = ModulePlugin(*sizes, layers_per_stage=plugin.layers_per_stage)
         _check_uncut(module, plugin.pp_size)
         _check_tp(module, plugin.tp_size)
+        _check_cp(module, plugin.cp_size)
         ranges = split_layers(module.num_layers, plugin, name)
         trainable = trainable_stages(module, spec.tied, ranges)
         replicas = []
@@ -118,21 +127,24 @@ def resolve_plan(
                 if host is not None:
                     ranks = host.replicas[replica][index].ranks
                 else:
-                    first = next_rank + (replica * plugin.pp_size + index) * plugin.tp_size
-                    ranks = (tuple(range(first, first + plugin.tp_size)),)
+                    first = next_rank + (replica * plugin.pp_size + index) * plugin.cp_size * plugin.tp_size
+                    starts = range(first, first + plugin.cp_size * plugin.tp_size, plugin.tp_size)
+                    ranks = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
                 stages.append(Stage(layers, ranks, trainable[index]))
             replicas.append(tuple(stages))
         if host is None:
             next_rank += plugin.num_ranks
-        modules[name] = ModulePlan(tuple(replicas), plugins.get(name, plugin).activation_checkpointing)
+        settings = plugins.get(name, plugin)
+        modules[name] = ModulePlan(tuple(replicas), settings.activation_checkpointing, settings.context)
     plan = ParallelPlan(modules, _edges(spec), schedule, num_microbatches)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
 
 
-def _sizes(module: ModulePlan) -> tuple[int, int, int]:
-    return module.dp_size, len(module.replicas[0]), len(module.replicas[0][0].all_ranks)
+def _sizes(module: ModulePlan) -> tuple[int, int, int, int]:
+    """dp, pp, tp, cp."""
+    return module.dp_size, len(module.replicas[0]), module.tp_size, module.cp_size
 
 
 def check_world_size(plan: ParallelPlan, world_size: int) -> None:
@@ -141,8 +153,9 @@ def check_world_size(plan: ParallelPlan, world_size: int) -> None:
         return
     rows = []
     for name, module in plan.modules.items():
-        dp, pp, tp = _sizes(module)
-        rows.append(f"{name}: dp {dp} x pp {pp} x tp {tp} = {dp * pp * tp}")
+        dp, pp, tp, cp = _sizes(module)
+        context = f" x cp {cp}" if cp > 1 else ""
+        rows.append(f"{name}: dp {dp} x pp {pp}{context} x tp {tp} = {dp * pp * tp * cp}")
     lost = (
         " One process is what a launch without a process group looks like: `accelerate launch --cpu` and plain "
         "`python` start one whatever `--num_processes` says; see the ready files in `examples/accelerate_configs`."
@@ -183,35 +196,46 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
                 )
             _check_uncut(spec.modules[name], len(stages))
             used.update(rank for stage in stages for rank in stage.all_ranks)
-        _check_tp(spec.modules[name], len(module.replicas[0][0].ranks[0]))
+        _check_tp(spec.modules[name], module.tp_size)
+        _check_cp(spec.modules[name], module.cp_size)
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")
 
 
 def _check_grids(name: str, module: ModulePlan) -> None:
-    """Raises `ValueError` unless all stages have one row of equally many ranks, each rank at one place in its rows."""
+    """
+    Raises `ValueError` unless all stages have grids of one size, in which no rank is twice, and each rank is at one
+    place in its rows.
+    """
     grids = [stage.ranks for _, _, stage in module.stages()]
     if not grids:
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
-    if any(len(grid) != 1 for grid in grids):
-        raise ValueError(
-            f"A stage of `{name}` has several rows of ranks; context parallelism is not built. Use one row."
-        )
-    sizes = sorted({len(grid[0]) for grid in grids})
-    if len(sizes) > 1 or not sizes[0]:
+    sizes = sorted({len(row) for grid in grids for row in grid})
+    if len(sizes) != 1 or not sizes[0]:
         raise ValueError(
             f"The stages of `{name}` have rows of {' and '.join(map(str, sizes))} ranks. Give all of them the same "
             "`tp_size`."
         )
+    counts = sorted({len(grid) for grid in grids})
+    if len(counts) > 1:
+        raise ValueError(
+            f"The stages of `{name}` have {' and '.join(map(str, counts))} rows of ranks. Give all of them the same "
+            "`cp_size`."
+        )
     places: dict[int, int] = {}
-    for (row,) in grids:
-        for place, rank in enumerate(row):
-            if places.setdefault(rank, place) != place:
-                raise ValueError(
-                    f"The plan puts rank {rank} at places {places[rank]} and {place} of `{name}`, so that it "
-                    "would hold two different shards. Give it the same place in each row."
-                )
+    for grid in grids:
+        ranks = [rank for row in grid for rank in row]
+        twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        if twice is not None:
+            raise ValueError(f"The plan puts rank {twice} twice into a stage of `{name}`. Name each rank once.")
+        for row in grid:
+            for place, rank in enumerate(row):
+                if places.setdefault(rank, place) != place:
+                    raise ValueError(
+                        f"The plan puts rank {rank} at places {places[rank]} and {place} of `{name}`, so that it "
+                        "would hold two different shards. Give it the same place in each row."
+                    )
 
 
 def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..data.context import ContextCutter
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import count_rows, module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
@@ -85,6 +86,8 @@ class ParallelEngine(nn.Module):
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
         self.unused_inputs = _unused_inputs(model)
+        media = frozenset().union(*_encoder_inputs(model).values())
+        self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         self.stages = prepare_stages(model, spec, plan, self.rank, device)
         self.module: Any = model
@@ -132,8 +135,8 @@ class ParallelEngine(nn.Module):
     def _shard_layers(self) -> None:
         """Applies tensor parallelism to the stages of this rank."""
         for module, replica, index in self.stages:
-            ranks = self.plan.stage(module, replica, index).ranks[0]
-            mesh = self.groups.tp_mesh(ranks)
+            stage = self.plan.stage(module, replica, index)
+            mesh = self.groups.tp_mesh(stage.ranks[stage.row_of(self.rank)])
             if mesh is not None:
                 owned = {name for name, holding in self.holdings.items() if (module, replica, index) in holding.stages}
                 apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
@@ -147,9 +150,10 @@ class ParallelEngine(nn.Module):
         return ranks[0][0] == self.rank
 
     def _seed_task(self, task: Task) -> None:
-        """Gives dropout a seed that depends on the step and the task, and is equal on its tensor-parallel ranks."""
+        """Gives dropout a seed that depends on the step, the task and the tokens, equal on tensor-parallel ranks."""
         if self.module.training:
-            seed = stable_seed(self.seed, self.step_index, task.key)
+            row = self.plan.stage(task.module, task.replica, task.stage).row_of(self.rank)
+            seed = stable_seed(self.seed, self.step_index, task.key, *([row] if row else []))
             torch.manual_seed(seed)
 
     def keys(self, step: StepPlan) -> Mapping[tuple[str, int, int, int], tuple[int, ...]]:
@@ -164,6 +168,11 @@ class ParallelEngine(nn.Module):
     def first_rank(self, task: Task) -> int:
         """The rank that speaks for the grid of a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
+
+    def leads_row(self, task: Task) -> bool:
+        """Whether this rank speaks for its row of the grid of a task's stage, whose tokens no other row has."""
+        stage = self.plan.stage(task.module, task.replica, task.stage)
+        return stage.ranks[stage.row_of(self.rank)][0] == self.rank
 
     def program(self, step: StepPlan, training: bool) -> Program:
         """The program of a step; steps of equal structure share one."""
@@ -188,7 +197,7 @@ class ParallelEngine(nn.Module):
             self._agreed_epoch = batch.step.epoch
         self.module.train()
         program = self.program(batch.step, training=True)
-        result = self.executor.run(program, batch.step, batch.batches)
+        result = self.executor.run(program, batch.step, batch.batches, batch.cuts)
         self.sync.finish()
         self.last_result = result
         totals = self._totals(result, batch)
@@ -203,20 +212,21 @@ class ParallelEngine(nn.Module):
         if first:
             self._sum_and_agree(torch.zeros(0), batch.step)
         program = self.program(batch.step, training=False)
-        return self.executor.run(program, batch.step, batch.batches)
+        return self.executor.run(program, batch.step, batch.batches, batch.cuts)
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks, and checks that all ranks ran the same step."""
         numbers = torch.zeros(4, dtype=torch.float64)
         for task, (loss, count) in result.losses.items():
-            if self.first_rank(task) == self.rank:
+            if self.leads_row(task):
                 numbers[0] += loss.double().cpu()
                 numbers[1] += float(count)
         for (module, replica, _, _), inputs in batch.batches.items():
             if module == LANGUAGE_MODEL and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
                 ids = inputs["input_ids"]
                 numbers[2] += ids.numel()
-                mask = inputs.get("attention_mask")
+                words = inputs.get("attention_words")
+                mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
         loss, targets, tokens, real = self._sum_and_agree(numbers, batch.step)
         return StepTotals(loss, int(targets), int(tokens), int(real))
@@ -244,12 +254,17 @@ class ParallelEngine(nn.Module):
         return norm
 
 
-def _unused_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Module -> names of entries of a batch that only other modules' encoders read."""
-    read = {
+def _encoder_inputs(model: PreTrainedModel) -> dict[str, set[str]]:
+    """Module -> names of entries of a batch that its encoders read."""
+    return {
         name: {entry for modality in part.modalities for entry in part.input_names(modality)}
         for name, part in module_parts(model).items()
     }
+
+
+def _unused_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
+    """Module -> names of entries of a batch that only other modules' encoders read."""
+    read = _encoder_inputs(model)
     every = set().union(*read.values())
     return {name: frozenset(every - own) for name, own in read.items()}
 

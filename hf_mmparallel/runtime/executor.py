@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..data.context import WORDS, ContextCut
+from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan
 from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
 from ..schedule.lowering import receive_ahead
-from .boundary import part_size, parts
+from .boundary import Leg, part_size, pick
 from .messages import BatchKey, MessageGeometry, StageKey, num_rows_of
 from .transport import Handle, Transport
 
@@ -62,11 +64,31 @@ class _Running:
 
 
 @dataclass
-class _Incoming:
-    """The part of a message that this rank receives: its buffers by part, and how they were started."""
+class _Piece:
+    """
+    Rows of a message that arrive on this rank from one other.
 
-    num_rows: int
-    buffers: dict[int, torch.Tensor] = field(default_factory=dict)
+    Args:
+        leg (`Leg`): The leg that they are part of.
+        start (`int`): The first of them in the leg.
+        places (`torch.Tensor`): int64 `[rows]`: their places among the rows of this rank.
+        channel (`tuple[int, int]`): From which rank to which.
+        buffer (`torch.Tensor`, *optional*): Where they arrive; `None` for those that stay on a rank.
+    """
+
+    leg: Leg
+    start: int
+    places: torch.Tensor
+    channel: tuple[int, int]
+    buffer: torch.Tensor | None = None
+
+
+@dataclass
+class _Incoming:
+    """What this rank receives of a message, the legs of it that end here, and the transfers as they were started."""
+
+    legs: list[tuple[Leg, torch.Tensor]]
+    pieces: list[_Piece] = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
 
 
@@ -79,7 +101,8 @@ class Executor:
         spec (`ModelSpec`): The model.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         transport (`Transport`): Carries the messages.
-        tp_groups (`Mapping[tuple[int, ...], ProcessGroup]`): Groups of the grids of this rank with several ranks.
+        groups (`Mapping[tuple[int, ...], ProcessGroup]`):
+            Ranks -> group, for each row and column of several ranks in the grids of this rank.
         loss_function (`Callable`):
             (logits, labels, whether they are shifted) -> (sum over target tokens, number of target tokens).
         count_rows (`Callable`): (inputs, spec) -> modality -> rows of each sample.
@@ -93,7 +116,7 @@ class Executor:
         spec: ModelSpec,
         stages: Mapping[StageKey, Any],
         transport: Transport,
-        tp_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         loss_function: LossFunction,
         count_rows: Callable[[Mapping[str, Any], ModelSpec], dict[str, list[int]]],
         device: torch.device,
@@ -104,7 +127,7 @@ class Executor:
         self.stages = stages
         self.transport = transport
         self.rank = transport.rank
-        self.tp_groups = tp_groups
+        self.groups = groups
         self.loss_function = loss_function
         self.count_rows = count_rows
         self.device = device
@@ -120,6 +143,7 @@ class Executor:
         program: Program,
         step: StepPlan,
         batches: Mapping[BatchKey, Mapping[str, Any]],
+        cuts: Mapping[BatchKey, ContextCut] | None = None,
     ) -> StepResult:
         """
         Runs this rank's actions of one step.
@@ -129,8 +153,10 @@ class Executor:
             step (`StepPlan`): Which sample is where.
             batches (`Mapping[BatchKey, Mapping[str, Any]]`):
                 (module, replica, microbatch, chunk) -> model inputs, for the tasks of this rank.
+            cuts (`Mapping[BatchKey, ContextCut]`, *optional*):
+                How the tokens of a microbatch are cut, for those that this rank works on or makes features for.
         """
-        run = _Step(self, program, step, batches)
+        run = _Step(self, program, step, batches, cuts or {})
         clock = _Clock(self.device)
         actions: Sequence[Action] = program.actions.get(self.rank, ())
         if self.transport.receives_ahead:
@@ -189,15 +215,25 @@ class _Step(MessageGeometry):
         program: Program,
         step: StepPlan,
         batches: Mapping[BatchKey, Mapping[str, Any]],
+        cuts: Mapping[BatchKey, ContextCut],
     ):
-        super().__init__(executor.plan, executor.spec, step, batches, executor.stages, executor.count_rows)
+        super().__init__(
+            executor.plan,
+            executor.rank,
+            executor.spec,
+            step,
+            batches,
+            cuts,
+            executor.groups,
+            executor.stages,
+            executor.count_rows,
+        )
         self.executor = executor
-        self.rank = executor.rank
         self.program = program
         self.result = StepResult()
         self.running: dict[tuple, _Running] = {}
         self.incoming: dict[Task, dict[Message, _Incoming]] = {}
-        self.local: dict[tuple[Message, int], torch.Tensor] = {}
+        self.kept: dict[tuple[Message, tuple[int, int]], torch.Tensor] = {}
         self.sends: dict[tuple, list[Handle]] = {}
         self.gradients: dict[tuple, dict[str, torch.Tensor]] = {}
 
@@ -206,25 +242,31 @@ class _Step(MessageGeometry):
     def receive(self, message: Message) -> None:
         """Posts the receives of this rank's parts of a message."""
         task = message.target
-        if message.crosses_boundary:
-            num_rows = self.space(message, task).count(self.shared_slots(message))
-            width = self.spec.language_model.hidden_size
-        elif message.kind == "act":
-            shapes = self.shapes(task)
-            num_rows, width = sum(num_rows_of(shape) for shape in shapes), shapes[0][-1] if shapes else 0
-        else:
-            outputs = self.running[task.key].outputs
-            num_rows, width = sum(num_rows_of(out.shape) for out in outputs), outputs[0].shape[-1] if outputs else 0
-        incoming = _Incoming(num_rows)
-        encoder, taker = self.ends(message)
-        for part in parts(num_rows, self.grid(encoder), self.grid(taker)):
-            source, target = (part.source, part.target) if message.kind == "act" else (part.target, part.source)
-            if target != self.rank or source == self.rank:
-                continue
-            buffer = torch.empty(part.num_rows, width, dtype=self.executor.wire_dtype, device=self.executor.device)
-            incoming.buffers[part.index] = buffer
-            incoming.handles.append(self.executor.transport.recv(buffer, source))
+        num_hidden, width = self.hidden_size(message, task)
+        incoming = _Incoming(self.route(message, task, num_hidden))
+        for leg, places in incoming.legs:
+            for part in leg.parts:
+                source, target = (part.source, part.target) if message.kind == "act" else (part.target, part.source)
+                if target != self.rank:
+                    continue
+                piece = _Piece(leg, part.start, places[part.start : part.stop], (source, target))
+                incoming.pieces.append(piece)
+                if source != self.rank:
+                    piece.buffer = self.empty(part.num_rows, width)
+                    incoming.handles.append(self.executor.transport.recv(piece.buffer, source))
         self.incoming.setdefault(task, {})[message] = incoming
+
+    def hidden_size(self, message: Message, task: Task) -> tuple[int, int]:
+        """Rows that this rank has of a message of hidden states, at its end `task`, and the width of any message."""
+        if message.crosses_boundary:
+            return 0, self.spec.language_model.hidden_size
+        received = task.key == self.ends(message)[1].key
+        shapes = self.shapes(task) if received else [out.shape for out in self.running[task.key].outputs]
+        return sum(num_rows_of(shape) for shape in shapes), shapes[0][-1] if shapes else 0
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Room for rows of a message."""
+        return torch.empty(shape, dtype=self.executor.wire_dtype, device=self.executor.device)
 
     def wait(self, task: Task) -> None:
         """Waits for all that a task takes."""
@@ -232,32 +274,25 @@ class _Step(MessageGeometry):
             for handle in incoming.handles:
                 handle.wait()
 
-    def taken(self, message: Message, incoming: _Incoming) -> list[tuple[int, torch.Tensor]]:
-        """The parts of a message that this rank has: (index of the part, rows)."""
-        result = dict(incoming.buffers)
-        for (kept, index), tensor in list(self.local.items()):
-            if kept == message:
-                result[index] = tensor
-                del self.local[kept, index]
-        return sorted(result.items())
+    def arrived(self, message: Message, piece: _Piece) -> torch.Tensor:
+        """The rows of a piece."""
+        return piece.buffer if piece.buffer is not None else self.kept.pop((message, piece.channel))
 
-    def gathered(self, message: Message, incoming: _Incoming) -> torch.Tensor | None:
-        """All rows of an activation message, `None` when it has none."""
-        if incoming.num_rows == 0:
+    def gathered(self, message: Message, incoming: _Incoming) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """All rows of an activation message that come to this row of ranks, and their places; `None` without rows."""
+        ((leg, places),) = incoming.legs
+        if not leg.num_rows:
             return None
-        grid = self.grid(message.target)
-        mine = self.taken(message, incoming)
-        if len(grid) == 1:
-            return mine[0][1]
-        size = part_size(incoming.num_rows, len(grid))
-        own = mine[0][1] if mine else None
-        width = own.shape[-1] if own is not None else self.message_width(message)
-        padded = torch.zeros(size, width, dtype=self.executor.wire_dtype, device=self.executor.device)
-        if own is not None:
-            padded[: own.shape[0]] = own
-        full = torch.empty(size * len(grid), width, dtype=padded.dtype, device=padded.device)
-        dist.all_gather_into_tensor(full, padded, group=self.executor.tp_groups[grid])
-        return full[: incoming.num_rows]
+        own = [self.arrived(message, piece) for piece in incoming.pieces]
+        if len(leg.after) == 1:
+            return own[0], places
+        size = part_size(leg.num_rows, len(leg.after))
+        padded = self.empty(size, self.hidden_size(message, message.target)[1]).zero_()
+        for rows in own:
+            padded[: len(rows)] = rows
+        full = self.empty(size * len(leg.after), padded.shape[1])
+        dist.all_gather_into_tensor(full, padded, group=self.executor.groups[leg.after])
+        return full[: leg.num_rows], places
 
     # Sending
 
@@ -265,36 +300,29 @@ class _Step(MessageGeometry):
         """Sends this rank's parts of a message, or keeps them when they stay on this rank."""
         task = message.source
         rows = self.payload(message)
-        encoder, taker = self.ends(message)
-        for part in parts(rows.shape[0], self.grid(encoder), self.grid(taker)):
-            source, target = (part.source, part.target) if message.kind == "act" else (part.target, part.source)
-            if source != self.rank:
-                continue
-            piece = rows[part.start : part.stop].contiguous()
-            if target == self.rank:
-                self.local[message, part.index] = piece
-            else:
-                handle = self.executor.transport.send(piece, target)
-                self.sends.setdefault((message.kind, task.key), []).append(handle)
+        for leg, places in self.route(message, task, self.hidden_size(message, task)[0]):
+            leg_rows = pick(rows, places).to(self.executor.wire_dtype)
+            for part in leg.parts:
+                source, target = (part.source, part.target) if message.kind == "act" else (part.target, part.source)
+                if source != self.rank:
+                    continue
+                piece = leg_rows[part.start : part.stop].contiguous()
+                if target == self.rank:
+                    self.kept[message, (source, target)] = piece
+                else:
+                    handle = self.executor.transport.send(piece, target)
+                    self.sends.setdefault((message.kind, task.key), []).append(handle)
 
     def payload(self, message: Message) -> torch.Tensor:
-        """All rows of a message, on a rank of its source: `[num_rows, width]`."""
+        """All rows that this rank has at the source of a message, also those that others carry: `[rows, width]`."""
         task = message.source
-        if message.kind == "act":
-            outputs = self.running[task.key].outputs
-            if not message.crosses_boundary:
-                pieces = [out.detach().reshape(-1, out.shape[-1]) for out in outputs]
-                rows = torch.cat(pieces) if pieces else torch.zeros(0, 0)
-            else:
-                rows = torch.cat([outputs[index].detach() for index, _ in self.features(message)])
-        else:
+        if message.kind == "grad":
             name = message.target.module if message.crosses_boundary else "hidden"
-            rows = self.gradients[task.key].get(name, torch.zeros(0, 0))
-        if message.crosses_boundary:
-            slots = self.shared_slots(message)
-            if list(self.slots(task)) != slots:
-                rows = rows[self.space(message, task).positions(slots).to(rows.device)]
-        return rows.to(self.executor.wire_dtype)
+            return self.gradients[task.key].get(name, torch.zeros(0, 0))
+        pieces = [out.detach().reshape(-1, out.shape[-1]) for out in self.running[task.key].outputs]
+        if len(pieces) < 2:
+            return pieces[0] if pieces else torch.zeros(0, 0)
+        return torch.cat(pieces)
 
     # Computing
 
@@ -314,9 +342,10 @@ class _Step(MessageGeometry):
         hidden = None
         if task.stage > 0:
             (message,) = (m for m in incoming if not m.crosses_boundary)
-            rows = self.gathered(message, incoming[message])
+            gathered = self.gathered(message, incoming[message])
             hidden = []
-            if rows is not None:
+            if gathered is not None:
+                rows, _ = gathered
                 rows.requires_grad_(needs_graph and flow.hidden_needs_grad(*key))
                 leaves["hidden"] = rows
                 shapes = self.shapes(task)
@@ -350,7 +379,7 @@ class _Step(MessageGeometry):
         replica = self.plan.modules[task.module].replicas[task.replica]
         if task.module != LANGUAGE_MODEL and task.stage == len(replica) - 1:
             self.check_rows(task, outputs)
-        if self.grid(task)[0] != self.rank:
+        if self.row(task)[0] != self.rank:
             return
         counts = self.result.num_rows
         if task.module == LANGUAGE_MODEL:
@@ -371,22 +400,18 @@ class _Step(MessageGeometry):
             if message.crosses_boundary:
                 by_encoder.setdefault(message.source.module, []).append(message)
         for encoder, messages in by_encoder.items():
-            space = self.space(messages[0], task)
-            leaf = torch.zeros(
-                space.num_rows,
-                self.spec.language_model.hidden_size,
-                dtype=self.executor.wire_dtype,
-                device=self.executor.device,
-            )
+            sizes = self.placement(messages[0], task).sizes[self.stage(task).row_of(self.rank)]
+            leaf = self.empty(sum(sizes), self.spec.language_model.hidden_size).zero_()
             for message in messages:
-                rows = self.gathered(message, incoming[message])
-                if rows is not None:
-                    leaf.index_copy_(0, space.positions(self.shared_slots(message)).to(leaf.device), rows)
+                gathered = self.gathered(message, incoming[message])
+                if gathered is not None:
+                    rows, places = gathered
+                    leaf.index_copy_(0, places.to(leaf.device), rows)
             leaf.requires_grad_(needs_graph and self.executor.flow.feature_needs_grad(encoder))
             leaves[encoder] = leaf
             tensors: list[torch.Tensor | None] = [None] * len(self.spec.modules[encoder].features)
             with torch.set_grad_enabled(needs_graph):
-                pieces = leaf.split(space.sizes)
+                pieces = leaf.split(sizes)
             for (index, _), piece in zip(self.features(messages[0]), pieces, strict=True):
                 tensors[index] = piece
             result[encoder] = tensors
@@ -397,7 +422,7 @@ class _Step(MessageGeometry):
         batch = self.batch(task)
         (logits,) = outputs
         if self.executor.on_logits is not None:
-            self.executor.on_logits(task, logits.detach(), batch)
+            self.executor.on_logits(task, self.whole_logits(task, logits.detach()), self.whole_batch(task))
         shifted = batch.get("shift_labels")
         labels = batch.get("labels") if shifted is None else shifted
         if labels is None:
@@ -410,6 +435,11 @@ class _Step(MessageGeometry):
         loss, count = self.executor.loss_function(logits, labels, shifted is not None)
         self.result.losses[task] = (loss.detach(), count)
         return [loss]
+
+    def whole_logits(self, task: Task, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all tokens of a batch, from those of each row of ranks."""
+        words = self.batch(task).get(WORDS)
+        return words.gather_tokens(logits) if isinstance(words, SequenceShard) else logits
 
     def backward(self, task: Task) -> None:
         """Runs the backward of a chunk's forward and keeps the gradients of what it received."""
@@ -434,32 +464,18 @@ class _Step(MessageGeometry):
     def output_gradients(
         self, task: Task, running: _Running, incoming: Mapping[Message, _Incoming]
     ) -> list[torch.Tensor]:
-        """The gradient of each output of a task: the sum of what its takers sent back."""
-        gradients = [torch.zeros_like(out) for out in running.outputs]
-        grid = self.grid(task)
-        for message in sorted(incoming):  # the same order on all ranks that sum
-            arrived = incoming[message]
-            if arrived.num_rows == 0:
-                continue
-            size = part_size(arrived.num_rows, len(self.grid(message.source)))
-            width = running.outputs[0].shape[-1]
-            rows = torch.zeros(arrived.num_rows, width, dtype=self.executor.wire_dtype, device=self.executor.device)
-            for index, part in self.taken(message, arrived):
-                rows[index * size : index * size + part.shape[0]] = part
-            if len(grid) > 1:
-                dist.all_reduce(rows, group=self.executor.tp_groups[grid])
-            if message.crosses_boundary:
-                chosen = [index for index, _ in self.features(message)]
-                space = self.space(message, task)
-                full = torch.zeros(space.num_rows, width, dtype=rows.dtype, device=rows.device)
-                full.index_copy_(0, space.positions(self.shared_slots(message)).to(full.device), rows)
-                pieces: Sequence[torch.Tensor] = full.split(space.sizes)
-            else:
-                chosen = list(range(len(running.outputs)))
-                pieces = rows.split([num_rows_of(out.shape) for out in running.outputs])
-            for index, piece in zip(chosen, pieces, strict=True):
-                gradients[index] += piece.view_as(gradients[index])
-        return gradients
+        """The gradient of each output of a task: what its takers sent back, to each row from the one that took it."""
+        sizes = [num_rows_of(out.shape) for out in running.outputs]
+        if not sum(sizes):
+            return [torch.zeros_like(out) for out in running.outputs]
+        rows = self.empty(sum(sizes), running.outputs[0].shape[-1]).zero_()
+        for message, arriving in incoming.items():
+            for piece in arriving.pieces:
+                rows.index_copy_(0, piece.places.to(rows.device), self.arrived(message, piece))
+        if len(self.row(task)) > 1:
+            dist.all_reduce(rows, group=self.executor.groups[self.row(task)])
+        pieces = zip(rows.split(sizes), running.outputs, strict=True)
+        return [piece.view(out.shape).to(out.dtype) for piece, out in pieces]
 
     def release(self, task: Task) -> None:
         """Frees what a task held for its messages, once the last one is on its way."""

@@ -19,23 +19,31 @@ def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
     for module in plan.modules.values():
         for stages in module.replicas:
             for before, after in pairwise(stages):
-                pairs.update(_pairs(before.all_ranks, after.all_ranks))
+                for sources, targets in zip(before.ranks, after.ranks, strict=True):
+                    pairs.update(_pairs(sources, targets))
     for edge in plan.edges:
         for source in plan.modules[edge.source].replicas:
             for replica, stages in enumerate(plan.modules[edge.target].replicas):
                 for index in plan.edge_stages(edge, replica):
-                    pairs.update(_pairs(source[-1].all_ranks, stages[index].all_ranks))
+                    for targets in stages[index].ranks:
+                        pairs.update(_pairs(source[-1].all_ranks, targets))
     return sorted(pairs)
 
 
 def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int]]:
-    """The pairs of one boundary, both ways: part `i` joins source `i mod a` and target `i`."""
+    """The pairs between two rows of ranks, both ways: part `i` joins source `i mod a` and target `i`."""
     result = set()
     for index, target in enumerate(targets):
         source = sources[index % len(sources)]
         if source != target:
             result.update({(source, target), (target, source)})
     return result
+
+
+def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """The groups of ranks that share a row of tokens and hold the same shards, in the order of their parts of it."""
+    columns = [c for module in plan.modules.values() for _, _, stage in module.stages() for c in stage.columns]
+    return list(dict.fromkeys(column for column in columns if len(column) > 1))
 
 
 class ProcessGroups:
@@ -60,9 +68,9 @@ class ProcessGroups:
                         self.tp_meshes[row] = mesh
                         if rank in row:
                             self.by_ranks[row] = mesh.get_group("tp")
-        for ranks in dict.fromkeys(group.ranks for group in sync):
+        for ranks in dict.fromkeys((*context_groups(plan), *(group.ranks for group in sync))):
             if ranks not in self.tp_meshes:
-                made = dist.new_group(list(ranks))
+                made = dist.new_group(list(ranks), sort_ranks=False)
                 if rank in ranks:
                     self.by_ranks[ranks] = made
         self.channels: dict[tuple[int, int], Any] = {}

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, StepPlan
+from ..data.context import WORDS, ContextCut
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StepPlan
 from ..schedule.actions import Message, Task
-from .boundary import RowSpace
+from .boundary import Leg, Placement, RowSpace, spread_legs, straight_legs
 
 BatchKey = tuple[str, int, int, int]
 StageKey = tuple[str, int, int]
@@ -21,9 +22,12 @@ class MessageGeometry:
 
     Args:
         plan (`ParallelPlan`): The plan.
+        rank (`int`): This rank.
         spec (`ModelSpec`): The model.
         step (`StepPlan`): Which sample is where.
         batches (`Mapping[BatchKey, Mapping[str, Any]]`): Inputs of this rank's chunks.
+        cuts (`Mapping[BatchKey, ContextCut]`): How the tokens of chunks are cut.
+        groups (`Mapping[tuple[int, ...], ProcessGroup]`): Groups of ranks.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         count_rows (`Callable`): (inputs, spec) -> modality -> rows of each sample.
     """
@@ -31,30 +35,45 @@ class MessageGeometry:
     def __init__(
         self,
         plan: ParallelPlan,
+        rank: int,
         spec: ModelSpec,
         step: StepPlan,
         batches: Mapping[BatchKey, Mapping[str, Any]],
+        cuts: Mapping[BatchKey, ContextCut],
+        groups: Mapping[tuple[int, ...], Any],
         stages: Mapping[StageKey, Any],
         count_rows: Callable[[Mapping[str, Any], ModelSpec], dict[str, list[int]]],
     ):
         self.plan = plan
+        self.rank = rank
         self.spec = spec
         self.step = step
         self.batches = batches
+        self.cuts = cuts
+        self.groups = groups
         self._stages = stages
         self._count_rows = count_rows
         self._rows: dict[BatchKey, dict[str, list[int]]] = {}
         self._shapes: dict[tuple, list[torch.Size]] = {}
+        self._local: dict[tuple, Mapping[str, Any]] = {}
+        self._placements: dict[tuple, Placement] = {}
 
-    def grid(self, task: Task) -> tuple[int, ...]:
-        return self.plan.stage(task.module, task.replica, task.stage).ranks[0]
+    def stage(self, task: Task) -> Stage:
+        return self.plan.stage(task.module, task.replica, task.stage)
+
+    def row(self, task: Task) -> tuple[int, ...]:
+        """The tensor-parallel ranks of a task of this rank that hold what this rank holds."""
+        stage = self.stage(task)
+        return stage.ranks[stage.row_of(self.rank)]
 
     def slots(self, task: Task) -> tuple[int, ...]:
         return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
-    def rows(self, task: Task) -> dict[str, list[int]]:
-        """Rows of each sample of a task of this rank, by modality."""
-        key = (task.module, task.replica, task.microbatch, task.chunk)
+    def rows(self, task: Task) -> Mapping[str, Sequence[int]]:
+        """Rows of each sample of a task of this rank, or one whose tokens are cut, by modality."""
+        key = _batch_key(task)
+        if key in self.cuts:
+            return self.cuts[key].rows
         if key not in self._rows:
             self._rows[key] = self._count_rows(self.batches[key], self.spec)
         return self._rows[key]
@@ -79,8 +98,62 @@ class MessageGeometry:
         return [slot for slot in self.slots(encoder) if slot in taken]
 
     def space(self, message: Message, task: Task) -> RowSpace:
-        """The rows of `task` (one end of a boundary message) that the message's features have."""
-        return RowSpace([spec for _, spec in self.features(message)], self.slots(task), self.rows(task))
+        """The rows at an end of a boundary message: of all features of an encoder, of those that enter a stage."""
+        features = self.spec.modules[task.module].features or [spec for _, spec in self.features(message)]
+        return RowSpace(features, self.slots(task), self.rows(task))
+
+    def placement(self, message: Message, task: Task) -> Placement:
+        """Where the rows of the features that enter at the stage of `task` are, which takes a boundary message."""
+        key = (task.key, self.ends(message)[0].module)
+        if key not in self._placements:
+            space = self.space(message, task)
+            specs = [spec for _, spec in self.features(message)]
+            holders = [self._holders(task, spec, size) for spec, size in zip(specs, space.sizes, strict=True)]
+            self._placements[key] = Placement(space, holders, len(self.stage(task).ranks))
+        return self._placements[key]
+
+    def _holders(self, task: Task, feature: FeatureSpec, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each row of a feature, the row of ranks that has its placeholder, and its place there."""
+        cut = self.cuts.get(_batch_key(task))
+        if cut is None:
+            return torch.zeros(num_rows, dtype=torch.int64), torch.arange(num_rows)
+        return cut.holders[feature.modality]
+
+    def route(self, message: Message, task: Task, num_hidden: int = 0) -> list[tuple[Leg, torch.Tensor]]:
+        """
+        The legs of a message that begin or end on this rank.
+
+        Args:
+            message (`Message`): The message.
+            task (`Task`): The end of the message whose task this rank runs.
+            num_hidden (`int`, *optional*, defaults to 0): Rows of hidden states of this rank; for features unused.
+
+        Returns:
+            `list[tuple[Leg, torch.Tensor]]`: The legs, each with the places of its rows among those of this rank.
+        """
+        before, after = self.ends(message)
+        is_before = task.key == before.key
+        grids = self.stage(before).ranks, self.stage(after).ranks
+        if message.crosses_boundary:
+            places, owners = self._boundary_rows(message, task, is_before)
+            legs = spread_legs(owners, *grids)
+        else:
+            places = torch.arange(num_hidden)
+            legs = straight_legs(num_hidden, *grids)
+        return [(leg, places[leg.rows]) for leg in legs if self.rank in (leg.before if is_before else leg.after)]
+
+    def _boundary_rows(self, message: Message, task: Task, is_before: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each row of a boundary message, its place on this rank and the row of ranks that takes it."""
+        before, after = self.ends(message)
+        slots = self.shared_slots(message)
+        if is_before:
+            chosen = [index for index, _ in self.features(message)]
+            places = self.space(message, task).positions(slots, chosen)
+            if len(self.stage(after).ranks) == 1:
+                return places, torch.zeros_like(places)
+        placement = self.placement(message, after)
+        rows = placement.space.positions(slots)
+        return (places if is_before else placement.places[rows]), placement.owners[rows]
 
     def shapes(self, task: Task) -> list[torch.Size]:
         """Shapes of the hidden states that the stage of `task` receives."""
@@ -90,18 +163,31 @@ class MessageGeometry:
             self._shapes[key] = stage.input_shapes(self.batch(task))
         return self._shapes[key]
 
+    def whole_batch(self, task: Task) -> Mapping[str, Any]:
+        """The inputs of a task of this rank, those of all rows of ranks."""
+        return self.batches[_batch_key(task)]
+
     def batch(self, task: Task) -> Mapping[str, Any]:
-        return self.batches[task.module, task.replica, task.microbatch, task.chunk]
+        """The inputs of a task on this rank: the tokens of its row of ranks."""
+        cut = self.cuts.get(_batch_key(task))
+        if cut is None:
+            return self.whole_batch(task)
+        if task.key not in self._local:
+            whole, stage = self.whole_batch(task), self.stage(task)
+            row = stage.row_of(self.rank)
+            column = stage.columns[stage.ranks[row].index(self.rank)]
+            shard = cut.shard(whole[WORDS], row, self.groups[column])
+            self._local[task.key] = {**cut.local(whole, row), WORDS: shard}
+        return self._local[task.key]
 
     def is_last(self, task: Task) -> bool:
         """Whether the task's stage ends in the logits."""
         replica = self.plan.modules[task.module].replicas[task.replica]
         return task.module == LANGUAGE_MODEL and task.stage == len(replica) - 1
 
-    def message_width(self, message: Message) -> int:
-        if message.crosses_boundary:
-            return self.spec.language_model.hidden_size
-        return self.shapes(message.target)[0][-1]
+
+def _batch_key(task: Task) -> BatchKey:
+    return (task.module, task.replica, task.microbatch, task.chunk)
 
 
 def num_rows_of(shape: Sequence[int]) -> int:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..arrange import num_microbatches
 from ..data.loader import seeded
+from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
 from ..modeling.adapters import add_adapters, wrap_with_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
@@ -22,7 +23,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPl
 from ..plan.plugin import reject_unknown_keys
 from ..runtime.engine import ParallelEngine
 from .arguments import MultimodalTrainingArguments
-from .checks import check_model
+from .checks import check_context, check_model
 
 logger = get_logger(__name__)
 
@@ -31,6 +32,23 @@ def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool
     """Whether all sizes are 1 on one process, which is the stock Trainer."""
     planned = 1 if plugin.plan is None else plugin.plan.world_size
     return world_size == planned == 1 and all(m.num_ranks == 1 for m in plugin.modules.values())
+
+
+def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelPlugin:
+    """
+    A layout whose language model has the attention function that keeps the samples of a row apart.
+
+    Raises:
+        `ValueError`: If it has another one.
+    """
+    plugin = plugin or MultimodalParallelPlugin()
+    module = plugin.modules.get(LANGUAGE_MODEL, ModulePlugin())
+    if module.attn_implementation not in (None, ATTENTION):
+        raise ValueError(
+            f"`attn_implementation={module.attn_implementation!r}` of `{LANGUAGE_MODEL}` reads no words, so that the "
+            f'samples of a packed row would see each other. Leave it out, or use "{ATTENTION}".'
+        )
+    return replace(plugin, modules={**plugin.modules, LANGUAGE_MODEL: replace(module, attn_implementation=ATTENTION)})
 
 
 def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
@@ -102,6 +120,23 @@ def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, M
     if chosen:
         whole: Any = model
         whole.set_attn_implementation(chosen)
+
+
+def prepare_context(model: PreTrainedModel, spec: ModelSpec, settings: ModulePlugin | None) -> None:
+    """
+    Gives the language model the attention function that ranks can share a row of tokens with.
+
+    Raises:
+        `ValueError`: For a model that can't have it, and for settings that ask for another one.
+    """
+    chosen = None if settings is None else settings.attn_implementation
+    if chosen not in (None, ATTENTION):
+        raise ValueError(
+            f"`attn_implementation={chosen!r}` of the language model can't be used with `cp_size` above 1: it does "
+            f"not know of tokens on other ranks. Use `attn_implementation={ATTENTION!r}`, or leave it out."
+        )
+    check_context(model, spec)
+    _set_attention(model, spec, {LANGUAGE_MODEL: ModulePlugin(attn_implementation=ATTENTION)})
 
 
 def resolve_batch(args: MultimodalTrainingArguments, dp_size: int) -> int:
@@ -178,6 +213,8 @@ def build_engine(
             adapters = add_adapters(whole, spec, configs)
         spec = build_model_spec(whole)
     plan = _plan(plugin, spec, args)
+    if plan.modules[LANGUAGE_MODEL].cp_size > 1:
+        prepare_context(whole, spec, plugin.modules.get(LANGUAGE_MODEL))
     _check_same_plan(plan)
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     global_batch_size = resolve_batch(args, dp_size)

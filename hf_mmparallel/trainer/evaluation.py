@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from ..data.packing import unpack
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
 
@@ -31,13 +32,16 @@ class _Collector:
         engine = self.trainer._engine
         if engine.first_rank(task) != engine.rank:
             return
-        labels = inputs.get("labels")
+        labels, tokens, words = inputs.get("labels"), inputs["input_ids"], inputs.get("attention_words")
+        if words is not None:  # rows of several samples: as if each had a row of its own
+            logits, tokens = unpack(logits, words), unpack(tokens, words)
+            labels = None if labels is None else unpack(labels, words)
         if self.trainer.preprocess_logits_for_metrics is not None:
             preprocess: Any = self.trainer.preprocess_logits_for_metrics
             logits = preprocess(logits, labels)
         kept = {"predictions": _on_host(logits), "labels": _on_host(labels)}
         if "inputs" in self.trainer.args.include_for_metrics:
-            kept["inputs"] = _on_host(inputs["input_ids"])
+            kept["inputs"] = _on_host(tokens)
         self.rows.append((self._first_slot(task), kept))
 
     def _first_slot(self, task: Task) -> int:
@@ -52,14 +56,26 @@ def _on_host(value: Any) -> Any:
     return value
 
 
-def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[int, float, int]]:
-    """(first slot, mean loss, samples) of each microbatch whose last stage leads its grid on this rank."""
-    result = []
-    for task, (loss, count) in losses.items():
-        if engine.first_rank(task) == engine.rank:
-            slots = engine.slots(task)
-            result.append((slots[0], float(loss) / max(float(count), 1.0), len(slots)))
-    return result
+def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[int, int, float, float]]:
+    """
+    (first slot, samples, summed loss, target tokens) of each microbatch whose tokens, or a part of them, this rank
+    speaks for.
+    """
+    return [
+        (engine.slots(task)[0], len(engine.slots(task)), float(loss), float(count))
+        for task, (loss, count) in losses.items()
+        if engine.leads_row(task)
+    ]
+
+
+def _mean_losses(rows: list[tuple[int, int, float, float]]) -> list[tuple[float, int]]:
+    """(mean loss, samples) of each microbatch, in order, from the sums of its parts."""
+    sums: dict[tuple[int, int], list[float]] = {}
+    for slot, samples, loss, count in rows:
+        total = sums.setdefault((slot, samples), [0.0, 0.0])
+        total[0] += loss
+        total[1] += count
+    return [(loss / max(count, 1.0), samples) for (_, samples), (loss, count) in sorted(sums.items())]
 
 
 def evaluate(
@@ -95,9 +111,9 @@ def evaluate(
         if collector:
             collector.rows = []
         if main:
-            rows = sorted(row for rank in gathered for row in rank[0])
-            losses += [(loss, count) for _, loss, count in rows]
-            for _, loss, count in rows:
+            means = _mean_losses([row for rank in gathered for row in rank[0]])
+            losses += means
+            for loss, count in means:
                 containers["losses"].add(torch.full((count,), loss))
             for _, kept in sorted((row for rank in gathered for row in rank[1]), key=lambda row: row[0]):
                 for kind, value in kept.items():

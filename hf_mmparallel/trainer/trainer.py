@@ -26,6 +26,7 @@ from ..arrange import contiguous_step
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback
 from ..data import default_collator
 from ..data.loader import StepBatch, StepDataset, StepSampler, as_is, keys_of_rank
+from ..data.packing import PackingCollator
 from ..modeling.adapters import add_to_whole
 from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..runtime import checkpoint, optimizer_checkpoint
@@ -39,6 +40,7 @@ from .build import (
     prepare_single_process,
     restore_renamed,
     single_process_arguments,
+    with_packing,
 )
 from .checks import check_arguments, check_dataset, check_launch, check_trainer
 from .evaluation import evaluate
@@ -106,19 +108,24 @@ class MultimodalParallelTrainer(Trainer):
             if raw and args.remove_unused_columns:
                 args = copy.copy(args)
                 args.remove_unused_columns = False
-        if plugin is None or is_single_process(plugin, args.world_size):
+        stock = plugin is None or is_single_process(plugin, args.world_size)
+        if getattr(args, "packing", False):
+            plugin = with_packing(plugin)
+        if plugin is None or stock:
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
             whole: Any = model
             if plugin is not None and model is not None:
                 whole = prepare_single_process(whole, plugin, args.seed)
             self.loss_is_scaled_for_ga = None
             super().__init__(model=whole, args=args, **kwargs)
+            self._pack()
             return
         check_arguments(args)
         check_trainer(self, model, kwargs)
         with shared_failure():
             self.engine, self.global_batch_size = build_engine(model, args, plugin)  # type: ignore[arg-type]
             super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
+            self._pack()
         self.engine.executor.forward_context = lambda: self.accelerator.autocast()
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
@@ -137,6 +144,13 @@ class MultimodalParallelTrainer(Trainer):
     def plan(self) -> ParallelPlan | None:
         """The plan that this run follows, `None` for the stock Trainer."""
         return None if self.engine is None else self.engine.plan
+
+    def _pack(self) -> None:
+        """Wraps the collator in one that packs, if the user wants it or ranks share the tokens of a row."""
+        shared = self.plan is not None and self.plan.modules[LANGUAGE_MODEL].cp_size > 1
+        wanted = shared or getattr(self.args, "packing", False)
+        if wanted and not isinstance(self.data_collator, PackingCollator):
+            self.data_collator = PackingCollator(self.data_collator, self.model)
 
     # The model
 
@@ -256,7 +270,7 @@ class MultimodalParallelTrainer(Trainer):
             batches, lambda samples, epoch: contiguous_step(engine.plan, samples, microbatch_size, epoch)
         )
         return DataLoader(
-            StepDataset(dataset, collator, keys, self.args.seed, self._engine.unused_inputs),
+            StepDataset(dataset, collator, keys, self.args.seed, engine.unused_inputs, engine.cutter),
             batch_sampler=steps,
             collate_fn=as_is,
             num_workers=workers,
@@ -284,7 +298,7 @@ class MultimodalParallelTrainer(Trainer):
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
         batches: Any = {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()}
-        return StepBatch(batch.step, batches)
+        return StepBatch(batch.step, batches, batch.cuts)
 
     # A step
 

@@ -155,7 +155,7 @@ def test_deepstack_features_enter_at_their_layers():
         (
             {"dp_size": 2},
             {"colocate_with": "vision", "tp_size": 2},
-            r"shares the ranks of `vision` \(dp, pp, tp = \(2, 1, 1\)\) and can't have \(1, 1, 2\). Leave its",
+            r"shares the ranks of `vision` \(dp, pp, tp, cp = \(2, 1, 1, 1\)\) and can't have \(1, 1, 2, 1\). Leave",
         ),
         (
             {"freeze": "visual"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_mmparallel.data.context import ContextCutter
+from hf_mmparallel.data.loader import keys_of_rank
+from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
+    ContextSettings,
     Edge,
     FeatureSpec,
     ModelSpec,
@@ -23,13 +28,14 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.runtime import executor as executor_module
-from hf_mmparallel.runtime.boundary import RowSpace, parts
+from hf_mmparallel.runtime.boundary import Placement, RowSpace, parts, pick, spread_legs, straight_legs
 from hf_mmparallel.runtime.executor import Executor
 from hf_mmparallel.runtime.transport import LoopbackWorld
 from hf_mmparallel.schedule import build_program
 from tests.runtime.loopback import Membership, RecordingTransport, ThreadCollectives, ThreadGroup, run_threads
 
 WIDTH = 3
+PLACEHOLDERS = {"image": 1, "video": 2}
 SIZES = st.integers(1, 4)
 
 
@@ -53,7 +59,37 @@ def test_rows_lie_feature_by_feature_and_sample_by_sample():
     assert space.positions((4,)).tolist() == [2, 3, 4, 5, 8]
     assert space.positions((4, 7)).tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
     assert space.positions(()).tolist() == [] and space.positions(()).dtype == torch.int64
-    assert [space.count(slots) for slots in ((7,), (4,), (4, 7), ())] == [4, 5, 9, 0]
+    assert space.positions((7,), (0, 2)).tolist() == [0, 1, 6, 7]
+
+
+def test_rows_are_placed_feature_by_feature_on_each_row_of_ranks():
+    space = RowSpace([FeatureSpec("image"), FeatureSpec("image", "deep", 1, 0)], (0,), {"image": [3]})
+    holders = torch.tensor([1, 0, 1]), torch.tensor([1, 0, 0])
+    placement = Placement(space, [holders, holders], 3)
+    assert placement.sizes == [[1, 1], [2, 2], [0, 0]]
+    assert placement.owners.tolist() == [1, 0, 1] * 2
+    assert placement.places.tolist() == [1, 0, 0, 3, 1, 2]
+
+
+def test_features_go_to_the_row_of_their_token_and_hidden_states_stay_in_theirs():
+    legs = spread_legs(torch.tensor([1, 0, 1]), ((7, 8),), ((1, 2), (3, 4)))
+    assert [(leg.before, leg.after, leg.rows.tolist()) for leg in legs] == [
+        ((7, 8), (1, 2), [1]),
+        ((7, 8), (3, 4), [0, 2]),
+    ]
+    assert [(part.source, part.target) for part in legs[1].parts] == [(7, 3), (8, 4)]
+    legs = straight_legs(3, ((7,), (8,)), ((1, 2), (3, 4)))
+    assert [(leg.before, leg.after, leg.rows.tolist()) for leg in legs] == [
+        ((7,), (1, 2), [0, 1, 2]),
+        ((8,), (3, 4), [0, 1, 2]),
+    ]
+
+
+def test_rows_that_are_all_in_order_are_not_copied():
+    rows = torch.randn(3, 2)
+    assert pick(rows, torch.arange(3)) is rows
+    assert torch.equal(pick(rows, torch.tensor([2, 0])), rows[[2, 0]])
+    assert torch.equal(pick(rows, torch.tensor([1, 0, 2])), rows[[1, 0, 2]])
 
 
 def test_every_sample_must_have_its_rows():
@@ -81,10 +117,32 @@ class Case:
             for slot, rows in self.rows.items()
         }
 
+    def packed(self, slots: Sequence[int]) -> dict[str, torch.Tensor]:
+        """
+        The tokens of samples in one row: a text token, then the placeholders of both modalities among each other.
+        `origin` is the sample of each token, and its place among those of its kind.
+        """
+        columns = []
+        for number, slot in enumerate(slots, 1):
+            tokens = [(0, slot, 0, number)]
+            for modality, token in PLACEHOLDERS.items():
+                tokens += [(token, slot, row, number) for row in range(self.rows[slot][modality])]
+            columns += sorted(tokens, key=lambda token: (token[0] > 0, token[2]))
+        ids, origins, rows, segments = torch.tensor(columns).T[:, None]
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "origin": torch.stack([origins, rows], -1),
+            "attention_words": encode_words(segments),
+        }
+
 
 @st.composite
 def cases(draw) -> Case:
-    """An encoder and a decoder of two stages on any grids, which may share ranks; any samples in any order."""
+    """
+    An encoder and a decoder of one or two stages on any grids, which may share ranks; any samples in any order. The
+    decoder's grid has one or several rows.
+    """
     layers = draw(st.sampled_from([[0], [0, 0], [0, 1], [0, 0, 1]]))
     modalities = [draw(st.sampled_from(["image", "video"])) for _ in layers]
     features = tuple(FeatureSpec(m, f"f{i}", layers[i]) for i, m in enumerate(modalities))
@@ -92,22 +150,26 @@ def cases(draw) -> Case:
     for name, own in (("vision", features), (LANGUAGE_MODEL, ())):
         weights = tuple(ParameterSpec(f"{name}.{layer}", (1,), layer) for layer in range(2))
         specs[name] = ModuleSpec(name, name, 2, WIDTH, 12, 12, 12, weights, own)
-    spec = ModelSpec(specs)
+    spec = ModelSpec(specs, placeholders=PLACEHOLDERS)
     shared = draw(st.booleans())
     modules, first = {}, 0
     for name, ranges in (("vision", [(0, 2)]), (LANGUAGE_MODEL, draw(st.sampled_from([[(0, 2)], [(0, 1), (1, 2)]])))):
         tp_size = draw(SIZES)
+        cp_size = draw(st.integers(1, 1 if name == "vision" else 5 // tp_size))
+        num_ranks = cp_size * tp_size
         rows = []
         for _ in range(draw(st.integers(1, 2))):
             stages = []
             for layers in ranges:
                 if shared:
-                    ranks = tuple(draw(st.permutations(range(5)))[:tp_size])
+                    ranks = tuple(draw(st.permutations(range(5)))[:num_ranks])
                 else:
-                    ranks, first = tuple(range(first, first + tp_size)), first + tp_size
-                stages.append(Stage(layers, (ranks,)))
+                    ranks, first = tuple(range(first, first + num_ranks)), first + num_ranks
+                grid = tuple(ranks[start : start + tp_size] for start in range(0, num_ranks, tp_size))
+                stages.append(Stage(layers, grid))
             rows.append(tuple(stages))
-        modules[name] = ModulePlan(tuple(rows))
+        method = draw(st.sampled_from(["lpt", "zigzag", "random"]))
+        modules[name] = ModulePlan(tuple(rows), context=ContextSettings(method, "row", draw(st.integers(1, 4))))
     plan = ParallelPlan(modules, (Edge("vision", LANGUAGE_MODEL, tuple(f.layer for f in features)),))
     slots = range(draw(st.integers(1, 6)))
     rows = {slot: {m: draw(st.integers(0, 5)) for m in ("image", "video")} for slot in slots}
@@ -154,9 +216,10 @@ class DecoderStage:
             if rows is None:
                 continue
             modality = self.case.spec.modules["vision"].features[index].modality
-            for slot, piece in zip(batch["slots"], rows.split(batch["rows"][modality]), strict=True):
-                self.seen[index, slot] = piece.detach().clone()
-                total = total + (piece * self.y[index, slot]).sum() / WIDTH
+            held = batch["input_ids"][0] == PLACEHOLDERS[modality]
+            for (slot, place), row in zip(batch["origin"][0, held].tolist(), rows, strict=True):
+                self.seen.setdefault((index, slot), {})[place] = row.detach().clone()
+                total = total + (row * self.y[index, slot][place]).sum() / WIDTH
         return [total]
 
 
@@ -164,8 +227,8 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
     """For each rank: the loss, the features that it saw, the leaves of its encoder, the rows that it sent."""
     x, y = case.values(1), case.values(2)
     program = build_program(case.plan, case.step, sync_groups(case.spec, case.plan))
-    rows = {stage.ranks[0] for module in case.plan.modules.values() for _, _, stage in module.stages()}
-    groups = {row: ThreadGroup(row) for row in rows if len(row) > 1}
+    stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.columns)}
     world = LoopbackWorld(5.0)
 
     def body(rank: int):
@@ -175,12 +238,16 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
             made = EncoderStage(case, x, leaves) if name == "vision" else DecoderStage(case, y, seen)
             stages[name, replica, index] = made
         members = {row: Membership(group, rank) for row, group in groups.items() if rank in row}
-        batches = {}
-        for key, chunks in case.step.chunks.items():
-            for number, slots in enumerate(chunks):
-                counts = {m: [case.rows[slot][m] for slot in slots] for m in ("image", "video")}
-                ids = torch.zeros(len(slots), 1, dtype=torch.int64)
-                batches[(*key, number)] = {"slots": slots, "rows": counts, "input_ids": ids, "labels": ids}
+        cutter = ContextCutter(case.plan, rank, PLACEHOLDERS, frozenset())
+        batches = {
+            key: {
+                "slots": slots,
+                "rows": {m: [case.rows[slot][m] for slot in slots] for m in PLACEHOLDERS},
+                **case.packed(slots),
+            }
+            for key, slots in keys_of_rank(case.plan, case.step, rank).items()
+        }
+        cuts = {key: cutter(case.packed(slots)) for key, slots in cutter.keys(case.step).items()}
         executor = Executor(
             case.plan,
             case.spec,
@@ -192,11 +259,11 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
             torch.device("cpu"),
             torch.float64,
         )
-        result = executor.run(program, case.step, batches)
+        result = executor.run(program, case.step, batches, cuts)
         loss = sum(
             float(loss)
             for task, (loss, _) in result.losses.items()
-            if case.plan.stage(*task.stage_key).all_ranks[0] == rank
+            if rank in [row[0] for row in case.plan.stage(*task.stage_key).ranks]
         )
         return loss, seen, leaves, transport.rows
 
@@ -220,8 +287,11 @@ def test_routes_are_exact_and_adjoint(case):
             replica = case.step.places[LANGUAGE_MODEL, slot][0]
             for stage in case.plan.modules[LANGUAGE_MODEL].replicas[replica]:
                 if stage.layers[0] <= feature.layer < stage.layers[1]:
-                    for rank in stage.all_ranks:
-                        assert torch.equal(outcomes[rank][1][index, slot], x[index, slot]), (rank, index, slot)
+                    for column in stage.columns:  # together its ranks saw each row once
+                        seen = [item for rank in column for item in outcomes[rank][1].get((index, slot), {}).items()]
+                        assert sorted(place for place, _ in seen) == list(range(len(x[index, slot])))
+                        for place, row in seen:
+                            assert torch.equal(row, x[index, slot][place]), (column, index, slot, place)
             for rank in case.plan.stage("vision", where[slot], 0).all_ranks:
                 gradient = outcomes[rank][2][index, slot].grad
                 assert torch.equal(gradient, y[index, slot]), (rank, index, slot)

@@ -1,0 +1,201 @@
+"""Context parallelism on the side of data: which tokens of a packed row each row of ranks has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..arrange import ContextAssignment, assign_context
+from ..kernels.bitfield_attention import BitfieldMask, decode_words
+from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
+from ..kernels.bitfield_attention.intervals import row_bounds
+from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
+
+BatchKey = tuple[str, int, int, int]
+WORDS = "attention_words"
+IGNORED = -100
+
+
+@dataclass(frozen=True, eq=False)
+class ContextCut:
+    """
+    A packed row of tokens cut over the rows of ranks of a grid. Every entry of the batch that has a value for each
+    token follows it, and so do the features that replace placeholder tokens.
+
+    Args:
+        assignment ([`ContextAssignment`]): Which token of the row is where.
+        order (`torch.Tensor` of shape `[rows, tokens]`): int64: the token at each place of each row of ranks, -1 for
+            padding.
+        holders (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
+            Modality -> for each of its placeholder tokens, int64 row of ranks that has it and int64 place among the
+            placeholders of the modality there.
+        rows (`Mapping[str, list[int]]`): Modality -> placeholder tokens of each sample.
+        token_dims (`Mapping[str, int]`): Entry of the batch -> its dimension of tokens.
+        filler (`int`): The id of padding tokens, which is no placeholder.
+    """
+
+    assignment: ContextAssignment
+    order: Tensor
+    holders: Mapping[str, tuple[Tensor, Tensor]]
+    rows: Mapping[str, list[int]]
+    token_dims: Mapping[str, int]
+    filler: int
+
+    def local(self, batch: Mapping[str, Any], row: int) -> dict[str, Any]:
+        """
+        What a row of ranks has of a batch, without the words. Labels become `shift_labels`: a token's successor may be
+        elsewhere.
+        """
+        fields = {name: value for name, value in batch.items() if name not in (WORDS, "labels")}
+        if "labels" in batch and "shift_labels" not in batch:
+            fields["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+        own = self.order[row].to(batch["input_ids"].device)
+        paddings = {"input_ids": self.filler, "shift_labels": IGNORED}
+        dims = {**self.token_dims, "shift_labels": 1}
+        return {
+            name: _taken(value, dims[name], own, paddings.get(name, 0)) if name in dims else value
+            for name, value in fields.items()
+        }
+
+    def shard(self, words: Tensor, row: int, group: Any) -> SequenceShard:
+        """
+        What the attention of a row of ranks needs to know.
+
+        Args:
+            words (`torch.Tensor` of shape `[1, length]`): The words of the whole row.
+            row (`int`): The row of ranks, which is this rank's place in `group`.
+            group (`torch.distributed.ProcessGroup`): The ranks that share the tokens.
+        """
+        assignment = self.assignment
+        return shard_sequence(
+            words,
+            assignment.order,
+            row,
+            group,
+            positions=assignment.positions,
+            gathered=assignment.gathered,
+            block=assignment.block,
+            num_ranks=assignment.num_ranks,
+        )
+
+
+def _taken(value: Tensor, dim: int, own: Tensor, padding: int) -> Tensor:
+    """The tokens `own` of a tensor, with `padding` where these are -1."""
+    shape = [1] * value.dim()
+    shape[dim] = -1
+    return value.index_select(dim, own.clamp_min(0)).masked_fill((own < 0).view(shape), padding)
+
+
+@dataclass(frozen=True)
+class ContextCutter:
+    """
+    Cuts the language model's microbatches where a plan gives it several rows of ranks. Every rank that cuts a
+    microbatch gets the same cut. Can be pickled, for the workers of a data loader.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        rank (`int`): This rank.
+        placeholders (`Mapping[str, int]`): Modality -> id of its placeholder token.
+        media (`frozenset[str]`): Entries of a batch that encoders read; they have no tokens.
+    """
+
+    plan: ParallelPlan
+    rank: int
+    placeholders: Mapping[str, int]
+    media: frozenset[str]
+
+    @property
+    def settings(self) -> ContextSettings:
+        return self.plan.modules[LANGUAGE_MODEL].context
+
+    def keys(self, step: StepPlan) -> dict[BatchKey, tuple[int, ...]]:
+        """
+        (module, replica, microbatch, chunk) -> samples, of each microbatch whose cut this rank needs: those that it
+        works on, and those that its encoders make features for.
+        """
+        if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
+            return {}
+        mine = {(module, replica) for module, replica, _ in self.plan.stages_of_rank(self.rank)}
+        needed = set()
+        for (module, replica, index), chunks in step.chunks.items():
+            if (module, replica) in mine:
+                if module == LANGUAGE_MODEL:
+                    needed.add((replica, index))
+                else:
+                    needed.update(step.places[LANGUAGE_MODEL, slot] for slots in chunks for slot in slots)
+        return {
+            (LANGUAGE_MODEL, replica, index, chunk): slots
+            for replica, index in sorted(needed)
+            for chunk, slots in enumerate(step.chunks[LANGUAGE_MODEL, replica, index])
+        }
+
+    def __call__(self, batch: Mapping[str, Any]) -> ContextCut:
+        """
+        Cuts a batch.
+
+        Args:
+            batch (`Mapping[str, Any]`): A packed row, as [`PackingCollator`] makes it.
+
+        Raises:
+            `ValueError`: If the batch is no packed row.
+        """
+        words, ids = batch.get(WORDS), batch.get("input_ids")
+        if not isinstance(words, Tensor) or not isinstance(ids, Tensor) or words.shape != ids.shape or len(ids) != 1:
+            shapes = {name: tuple(batch[name].shape) for name in ("input_ids", WORDS) if name in batch}
+            raise ValueError(
+                f"Context parallelism cuts one packed row with `input_ids` and `{WORDS}` of shape (1, length), the "
+                f"batch has {shapes}. Wrap the collator in a `PackingCollator`."
+            )
+        num_rows = self.plan.modules[LANGUAGE_MODEL].cp_size
+        assignment = assign_words(words.cpu(), num_rows, self.settings)
+        order = torch.from_numpy(assignment.order).view(num_rows, -1)
+        dims = {
+            name: dim
+            for name, value in batch.items()
+            if isinstance(value, Tensor) and name not in self.media and (dim := _token_dim(value, ids.shape))
+        }
+        filler = next(token for token in count() if token not in self.placeholders.values())
+        segments = decode_words(words[0].cpu()).segment
+        holders, rows = {}, {}
+        for modality, token in self.placeholders.items():
+            wanted = (ids[0].cpu() == token) & (segments > 0)
+            holders[modality] = _holders(wanted, order)
+            rows[modality] = segments[wanted].bincount(minlength=int(segments.max()) + 1)[1:].tolist()
+        return ContextCut(assignment, order, holders, rows, dims, filler)
+
+
+def _holders(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """The row of ranks that has each wanted token of a row, and its place among the wanted tokens there."""
+    held = wanted[order.clamp_min(0)] & (order >= 0)
+    owners, places = (torch.empty(len(wanted), dtype=torch.int64) for _ in range(2))
+    owners[order[held]] = torch.arange(len(order))[:, None].expand_as(order)[held]
+    places[order[held]] = (held.cumsum(1) - 1)[held]
+    return owners[wanted], places[wanted]
+
+
+def _token_dim(value: Tensor, shape: torch.Size) -> int | None:
+    """The dimension of tokens of an entry of a packed batch: `(1, length, ...)` or `(axes, 1, length)`."""
+    if value.shape[:2] == shape:
+        return 1
+    return 2 if value.shape[1:] == shape else None
+
+
+def assign_words(words: Tensor, num_rows: int, settings: ContextSettings) -> ContextAssignment:
+    """
+    Cuts a row of tokens by what its words see.
+
+    Args:
+        words (`torch.Tensor` of shape `[1, length]`): On the CPU.
+        num_rows (`int`): Rows of ranks.
+        settings (`ContextSettings`): How.
+    """
+    bounds, _ = row_bounds(BitfieldMask.from_words(words))
+    mode: Any = "row" if settings.mode == "auto" else settings.mode
+    method: Any = settings.method
+    first, last, ids = bounds.first[0].numpy(), bounds.last[0].numpy(), decode_words(words).segment[0].numpy()
+    return assign_context(first, last, num_rows, settings.block, method, mode, segment_ids=ids)
