@@ -131,6 +131,16 @@ def test_the_rest_is_balanced_around_a_segment_of_many_ranks():
     assert 20000 <= found.gathered.size * 128 <= 20000 + 8 * 128 * 14
 
 
+def test_only_the_long_segment_is_cut_where_there_is_room():
+    """Its last block is shared with the first whole segment, whose rank has that block."""
+    for size in range(300, 316):
+        samples = [size] + [20] * 40
+        first, last, ids = causal_row(samples, sum(samples) + 4 * 20)
+        found = assign_segments(first, last, ids, 4, block=8)
+        assert split_segments(found, ids) == [1]
+        assert found.gathered.size * 8 <= size + 8 * 5
+
+
 def test_a_segment_with_more_work_than_the_mean_rank_is_cut():
     samples = [7000] + [500] * 116
     first, last, ids = causal_row(samples)
