@@ -29,7 +29,7 @@ HEADS_PER_GATHER = 2
 """Kv heads that travel together: fewer hide more of the way, but a launch of one head leaves a GPU partly idle."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SequenceShard:
     """
     One rank's part of a packed row, for attention that needs the other parts too. Built by [`shard_sequence`].
@@ -232,6 +232,7 @@ def _rows_of_blocks(blocks: Any, block: int, order: Tensor) -> Tensor:
     return (blocks[..., None] * block + torch.arange(block, device=order.device)).flatten(1)
 
 
+@torch.compiler.disable(reason="its collectives run while it computes, which no graph holds")
 def context_parallel_attention(
     query: Tensor,
     key: Tensor,
