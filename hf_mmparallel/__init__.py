@@ -12,7 +12,7 @@ from ._registration import register_attention
 
 if TYPE_CHECKING:
     from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
-    from .data import ChatCollator
+    from .data import ChatCollator, PackingCollator
     from .modeling.composed import MultimodalConfig, MultimodalModel
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
     from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments
@@ -28,6 +28,7 @@ __all__ = [
     "MultimodalParallelPlugin",
     "MultimodalParallelTrainer",
     "MultimodalTrainingArguments",
+    "PackingCollator",
     "ParallelMetricsCallback",
     "ParallelPlan",
     "TimelineCallback",
@@ -43,6 +44,7 @@ _MODULE_OF = {
     "MultimodalParallelPlugin": ".plan",
     "MultimodalParallelTrainer": ".trainer",
     "MultimodalTrainingArguments": ".trainer",
+    "PackingCollator": ".data",
     "ParallelMetricsCallback": ".callbacks",
     "ParallelPlan": ".plan",
     "TimelineCallback": ".callbacks",

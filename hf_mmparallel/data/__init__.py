@@ -2,5 +2,6 @@
 
 from .chat_collator import ChatCollator, PretokenizedCollator
 from .defaults import default_collator
+from .packing import PackingCollator, unpack
 
-__all__ = ["ChatCollator", "PretokenizedCollator", "default_collator"]
+__all__ = ["ChatCollator", "PackingCollator", "PretokenizedCollator", "default_collator", "unpack"]

@@ -27,6 +27,9 @@ class MultimodalTrainingArguments(TrainingArguments):
         global_batch_size (`int`, *optional*):
             Samples of an optimizer step, whatever the layout. By default `per_device_train_batch_size *
             gradient_accumulation_steps`, times the copies of the language model.
+        packing (`bool`, *optional*, defaults to `False`):
+            Puts the samples of a microbatch one after the other in one row, without padding. The language model then
+            runs `"bitfield"` attention, in which no sample sees another; losses and weights stay what they are.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel"]
@@ -43,6 +46,13 @@ class MultimodalTrainingArguments(TrainingArguments):
         metadata={
             "help": "Samples of an optimizer step, whatever the layout. By default per_device_train_batch_size x "
             "gradient_accumulation_steps x the copies of the language model."
+        },
+    )
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Put the samples of a microbatch one after the other in one row, without padding, and run the "
+            "language model with 'bitfield' attention, in which no sample sees another."
         },
     )
 

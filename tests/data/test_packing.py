@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -84,7 +84,8 @@ def data_family(family: str) -> str:
 
 
 def packer(family: str, model: Any = None, **settings: Any) -> PackingCollator:
-    return PackingCollator(tiny.collate(data_family(family)), model or make_model(family, "bitfield"), **settings)
+    collate: Any = tiny.collate(data_family(family))
+    return PackingCollator(collate, model or make_model(family, "bitfield"), **settings)
 
 
 def samples_of(family: str, count: int = 4, **settings: Any) -> list[dict[str, Tensor]]:
@@ -93,7 +94,7 @@ def samples_of(family: str, count: int = 4, **settings: Any) -> list[dict[str, T
 
 def trained_once(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
     """The loss of a batch and its gradients by name."""
-    loss = model(**batch, use_cache=False).loss
+    loss: Any = model(**batch, use_cache=False).loss
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
@@ -113,7 +114,9 @@ def test_a_packed_row_has_the_loss_and_the_gradients_of_the_padded_batch(family:
         if gradient is None:
             assert got[name] is None, name
         else:
-            error, size = float((got[name] - gradient).abs().max()), float(gradient.abs().max())
+            own = got[name]
+            assert own is not None, name
+            error, size = float((own - gradient).abs().max()), float(gradient.abs().max())
             assert error <= 2e-6 + 2e-5 * size, (name, error, size)
 
 
@@ -123,8 +126,8 @@ def test_padding_at_the_end_and_at_the_left_changes_nothing():
     plain = packer("gemma3")(samples)
     collate = tiny.collate("gemma3")
 
-    def left(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = collate(samples)
+    def left(samples: Sequence[Any]) -> dict[str, Tensor]:
+        batch = collate(list(samples))
         shifts = (batch["attention_mask"] == 0).sum(-1).tolist()
         for name in ("input_ids", "labels", "attention_mask", "token_type_ids"):
             batch[name] = torch.stack([row.roll(n) for row, n in zip(batch[name], shifts, strict=True)])
@@ -167,8 +170,8 @@ def test_positions_are_those_of_each_sample_alone(family: str):
 def test_text_without_token_types_gets_three_axes_and_images_without_them_are_refused():
     texts = [{name: s[name] for name in ("input_ids", "labels")} for s in samples_of("llama", 3)]
 
-    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = tiny.collate("qwen2_vl")(samples)
+    def collate(samples: Sequence[Any]) -> dict[str, Tensor]:
+        batch = tiny.collate("qwen2_vl")(list(samples))
         batch["attention_mask"] = (batch["input_ids"] != 0).long()
         return batch
 
@@ -224,7 +227,7 @@ def test_shifted_labels_and_given_positions_are_kept():
         sample["position_ids"] = torch.arange(len(sample["input_ids"])) + 7
         sample["weights"] = torch.rand(len(sample["input_ids"]))
 
-    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def collate(samples: Sequence[Any]) -> dict[str, Tensor]:
         batch = tiny.collate("llama")([{k: v for k, v in s.items() if "_labels" not in k} for s in samples])
         for name, fill in (("shift_labels", -100), ("position_ids", 0), ("weights", 0)):
             batch[name] = nn.utils.rnn.pad_sequence([s[name] for s in samples], True, fill)
@@ -233,7 +236,7 @@ def test_shifted_labels_and_given_positions_are_kept():
     for sample in samples:
         del sample["labels"]
     model = make_model("llama", "bitfield")
-    packed = PackingCollator(lambda s: {k: v for k, v in collate(s).items()}, model, token_fields=["weights"])(samples)
+    packed = PackingCollator(collate, model, token_fields=["weights"])(samples)
     for name in ("shift_labels", "position_ids", "weights"):
         assert torch.equal(packed[name][0], torch.cat([sample[name] for sample in samples]))
 
@@ -241,8 +244,8 @@ def test_shifted_labels_and_given_positions_are_kept():
 def test_one_row_of_positions_serves_all_samples():
     samples = samples_of("llama", 3)
 
-    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = tiny.collate("llama")(samples)
+    def collate(samples: Sequence[Any]) -> dict[str, Tensor]:
+        batch = tiny.collate("llama")(list(samples))
         return {**batch, "position_ids": torch.arange(batch["input_ids"].shape[1])[None]}
 
     model = make_model("llama", "bitfield")
@@ -273,8 +276,8 @@ class _Collate:
     def __init__(self, family: str):
         self.family = family
 
-    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return tiny.collate(data_family(self.family))(samples)
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
+        return tiny.collate(data_family(self.family))(list(samples))
 
 
 def test_the_tokenizer_of_the_collator_is_there_for_the_trainer():

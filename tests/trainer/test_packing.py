@@ -1,0 +1,175 @@
+"""Packed runs equal the stock Trainer's on padded batches: alone, under our Trainer, in every kind of layout."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.data.packing import PackingCollator
+from tests import tiny
+from tests.distributed import run_distributed
+
+from . import runs
+
+VISION, LM = "vision", "language_model"
+FAMILIES = ["llama_tied", "llava", "gemma3", "paligemma", "qwen2_vl", "qwen3_vl"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers make their output folder even when they save nothing."""
+    monkeypatch.chdir(tmp_path)
+
+
+def language_key(model: Any) -> str:
+    """The name of the language model's config in that of the model."""
+    text = model.config.get_text_config()
+    return next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), "")
+
+
+def run_of(trainer: Trainer, evaluate: bool = True) -> runs.Run:
+    trainer.train()
+    metrics = trainer.evaluate() if evaluate else {}
+    model: Any = trainer.model
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return runs.Run(runs.step_logs(trainer), weights, metrics)
+
+
+def stock_packed(family: str, **arguments: Any) -> runs.Run:
+    """`transformers.Trainer` with nothing of this package but the attention function and the collator."""
+    model = tiny.FAMILIES[family]()
+    model.set_attn_implementation({language_key(model): "bitfield"})
+    data: Any = tiny.make_dataset(family, runs.SAMPLES)
+    collate: Any = tiny.collate(family)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, **arguments}),
+        train_dataset=data,
+        eval_dataset=data[:7],
+        data_collator=PackingCollator(collate, model),
+    )
+    return run_of(trainer)
+
+
+def our_trainer(family: str, args: Any = None, **arguments: Any) -> MultimodalParallelTrainer:
+    args = args or MultimodalTrainingArguments(
+        output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, **arguments}
+    )
+    data: Any = tiny.make_dataset(family, runs.SAMPLES)
+    return MultimodalParallelTrainer(
+        model=tiny.FAMILIES[family](),
+        args=args,
+        train_dataset=data,
+        eval_dataset=data[:7],
+        data_collator=tiny.collate(family),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_stock_trainer_alone_packs(family: str):
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": 7,
+    }
+    reference = runs.stock(family, evaluate=True, **arguments)
+    run = stock_packed(family, **arguments)
+    runs.assert_same_run(run, reference)
+    assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"label_smoothing_factor": 0.1}, {"parallel": {LM: {}, VISION: {}}}])
+def test_packing_is_one_argument_on_one_process(arguments: dict[str, Any]):
+    sizes = {"global_batch_size": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 7}
+    trainer = our_trainer("llava", packing=True, **sizes, **arguments)
+    assert trainer.model.config.text_config._attn_implementation == "bitfield"
+    assert trainer.model.config.vision_config._attn_implementation == "sdpa"
+    shapes = []
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape[0]), with_kwargs=True
+    )
+    run = run_of(trainer)
+    assert set(shapes) == {1} and trainer.engine is None
+    smoothing: dict[str, Any] = {name: value for name, value in arguments.items() if name != "parallel"}
+    reference = runs.stock("llava", evaluate=True, per_device_eval_batch_size=7, **smoothing)
+    runs.assert_same_run(run, reference)
+    assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+def test_an_attention_function_that_reads_no_words_is_refused():
+    parallel = {LM: {"attn_implementation": "sdpa"}}
+    with pytest.raises(ValueError, match="`attn_implementation='sdpa'` of `language_model` reads no words.* Leave it"):
+        our_trainer("llava", packing=True, parallel=parallel)
+    ours = our_trainer("llava", packing=True, parallel={LM: {"attn_implementation": "bitfield"}})
+    assert isinstance(ours.data_collator, PackingCollator)
+
+
+def test_a_collator_that_packs_is_left_as_it_is():
+    model = tiny.FAMILIES["llava"]()
+    model.set_attn_implementation({"text_config": "bitfield"})
+    collate: Any = tiny.collate("llava")
+    pack = PackingCollator(collate, model)
+    args = MultimodalTrainingArguments(output_dir="unused", packing=True, **runs.COMMON)
+    assert MultimodalParallelTrainer(model=model, args=args, data_collator=pack).data_collator is pack
+
+
+def test_packing_is_a_flag_on_the_command_line():
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(MultimodalTrainingArguments)  # type: ignore[arg-type]
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--packing", "--use_cpu"])
+    assert args.packing is True
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--use_cpu"])
+    assert args.packing is False
+
+
+LAYOUTS = {
+    "llava, copies of both": ("llava", 4, {VISION: {"dp_size": 2}, LM: {"dp_size": 2}}),
+    "llava, tp 2, stages": ("llava", 5, {LM: {"tp_size": 2, "pp_size": 2}}),
+    "gemma3, tied, stages": ("gemma3", 3, {LM: {"pp_size": 2}}),
+    "qwen3_vl, DeepStack, copies and stages": ("qwen3_vl", 4, {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}),
+    "paligemma, copies and stages": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2}}),
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_packed_layout_equals_the_stock_trainer(name: str):
+    family, world_size, parallel = LAYOUTS[name]
+    arguments = {"include_num_input_tokens_seen": "non_padding", "per_device_eval_batch_size": 2, "evaluate": True}
+    reference = runs.stock(family, **arguments)
+    ranks = run_distributed(
+        runs.parallel_run, world_size, family, parallel, packing=True, per_device_train_batch_size=3, **arguments
+    )
+    runs.assert_same_run(ranks[0], reference)
+    assert all(rank.logs == ranks[0].logs for rank in ranks)
+    assert ranks[0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+def predictions(family: str, packing: bool) -> Any:
+    trainer = runs.make_trainer(family, {LM: {"pp_size": 2}}, packing=packing, per_device_eval_batch_size=3)
+    given = []
+    trainer.compute_metrics = lambda p: given.append(p) or {}
+    trainer.args.include_for_metrics = ["inputs"]
+    output = trainer.predict(trainer.eval_dataset)
+    return output.predictions, output.label_ids, [p.inputs for p in given]
+
+
+@pytest.mark.distributed
+def test_predictions_are_given_by_sample():
+    plain, labels, inputs = run_distributed(predictions, 3, "llava", False)[0]
+    packed, packed_labels, packed_inputs = run_distributed(predictions, 3, "llava", True)[0]
+    assert packed.shape == plain.shape and len(packed) == 7
+    assert np.array_equal(packed_labels, labels)
+    real = labels != -100
+    assert real.any(axis=1).all()
+    np.testing.assert_allclose(packed[real], plain[real], rtol=2e-5, atol=2e-6)
+    real = packed_inputs[0] != -100
+    assert real.sum() > (labels != -100).sum()
+    assert np.array_equal(packed_inputs[0][real], inputs[0][real])
