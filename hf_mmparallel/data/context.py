@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arrange import ContextAssignment, assign_context
+from ..arrange import ContextAssignment, ContextCosts, assign_context
+from ..cost import Hardware
+from ..cost.memory import DTYPE_BYTES
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
 from ..kernels.bitfield_attention.intervals import row_bounds
-from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, ContextSettings, ModelSpec, ParallelPlan, StepPlan
 
 BatchKey = tuple[str, int, int, int]
 WORDS = "attention_words"
@@ -102,12 +104,14 @@ class ContextCutter:
         rank (`int`): This rank.
         placeholders (`Mapping[str, int]`): Modality -> id of its placeholder token.
         media (`frozenset[str]`): Entries of a batch that encoders read; they have no tokens.
+        costs (`ContextCosts`, *optional*): Of a layer, for the choice of a mode; the same on all ranks.
     """
 
     plan: ParallelPlan
     rank: int
     placeholders: Mapping[str, int]
     media: frozenset[str]
+    costs: ContextCosts | None = None
 
     @property
     def settings(self) -> ContextSettings:
@@ -152,7 +156,7 @@ class ContextCutter:
                 f"batch has {shapes}. Wrap the collator in a `PackingCollator`."
             )
         num_rows = self.plan.modules[LANGUAGE_MODEL].cp_size
-        assignment = assign_words(words.cpu(), num_rows, self.settings)
+        assignment = assign_words(words.cpu(), num_rows, self.settings, self.costs)
         order = torch.from_numpy(assignment.order).view(num_rows, -1)
         dims = {
             name: dim
@@ -185,7 +189,9 @@ def _token_dim(value: Tensor, shape: torch.Size) -> int | None:
     return 2 if value.shape[1:] == shape else None
 
 
-def assign_words(words: Tensor, num_rows: int, settings: ContextSettings) -> ContextAssignment:
+def assign_words(
+    words: Tensor, num_rows: int, settings: ContextSettings, costs: ContextCosts | None
+) -> ContextAssignment:
     """
     Cuts a row of tokens by what its words see.
 
@@ -193,9 +199,37 @@ def assign_words(words: Tensor, num_rows: int, settings: ContextSettings) -> Con
         words (`torch.Tensor` of shape `[1, length]`): On the CPU.
         num_rows (`int`): Rows of ranks.
         settings (`ContextSettings`): How.
+        costs (`ContextCosts`, *optional*): Of a layer; `"auto"` gathers the whole row without.
     """
     bounds, _ = row_bounds(BitfieldMask.from_words(words))
-    mode: Any = "row" if settings.mode == "auto" else settings.mode
+    mode: Any = settings.mode
+    if mode == "auto" and (costs is None or settings.method != "lpt"):
+        mode = "row"
     method: Any = settings.method
-    first, last, ids = bounds.first[0].numpy(), bounds.last[0].numpy(), decode_words(words).segment[0].numpy()
-    return assign_context(first, last, num_rows, settings.block, method, mode, segment_ids=ids)
+    segments = decode_words(words[0]).segment.numpy()
+    first, last = bounds.first[0].numpy(), bounds.last[0].numpy()
+    return assign_context(first, last, num_rows, settings.block, method, mode, segments, costs)
+
+
+def layer_costs(spec: ModelSpec, plan: ParallelPlan, device: Hardware) -> ContextCosts:
+    """
+    What a layer of the language model costs on one rank.
+
+    Args:
+        spec (`ModelSpec`): The model; its heads are taken to be as wide together as its hidden states.
+        plan (`ParallelPlan`): The plan.
+        device (`Hardware`): What each rank is.
+    """
+    module = spec.language_model
+    tp_size = plan.modules[LANGUAGE_MODEL].tp_size
+    layers = [p for p in module.parameters if 0 <= p.layer < module.num_layers and len(p.shape) > 1]
+    widest = max((DTYPE_BYTES.get(p.dtype, 4) for p in layers), default=4)
+    return ContextCosts.of_layer(
+        module.num_heads // tp_size,
+        module.num_kv_heads // tp_size,
+        module.hidden_size // module.num_heads,
+        sum(p.num_elements for p in layers) // (module.num_layers * tp_size),
+        device.flops_per_ms,
+        device.link_gb_per_s * 1e6,
+        widest,
+    )

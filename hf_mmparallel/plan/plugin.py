@@ -97,6 +97,11 @@ class ModulePlugin:
                 f"`zero_stage={self.zero_stage}`: optimizer sharding is not built yet. Use `zero_stage=0`."
             )
 
+        if self.cp_mode == "segments" and self.cp_method != "lpt":
+            raise ValueError(
+                f"`cp_method={self.cp_method!r}` hands out blocks, but `cp_mode='segments'` whole samples. Use "
+                "`cp_mode='row'`."
+            )
         if self.cp_size == 1 and self.context != ContextSettings():
             raise ValueError(
                 f"`{self.context}` has no effect with `cp_size=1`. Leave `cp_method`, `cp_mode` and `cp_block` out, "

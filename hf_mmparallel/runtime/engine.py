@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..data.context import ContextCutter
+from ..cost import HARDWARE, Hardware
+from ..data.context import ContextCutter, layer_costs
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import count_rows, module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
@@ -62,6 +63,7 @@ class ParallelEngine(nn.Module):
         seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
         load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
         transport (`Transport`, *optional*): Carries messages; over `torch.distributed` when left out.
+        hardware (`Hardware`, *optional*): What a rank is, the same on all; where tokens are cut it decides how.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class ParallelEngine(nn.Module):
         seed: int = 0,
         load: Callable[[PreTrainedModel], None] | None = None,
         transport: Transport | None = None,
+        hardware: Hardware | None = None,
     ):
         super().__init__()
         self.spec = spec
@@ -87,7 +90,8 @@ class ParallelEngine(nn.Module):
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
         self.unused_inputs = _unused_inputs(model)
         media = frozenset().union(*_encoder_inputs(model).values())
-        self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media)
+        costs = layer_costs(spec, plan, hardware or HARDWARE["cpu"])
+        self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media, costs)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         self.stages = prepare_stages(model, spec, plan, self.rank, device)
         self.module: Any = model

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from ..arrange import num_microbatches
+from ..callbacks.metrics import hardware_of
+from ..cost import Hardware
 from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
@@ -228,9 +230,17 @@ def build_engine(
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
         load=None if source is None else lambda pruned: load_owned(pruned, source, device),
+        hardware=_common_hardware(device),
     )
     engine.adapters = adapters
     return engine, global_batch_size
+
+
+def _common_hardware(device: torch.device) -> Hardware | None:
+    """What rank 0 is, which stands for all ranks: they must decide alike."""
+    found = [hardware_of(device)]
+    dist.broadcast_object_list(found, src=0, device=device if dist.get_backend() == "nccl" else None)
+    return found[0]
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:

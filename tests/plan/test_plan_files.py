@@ -164,6 +164,7 @@ def test_what_is_no_plugin_is_a_sentence(value, message):
         ({"cp_size": 2, "cp_method": "ltp"}, "`cp_method` has no `ltp`. Did you mean `lpt`?"),
         ({"cp_size": 2, "cp_mode": "rows"}, "`cp_mode` has no `rows`. Did you mean `row`?"),
         ({"cp_size": 2, "cp_block": 0}, "`cp_block=0` must be a whole number of at least 1."),
+        ({"cp_size": 2, "cp_method": "zigzag", "cp_mode": "segments"}, "`cp_method='zigzag'` hands out blocks"),
         ({"cp_method": "zigzag"}, "method='zigzag'.* has no effect with `cp_size=1`"),
         ({"zero_stage": 1}, "`zero_stage=1`: optimizer sharding is not built yet. Use `zero_stage=0`."),
         ({"pp_size": 3, "layers_per_stage": [2, 2]}, r"`layers_per_stage=\[2, 2\]` must name .* `pp_size=3` stages."),

@@ -18,6 +18,8 @@ LAYOUTS = {
     "llava, with tp": ("llava", 5, {LM: {**CP, "tp_size": 2}}, {}),
     "gemma3, with stages": ("gemma3", 5, {LM: {**CP, "pp_size": 2}}, {}),
     "llava, with copies": ("llava", 5, {LM: {**CP, "dp_size": 2}}, {}),
+    "llava, whole samples": ("llava", 3, {LM: {**CP, "cp_mode": "segments"}}, {}),
+    "gemma3, three ranks a row at random": ("gemma3", 4, {LM: {**CP, "cp_size": 3, "cp_method": "random"}}, {}),
     "qwen2_vl, two copies of vision to one of the LM": ("qwen2_vl", 4, {VISION: {"dp_size": 2}, LM: CP}, {}),
     "qwen3_vl, cut inside DeepStack": ("qwen3_vl", 6, {VISION: {"dp_size": 2}, LM: {**CP, "pp_size": 2}}, {}),
 }
