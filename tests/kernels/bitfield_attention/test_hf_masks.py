@@ -1,0 +1,297 @@
+"""What a layer does with words, with a mask, with both and with neither."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, masking_utils, modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, hf, reference_attention
+from tests.kernels.bitfield_attention.hf_models import (
+    TWO_LAYERS,
+    assert_same,
+    build,
+    multimodal_batch,
+    run,
+    text_batch,
+    words_of,
+)
+
+WINDOWED = ("mistral", "gemma2", "gpt_oss")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def built_masks(monkeypatch):
+    """The shapes of the dense masks that are built during a test."""
+    shapes, build_mask = [], masking_utils.sdpa_mask
+
+    def recorded(*args, **kwargs):
+        mask = build_mask(*args, **kwargs)
+        shapes.append(None if mask is None else tuple(mask.shape))
+        return mask
+
+    monkeypatch.setattr(masking_utils, "sdpa_mask", recorded)
+    return shapes
+
+
+def _layer(**attributes) -> nn.Module:
+    """Something that looks like the attention layer of a Llama."""
+    layer = build("llama").model.layers[1].self_attn
+    for name, value in attributes.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def _states(length: int = 12, keys: int | None = None, batch: int = 1, dim: int = 16):
+    keys = length if keys is None else keys
+    return [torch.randn(batch, heads, n, dim) for heads, n in ((4, length), (2, keys), (2, keys))]
+
+
+@pytest.mark.parametrize("family", ["llama", *WINDOWED, "gemma3", "paligemma", "qwen2_vl"])
+def test_with_words_no_dense_mask_is_built(family, built_masks):
+    multimodal = family in ("gemma3", "paligemma", "qwen2_vl")
+    model, batch = build(family), multimodal_batch(family) if multimodal else text_batch()
+    run(
+        model,
+        batch,
+        {"text_config": "bitfield"} if multimodal else "bitfield",
+        attention_words=words_of(family, batch),
+    )
+    assert built_masks == []
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+def test_without_words_a_mask_is_built_once_for_all_layers_of_a_type(built_masks, checkpointing):
+    model, batch = build("gemma3"), multimodal_batch("gemma3")
+    if checkpointing is not None:
+        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+    run(model, batch, {"text_config": "bitfield"})
+    length = batch["input_ids"].shape[1]
+    assert built_masks == [(3, 1, length, length)] * 2
+
+
+def test_a_mask_of_a_million_tokens_costs_nothing_until_it_is_read():
+    mask = hf.deferred_mask(1, 2**20, 2**20, mask_function=masking_utils.causal_mask_function)
+    assert mask.shape == (1, 1, 2**20, 2**20)
+    assert mask.build(may_skip=True) is None  # what is plainly causal needs none even then
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "paligemma"])
+def test_training_with_neither_words_nor_mask_is_refused(family):
+    multimodal = family == "paligemma"
+    model, batch = build(family), multimodal_batch(family) if multimodal else text_batch()
+    assert not multimodal or not model.model.language_model.layers[0].self_attn.is_causal
+    del batch["attention_mask"]
+    with pytest.raises(ValueError, match="neither `attention_words` nor an `attention_mask`"):
+        run(model, batch, {"text_config": "bitfield"} if multimodal else "bitfield")
+
+
+def test_position_ids_that_start_again_do_not_take_the_place_of_words():
+    model, batch = build("llama"), text_batch(rows=1, length=8)
+    del batch["attention_mask"]
+    with pytest.raises(ValueError, match="neither"):
+        run(model, batch, "bitfield", position_ids=torch.arange(8)[None] % 4)
+    model.eval()
+    position_ids = torch.arange(8)[None] % 4  # in evaluation they cut the row, as under any other attention
+    logits = [model(batch["input_ids"], position_ids=position_ids, use_cache=False).logits]
+    model.set_attn_implementation("eager")
+    logits.append(torch.cat([model(part).logits for part in batch["input_ids"].split(4, dim=1)], dim=1))
+    torch.testing.assert_close(*logits)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_language_layer_without_any_mask_is_refused_whatever_it_says_of_itself(training, is_causal):
+    layer = _layer(is_causal=is_causal).train(training)
+    with pytest.raises(ValueError, match="`LlamaAttention` .* neither"):
+        hf.bitfield_attention_forward(layer, *_states(), None)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_a_layer_that_says_itself_whether_it_is_causal_is_believed(is_causal, softcap):
+    query, key, value = _states()
+    found, _ = hf.bitfield_attention_forward(_layer(), query, key, value, None, is_causal=is_causal, softcap=softcap)
+    words = encode_words(torch.ones(1, 12, dtype=torch.int64), causal=is_causal, sees_all=not is_causal)
+    expected, _ = reference_attention(query, key, value, BitfieldMask.from_words(words), softcap=softcap or 0.0)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "internvl"])
+def test_words_do_not_reach_a_tower_whose_length_is_that_of_the_text(family, monkeypatch):
+    model, batch = build(family), multimodal_batch(family, size=1)
+    lengths: dict[str, list[tuple[int, int]]] = {}
+
+    def recorded(module, query, *args, **kwargs):
+        lengths.setdefault(type(module).__name__, []).append((query.shape[0], query.shape[2]))
+        return hf.bitfield_attention_forward(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(modeling_utils.AttentionInterface._global_mapping, "bitfield", recorded)
+    run(model, batch, "bitfield", attention_words=words_of(family, batch))
+    (tower,) = [name for name in lengths if "Vision" in name]
+    length = lengths[tower][0][1]
+    for name, fill in {"input_ids": 7, "attention_mask": 1, "mm_token_type_ids": 0, "labels": 7}.items():
+        if name in batch:  # more text after the image
+            batch[name] = nn.functional.pad(batch[name], (0, length - batch["labels"].shape[1]), value=fill)
+    expected = run(model, batch, "eager")
+    lengths.clear()
+    assert_same(run(model, batch, "bitfield", attention_words=words_of(family, batch)), expected)
+    assert len(lengths) == 2 and {pair for pairs in lengths.values() for pair in pairs} == {(1, length)}
+
+
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+@torch.no_grad()
+def test_words_with_a_growing_cache(family):
+    model, length = build(family), 15
+    input_ids = torch.randint(3, 90, (2, length))
+    words = encode_words(torch.tensor([[1] * 4 + [2] * 11, [0] * 3 + [1] * 12]))
+    position_ids = torch.tensor([[*range(4), *range(11)], [0, 1, 2, *range(12)]])
+    model.set_attn_implementation("bitfield")
+    expected = model(input_ids, attention_words=words, position_ids=position_ids).logits
+    cache, logits = DynamicCache(config=model.config), []
+    for part in torch.arange(length).split([9, 3, 1, 1, 1]):
+        end = int(part[-1]) + 1
+        logits.append(
+            model(
+                input_ids[:, part],
+                position_ids=position_ids[:, part],
+                attention_words=words[:, :end],
+                past_key_values=cache,
+            ).logits
+        )
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@torch.no_grad()
+def test_words_that_do_not_grow_with_the_cache_are_refused(family):
+    model, words = build(family), encode_words(torch.ones(1, 9, dtype=torch.int64))
+    model.set_attn_implementation("bitfield")
+    cache = DynamicCache(config=model.config)
+    model(torch.randint(3, 90, (1, 9)), attention_words=words, past_key_values=cache)
+    with pytest.raises(ValueError, match="`attention_words` covers 9 tokens; .* a word for each token"):
+        model(torch.tensor([[5]]), attention_words=words, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (torch.ones(2, 12, dtype=torch.int32), r"torch.int32 of shape \(2, 12\)"),
+        (torch.ones(1, 12, dtype=torch.int64), "the batch has 2 rows"),
+        (torch.ones(2, 1, 1, 12, dtype=torch.int64), r"shape \(2, 1, 1, 12\)"),
+        (torch.ones(2, 11, dtype=torch.int64), "covers 11 tokens; a layer has 12 queries and 12 keys"),
+        (torch.ones(2, 13, dtype=torch.int64), "covers 13 tokens"),
+    ],
+)
+def test_words_that_do_not_fit_are_refused(words, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        hf.bitfield_attention_forward(_layer(), *_states(batch=2), None, attention_words=words)
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"dropout": 0.1}, "`dropout=0.1` in `LlamaAttention`.*`attention_dropout`"),
+        ({"position_bias": torch.ones(1)}, "`position_bias`"),
+        ({"cache": object()}, "`cache`"),
+        (
+            {"attention_mask": torch.ones(1, 1, 1, 12, dtype=torch.int64)},
+            "`attention_mask` is an int64 .*`attention_words`",
+        ),
+    ],
+)
+def test_what_no_path_computes_is_refused(settings, complaint):
+    settings = {
+        "attention_mask": None,
+        "attention_words": encode_words(torch.ones(1, 12, dtype=torch.int64)),
+        **settings,
+    }
+    with pytest.raises(ValueError, match=complaint):
+        hf.bitfield_attention_forward(_layer(), *_states(), **settings)
+
+
+def test_dropout_of_a_config_is_refused_in_training_only():
+    model, batch = build("llama"), text_batch()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="dropout=0.1"):
+        run(model, batch, "bitfield", attention_words=words_of("llama", batch))
+    model.eval()(batch["input_ids"], attention_words=words_of("llama", batch))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_dense_mask_of_the_user(sinks, additive):
+    query, key, value = _states()
+    words = encode_words(torch.tensor([[1] * 5 + [2] * 7]))
+    mask = BitfieldMask.from_words(words)
+    dense = torch.where(dense_mask(mask), 0.0, -1e30) if additive else dense_mask(mask)
+    s_aux = torch.randn(4) if sinks else None
+    found, _ = hf.bitfield_attention_forward(_layer(), query, key, value, dense[:, None], scaling=0.3, s_aux=s_aux)
+    expected, _ = reference_attention(query, key, value, mask, 0.3, sinks=s_aux)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+def test_values_may_have_smaller_heads_than_keys():
+    query, key, _ = _states()
+    value = torch.randn(1, 2, 12, 8)
+    words = encode_words(torch.ones(1, 12, dtype=torch.int64))
+    layer = _layer()
+    found, _ = hf.bitfield_attention_forward(layer, query, key, value, None, attention_words=words)
+    expected, _ = sdpa_attention_forward(layer, query, key, value, None, is_causal=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_sequence_that_is_cut_over_ranks_goes_to_its_own_attention(monkeypatch):
+    from hf_mmparallel.kernels.bitfield_attention import context_parallel
+
+    seen = {}
+
+    def attention(query, key, value, shard, **settings):
+        seen.update(settings, shard=shard)
+        return query
+
+    monkeypatch.setattr(context_parallel, "context_parallel_attention", attention)
+    query, key, value = _states()
+    shard, sinks = object(), torch.randn(4)
+    settings = {"scaling": 0.3, "sliding_window": 5, "softcap": 2.0, "s_aux": sinks}
+    found, _ = hf.bitfield_attention_forward(_layer(), query, key, value, None, attention_words=shard, **settings)
+    assert seen == {"shard": shard, "scale": 0.3, "window": 5, "softcap": 2.0, "sinks": sinks}
+    assert found.equal(query.transpose(1, 2))
+
+
+def _chunked_model():
+    config = Llama4TextConfig(
+        **TWO_LAYERS,
+        head_dim=16,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        attention_chunk_size=4,
+        no_rope_layers=[1, 0],
+    )
+    torch.manual_seed(0)
+    return Llama4ForCausalLM(config)
+
+
+def test_layers_with_chunks_take_words_of_their_own():
+    model, batch = _chunked_model(), text_batch(rows=2, length=11)
+    assert model.config.layer_types == ["chunked_attention", "full_attention"]
+    expected = run(model, batch, "eager")
+    real = batch["attention_mask"]
+    words = {
+        "full_attention": encode_words(real),
+        "chunked_attention": encode_words((torch.arange(11) // 4 + 1) * real),
+    }
+    assert_same(run(model, batch, "bitfield", attention_words=words), expected)
+    assert_same(run(model, batch, "bitfield"), expected)
+    with pytest.raises(ValueError, match="Layer 0 attends in chunks of 4 tokens"):
+        run(model, batch, "bitfield", attention_words=words["full_attention"])
+    with pytest.raises(ValueError, match="layer 0 is of type 'chunked_attention'"):
+        run(model, batch, "bitfield", attention_words={"full_attention": words["full_attention"]})
