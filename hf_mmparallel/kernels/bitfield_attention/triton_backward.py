@@ -14,6 +14,7 @@ from .triton_common import (
     LOG2E,
     capped,
     dot_parts,
+    listed_row,
     load_key_rows,
     load_part,
     load_query_rows,
@@ -35,11 +36,10 @@ def row_stats_kernel(
     """
     i_head = tl.program_id(1) % num_heads
     i_batch = (tl.program_id(1) // num_heads).to(tl.int64)
-    i_query = tl.program_id(0) * TILE_Q
-    o_q = tl.arange(0, TILE_Q)
-    m_q = i_query + o_q < num_queries
-    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h + i_query.to(tl.int64) * o_stride_t
-    grad_out += i_batch * g_stride_b + i_head.to(tl.int64) * g_stride_h + i_query.to(tl.int64) * g_stride_t
+    o_q = tl.program_id(0) * TILE_Q + tl.arange(0, TILE_Q)
+    m_q = o_q < num_queries
+    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h
+    grad_out += i_batch * g_stride_b + i_head.to(tl.int64) * g_stride_h
     b_o = load_part(out, o_stride_t, o_q, m_q, 0, PART_0, D, True).to(tl.float32)  # [Q, D]
     b_g = load_part(grad_out, g_stride_t, o_q, m_q, 0, PART_0, D, True).to(tl.float32)
     b_delta = tl.sum(b_o * b_g, 1)  # [Q]
@@ -47,7 +47,7 @@ def row_stats_kernel(
         b_o1 = load_part(out, o_stride_t, o_q, m_q, PART_0, PART_1, D, True).to(tl.float32)
         b_g1 = load_part(grad_out, g_stride_t, o_q, m_q, PART_0, PART_1, D, True).to(tl.float32)
         b_delta += tl.sum(b_o1 * b_g1, 1)
-    o_rows = (i_batch * num_heads + i_head) * num_queries + i_query + o_q
+    o_rows = (i_batch * num_heads + i_head) * num_queries + o_q
     b_lse = tl.load(lse + o_rows, mask=m_q, other=0.0)
     tl.store(stats + o_rows, tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E), mask=m_q)
     tl.store(stats + num_rows + o_rows, b_delta, mask=m_q)
@@ -83,23 +83,22 @@ def dkdv_kernel(
     i_tile, i_kv, i_inner = program_tile(num_tiles, num_kv_heads, tile_stride, head_stride, BLOCK_K // TILE_K)
     tiles += i_tile * 5
     i_batch = tl.load(tiles).to(tl.int64)
-    i_key = tl.load(tiles + 1) * BLOCK_K + i_inner * TILE_K
+    o_k = tl.load(tiles + 1) * BLOCK_K + i_inner * TILE_K + tl.arange(0, TILE_K)
     o_q = tl.arange(0, TILE_Q)
-    o_k = tl.arange(0, TILE_K)
-    m_k = i_key + o_k < num_keys
+    m_k = o_k < num_keys
     i_first = i_kv.to(tl.int64) * GROUP  # first query head of the group
     query += i_batch * q_stride_b
     grad_out += i_batch * g_stride_b
     stats += i_batch * num_kv_heads * GROUP * num_queries
-    key += i_batch * k_stride_b + i_kv.to(tl.int64) * k_stride_h + i_key.to(tl.int64) * k_stride_t
-    value += i_batch * v_stride_b + i_kv.to(tl.int64) * v_stride_h + i_key.to(tl.int64) * v_stride_t
+    key += i_batch * k_stride_b + i_kv.to(tl.int64) * k_stride_h
+    value += i_batch * v_stride_b + i_kv.to(tl.int64) * v_stride_h
     query_rows += i_batch * (5 if GENERAL else 2) * num_queries
     key_rows += i_batch * (3 if GENERAL else 1) * num_keys
     b_k0 = load_part(key, k_stride_t, o_k, m_k, 0, PART_0, D, True)  # [K, D]
     b_k1 = load_part(key, k_stride_t, o_k, m_k, PART_0, PART_1, D, True) if PART_1 > 0 else b_k0
     b_v0 = load_part(value, v_stride_t, o_k, m_k, 0, PART_0, D, True)
     b_v1 = load_part(value, v_stride_t, o_k, m_k, PART_0, PART_1, D, True) if PART_1 > 0 else b_v0
-    b_place, b_low, b_kinds = load_key_rows(key_rows, i_key + o_k, m_k, num_keys, GENERAL)
+    b_place, b_low, b_kinds = load_key_rows(key_rows, o_k, m_k, num_keys, GENERAL)
 
     b_dk0 = tl.zeros([TILE_K, PART_0], tl.float32)
     b_dv0 = tl.zeros([TILE_K, PART_0], tl.float32)
@@ -109,23 +108,24 @@ def dkdv_kernel(
     STEPS: tl.constexpr = BLOCK_Q // TILE_Q
     for STAGE in tl.static_range(2):  # partial blocks with the mask, then full ones without
         i_from = tl.load(tiles + 2 + STAGE)
-        num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS * GROUP
-        for i_step in tl.range(0, num_steps):  # heads of the group fastest: one loop, which the compiler pipelines
+        num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS
+        i_query = listed_row(blocks + i_from, 0, num_steps, BLOCK_Q, TILE_Q)
+        for i_step in tl.range(0, num_steps * GROUP):  # heads of the group fastest: one loop, which can be pipelined
+            o_query = i_query + o_q
+            i_query = listed_row(blocks + i_from, (i_step + 1) // GROUP, num_steps, BLOCK_Q, TILE_Q)
+            m_q = o_query < num_queries
             i_head = i_first + i_step % GROUP
-            i_part = i_step // GROUP
-            i_query = tl.load(blocks + i_from + i_part // STEPS) * BLOCK_Q + (i_part % STEPS) * TILE_Q
-            m_q = i_query + o_q < num_queries
-            queries = query + i_head * q_stride_h + i_query.to(tl.int64) * q_stride_t
-            grads = grad_out + i_head * g_stride_h + i_query.to(tl.int64) * g_stride_t
-            b_q0 = load_part(queries, q_stride_t, o_q, m_q, 0, PART_0, D, True)  # [Q, D]
-            b_q1 = load_part(queries, q_stride_t, o_q, m_q, PART_0, PART_1, D, True) if PART_1 > 0 else b_q0
-            b_g0 = load_part(grads, g_stride_t, o_q, m_q, 0, PART_0, D, True)
-            b_g1 = load_part(grads, g_stride_t, o_q, m_q, PART_0, PART_1, D, True) if PART_1 > 0 else b_g0
-            o_stats = i_head * num_queries + i_query + o_q
+            queries = query + i_head * q_stride_h
+            grads = grad_out + i_head * g_stride_h
+            b_q0 = load_part(queries, q_stride_t, o_query, m_q, 0, PART_0, D, True)  # [Q, D]
+            b_q1 = load_part(queries, q_stride_t, o_query, m_q, PART_0, PART_1, D, True) if PART_1 > 0 else b_q0
+            b_g0 = load_part(grads, g_stride_t, o_query, m_q, 0, PART_0, D, True)
+            b_g1 = load_part(grads, g_stride_t, o_query, m_q, PART_0, PART_1, D, True) if PART_1 > 0 else b_g0
+            o_stats = i_head * num_queries + o_query
             b_lse = tl.load(stats + o_stats, mask=m_q, other=float("inf"))  # [Q]
             b_delta = tl.load(stats + num_rows + o_stats, mask=m_q, other=0.0)
             if STAGE == 0:
-                b_r0, b_r1, b_r2, b_r3, b_r4 = load_query_rows(query_rows, i_query + o_q, m_q, num_queries, GENERAL)
+                b_r0, b_r1, b_r2, b_r3, b_r4 = load_query_rows(query_rows, o_query, m_q, num_queries, GENERAL)
                 m_visible = visible(
                     b_r0[None, :], b_r1[None, :], b_r2[None, :], b_r3[None, :], b_r4[None, :],
                     b_place[:, None], b_low[:, None], b_kinds[:, None], GENERAL,
@@ -143,8 +143,8 @@ def dkdv_kernel(
                 b_dv1 = tl.dot(b_weight, b_g1, b_dv1, input_precision="ieee")
                 b_dk1 = tl.dot(b_ds, b_q1, b_dk1, input_precision="ieee")
 
-    grad_key += i_batch * dk_stride_b + i_kv.to(tl.int64) * dk_stride_h + i_key.to(tl.int64) * dk_stride_t
-    grad_value += i_batch * dv_stride_b + i_kv.to(tl.int64) * dv_stride_h + i_key.to(tl.int64) * dv_stride_t
+    grad_key += i_batch * dk_stride_b + i_kv.to(tl.int64) * dk_stride_h
+    grad_value += i_batch * dv_stride_b + i_kv.to(tl.int64) * dv_stride_h
     store_part(grad_key, dk_stride_t, o_k, m_k, b_dk0 * scale, 0, PART_0, D)
     store_part(grad_value, dv_stride_t, o_k, m_k, b_dv0, 0, PART_0, D)
     if PART_1 > 0:
@@ -168,13 +168,12 @@ def dq_kernel(
     i_head = (i_kv * GROUP + i_inner % GROUP).to(tl.int64)
     tiles += i_tile * 5
     i_batch = tl.load(tiles).to(tl.int64)
-    i_query = tl.load(tiles + 1) * BLOCK_Q + (i_inner // GROUP) * TILE_Q
-    o_q = tl.arange(0, TILE_Q)
+    o_q = tl.load(tiles + 1) * BLOCK_Q + (i_inner // GROUP) * TILE_Q + tl.arange(0, TILE_Q)
     o_k = tl.arange(0, TILE_K)
-    m_q = i_query + o_q < num_queries
-    query += i_batch * q_stride_b + i_head * q_stride_h + i_query.to(tl.int64) * q_stride_t
-    grad_out += i_batch * g_stride_b + i_head * g_stride_h + i_query.to(tl.int64) * g_stride_t
-    stats += (i_batch * num_kv_heads * GROUP + i_head) * num_queries + i_query
+    m_q = o_q < num_queries
+    query += i_batch * q_stride_b + i_head * q_stride_h
+    grad_out += i_batch * g_stride_b + i_head * g_stride_h
+    stats += (i_batch * num_kv_heads * GROUP + i_head) * num_queries
     key += i_batch * k_stride_b + i_kv.to(tl.int64) * k_stride_h
     value += i_batch * v_stride_b + i_kv.to(tl.int64) * v_stride_h
     query_rows += i_batch * (5 if GENERAL else 2) * num_queries
@@ -185,7 +184,7 @@ def dq_kernel(
     b_g1 = load_part(grad_out, g_stride_t, o_q, m_q, PART_0, PART_1, D, True) if PART_1 > 0 else b_g0
     b_lse = tl.load(stats + o_q, mask=m_q, other=float("inf"))  # [Q]
     b_delta = tl.load(stats + num_rows + o_q, mask=m_q, other=0.0)
-    b_r0, b_r1, b_r2, b_r3, b_r4 = load_query_rows(query_rows, i_query + o_q, m_q, num_queries, GENERAL)
+    b_r0, b_r1, b_r2, b_r3, b_r4 = load_query_rows(query_rows, o_q, m_q, num_queries, GENERAL)
 
     b_dq0 = tl.zeros([TILE_Q, PART_0], tl.float32)
     if PART_1 > 0:
@@ -194,17 +193,17 @@ def dq_kernel(
     for STAGE in tl.static_range(2):  # partial blocks with the mask, then full ones without
         i_from = tl.load(tiles + 2 + STAGE)
         num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS
+        i_key = listed_row(blocks + i_from, 0, num_steps, BLOCK_K, TILE_K)
         for i_step in tl.range(0, num_steps):
-            i_key = tl.load(blocks + i_from + i_step // STEPS) * BLOCK_K + (i_step % STEPS) * TILE_K
-            m_k = i_key + o_k < num_keys
-            keys = key + i_key.to(tl.int64) * k_stride_t
-            values = value + i_key.to(tl.int64) * v_stride_t
-            b_k0 = load_part(keys, k_stride_t, o_k, m_k, 0, PART_0, D, STAGE == 0)  # [K, D]
-            b_k1 = load_part(keys, k_stride_t, o_k, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_k0
-            b_v0 = load_part(values, v_stride_t, o_k, m_k, 0, PART_0, D, STAGE == 0)
-            b_v1 = load_part(values, v_stride_t, o_k, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_v0
+            o_key = i_key + o_k
+            i_key = listed_row(blocks + i_from, i_step + 1, num_steps, BLOCK_K, TILE_K)
+            m_k = o_key < num_keys
+            b_k0 = load_part(key, k_stride_t, o_key, m_k, 0, PART_0, D, STAGE == 0)  # [K, D]
+            b_k1 = load_part(key, k_stride_t, o_key, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_k0
+            b_v0 = load_part(value, v_stride_t, o_key, m_k, 0, PART_0, D, STAGE == 0)
+            b_v1 = load_part(value, v_stride_t, o_key, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_v0
             if STAGE == 0:
-                b_place, b_low, b_kinds = load_key_rows(key_rows, i_key + o_k, m_k, num_keys, GENERAL)
+                b_place, b_low, b_kinds = load_key_rows(key_rows, o_key, m_k, num_keys, GENERAL)
                 m_visible = visible(
                     b_r0[:, None], b_r1[:, None], b_r2[:, None], b_r3[:, None], b_r4[:, None],
                     b_place[None, :], b_low[None, :], b_kinds[None, :], GENERAL,
@@ -219,7 +218,7 @@ def dq_kernel(
             if PART_1 > 0:
                 b_dq1 = tl.dot(b_ds, b_k1, b_dq1, input_precision="ieee")
 
-    grad_query += i_batch * dq_stride_b + i_head * dq_stride_h + i_query.to(tl.int64) * dq_stride_t
+    grad_query += i_batch * dq_stride_b + i_head * dq_stride_h
     store_part(grad_query, dq_stride_t, o_q, m_q, b_dq0 * scale, 0, PART_0, D)
     if PART_1 > 0:
         store_part(grad_query, dq_stride_t, o_q, m_q, b_dq1 * scale, PART_0, PART_1, D)

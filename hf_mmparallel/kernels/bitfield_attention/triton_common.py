@@ -26,6 +26,19 @@ def program_tile(num_tiles, num_kv_heads, tile_stride, head_stride, INNER: tl.co
 
 
 @triton.jit
+def listed_row(blocks, i_step, num_steps, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """
+    First row of the tile of one step through a list of blocks; 0 past its end.
+
+    Kernels ask one step ahead: if the address of a step's rows hung on a load of the same step, the compiler would
+    spend a stage of its pipeline on it.
+    """
+    STEPS: tl.constexpr = BLOCK // TILE
+    i_block = tl.load(blocks + i_step // STEPS, mask=i_step < num_steps, other=0)
+    return i_block * BLOCK + (i_step % STEPS) * TILE
+
+
+@triton.jit
 def load_part(
     pointer,
     stride,
@@ -36,9 +49,14 @@ def load_part(
     D: tl.constexpr,
     MASK_ROWS: tl.constexpr,
 ):
-    """Columns from `COLUMN` on of some rows, 0 past the ends."""
+    """
+    Columns from `COLUMN` on of some rows, 0 past the ends.
+
+    Rows are counted from the start of the head: offsets from the start of a tile would be constant in a loop, which
+    keeps them in registers that the products need.
+    """
     o_columns = COLUMN + tl.arange(0, WIDTH)
-    pointers = pointer + o_rows[:, None] * stride + o_columns[None, :]
+    pointers = pointer + (o_rows.to(tl.int64) * stride)[:, None] + o_columns[None, :]
     if COLUMN + WIDTH > D:
         m_columns = (o_columns < D)[None, :]
         if MASK_ROWS:
@@ -56,7 +74,7 @@ def load_part(
 def store_part(pointer, stride, o_rows, m_rows, b_value, COLUMN: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
     """Writes columns from `COLUMN` on of some rows, in the dtype of the pointer."""
     o_columns = COLUMN + tl.arange(0, WIDTH)
-    pointers = pointer + o_rows[:, None] * stride + o_columns[None, :]
+    pointers = pointer + (o_rows.to(tl.int64) * stride)[:, None] + o_columns[None, :]
     mask = m_rows[:, None] & (o_columns < D)[None, :]
     tl.store(pointers, b_value.to(pointer.dtype.element_ty), mask=mask)
 

@@ -10,6 +10,7 @@ from .triton_common import (
     LOG2E,
     capped,
     dot_parts,
+    listed_row,
     load_key_rows,
     load_part,
     load_query_rows,
@@ -97,21 +98,18 @@ def forward_kernel(
     COLUMNS: tl.constexpr = 6 if SPLIT else 5
     tiles += i_tile * COLUMNS
     i_batch = tl.load(tiles).to(tl.int64)
-    i_sub = (i_inner // GROUP) * TILE_Q
-    i_block = tl.load(tiles + 1)
-    i_query = i_block * BLOCK_Q + i_sub
-
-    o_q = tl.arange(0, TILE_Q)
+    o_inside = (i_inner // GROUP) * TILE_Q + tl.arange(0, TILE_Q)  # rows of the block
+    o_q = tl.load(tiles + 1) * BLOCK_Q + o_inside
     o_k = tl.arange(0, TILE_K)
-    m_q = i_query + o_q < num_queries
-    query += i_batch * q_stride_b + i_head.to(tl.int64) * q_stride_h + i_query.to(tl.int64) * q_stride_t
+    m_q = o_q < num_queries
+    query += i_batch * q_stride_b + i_head.to(tl.int64) * q_stride_h
     key += i_batch * k_stride_b + i_kv.to(tl.int64) * k_stride_h
     value += i_batch * v_stride_b + i_kv.to(tl.int64) * v_stride_h
     query_rows += i_batch * (5 if GENERAL else 2) * num_queries
     key_rows += i_batch * (3 if GENERAL else 1) * num_keys
     b_q0 = load_part(query, q_stride_t, o_q, m_q, 0, PART_0, D, True)  # [Q, D]
     b_q1 = load_part(query, q_stride_t, o_q, m_q, PART_0, PART_1, D, True) if PART_1 > 0 else b_q0
-    b_r0, b_r1, b_r2, b_r3, b_r4 = load_query_rows(query_rows, i_query + o_q, m_q, num_queries, GENERAL)
+    b_r0, b_r1, b_r2, b_r3, b_r4 = load_query_rows(query_rows, o_q, m_q, num_queries, GENERAL)
 
     b_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     b_sum = tl.zeros([TILE_Q], tl.float32)
@@ -121,17 +119,17 @@ def forward_kernel(
     for STAGE in tl.static_range(2):  # partial blocks with the mask, then full ones without
         i_from = tl.load(tiles + 2 + STAGE)
         num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS
+        i_key = listed_row(blocks + i_from, 0, num_steps, BLOCK_K, TILE_K)
         for i_step in tl.range(0, num_steps):
-            i_key = tl.load(blocks + i_from + i_step // STEPS) * BLOCK_K + (i_step % STEPS) * TILE_K
-            m_k = i_key + o_k < num_keys
-            keys = key + i_key.to(tl.int64) * k_stride_t
-            values = value + i_key.to(tl.int64) * v_stride_t
-            b_k0 = load_part(keys, k_stride_t, o_k, m_k, 0, PART_0, D, STAGE == 0)  # [K, D]
-            b_k1 = load_part(keys, k_stride_t, o_k, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_k0
-            b_v0 = load_part(values, v_stride_t, o_k, m_k, 0, PART_0, D, STAGE == 0)
-            b_v1 = load_part(values, v_stride_t, o_k, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_v0
+            o_key = i_key + o_k
+            i_key = listed_row(blocks + i_from, i_step + 1, num_steps, BLOCK_K, TILE_K)
+            m_k = o_key < num_keys
+            b_k0 = load_part(key, k_stride_t, o_key, m_k, 0, PART_0, D, STAGE == 0)  # [K, D]
+            b_k1 = load_part(key, k_stride_t, o_key, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_k0
+            b_v0 = load_part(value, v_stride_t, o_key, m_k, 0, PART_0, D, STAGE == 0)
+            b_v1 = load_part(value, v_stride_t, o_key, m_k, PART_0, PART_1, D, STAGE == 0) if PART_1 > 0 else b_v0
             if STAGE == 0:
-                b_place, b_low, b_kinds = load_key_rows(key_rows, i_key + o_k, m_k, num_keys, GENERAL)
+                b_place, b_low, b_kinds = load_key_rows(key_rows, o_key, m_k, num_keys, GENERAL)
                 m_visible = visible(
                     b_r0[:, None], b_r1[:, None], b_r2[:, None], b_r3[:, None], b_r4[:, None],
                     b_place[None, :], b_low[None, :], b_kinds[None, :], GENERAL,
@@ -143,16 +141,16 @@ def forward_kernel(
                 PART_1, SOFTCAP, STAGE == 0,
             )  # fmt: skip
 
-    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h + i_query.to(tl.int64) * o_stride_t
-    lse += (i_batch * num_heads + i_head) * num_queries + i_query
+    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h
+    lse += (i_batch * num_heads + i_head) * num_queries
     if SPLIT:
         i_slot = tl.load(tiles + 5)
         if i_slot >= 0:  # one part; the sink comes in when the parts are combined
-            i_row = (i_slot.to(tl.int64) * num_heads + i_head) * BLOCK_Q + i_sub
+            i_row = (i_slot.to(tl.int64) * num_heads + i_head) * BLOCK_Q
             part_out += i_row * D
             part_lse += i_row
             store_result(
-                part_out, part_lse, sinks, D, o_q, m_q, b_o0, b_o1, b_max, b_sum, D, PART_0, PART_1, False, True
+                part_out, part_lse, sinks, D, o_inside, m_q, b_o0, b_o1, b_max, b_sum, D, PART_0, PART_1, False, True
             )
         else:
             sinks += i_head
@@ -172,35 +170,34 @@ def combine_kernel(
 ):  # fmt: skip
     """Output and log-sum-exp of `TILE_Q` queries of one head whose keys were cut over several programs."""
     i_row = tl.program_id(0) // (BLOCK_Q // TILE_Q)
-    i_sub = (tl.program_id(0) % (BLOCK_Q // TILE_Q)) * TILE_Q
+    o_inside = (tl.program_id(0) % (BLOCK_Q // TILE_Q)) * TILE_Q + tl.arange(0, TILE_Q)  # rows of the block
     i_head = tl.program_id(1)
     i_batch = tl.load(rows + i_row * 4).to(tl.int64)
-    i_query = tl.load(rows + i_row * 4 + 1) * BLOCK_Q + i_sub
+    o_q = tl.load(rows + i_row * 4 + 1) * BLOCK_Q + o_inside
     i_first = tl.load(rows + i_row * 4 + 2).to(tl.int64)
     num_parts = tl.load(rows + i_row * 4 + 3)
-    o_q = tl.arange(0, TILE_Q)
-    m_q = i_query + o_q < num_queries
+    m_q = o_q < num_queries
 
     b_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     b_sum = tl.zeros([TILE_Q], tl.float32)
     b_o0 = tl.zeros([TILE_Q, PART_0], tl.float32)
     b_o1 = tl.zeros([TILE_Q, PART_1], tl.float32) if PART_1 > 0 else b_sum
     for i_part in range(0, num_parts):
-        row = ((i_first + i_part) * num_heads + i_head) * BLOCK_Q + i_sub
-        b_lse = tl.load(part_lse + row + o_q, mask=m_q, other=float("-inf"))  # [Q]
+        i_slot = ((i_first + i_part) * num_heads + i_head) * BLOCK_Q
+        b_lse = tl.load(part_lse + i_slot + o_inside, mask=m_q, other=float("-inf"))  # [Q]
         b_new_max = tl.maximum(b_max, b_lse)
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_fade = tl.exp2(b_max - b_base)
         b_weight = tl.exp2(b_lse - b_base)
-        b_p0 = load_part(part_out + row * D, D, o_q, m_q, 0, PART_0, D, True)  # [Q, D]
+        b_p0 = load_part(part_out + i_slot * D, D, o_inside, m_q, 0, PART_0, D, True)  # [Q, D]
         b_o0 = b_o0 * b_fade[:, None] + b_p0 * b_weight[:, None]
         if PART_1 > 0:
-            b_p1 = load_part(part_out + row * D, D, o_q, m_q, PART_0, PART_1, D, True)
+            b_p1 = load_part(part_out + i_slot * D, D, o_inside, m_q, PART_0, PART_1, D, True)
             b_o1 = b_o1 * b_fade[:, None] + b_p1 * b_weight[:, None]
         b_sum = b_sum * b_fade + b_weight
         b_max = b_new_max
 
-    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h + i_query.to(tl.int64) * o_stride_t
-    lse += (i_batch * num_heads + i_head) * num_queries + i_query
+    out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h
+    lse += (i_batch * num_heads + i_head) * num_queries
     sinks += i_head
     store_result(out, lse, sinks, o_stride_t, o_q, m_q, b_o0, b_o1, b_max, b_sum, D, PART_0, PART_1, SINKS, False)
