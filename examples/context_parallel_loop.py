@@ -24,7 +24,7 @@ import hf_mmparallel  # noqa: F401  (registers "bitfield")
 from hf_mmparallel.arrange import assign_context
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, encode_words
 from hf_mmparallel.kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
-from hf_mmparallel.kernels.bitfield_attention.intervals import row_intervals
+from hf_mmparallel.kernels.bitfield_attention.intervals import row_bounds
 
 VOCABULARY = 64
 
@@ -47,11 +47,9 @@ def packed_row(generator: torch.Generator, num_samples: int) -> dict[str, Tensor
 
 def cut(words: Tensor, num_ranks: int, rank: int, group: dist.ProcessGroup | None, mode: str) -> SequenceShard:
     """This rank's part of a row: equal tokens for every rank and, as far as possible, equal work."""
-    intervals = row_intervals(BitfieldMask.from_words(words))
+    bounds, _ = row_bounds(BitfieldMask.from_words(words))
     segments = decode_words(words[0]).segment
-    assignment = assign_context(
-        intervals.first[0], intervals.last[0], num_ranks, block=32, mode=mode, segment_ids=segments
-    )
+    assignment = assign_context(bounds.first[0], bounds.last[0], num_ranks, block=32, mode=mode, segment_ids=segments)
     return shard_sequence(
         words,
         assignment.order,
