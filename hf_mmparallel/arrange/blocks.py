@@ -38,16 +38,16 @@ def block_counts(first: ArrayLike, last: ArrayLike, block: int = BLOCK) -> tuple
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     lowest, highest = _per_block(np.minimum, first, block), _per_block(np.maximum, last, block)
     highest_first, lowest_last = _per_block(np.maximum, first, block), _per_block(np.minimum, last, block)
-    # Rows that see nothing are seldom: only their blocks are looked at again.
-    blind = _per_block(np.logical_or, last < first, block)
-    for index in np.flatnonzero(blind):
+    # Rows that see nothing are seldom: only their blocks are looked at again. No block is full for them, since the
+    # last place they see is before the first.
+    for index in np.flatnonzero(_per_block(np.logical_or, last < first, block)):
         rows = slice(starts[index], starts[index] + block)
         sees = last[rows] >= first[rows]
         lowest[index] = first[rows].min(where=sees, initial=np.iinfo(first.dtype).max)
         highest[index] = last[rows].max(where=sees, initial=-1)
     visited = np.where(highest < lowest, 0, highest // block - lowest // block + 1)
     full = (lowest_last + 1) // block + (-highest_first // block)
-    return visited, visited - np.where(blind, 0, np.maximum(full, 0))
+    return visited, visited - np.maximum(full, 0)
 
 
 def _per_block(reduce: np.ufunc, values: NDArray, block: int) -> NDArray:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BALANCED = 0.002  # excess of the heaviest over the mean at which the division ends
-_GOOD = 0.01  # and at which the exchanges after it end, which are dearer
+GOOD = 0.01  # and at which the exchanges after it end, which are dearer
 _ROUNDS = 300
 _TRIALS = 200  # of which each counts the work of two ranks anew
 _CANDIDATES = 6
@@ -154,7 +154,7 @@ class Sections:
         owner, trials = owner.copy(), 0
         tokens = self.tokens(owner)
         work = np.array([self.rank_work(owner, rank) for rank in range(self.num_ranks)])
-        while trials < _TRIALS and work.max() > (1 + _GOOD) * work.mean():
+        while trials < _TRIALS and work.max() > (1 + GOOD) * work.mean():
             heavy = int(work.argmax())
             for light in np.argsort(work, kind="stable")[:-1].tolist():
                 given, taken = self._groups(owner, heavy), self._groups(owner, light)

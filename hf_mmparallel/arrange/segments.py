@@ -12,16 +12,17 @@ sections run over their ends, by one segment at each of the `num_ranks - 1` bord
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .blocks import BLOCK, PARTIAL_COST, block_workloads, distribute
 from .context import ContextAssignment, assign_rows, padded_length
-from .sections import Sections
+from .sections import GOOD, Sections
 
 _MANY_SEGMENTS = 1024  # more are bundled with their neighbours, so that the search stays short
+_CORRECTIONS = 10
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,8 @@ def assign_segments(
     frame, owner = shortest = next(divided)
     if not frame.sections.fit(owner):
         frame, owner = next(((frame, owner) for frame, owner in divided if frame.sections.fit(owner)), shortest)
-    if frame.sections.fit(owner):
-        owner = frame.sections.exchange(owner)
-    found = frame.assignment(first, last, owner)
+    exact = frame.exchanged if frame.sections.fit(owner) else frame.assignment
+    found = exact(first, last, owner)
     return found if found.gathered.size < found.blocks.size else assign_rows(first, last, num_ranks, block)
 
 
@@ -195,6 +195,19 @@ class _Frame:
         gathered = _gathered(self._needed_elsewhere(place)[blocks])
         work = _work_in_place(first, last, layout, block)[blocks].sum(axis=1)
         return ContextAssignment(layout, blocks, gathered, work, len(first), block, "segments")
+
+    def exchanged(self, first: NDArray, last: NDArray, owner: NDArray) -> ContextAssignment:
+        """The best of some assignments, each after exchanges that go by what the one before it turned out to cost."""
+        sections, ranks, found = self.sections, range(self.sections.num_ranks), []
+        for _ in range(_CORRECTIONS):
+            owner = sections.exchange(owner)
+            found.append(self.assignment(first, last, owner))
+            if found[-1].imbalance <= 1 + GOOD:
+                break
+            # What an image adds, say, depends on where it lies in its blocks, which the sections do not know.
+            expected = np.array([sections.rank_work(owner, rank) for rank in ranks])
+            sections = replace(sections, loads=sections.loads + found[-1].work - expected)
+        return min(found, key=lambda assignment: assignment.work.max())
 
     def _places(self, owner: NDArray) -> NDArray:
         """

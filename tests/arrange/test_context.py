@@ -46,7 +46,7 @@ def cut(words: torch.Tensor, **options) -> ContextAssignment:
     return assign_context(np.where(blind, 1, first), np.where(blind, 0, last), segment_ids=ids, **options)
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(["row", "segments"]), st.integers(1, 5), st.sampled_from([4, 16]), st.integers(0, 2**32))
 def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks, block, seed):
     words = random_words(np.random.default_rng(seed))
@@ -87,6 +87,7 @@ def split_segments(found: ContextAssignment, ids: np.ndarray) -> list[int]:
     return [int(i) for i in np.unique(ids[ids > 0]) if len(np.unique(owner[ids == i])) > 1]
 
 
+@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(0, 2**32))
 def test_segments_stay_whole_where_any_order_of_them_fits(num_ranks, seed):
     """With room for the longest segment to spare on each rank, the longest first always finds a place."""
@@ -97,6 +98,7 @@ def test_segments_stay_whole_where_any_order_of_them_fits(num_ranks, seed):
     assert found.mode == "segments" and split_segments(found, ids) == [] and found.gathered.shape == (num_ranks, 0)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 6), st.integers(0, 40), st.integers(0, 2**32))
 def test_a_segment_is_split_at_a_border_or_for_its_size(num_ranks, padding, seed):
     rng = np.random.default_rng(seed)
