@@ -47,7 +47,9 @@ def packed_words(lengths: list[int], family: str = "causal", padding: int = 0) -
     return encode_words(segment, causal=False, sees_all=True)
 
 
-def cut(words: Tensor, num_ranks: int, method: str = "lpt", mode: str = "row", seed: int = 0) -> dict[str, Any]:
+def cut(
+    words: Tensor, num_ranks: int, method: str = "lpt", mode: str = "row", seed: int = 0, block: int = BLOCK
+) -> dict[str, Any]:
     """Arguments of `shard_sequence` for one way to cut a row."""
     seen = dense_mask(BitfieldMask.from_words(words))[0]
     places = torch.arange(words.shape[1])
@@ -57,13 +59,13 @@ def cut(words: Tensor, num_ranks: int, method: str = "lpt", mode: str = "row", s
         first,
         last,
         num_ranks,
-        block=BLOCK,
+        block=block,
         method=method,  # type: ignore[arg-type]
         mode=mode,  # type: ignore[arg-type]
         segment_ids=decode_words(words[0]).segment.numpy(),
         seed=seed,
     )
-    return {"order": found.order, "positions": found.positions, "gathered": found.gathered, "block": BLOCK}
+    return {"order": found.order, "positions": found.positions, "gathered": found.gathered, "block": block}
 
 
 def needed_blocks(words: Tensor, order: np.ndarray, num_ranks: int) -> np.ndarray:

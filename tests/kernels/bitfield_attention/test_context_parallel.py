@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,27 @@ def test_rounding_is_that_of_one_rank(monkeypatch, dtype):
         error, allowed = ((t.double() - exact[name]).norm() / norm for t in (tensor, single[name]))
         assert tensor.dtype == dtype
         assert error <= 1.5 * allowed, name
+
+
+@pytest.mark.parametrize("mode, block", [("row", 128), ("row", BLOCK), ("segments", BLOCK)])
+def test_triton_kernels_take_rows_and_keys_as_they_lie(monkeypatch, mode, block):
+    install(monkeypatch)
+    turn = threading.Lock()  # the interpreter of kernels has one state for all threads
+    for name in ("attention_forward", "attention_backward"):
+        kernel = getattr(context_parallel, name)
+
+        def on_triton(*args, kernel=kernel):
+            with turn:
+                return kernel(*args, backend="triton")
+
+        monkeypatch.setattr(context_parallel, name, on_triton)
+    words = packed_words([150, 31, 40, 29], "images", padding=3)
+    inputs = Inputs.draw(_generator(7), words.shape[1], (6, 3), sinks=True, window=90).to(torch.float32)
+    shards, results, _ = _simulate(words, inputs, 2, **cut(words, 2, mode=mode, block=block))
+    assert (shards[0].sent is None) == (mode == "row")
+    expected = one_rank(inputs.to(torch.float64), words)
+    for name, found in _whole(shards, results).items():
+        torch.testing.assert_close(found.double(), expected[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
 def test_runs_are_bitwise_equal(monkeypatch):
