@@ -45,3 +45,12 @@ def test_simulator_error_has_a_prediction_for_each_measured_step(tmp_path):
     for case in cases:
         assert case["predicted_ms"] > 0 < case["measured_ms"]
         assert case["measured_ms"] > 0.9 * case["predicted_ms"]  # tasks that did not sleep would be done much sooner
+
+
+def test_context_parallel_balance_compares_every_way_to_cut_a_row(tmp_path):
+    result = _quick("context_parallel_balance", tmp_path)
+    assert result["torch's block mask has the same blocks"] is True
+    by_method = {case["method"]: case["work"]["worst"] for case in result["row"] if case["kind"] == "packed"}
+    assert set(by_method) == {"ours", "capped LPT", "PTRR", "zigzag", "contiguous", "random"}
+    assert min(by_method, key=lambda method: by_method[method]) == "ours" and by_method["ours"] <= 1.02
+    assert all(case["ours"]["mean"] >= 1 for case in result["small"]) and result["times"]
