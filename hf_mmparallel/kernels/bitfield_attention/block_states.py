@@ -24,21 +24,20 @@ NEVER = 2**31 - 1
 
 
 def block_states(
-    mask: BitfieldMask, intervals: RowIntervals | None, window: int, block_q: int, block_k: int
+    mask: BitfieldMask, bounds: RowIntervals, general: bool, window: int, block_q: int, block_k: int
 ) -> Tensor:
     """The state of each pair of blocks: int8 `[batch, blocks of queries, blocks of keys]`."""
-    if intervals is None:
-        some, full = _general_states(mask, window, block_q, block_k)
-    else:
-        some, full = _interval_states(mask, intervals, block_q, block_k)
+    some, full = _interval_states(mask, bounds, block_q, block_k)
+    if general:  # between its bounds, a query does not see all keys
+        some_words, full = _general_states(mask, window, block_q, block_k)
+        some &= some_words
     return some.to(torch.int8) * 2 - (some & full).to(torch.int8)
 
 
-def query_rows(mask: BitfieldMask, intervals: RowIntervals | None, window: int) -> Tensor:
+def query_rows(mask: BitfieldMask, bounds: RowIntervals, general: bool, window: int) -> Tensor:
     """What the kernels know of each query: int32 `[batch, 2 or 5, query_length]`, see [`MaskPlan`]."""
-    if intervals is not None:
-        length = (intervals.last - intervals.first + 1).clamp(min=0)
-        return torch.stack([intervals.first, length], dim=1).to(torch.int32)
+    if not general:
+        return torch.stack([bounds.first, bounds.last - bounds.first + 1], dim=1)
     fields = decode_words(mask.query_words)
     low = _low_half(mask.query_words)
     # A query without a span gets the low half of another sample, which no key of its own sample has.
@@ -55,12 +54,12 @@ def key_rows(mask: BitfieldMask, general: bool) -> Tensor:
     return torch.stack(rows, dim=1).to(torch.int32)
 
 
-def _interval_states(mask: BitfieldMask, intervals: RowIntervals, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
+def _interval_states(mask: BitfieldMask, bounds: RowIntervals, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
     """Whether any, and whether every pair is visible, from the intervals of the queries and the places of the keys."""
-    sees = intervals.first <= intervals.last
+    sees = bounds.first <= bounds.last
     # A query that sees nothing neither reaches a block nor lets one be full.
-    first_BM1, latest_first_BM1 = _query_bounds(torch.where(sees, intervals.first, NEVER), block_q)
-    earliest_last_BM1, last_BM1 = _query_bounds(torch.where(sees, intervals.last, -1), block_q)
+    first_BM1, latest_first_BM1 = _query_bounds(torch.where(sees, bounds.first, NEVER), block_q)
+    earliest_last_BM1, last_BM1 = _query_bounds(torch.where(sees, bounds.last, -1), block_q)
     real = (mask.key_words & 0xFFFF) != 0
     first_B1N, last_or_never_B1N = _key_bounds(torch.where(real, mask.key_positions, NEVER), block_k, NEVER)
     _, last_B1N = _key_bounds(torch.where(real, mask.key_positions, -1), block_k, -1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .block_states import EMPTY, PARTIAL, block_states, key_rows, query_rows
-from .intervals import row_intervals
+from .intervals import row_bounds
 from .mask import BitfieldMask
 from .work_split import SplitTiles, split_tiles, step_costs
 
@@ -138,8 +138,8 @@ def compile_mask(
     Returns:
         `MaskPlan`: Tensors on the device of the mask.
     """
-    intervals = row_intervals(mask, window)
-    states = block_states(mask, intervals, window, block_q, block_k)
+    bounds, general = row_bounds(mask, window)
+    states = block_states(mask, bounds, general, window, block_q, block_k)
     orders, counts = zip(*(_visits(side) for side in (states, states.transpose(1, 2))), strict=True)
     steps = step_costs(*counts[0])
     sizes = torch.stack([*(seen.amax() for _, seen in counts), steps.amax(), steps.sum()])
@@ -150,11 +150,11 @@ def compile_mask(
     )
     programs = num_programs or _programs(mask.query_words.device)
     return MaskPlan(
-        interval=intervals is not None,
+        interval=not general,
         block_q=block_q,
         block_k=block_k,
-        query_rows=query_rows(mask, intervals, window),
-        key_rows=key_rows(mask, general=intervals is None),
+        query_rows=query_rows(mask, bounds, general, window),
+        key_rows=key_rows(mask, general),
         by_query=by_query,
         by_key=by_key,
         split=split_tiles(by_query.tiles, longest, total, num_heads, programs),

@@ -1,0 +1,233 @@
+"""Compiled masks against the dense mask: no visible pair is lost, full blocks are full, splits never end later."""
+
+from __future__ import annotations
+
+import heapq
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words
+from hf_mmparallel.kernels.bitfield_attention.block_states import EMPTY, FULL, PARTIAL
+from hf_mmparallel.kernels.bitfield_attention.mask_plan import BlockLists, MaskPlan, compile_mask
+from hf_mmparallel.kernels.bitfield_attention.work_split import COMBINE_COST, PART_COST, TILE_COST, step_costs
+from tests.kernels.bitfield_attention.mask_families import FAMILIES, HOLES, permuted, random_words
+
+
+def _states_of_lists(lists: BlockLists, batch: int, num_blocks: int, num_others: int) -> Tensor:
+    """The state of each pair of blocks that the lists say, `[batch, num_blocks, num_others]`; every tile once."""
+    states = torch.full((batch, num_blocks, num_others), EMPTY)
+    assert sorted(lists.tiles[:, :2].tolist()) == [[row, block] for row in range(batch) for block in range(num_blocks)]
+    for row, block, begin, middle, end in lists.tiles.tolist():
+        partial, full = lists.blocks[begin:middle].tolist(), lists.blocks[middle:end].tolist()
+        assert begin <= middle <= end and len(set(partial + full)) == end - begin
+        states[row, block, partial] = PARTIAL
+        states[row, block, full] = FULL
+    seen, partial = lists.tiles[:, 4] - lists.tiles[:, 2], lists.tiles[:, 3] - lists.tiles[:, 2]
+    costs = step_costs(partial, seen)
+    assert torch.equal(costs, costs.sort(descending=True).values)
+    return states
+
+
+def _exact_states(dense: Tensor, block_q: int, block_k: int) -> Tensor:
+    """The state of each pair of blocks; keys past the end are hidden, queries past it do not count."""
+    batch, num_queries, num_keys = dense.shape
+    sizes = (-(-num_queries // block_q), block_q, -(-num_keys // block_k), block_k)
+    padded = torch.zeros(batch, sizes[0] * block_q, sizes[2] * block_k, dtype=torch.bool)
+    padded[:, :num_queries, :num_keys] = dense
+    some = padded.view(batch, *sizes).any(4).any(2)
+    padded[:, num_queries:] = True
+    full = padded.view(batch, *sizes).all(4).all(2)
+    return torch.where(full, FULL, torch.where(some, PARTIAL, EMPTY))
+
+
+def _dense_of_rows(plan: MaskPlan) -> Tensor:
+    """What the numbers of the rows say, as the kernels read them: bool `[batch, num_queries, num_keys]`."""
+    queries, keys = plan.query_rows[..., :, None], plan.key_rows[..., None, :]
+    places = keys[:, 0]
+    if plan.interval:
+        return (places >= queries[:, 0]) & (places < queries[:, 0] + queries[:, 1])
+    same = ((queries[:, 0] ^ keys[:, 1]) & 0xFFFF) == 0
+    reached = (places <= queries[:, 2]) | (queries[:, 3] == keys[:, 1])
+    return same & ((queries[:, 1] & keys[:, 2]) != 0) & reached & (places > queries[:, 4])
+
+
+def _check(mask: BitfieldMask, window: int, block_q: int, block_k: int) -> tuple[MaskPlan, Tensor, Tensor]:
+    """Checks a plan against the dense mask; returns it with its states and the exact ones."""
+    dense = dense_mask(mask, window)
+    plan = compile_mask(mask, window, block_q, block_k)
+    exact = _exact_states(dense, block_q, block_k)
+    states = _states_of_lists(plan.by_query, *exact.shape)
+    batch, num_query_blocks, num_key_blocks = exact.shape
+    by_key = _states_of_lists(plan.by_key, batch, num_key_blocks, num_query_blocks)
+    assert torch.equal(by_key, states.transpose(1, 2))
+    assert not ((states == EMPTY) & (exact != EMPTY)).any(), "a visible pair is lost"
+    assert not ((states == FULL) & (exact != FULL)).any(), "a hidden pair is not masked"
+    assert torch.equal(_dense_of_rows(plan), dense)
+    lists = (plan.by_query.tiles, plan.by_query.blocks, plan.by_key.tiles, plan.by_key.blocks)
+    assert {tensor.dtype for tensor in (plan.query_rows, plan.key_rows, *lists)} == {torch.int32}
+    return plan, states, exact
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    batch=st.integers(1, 3),
+    length=st.integers(1, 70),
+    window=st.sampled_from([0, 0, 1, 9]),
+    block_q=st.sampled_from([4, 8]),
+    block_k=st.sampled_from([2, 8]),
+    cut=st.booleans(),
+)
+def test_any_words_in_any_order(seed, batch, length, window, block_q, block_k, cut):
+    rng = Random(seed)
+    mask = BitfieldMask.from_words(random_words(rng, batch, length))
+    if cut:
+        unseen = (~dense_mask(mask, window).any(1).any(0)).nonzero()[:, 0].tolist()
+        unseen = unseen[: min(len(unseen) // 2, length - 1)]
+        mask = permuted(mask, rng, rng.randrange(1, length + 1), without_keys=unseen)
+    _check(mask, window, block_q, block_k)
+
+
+@pytest.mark.parametrize("window", [0, 21])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_visit_what_they_must(family, window):
+    rng = Random(f"{family} {window}")
+    needless = missed_full = visited = 0
+    for _ in range(6):
+        plan, states, exact = _check(BitfieldMask.from_words(FAMILIES[family](rng, 331)), window, 32, 16)
+        assert plan.interval or family in HOLES
+        needless += int(((states != EMPTY) & (exact == EMPTY)).sum())
+        missed_full += int(((states != FULL) & (exact == FULL)).sum())
+        visited += int((exact != EMPTY).sum())
+    # From minima and maxima alone, intervals give the exact blocks and the words nearly so.
+    assert needless <= (0.05 * visited if family in HOLES else 0.0)
+    assert missed_full <= (0.1 * visited if family in HOLES else 0.0)
+
+
+def test_whole_blocks_in_another_order_stay_exact():
+    rng = Random(3)
+    words = FAMILIES["image_spans"](rng, 256)
+    blocks = torch.arange(256).view(16, 16)
+    order_q, order_k = (blocks[rng.sample(range(16), 16)].flatten() for _ in range(2))
+    whole = BitfieldMask.from_words(words)
+    mask = BitfieldMask(words[:, order_q], whole.query_positions[:, order_q], words[:, order_k], order_k[None].int())
+    plan, states, exact = _check(mask, 0, 16, 16)
+    assert torch.equal(states, exact)
+    assert plan.consecutive_keys
+    assert torch.equal(plan.key_block_starts, order_k[None, ::16].int())
+
+
+def test_nothing_is_visible():
+    plan, states, _ = _check(BitfieldMask.from_words(torch.zeros(2, 40, dtype=torch.int64)), 0, 16, 16)
+    assert not states.any() and plan.interval
+
+
+def test_keys_that_do_not_stand_in_order_are_told():
+    words = encode_words(torch.ones(1, 64, dtype=torch.int64))
+    whole = BitfieldMask.from_words(words)
+    assert compile_mask(whole, 0, 16, 16).consecutive_keys
+    order = torch.arange(64)
+    order[5], order[6] = 6, 5
+    swapped = BitfieldMask(words, whole.query_positions, words, order[None].int())
+    assert not compile_mask(swapped, 0, 16, 16).consecutive_keys
+
+
+@pytest.mark.parametrize("padded, consecutive", [(slice(50, 64), True), (slice(0, 7), True), (slice(20, 30), False)])
+def test_padding_takes_no_place_that_is_looked_at(padded, consecutive):
+    segment = torch.ones(1, 64, dtype=torch.int64)
+    segment[:, padded] = 0
+    mask = BitfieldMask.from_words(encode_words(segment))
+    assert compile_mask(mask, 0, 16, 16).consecutive_keys == consecutive
+
+
+def test_a_copy_of_a_key_without_its_word_is_padding():
+    words = encode_words(torch.ones(1, 32, dtype=torch.int64))
+    keys = torch.cat([words, torch.zeros_like(words)], dim=1)
+    places = torch.arange(32, dtype=torch.int32)[None]
+    mask = BitfieldMask(words, places, keys, torch.cat([places, places], dim=1))
+    plan, states, exact = _check(mask, 0, 8, 16)
+    assert torch.equal(states, exact) and not states[:, :, 2:].any()
+    assert plan.consecutive_keys
+
+
+def _end_of(costs: list[int], num_heads: int, num_programs: int) -> int:
+    """When the last program ends that takes the next tile whenever it is free; the heads of a tile side by side."""
+    free = [0] * num_programs
+    for cost in costs:
+        for _ in range(num_heads):
+            heapq.heappush(free, heapq.heappop(free) + cost)
+    return max(free)
+
+
+def _ends(plan: MaskPlan, num_heads: int, num_programs: int) -> tuple[int, int]:
+    """When the forward pass ends without cut tiles and as planned."""
+    _, _, begin, middle, end = plan.by_query.tiles.unbind(1)
+    whole = _end_of((step_costs(middle - begin, end - begin) + TILE_COST).tolist(), num_heads, num_programs)
+    if plan.split is None:
+        return whole, whole
+    _, _, begin, middle, end, slot = plan.split.tiles.unbind(1)
+    costs = step_costs(middle - begin, end - begin) + TILE_COST + (slot >= 0) * PART_COST
+    return whole, _end_of(costs.tolist(), num_heads, num_programs) + COMBINE_COST
+
+
+def _check_split(plan: MaskPlan) -> None:
+    """Checks that parts cover each list once, and that rows name the slots of their parts in order."""
+    split = plan.split
+    assert split is not None
+    parts: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    for row, block, *part in split.tiles.tolist():
+        parts.setdefault((row, block), []).append(tuple(part))
+    rows = {(row, block): (first, count) for row, block, first, count in split.rows.tolist()}
+    assert sum(count for _, count in rows.values()) == split.num_slots
+    for row, block, begin, middle, end in plan.by_query.tiles.tolist():
+        found = sorted(parts.pop((row, block)))
+        slots = [slot for *_, slot in found]
+        first, count = rows.get((row, block), (-1, 1))
+        assert slots == [-1] if count == 1 else slots == list(range(first, first + count))
+        starts, middles, stops, _ = zip(*found, strict=True)
+        assert (starts[0], stops[-1]) == (begin, end) and starts[1:] == stops[:-1]
+        assert middles == tuple(min(max(middle, start), stop) for start, stop in zip(starts, stops, strict=True))
+    assert not parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    length=st.integers(1, 900),
+    queries=st.floats(0.01, 1.0),
+    num_heads=st.integers(1, 32),
+    num_programs=st.sampled_from([4, 40, 132]),
+)
+def test_a_split_never_ends_later(seed, length, queries, num_heads, num_programs):
+    rng = Random(seed)
+    family = rng.choice(["causal", "encoder", "prefix"])
+    words = FAMILIES[family](rng, length + 40)
+    mask = permuted(BitfieldMask.from_words(words), rng, max(1, int(length * queries)))
+    plan = compile_mask(mask, 0, 16, 8, num_heads=num_heads, num_programs=num_programs)
+    whole, planned = _ends(plan, num_heads, num_programs)
+    assert planned <= whole
+    if plan.split is not None:
+        _check_split(plan)
+
+
+def test_one_query_over_many_keys_is_split():
+    words = encode_words(torch.ones(1, 32768, dtype=torch.int64))
+    whole = BitfieldMask.from_words(words)
+    last = BitfieldMask(words[:, -1:], whole.query_positions[:, -1:], words, whole.key_positions)
+    plan = compile_mask(last, num_heads=32, num_programs=132)
+    before, after = _ends(plan, 32, 132)
+    assert after < before / 2
+    _check_split(plan)
+
+
+@pytest.mark.parametrize("length, num_heads", [(8192, 32), (65536, 4)])
+def test_tiles_of_training_are_not_split(length, num_heads):
+    mask = BitfieldMask.from_words(encode_words(torch.arange(length)[None] // 2048 + 1))
+    assert compile_mask(mask, num_heads=num_heads, num_programs=132).split is None
+    causal = BitfieldMask.from_words(encode_words(torch.ones(1, length, dtype=torch.int64)))
+    assert compile_mask(causal, num_heads=num_heads, num_programs=132).split is None

@@ -1,0 +1,205 @@
+"""The portable kernels in Triton's interpreter against the definition in float64: every mask family and feature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, reference_attention
+from hf_mmparallel.kernels.bitfield_attention import triton as kernels
+from hf_mmparallel.kernels.bitfield_attention.mask_plan import compile_mask
+from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning
+from tests.kernels.bitfield_attention.mask_families import FAMILIES, HOLES, permuted
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ERROR = {torch.float32: 2e-6, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """New tensors hold NaN until they are written."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one call; blocks are small so that few tokens make many."""
+
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    block_q: int = 32
+    block_k: int = 16
+
+
+def inputs_of(mask: BitfieldMask, shape: Shape, dtype: torch.dtype, sinks: bool) -> tuple[list[Tensor], Tensor]:
+    """Query, key, value and sinks if there are any; and a gradient of the output."""
+    batch, num_queries = mask.query_words.shape
+    num_keys = mask.key_words.shape[1]
+    sizes = ((shape.heads, num_queries), (shape.kv_heads, num_keys), (shape.kv_heads, num_keys))
+    tensors = [torch.randn(batch, *size, shape.head_dim, dtype=dtype, device=DEVICE) for size in sizes]
+    grad = torch.randn_like(tensors[0])
+    return tensors + ([torch.randn(shape.heads, device=DEVICE)] if sinks else []), grad
+
+
+def error_of(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference by the norm of what is expected; nothing may be NaN."""
+    assert found.shape == expected.shape and not found.isnan().any()
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def check(
+    mask: BitfieldMask,
+    shape: Shape = Shape(),  # noqa: B008 (frozen)
+    dtype: torch.dtype = torch.float32,
+    window: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: bool = False,
+    num_programs: int = 1,
+    tuning: Tuning | None = None,
+    transposed: bool = False,
+) -> None:
+    """Compares output, log-sum-exp and all gradients with the definition in float64."""
+    mask = BitfieldMask(
+        mask.query_words.to(DEVICE),
+        mask.query_positions.to(DEVICE),
+        mask.key_words.to(DEVICE),
+        mask.key_positions.to(DEVICE),
+    )
+    inputs, grad = inputs_of(mask, shape, dtype, sinks)
+    if transposed:
+        inputs[:3] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]]
+        grad = grad[..., :1].expand_as(grad)  # as the gradient of a sum
+    plan = compile_mask(mask, window, shape.block_q, shape.block_k, num_heads=shape.heads, num_programs=num_programs)
+    assert (plan.split is not None) == (num_programs > 1)
+    logits = inputs[3] if sinks else None
+    out, lse = kernels.forward(*inputs[:3], plan, scale, softcap, logits, tuning)
+    grads = kernels.backward(grad, *inputs[:3], out, lse, plan, scale, softcap, logits, tuning)
+    assert (grads[3] is None) == (not sinks)
+
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    expected, expected_lse = reference_attention(*exact[:3], mask, scale, softcap, window, exact[3] if sinks else None)
+    expected_grads = torch.autograd.grad(expected, exact, grad.double())
+    assert out.dtype == dtype and out.stride() == inputs[0].stride() and lse.dtype == torch.float32
+    assert error_of(out, expected.detach()) < ERROR[dtype]
+    torch.testing.assert_close(lse.double(), expected_lse.detach(), rtol=0, atol=3 * ERROR[dtype])
+    for found, wanted, tensor in zip(grads, expected_grads, inputs, strict=False):
+        assert found is not None and found.dtype == tensor.dtype and found.shape == tensor.shape
+        assert error_of(found, wanted) < 2 * ERROR[dtype]
+    blind = expected_lse == float("-inf")
+    assert not out[blind].any() and not grads[0][blind].any()
+
+
+def packed(length: int, batch: int = 1, seed: int = 0) -> BitfieldMask:
+    """Rows of samples with images and padding, another one for each row of the batch."""
+    rows = [FAMILIES["image_spans"](Random(seed + row), length) for row in range(batch)]
+    return BitfieldMask.from_words(torch.cat(rows))
+
+
+@pytest.mark.parametrize("window", [0, 19])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, window):
+    words = FAMILIES[family](Random(f"{family} {window}"), 87)
+    check(BitfieldMask.from_words(words), window=window)
+
+
+FEATURES = {
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks": True},
+    "softcap and sinks": {"softcap": 3.0, "sinks": True, "window": 11},
+    "scale": {"scale": 0.7},
+    "many heads": {"shape": Shape(heads=6, kv_heads=2)},
+    "equal heads": {"shape": Shape(heads=2, kv_heads=2)},
+    "strides": {"transposed": True, "shape": Shape(heads=4, kv_heads=2)},
+    "float16": {"dtype": torch.float16, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["interval", "general"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, general):
+    mask = packed(75, batch=2)
+    if general:  # half of the tokens look away from some of the others
+        words = FAMILIES[HOLES[0]](Random(5), 75)
+        mask = BitfieldMask.from_words(torch.cat([words, packed(75).query_words]))
+    check(mask, **FEATURES[feature])
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["interval", "general"])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 96, 128, 256])
+def test_head_dims(head_dim, general):
+    mask = BitfieldMask.from_words(FAMILIES["noised" if general else "image_spans"](Random(head_dim), 41))
+    check(mask, Shape(head_dim=head_dim), sinks=True)
+
+
+@pytest.mark.parametrize(
+    "head_dim, parts",
+    [(16, (16, 0)), (40, (32, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16)), (96, (64, 32)), (128, (128, 0))],
+)
+def test_parts_of_head_dims(head_dim, parts):
+    assert kernels.head_parts(head_dim) == {"D": head_dim, "PART_0": parts[0], "PART_1": parts[1]}
+
+
+@pytest.mark.parametrize("features", [{}, {"sinks": True, "softcap": 3.0}], ids=["plain", "sinks and softcap"])
+def test_queries_cut_over_programs(features):
+    words = encode_words(torch.ones(1, 297, dtype=torch.int64))
+    words[:, 290:] = 0
+    few = slice(270, 293)  # the last of them are padding
+    whole = BitfieldMask.from_words(words)
+    mask = BitfieldMask(words[:, few], whole.query_positions[:, few], words, whole.key_positions)
+    check(mask, Shape(block_q=16, head_dim=24), num_programs=400, **features)
+
+
+@pytest.mark.parametrize("family", ["image_spans", "noised"])
+def test_rows_in_any_order(family):
+    rng = Random(f"order {family}")
+    check(permuted(BitfieldMask.from_words(FAMILIES[family](rng, 90)), rng, 50), window=0)
+
+
+TUNINGS = {
+    "narrow tiles": (Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1)),
+    "narrow inside": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
+}
+
+
+@pytest.mark.parametrize("tiles", TUNINGS.values(), ids=TUNINGS)
+def test_tiles_narrower_than_blocks(tiles):
+    shape = Shape(heads=4, kv_heads=2, block_q=32, block_k=32)
+    check(packed(71), shape, tuning=Tuning("portable", 32, 32, *tiles))
+
+
+def test_gradients_are_the_same_bits_each_time():
+    mask = packed(70)
+    (query, key, value, sinks), grad = inputs_of(mask, Shape(heads=4, kv_heads=2), torch.float32, sinks=True)
+    plan = compile_mask(mask, 0, 32, 16)
+    runs = []
+    for _ in range(2):
+        out, lse = kernels.forward(query, key, value, plan, sinks=sinks)
+        runs.append((out, lse, *kernels.backward(grad, query, key, value, out, lse, plan, sinks=sinks)))
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
+
+
+def test_heads_run_inside_of_tiles_or_tiles_inside_of_heads(monkeypatch):
+    monkeypatch.setattr(kernels, "L2_BYTES", 0)
+    check(packed(75, batch=2), Shape(heads=4, kv_heads=2))
+
+
+def test_nothing_is_visible():
+    check(BitfieldMask.from_words(torch.zeros(1, 40, dtype=torch.int64)))
+
+
+def test_a_scale_that_turns_the_order_is_refused():
+    mask = packed(20, seed=1)
+    (query, key, value), _ = inputs_of(mask, Shape(), torch.float32, sinks=False)
+    with pytest.raises(ValueError, match="scale=-1.0"):
+        kernels.forward(query, key, value, compile_mask(mask, 0, 16, 16), scale=-1.0)
