@@ -71,7 +71,7 @@ class DeferredMask:
 
         Args:
             may_skip (`bool`, *optional*, defaults to `False`):
-                Return `None` where the mask is the plain causal one, or full if the model asked for no causal one.
+                Return `None` where the mask is the plain causal one, or hides nothing if it is not causal.
         """
         if torch.compiler.is_compiling():  # a graph may not write to what came into it, and merges what is equal
             return self._build(may_skip)
@@ -101,15 +101,16 @@ def deferred_mask(
     attention_mask: Tensor | DeferredMask | None = None,
     allow_is_bidirectional_skip: bool | None = None,
     **arguments: Any,
-) -> Tensor | DeferredMask | None:
+) -> DeferredMask | Tensor | None:
     """
     The mask function of `"bitfield"`; its arguments are those of `transformers.masking_utils.sdpa_mask`.
 
     Returns:
-        [`DeferredMask`], or `torch.Tensor` for a cache of fixed size: its decoding steps are compiled and take the
-        mask as an input, and no words come with them.
+        [`DeferredMask`] or `torch.Tensor`: The one that was given, if a model around this one asked for it. A tensor
+        where `q_offset` is one: caches of fixed size count their tokens in place, so that it changes before any layer
+        reads the mask.
     """
-    if isinstance(attention_mask, DeferredMask):  # made by a model around this one
+    if isinstance(attention_mask, DeferredMask):
         return attention_mask
     arguments.update(
         batch_size=batch_size,
@@ -122,9 +123,7 @@ def deferred_mask(
     )
     # only the masks that look both ways come with this argument
     mask = DeferredMask((batch_size, 1, q_length, kv_length), arguments, causal=allow_is_bidirectional_skip is None)
-    if isinstance(q_offset, Tensor) or kv_offset + kv_length != q_offset + q_length:
-        return mask.build()
-    return mask
+    return mask.build() if isinstance(q_offset, Tensor) else mask
 
 
 def bitfield_attention_forward(
@@ -260,15 +259,16 @@ def _mask_of_words(
             "Give int64 words of shape `[batch, length]`."
         )
     num_words, num_queries, num_keys = words.shape[1], query.shape[2], key.shape[2]
-    if num_words == num_queries == num_keys:
-        return words
-    fits = num_words == num_keys or (window and num_queries < num_keys < num_words)
-    if not fits or (num_seen is not None and num_words != num_seen):
+    fits = num_seen in (None, num_words)
+    last_keys_only = window and num_keys < num_words == num_seen  # a cache drops what the window has left behind
+    if not fits or (num_words != num_keys and not last_keys_only):
         raise ValueError(
             f"`attention_words` covers {num_words} tokens; a layer has {num_queries} queries and {num_keys} keys. "
             "Give a word for each token up to the last query, with those in a cache that grows; a cache of fixed size "
             "takes no words."
         )
+    if num_words == num_queries:
+        return words
     positions = torch.arange(num_words, dtype=torch.int32, device=words.device).expand_as(words)
     of_queries, of_keys = slice(num_words - num_queries, None), slice(num_words - num_keys, None)
     return BitfieldMask(words[:, of_queries], positions[:, of_queries], words[:, of_keys], positions[:, of_keys])

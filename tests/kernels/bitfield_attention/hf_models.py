@@ -28,6 +28,16 @@ TEXT: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma3_text": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**HEADS, **LAYER_TYPES, query_pre_attn_scalar=8)),
     "phi3": tiny._build("Phi3", **TWO_LAYERS, sliding_window=WINDOW),
     "gpt_oss": tiny._build("GptOss", **HEADS, **LAYER_TYPES, **EXPERTS),
+    "qwen2_moe": tiny._build(  # its layers do not pass the window that its masks have
+        "Qwen2Moe",
+        **TWO_LAYERS,
+        **LAYER_TYPES,
+        use_sliding_window=True,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+    ),
     "mixtral": tiny._build("Mixtral", **TWO_LAYERS, **EXPERTS),
 }
 MULTIMODAL = ("llava", "gemma3", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, masking_utils, modeling_utils
+from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, StaticCache, masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, hf, reference_attention
@@ -124,6 +124,17 @@ def test_a_layer_that_says_itself_whether_it_is_causal_is_believed(is_causal, so
     torch.testing.assert_close(found, expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_says_whether_it_is_causal_and_not_the_layer(causal, is_causal):
+    sees = masking_utils.causal_mask_function if causal else masking_utils.bidirectional_mask_function
+    mask = hf.deferred_mask(1, 12, 12, mask_function=sees, **({} if causal else {"allow_is_bidirectional_skip": True}))
+    layer, states = _layer(is_causal=is_causal).eval(), _states()
+    found, _ = hf.bitfield_attention_forward(layer, *states, mask)
+    expected, _ = sdpa_attention_forward(layer, *states, None, is_causal=causal)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "internvl"])
 def test_words_do_not_reach_a_tower_whose_length_is_that_of_the_text(family, monkeypatch):
     model, batch = build(family), multimodal_batch(family, size=1)
@@ -167,6 +178,22 @@ def test_words_with_a_growing_cache(family):
             ).logits
         )
     torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
+@torch.no_grad()
+def test_a_cache_of_fixed_size_that_a_loop_fills(family):
+    model, input_ids = build(family), torch.randint(3, 90, (2, 12))
+    model.set_attn_implementation("eager")
+    expected = model(input_ids).logits
+    model.set_attn_implementation("bitfield")
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    logits = [model(part, past_key_values=cache).logits for part in input_ids.split([7, 2, 1, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=0, atol=1e-5)
+    if family == "llama":
+        words = encode_words(torch.ones(2, 13, dtype=torch.int64))
+        with pytest.raises(ValueError, match="a cache of fixed size takes no words"):
+            model(input_ids[:, :1], past_key_values=cache, attention_words=words)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
