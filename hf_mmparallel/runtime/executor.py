@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -355,12 +355,20 @@ class _Step(MessageGeometry):
         self.executor.before_forward(task)
         stage = self.executor.stages[key]
         with self.executor.forward_context(), torch.set_grad_enabled(needs_graph):
-            outputs = stage(self.batch(task), hidden, features)
+            outputs = stage(self.inputs(task, leaves), hidden, features)
             if self.is_last(task):
                 outputs = self.loss(task, outputs)
         self.count(task, outputs)
         if needs_graph or not self.is_last(task):
             self.running[task.key] = _Running(outputs, leaves)
+
+    def inputs(self, task: Task, leaves: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
+        """The inputs of a task; gradients of features concern the attention of rows of ranks without features too."""
+        batch = self.batch(task)
+        words = batch.get(WORDS)
+        if not isinstance(words, SequenceShard) or not any(leaf.requires_grad for leaf in leaves.values()):
+            return batch
+        return {**batch, WORDS: replace(words, has_backward=True)}
 
     def check_rows(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
         """Raises `ValueError` unless an encoder made a row for each placeholder token of its samples."""

@@ -1,7 +1,8 @@
 """
 Ranks as threads of one process: the executor on messages in memory, without a process group.
 
-Tensor-parallel grids work too when the executor's collectives are replaced by [`ThreadCollectives`].
+Tensor-parallel grids work too when the executor's collectives are replaced by [`ThreadCollectives`]. Rows of tokens
+that ranks share are packed and cut as under the Trainer.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_mmparallel.data.context import ContextCutter
 from hf_mmparallel.data.loader import StepDataset, keys_of_rank
-from hf_mmparallel.modeling import build_model_spec, count_rows, prepare_stages, token_loss
+from hf_mmparallel.data.packing import PackingCollator
+from hf_mmparallel.kernels.bitfield_attention import context_parallel
+from hf_mmparallel.modeling import build_model_spec, count_rows, module_parts, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
 from hf_mmparallel.runtime.executor import Executor, StepResult
+from hf_mmparallel.runtime.groups import context_groups
 from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
 from hf_mmparallel.schedule import Program, build_program
 
@@ -50,7 +56,7 @@ def run_threads(fn: Callable[[int], Any], world_size: int) -> list[Any]:
 
 @dataclass
 class ThreadGroup:
-    """A row of tensor-parallel ranks that meet in one process."""
+    """Ranks of one process that meet."""
 
     ranks: tuple[int, ...]
     given: dict[int, Tensor] = field(default_factory=dict)
@@ -85,6 +91,34 @@ class ThreadCollectives:
     @staticmethod
     def all_reduce(tensor: Tensor, group: Membership) -> None:
         tensor.copy_(torch.stack(group.group.exchange(group.rank, tensor)).sum(0))
+
+
+class _Done:
+    """A collective that was finished when it was started."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _all_gather(output: Tensor, own: Tensor, group: Membership) -> _Done:
+    output.copy_(torch.cat(group.group.exchange(group.rank, own)))
+    return _Done()
+
+
+def _all_to_all(output: Tensor, parts: Tensor, group: Membership) -> _Done:
+    ranks = group.group.ranks
+    place = ranks.index(group.rank)
+    given = group.group.exchange(group.rank, parts)
+    output.copy_(torch.cat([tensor.chunk(len(ranks))[place] for tensor in given]))
+    return _Done()
+
+
+def with_words(model: PreTrainedModel) -> PreTrainedModel:
+    """The model, with a language model that reads the words of packed rows."""
+    text = model.config.get_text_config()
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({keys[0] if keys else "": "bitfield"})
+    return model
 
 
 class RecordingTransport(LoopbackTransport):
@@ -129,11 +163,19 @@ def run_loopback(
     collator: Callable[[list], Mapping[str, Any]],
     training: bool = True,
 ) -> Outcome:
-    """Runs a step of `model` under `plan`, each rank on a pruned copy; gradients are summed over the ranks."""
+    """
+    Runs a step of `model` under `plan`, each rank on a pruned copy; gradients are summed over the ranks. The samples
+    of a microbatch are packed where ranks share its tokens.
+    """
     spec = build_model_spec(model)
     program = build_program(plan, step, sync_groups(spec, plan), training=training)
     world = LoopbackWorld(TIMEOUT_S)
     copies = [copy.deepcopy(model) for _ in range(plan.world_size)]
+    shared = context_groups(plan)
+    if shared:
+        collator = PackingCollator(collator, with_words(copy.deepcopy(model)))
+        copies = [with_words(own) for own in copies]
+    groups = {ranks: ThreadGroup(ranks) for ranks in shared}
 
     def rank_body(rank: int) -> StepResult:
         own = copies[rank]
@@ -142,17 +184,26 @@ def run_loopback(
             spec,
             prepare_stages(own, spec, plan, rank),
             world.transport(rank),
-            {},
+            {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
             lambda logits, labels, shifted: token_loss(own, logits, labels, shifted=shifted),
             count_rows,
             torch.device("cpu"),
             torch.float32,
         )
-        source = StepDataset(dataset, collator, lambda s: keys_of_rank(plan, s, rank), 0)
+        media = frozenset(
+            name for part in module_parts(own).values() for m in part.modalities for name in part.input_names(m)
+        )
+        cutter = ContextCutter(plan, rank, spec.placeholders, media)
+        source = StepDataset(dataset, collator, lambda s: keys_of_rank(plan, s, rank), 0, cutter=cutter)
+        batch = source.__getitems__(step)
         with torch.set_grad_enabled(training):
-            return executor.run(program, step, source.__getitems__(step).batches)
+            return executor.run(program, step, batch.batches, batch.cuts)
 
-    results = run_threads(rank_body, plan.world_size)
+    with (
+        mock.patch.object(context_parallel, "_all_gather", _all_gather),
+        mock.patch.object(context_parallel, "_all_to_all", _all_to_all),
+    ):
+        results = run_threads(rank_body, plan.world_size)
     gradients: dict[str, Tensor] = {}
     for own in copies:
         for name, parameter in own.named_parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
+    ContextSettings,
     Edge,
     ModulePlan,
     ParallelPlan,
@@ -26,6 +28,7 @@ from tests.runtime.loopback import assert_close, reference, run_loopback
 
 torch.set_num_threads(1)
 
+CONTEXT = ContextSettings(block=8)
 FREEZE = {
     "nothing": [],
     "vision": ["vision", "visual"],
@@ -71,8 +74,8 @@ def check(case: Case) -> None:
     assert_close(found.gradients, gradients)
 
 
-def assemble(spec, replicas: dict[str, list[list[tuple[tuple[int, int], int]]]], schedule) -> ParallelPlan:
-    """`replicas[module][replica]` are (layers, rank) of each stage."""
+def assemble(spec, replicas: dict[str, list[list[tuple[tuple[int, int], Any]]]], schedule) -> ParallelPlan:
+    """`replicas[module][replica]` are (layers, rank, or ranks that share a row of tokens) of each stage."""
     modules = {}
     for name, rows in replicas.items():
         module = spec.modules[name]
@@ -80,18 +83,25 @@ def assemble(spec, replicas: dict[str, list[list[tuple[tuple[int, int], int]]]],
         for row in rows:
             trainable = trainable_stages(module, spec.tied, [layers for layers, _ in row])
             stages.append(
-                tuple(Stage(layers, ((rank,),), t) for (layers, rank), t in zip(row, trainable, strict=True))
+                tuple(
+                    Stage(layers, tuple((rank,) for rank in ([ranks] if isinstance(ranks, int) else ranks)), t)
+                    for (layers, ranks), t in zip(row, trainable, strict=True)
+                )
             )
-        modules[name] = ModulePlan(tuple(stages))
+        modules[name] = ModulePlan(tuple(stages), context=CONTEXT)
     edges = tuple(Edge(n, LANGUAGE_MODEL, tuple(f.layer for f in spec.modules[n].features)) for n in spec.encoders)
     return ParallelPlan(modules, edges, schedule)
 
 
 @st.composite
 def plans(draw, spec) -> ParallelPlan:
-    """Any number of replicas with stages of their own each, encoders on ranks of their own or among the others'."""
+    """
+    Any number of replicas with stages of their own each, encoders on ranks of their own or among the others'. Ranks of
+    the language model may share the tokens of a row.
+    """
     replicas, used = {}, 0
     shared = draw(st.booleans())
+    cp_size = draw(st.sampled_from([1, 1, 2, 3]))
     for name in (LANGUAGE_MODEL, *spec.encoders):
         module = spec.modules[name]
         most = 1 if module.inner_features else 2 if name != LANGUAGE_MODEL else 3
@@ -105,7 +115,8 @@ def plans(draw, spec) -> ParallelPlan:
                 if shared and name != LANGUAGE_MODEL:
                     rank = draw(st.integers(0, used - 1))
                 else:
-                    rank, used = used, used + 1
+                    count = cp_size if name == LANGUAGE_MODEL else 1
+                    rank, used = tuple(range(used, used + count)), used + count
                 row.append((layers, rank))
             rows.append(row)
         replicas[name] = rows
@@ -161,6 +172,7 @@ def case_of(family: str, freeze: str, rows: dict, microbatches: dict, max_items:
     return Case(family, freeze, plan, step, max_items, 0)
 
 
+CUT = [((0, 1), (2, 3)), ((1, 4), (4, 5))]
 ONE, TWO = [((0, 4), 0)], [((0, 2), 1), ((2, 4), 2)]
 FIXED = {
     "an encoder microbatch feeds two microbatches": (
@@ -180,6 +192,18 @@ FIXED = {
         "language model",
         {"vision": [ONE], LANGUAGE_MODEL: [[((0, 4), 1)]]},
         {"vision": [[[0, 1], [2]]], LANGUAGE_MODEL: [[[0, 1], [2]]]},
+    ),
+    "two copies of two stages, each on two ranks, and a chunk without images": (
+        "qwen3_vl",
+        "nothing",
+        {"vision": [ONE, [((0, 4), 1)]], LANGUAGE_MODEL: [CUT, [((0, 4), (6, 7))]]},
+        {"vision": [[[0, 1]], [[3], [4]]], LANGUAGE_MODEL: [[[1, 4]], [[0, 2], [3]]]},
+    ),
+    "a trained projector, a sample of which some ranks have no image": (
+        "llava",
+        "all but the projector",
+        {"vision": [ONE], LANGUAGE_MODEL: [[((0, 2), (1, 2, 3)), ((2, 4), (4, 5, 6))]]},
+        {"vision": [[[0]]], LANGUAGE_MODEL: [[[0]]]},
     ),
     "copies with one and two stages share the encoder's ranks": (
         "gemma3",

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .attention import attention_backward, attention_forward
+from .dispatch import attention_backward, attention_forward
 from .mask import BitfieldMask
 
 HEADS_PER_GATHER = 2
@@ -46,6 +46,9 @@ class SequenceShard:
         sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the rows this rank sends to the others; all when left
             out.
         heads_per_gather (`int`, *optional*, defaults to 2): Kv heads that travel together; the same on every rank.
+        has_backward (`bool`, *optional*, defaults to `False`): Whether the backward pass goes through the attention of
+            some rank although the inputs of this one may need no gradient, as where only encoders are trained and some
+            ranks have none of their features. This rank then takes part in it.
     """
 
     mask: BitfieldMask
@@ -55,6 +58,7 @@ class SequenceShard:
     group: Any
     sent: Tensor | None = None
     heads_per_gather: int = HEADS_PER_GATHER
+    has_backward: bool = False
 
     @property
     def words(self) -> Tensor:
@@ -273,6 +277,8 @@ def context_parallel_attention(
     """
     _check_rows(query, key, value, shard.words.shape[1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if shard.has_backward and torch.is_grad_enabled() and not query.requires_grad:
+        query = query.detach().requires_grad_()
     out, lse = _Attention.apply(query, key, value, sinks, shard, (scale, softcap, window))
     return (out, lse) if return_lse else out
 
@@ -334,7 +340,7 @@ def _query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
 
 
 def _head_groups(num_heads: int, shard: SequenceShard) -> list[slice]:
-    """Ranges of kv heads that are computed together: nothing to wait for, nothing to cut."""
+    """Ranges of kv heads that travel and are computed together; one range when nothing travels."""
     size = shard.heads_per_gather if shard.num_sent else num_heads
     return [slice(start, min(start + size, num_heads)) for start in range(0, num_heads, size)]
 
