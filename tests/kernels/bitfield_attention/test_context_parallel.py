@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from typing import Any
@@ -221,6 +222,25 @@ def test_runs_are_bitwise_equal(monkeypatch):
     (_, first, _), (_, second, _) = (_simulate(words, inputs, 3, **cut(words, 3)) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_rank_without_gradients_takes_part_in_the_backward_pass(monkeypatch):
+    install(monkeypatch)
+    words = packed_words([20, 12])
+    inputs = Inputs.draw(_generator(8), 32, (2, 1))
+    how = cut(words, 2)
+
+    def body(rank, group):
+        shard = shard_sequence(words, rank=rank, group=group, num_ranks=2, **how)
+        own = inputs.of_rank(shard)
+        if rank == 0:
+            return own.run(context_parallel_attention, shard)["key"]
+        shard = dataclasses.replace(shard, has_backward=True)
+        context_parallel_attention(own.query, own.key, own.value, shard).backward(own.grad_out)
+
+    (found, _), _ = run_simulated(body, 2)
+    shard = shard_sequence(words, rank=0, group=None, num_ranks=2, **how)
+    torch.testing.assert_close(found, shard.take(one_rank(inputs, words)["key"], 2), **EXACT)
 
 
 def test_lse_is_returned_and_one_rank_needs_no_group():
