@@ -222,6 +222,12 @@ def _is_language_layer(module: nn.Module) -> bool:
 
 def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask | None) -> Any:
     """The words of one layer, from a dict by layer type if there is one."""
+    name = type(module).__name__
+    if "CrossAttention" in name or getattr(module.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"`{name}` attends, or may attend, to another sequence than that of `attention_words`, whose keys have no "
+            'words. Use `attn_implementation="sdpa"` for models with cross-attention.'
+        )
     if isinstance(words, Mapping):
         config: Any = module.config
         types = getattr(config, "layer_types", None)
@@ -259,9 +265,8 @@ def _mask_of_words(
             "Give int64 words of shape `[batch, length]`."
         )
     num_words, num_queries, num_keys = words.shape[1], query.shape[2], key.shape[2]
-    fits = num_seen in (None, num_words)
     last_keys_only = window and num_keys < num_words == num_seen  # a cache drops what the window has left behind
-    if not fits or (num_words != num_keys and not last_keys_only):
+    if num_words != num_keys and not last_keys_only:
         raise ValueError(
             f"`attention_words` covers {num_words} tokens; a layer has {num_queries} queries and {num_keys} keys. "
             "Give a word for each token up to the last query, with those in a cache that grows; a cache of fixed size "

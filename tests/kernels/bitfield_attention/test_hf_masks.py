@@ -244,6 +244,17 @@ def test_what_no_path_computes_is_refused(settings, complaint):
         hf.bitfield_attention_forward(_layer(), *_states(), **settings)
 
 
+@pytest.mark.parametrize("of_config", [True, False])
+def test_words_are_not_used_for_another_sequence(of_config):
+    layer, words = _layer(), encode_words(torch.ones(1, 12, dtype=torch.int64))
+    if of_config:
+        layer.config.is_encoder_decoder = True
+    else:
+        layer.__class__ = type("MllamaTextCrossAttention", (type(layer),), {})
+    with pytest.raises(ValueError, match="attends, or may attend, to another sequence"):
+        hf.bitfield_attention_forward(layer, *_states(), None, attention_words=words)
+
+
 def test_dropout_of_a_config_is_refused_in_training_only():
     model, batch = build("llama"), text_batch()
     for layer in model.model.layers:
