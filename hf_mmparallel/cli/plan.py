@@ -219,7 +219,8 @@ def _layouts(plan: ParallelPlan) -> str:
     rows = []
     for name, module in plan.modules.items():
         stages = module.replicas[0]
-        rows.append(f"{name}: dp {module.dp_size} x pp {len(stages)} x tp {len(stages[0].ranks[0])}")
+        context = f" x cp {module.cp_size}" if module.cp_size > 1 else ""
+        rows.append(f"{name}: dp {module.dp_size} x pp {len(stages)}{context} x tp {module.tp_size}")
     return "; ".join(rows)
 
 
@@ -244,12 +245,12 @@ def report(
     console: Console, args: argparse.Namespace, spec: ModelSpec | None, prediction: Prediction, global_batch_size: int
 ) -> None:
     """Prints the table and what is predicted."""
-    from ..runtime.groups import talking_pairs
+    from ..runtime.groups import context_groups, talking_pairs
 
     plan, simulation = prediction.plan, prediction.simulation
     console.print(plan_table(plan, spec, simulation, prediction.memory))
     rows = {row for m in plan.modules.values() for _, _, s in m.stages() for row in s.ranks if len(row) > 1}
-    groups = rows | {group.ranks for group in prediction.groups}
+    groups = rows | set(context_groups(plan)) | {group.ranks for group in prediction.groups}
     time = (
         f"{simulation.iteration_ms:,.4g} ms" if simulation.iteration_ms < 1e3 else f"{simulation.iteration_ms:,.0f} ms"
     )

@@ -47,15 +47,16 @@ def plan_table(
     """
     table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
     right = ("parameters", "trainable", "in flight", "GiB a rank")
-    columns = ["module", "dp/pp/tp", "stage", "layers", "ranks"]
+    cut = any(module.cp_size > 1 for module in plan.modules.values())
+    columns = ["module", "dp/pp/cp/tp" if cut else "dp/pp/tp", "stage", "layers", "ranks"]
     columns += ["parameters", "trainable"] if spec is not None else ["backward"]
     columns += ["in flight"] + (["GiB a rank"] if memory is not None else [])
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", no_wrap=column != "ranks")
     for name, module in plan.modules.items():
         depths = sorted({len(stages) for stages in module.replicas})
-        tp_sizes = sorted({len(stage.ranks[0]) for _, _, stage in module.stages()})
-        sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{'-'.join(map(str, tp_sizes))}"
+        inner = f"{module.cp_size}/{module.tp_size}" if cut else f"{module.tp_size}"
+        sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{inner}"
         rows = _merge(_stage_rows(plan, name, spec, simulation, memory))
         for number, row in enumerate(rows):
             stage = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"

@@ -103,6 +103,7 @@ class AnalyticCost:
         tokens = self.tokens.per_sample(module)
         forward = flops_per_token(self.spec, module, stage, tokens) * tokens
         forward /= self.device.flops_per_ms * len(stage.all_ranks)
+        forward += self._gather_ms(module, stage, tokens)
         matrices = [p for p, multiplies in held_parameters(self.spec, module, stage) if multiplies]
         total = sum(p.num_elements for p in matrices)
         trained = [p for p, _ in held_parameters(self.spec, module, stage) if p.trainable]
@@ -111,6 +112,17 @@ class AnalyticCost:
         weights = sum(p.num_elements for p in matrices if p.trainable)
         factor = (data + weights) / max(1, total) + self.plan.modules[module].activation_checkpointing
         return forward, factor * forward
+
+    def _gather_ms(self, module: str, stage: Stage, tokens: int) -> float:
+        """
+        What the keys and values of one sample take longer to come from the other rows of ranks than the attention that
+        is computed at the same time.
+        """
+        part, num_rows, tp_size = self.spec.modules[module], len(stage.ranks), len(stage.ranks[0])
+        width = 2 * part.num_kv_heads * (part.hidden_size // part.num_heads) / tp_size
+        received = BYTES_PER_VALUE * width * tokens * (num_rows - 1) / num_rows
+        attention = 2 * tokens**2 * part.hidden_size / (self.device.flops_per_ms * len(stage.all_ranks))
+        return stage.num_layers * max(0.0, received / (self.device.link_gb_per_s * 1e6) - attention)
 
     def message_ms(self, message: Message) -> float:
         """Time that a message travels: two bytes a value, over one link for each rank of the smaller grid."""

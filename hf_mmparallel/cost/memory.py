@@ -68,12 +68,14 @@ def stage_state(spec: ModelSpec, module: str, stage: Stage) -> RankMemory:
 
 def sample_activation_bytes(spec: ModelSpec, plan: ParallelPlan, module: str, stage: Stage, tokens: int) -> float:
     """
-    What one sample keeps on each rank of a stage between its forward and its backward, two bytes a value.
+    What one sample keeps on each rank of a stage between its forward and its backward, two bytes a value; each row of
+    ranks has its share of the tokens.
 
     With activation checkpointing that is the input of each layer, and one layer in full. Logits count in float32,
     with their gradient.
     """
     part = spec.modules[module]
+    tokens = -(-tokens // len(stage.ranks))
     full = layer_width(part) / len(stage.ranks[0])
     if plan.modules[module].activation_checkpointing:
         values = stage.num_layers * part.hidden_size + full
@@ -113,7 +115,7 @@ def memory_per_rank(
     known: dict[tuple[str, tuple[int, int], int], tuple[RankMemory, float]] = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
-            key = (name, stage.layers, len(stage.ranks[0]))
+            key = (name, stage.layers, len(stage.all_ranks))
             if key not in known:
                 kept = sample_activation_bytes(spec, plan, name, stage, tokens.per_sample(name))
                 known[key] = (stage_state(spec, name, stage), kept)

@@ -27,7 +27,8 @@ def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
                 "module": name,
                 "dp": module.dp_size,
                 "pp": len(stages),
-                "tp": len(stages[0].ranks[0]),
+                "cp": module.cp_size,
+                "tp": module.tp_size,
                 "layers": " + ".join(str(stage.num_layers) for stage in stages),
                 "ranks": f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0]),
                 "trained": _trained([stage.trainable for stage in stages]),
@@ -79,7 +80,7 @@ def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: in
     path = folder / "README.md"
     card = ModelCard.load(path)
     card.data["parallel_plan"] = {
-        row["module"]: {k: row[k] for k in ("dp", "pp", "tp")} for row in layout_rows(engine.plan)
+        row["module"]: {k: row[k] for k in ("dp", "pp", "cp", "tp")} for row in layout_rows(engine.plan)
     }
     text = re.sub(rf"{re.escape(_SECTION)}.*?(?=### |\Z)", "", card.text, flags=re.DOTALL)
     text = re.sub(r"total_train_batch_size: \d+", f"total_train_batch_size: {global_batch_size}", text)

@@ -15,7 +15,7 @@ from ..cli.table import plan_table
 from ..cost import HARDWARE, AnalyticCost, RankMemory, Tokens, memory_per_rank
 from ..data.loader import seeded
 from ..modeling import count_rows
-from ..plan import ModelSpec
+from ..plan import LANGUAGE_MODEL, ModelSpec
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
 from .model_card import PICTURE
@@ -40,10 +40,11 @@ def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> Tokens |
     """Mean tokens of the first samples: sequence length, and rows of each encoder. `None` without a dataset."""
     if dataset is None or not len(dataset):
         return None
-    batch = collator([dataset[index] for index in range(min(_SAMPLES, len(dataset)))])
+    samples = min(_SAMPLES, len(dataset))
+    batch = collator([dataset[index] for index in range(samples)])
     if "input_ids" not in batch:
         return None
-    samples, length = batch["input_ids"].shape
+    length = max(1, batch["input_ids"].numel() // samples)  # of a packed row the mean
     rows = count_rows(batch, spec) if spec.placeholders else {}
     encoders = {}
     for name in spec.encoders:
@@ -85,6 +86,13 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
         highlight=False,
     )
     measured = "" if core_per_rank(engine.device) else " It is not measured here: the ranks share cores."
+    cp_size = plan.modules[LANGUAGE_MODEL].cp_size
+    if cp_size > 1:
+        console.print(
+            f"{cp_size} ranks share the tokens of each microbatch of `{LANGUAGE_MODEL}`: its samples are packed into "
+            'one row, and its attention function is "bitfield".',
+            highlight=False,
+        )
     console.print(f"Predicted bubble: {simulation.bubble_fraction:.1%}.{measured}", highlight=False)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

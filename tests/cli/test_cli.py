@@ -52,6 +52,14 @@ def test_plan_prints_and_writes(model, tmp_path, capsys):
     events = json.loads(files[2].read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == (2 + 4) * 4 * 2
 
+    shared = ["--module", "language_model:cp=2,tp=2,cp_block=64", "--output", str(tmp_path / "cut.yaml")]
+    assert main(["plan", "--model", str(model), *shared]) == 0
+    out = squeezed(capsys.readouterr().out)
+    assert "dp/pp/cp/tp" in out and "│ language_model │ 1/1/2/2 │" in out
+    # Two rows of tensor-parallel ranks, and two columns that share tokens and sum gradients; vision talks to both.
+    assert "Process groups: 4 besides the world; channels between ranks: 8" in out
+    assert ParallelPlan.load(tmp_path / "cut.yaml").modules["language_model"].context.block == 64
+
     assert main(["plan", "--model", str(model / "config.json"), "--parallel", str(files[0]), "--gpus", "6"]) == 0
     assert "4 microbatches of up to 1" in squeezed(capsys.readouterr().out)
     assert main(["simulate", str(files[0]), "--picture", str(tmp_path / "again.png")]) == 0

@@ -80,6 +80,20 @@ def test_time_follows_samples_ranks_and_device():
     assert whole(task) == pytest.approx(flops / (989.4e12 * 0.4) * 1e3)
 
 
+def test_keys_that_take_longer_than_attention_cost_time():
+    spec = model()
+    task = Task("fwd", LANGUAGE_MODEL, 0, 0, 0)
+    alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2))
+    received = 2 * 2 * HIDDEN * 10 / 2  # two bytes, keys and values, the other half of ten tokens
+    attention = 2 * 10 * 10 * HIDDEN / 2 / (989.4e9 * 0.4)
+    gather = LAYERS * (received / 450e6 - attention)
+    assert gather > 0
+    assert shared(task) == pytest.approx(alone(task) / 2 + 2 * gather)
+    long = Tokens(10**6, 7)
+    times = [AnalyticCost(spec, cost.plan, cost.step, long, HARDWARE["h100"])(task) for cost in (alone, shared)]
+    assert times[1] == pytest.approx(times[0] / 2)  # attention hides it
+
+
 def test_messages_take_time():
     cost = cost_of(model())
     program = build_program(cost.plan, cost.step, [], cost)
@@ -106,6 +120,18 @@ def test_memory_of_a_rank():
     assert memory[1].activations == 2 * 2 * kept
     assert memory[3].activations == 2 * (kept + 8 * VOCABULARY * 10 / 2)
     assert memory[1].total_gib == memory[1].total / 2**30
+
+
+def test_ranks_that_share_tokens_keep_their_share_of_them():
+    spec = model()
+    kept = []
+    for plugin in (ModulePlugin(), ModulePlugin(cp_size=2)):
+        plan = resolve_plan(spec, {LANGUAGE_MODEL: plugin})
+        step = contiguous_step(plan, range(4), 2)
+        memory = memory_per_rank(spec, plan, step, Tokens(10, 7), {(LANGUAGE_MODEL, 0, 0): 1.0})
+        kept.append(memory[1])
+    assert kept[1].activations == kept[0].activations / 2
+    assert kept[1].weights == kept[0].weights
 
 
 def test_checkpointing_keeps_less():

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
+    ContextSettings,
     Edge,
     FeatureSpec,
     ModelSpec,
@@ -15,6 +16,7 @@ from hf_mmparallel.plan import (
     ParameterSpec,
     Stage,
 )
+from hf_mmparallel.plan.parallel_plan import CONTEXT_METHODS
 
 EMBEDDINGS = "model.language_model.embed_tokens.weight"
 
@@ -88,18 +90,21 @@ def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
     modules, next_rank = {}, 0
     for name, module in spec.modules.items():
         tp_size = draw(st.sampled_from([1, 2]))
+        cp_size = draw(st.integers(1, 1 if name == "vision" else 3))
         replicas = []
         for _ in range(draw(st.integers(1, 3))):
             stages = []
             for layers in draw(layer_ranges(module.num_layers)):
+                starts = list(range(next_rank, next_rank + cp_size * tp_size, tp_size))
                 if shared:
-                    row = tuple(2 * draw(st.integers(0, 3)) + t for t in range(tp_size))
+                    starts = [2 * first for first in draw(st.permutations(range(4)))[:cp_size]]
                 else:
-                    row = tuple(range(next_rank, next_rank + tp_size))
-                    next_rank += tp_size
-                stages.append(Stage(layers, (row,), draw(st.booleans())))
+                    next_rank += cp_size * tp_size
+                grid = tuple(tuple(range(start, start + tp_size)) for start in starts)
+                stages.append(Stage(layers, grid, draw(st.booleans())))
             replicas.append(tuple(stages))
-        modules[name] = ModulePlan(tuple(replicas), draw(st.booleans()))
+        context = ContextSettings(draw(st.sampled_from(CONTEXT_METHODS)), block=draw(st.sampled_from([16, 128])))
+        modules[name] = ModulePlan(tuple(replicas), draw(st.booleans()), context)
     schedule = draw(st.sampled_from(["1f1b", "gpipe"]))
     edges = (Edge("vision", LANGUAGE_MODEL, (0,)),)
     return spec, ParallelPlan(modules, edges, schedule, draw(st.integers(1, 9)))

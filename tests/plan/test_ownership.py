@@ -10,7 +10,7 @@ from tests.plan.specs import EMBEDDINGS, model_spec, specs_and_plans
 
 
 def copies(spec, plan, name) -> list[tuple]:
-    """(stage key, row of ranks) of every stage that reads a parameter, stage by stage."""
+    """(stage key, row of ranks) of every row of every stage that reads a parameter, stage by stage."""
     found = []
     for module_name, module in spec.modules.items():
         layers = [p.layer for p in module.parameters if p.name == name]
@@ -19,7 +19,7 @@ def copies(spec, plan, name) -> list[tuple]:
             for index, stage in enumerate(stages):
                 inside = [min(max(layer, 0), module.num_layers - 1) in range(*stage.layers) for layer in layers]
                 if any(inside):
-                    found.append(((module_name, replica, index), stage.ranks[0]))
+                    found += [((module_name, replica, index), row) for row in stage.ranks]
     return found
 
 
@@ -34,7 +34,7 @@ def test_holdings_and_sync_groups_are_what_the_words_say(case):
     for name, parameter in parameters.items():
         found = copies(spec, plan, name)
         assert set(table[name].stages) == {key for key, _ in found}
-        assert len(table[name].stages) == len(found)
+        assert len(table[name].stages) == len({key for key, _ in found})
         tp_size = len(found[0][1])
         expected = [tuple(sorted({row[t] for _, row in found})) for t in range(tp_size)]
         assert list(table[name].ranks) == expected
@@ -63,6 +63,13 @@ def test_a_stage_is_trainable_when_it_holds_a_trainable_parameter(case):
             ranges = [stage.layers for stage in stages]
             found = trainable_stages(spec.modules[module_name], spec.tied, ranges)
             assert found == [(module_name, replica, index) in held for index in range(len(stages))]
+
+
+def test_ranks_that_share_tokens_sum_the_gradients_of_equal_shards():
+    spec = model_spec()
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2, tp_size=2)})
+    groups = {group.ranks for group in sync_groups(spec, plan)}
+    assert groups == {(1, 3, 5, 7), (2, 4, 6, 8)}
 
 
 def test_tied_embeddings_are_summed_over_the_pipeline_and_the_copies():

@@ -50,6 +50,18 @@ def test_ranks_go_by_module_then_replica_then_stage_then_tensor():
     assert plan.edges == (Edge("vision", LANGUAGE_MODEL, (0,)),)
 
 
+def test_a_stage_has_a_row_of_ranks_for_each_part_of_the_tokens():
+    plan = resolve({}, {"dp_size": 2, "cp_size": 2, "tp_size": 2, "cp_method": "zigzag"}, world_size=9)
+    assert rows(plan, LANGUAGE_MODEL) == [[((0, 4), ((1, 2), (3, 4)))], [((0, 4), ((5, 6), (7, 8)))]]
+    stage = plan.stage(LANGUAGE_MODEL, 0, 0)
+    assert stage.columns == ((1, 3), (2, 4))
+    assert [stage.row_of(rank) for rank in stage.all_ranks] == [0, 0, 1, 1]
+    module = plan.modules[LANGUAGE_MODEL]
+    assert (module.cp_size, module.tp_size, module.context.method) == (2, 2, "zigzag")
+    with pytest.raises(ValueError, match="language_model: dp 2 x pp 1 x cp 2 x tp 2 = 8"):
+        resolve({}, {"dp_size": 2, "cp_size": 2, "tp_size": 2}, world_size=8)
+
+
 def test_a_module_left_out_gets_one_rank():
     plan = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=3)}, world_size=4)
     assert rows(plan, LANGUAGE_MODEL) == [[((0, 4), ((3,),))]]
@@ -235,6 +247,18 @@ BAD_PLANS = [
     (
         change(PLAN, "vision", (Stage((0, 6), ((0, 1),)),), (Stage((0, 6), ((1, 0),)),)),
         "rank 1 at places 1 and 0 of `vision`",
+    ),
+    (
+        change(PLAN, LANGUAGE_MODEL, (Stage((0, 2), ((2, 3), (4, 5))), Stage((2, 4), ((6, 7),)))),
+        r"The stages of `language_model` have 1 and 2 rows of ranks. .* the same `cp_size`",
+    ),
+    (
+        change(PLAN, LANGUAGE_MODEL, (Stage((0, 4), ((2, 3), (3, 4))),)),
+        "puts rank 3 twice into a stage of `language_model`",
+    ),
+    (
+        change(PLAN, "vision", (Stage((0, 6), ((0,), (1,))),)),
+        "`cp_size=2`: only the tokens of the language model .* of `vision` are not. Use `cp_size=1`",
     ),
     (change(PLAN, "vision"), "The plan gives module `vision` no stages"),
     (
