@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from .intervals import RowIntervals
 from .mask import BitfieldMask
-from .words import KIND_BITS, decode_words
+from .words import KIND_BITS, MAX_SEGMENTS, decode_words
 
 # Sorted from the highest, partial blocks come first and empty ones last.
 EMPTY, FULL, PARTIAL = 0, 1, 2
@@ -31,7 +31,7 @@ def block_states(
     if general:  # between its bounds, a query does not see all keys
         some_words, full = _general_states(mask, window, block_q, block_k)
         some &= some_words
-    return some.to(torch.int8) * 2 - (some & full).to(torch.int8)
+    return some.to(torch.int8) + (some ^ full)  # what is full has some, too
 
 
 def query_rows(mask: BitfieldMask, bounds: RowIntervals, general: bool, window: int) -> Tensor:
@@ -48,21 +48,21 @@ def query_rows(mask: BitfieldMask, bounds: RowIntervals, general: bool, window: 
 
 def key_rows(mask: BitfieldMask, general: bool) -> Tensor:
     """What the kernels know of each key: int32 `[batch, 1 or 3, key_length]`, see [`MaskPlan`]."""
-    fields = decode_words(mask.key_words)
-    places = torch.where(fields.segment > 0, mask.key_positions, -1)
-    rows = [places, _low_half(mask.key_words), fields.kinds] if general else [places]
-    return torch.stack(rows, dim=1).to(torch.int32)
+    places = _real_places(mask)
+    if not general:
+        return places[:, None]
+    kinds = decode_words(mask.key_words).kinds.to(torch.int32)
+    return torch.stack([places, _low_half(mask.key_words), kinds], dim=1)
 
 
 def _interval_states(mask: BitfieldMask, bounds: RowIntervals, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
     """Whether any, and whether every pair is visible, from the intervals of the queries and the places of the keys."""
-    sees = bounds.first <= bounds.last
-    # A query that sees nothing neither reaches a block nor lets one be full.
-    first_BM1, latest_first_BM1 = _query_bounds(torch.where(sees, bounds.first, NEVER), block_q)
-    earliest_last_BM1, last_BM1 = _query_bounds(torch.where(sees, bounds.last, -1), block_q)
-    real = (mask.key_words & 0xFFFF) != 0
-    first_B1N, last_or_never_B1N = _key_bounds(torch.where(real, mask.key_positions, NEVER), block_k, NEVER)
-    _, last_B1N = _key_bounds(torch.where(real, mask.key_positions, -1), block_k, -1)
+    # A query that sees nothing (its last place is -1) neither reaches a block nor lets one be full.
+    first_BM1, latest_first_BM1 = _query_bounds(torch.where(bounds.last < 0, NEVER, bounds.first), block_q)
+    earliest_last_BM1, last_BM1 = _query_bounds(bounds.last, block_q)
+    places = _real_places(mask)
+    first_B1N, last_or_never_B1N = _key_bounds(torch.where(places < 0, NEVER, places), block_k, NEVER)
+    _, last_B1N = _key_bounds(places, block_k, -1)
     some = (last_B1N >= first_BM1) & (first_B1N <= last_BM1)
     full = (first_B1N >= latest_first_BM1) & (last_or_never_B1N <= earliest_last_BM1)
     return some, full
@@ -122,6 +122,11 @@ def _horizon(mask: BitfieldMask) -> Tensor:
     return torch.where(fields.sees_all, NEVER, back)
 
 
+def _real_places(mask: BitfieldMask) -> Tensor:
+    """The places of the keys, -1 for padding."""
+    return torch.where((mask.key_words & MAX_SEGMENTS) != 0, mask.key_positions, -1)
+
+
 def _low_half(words: Tensor) -> Tensor:
     """Segment and span of words as they lie in memory: int32 of the words' shape."""
     return words.to(torch.int32)
@@ -129,13 +134,17 @@ def _low_half(words: Tensor) -> Tensor:
 
 def _query_bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Minimum and maximum over each block of queries, `[..., blocks, 1]`; the last query fills the last block."""
-    blocks = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], -values.shape[-1] % block)], dim=-1)
-    low, high = blocks.unflatten(-1, (-1, block)).aminmax(dim=-1)
+    missing = -values.shape[-1] % block
+    if missing:
+        values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
+    low, high = values.unflatten(-1, (-1, block)).aminmax(dim=-1)
     return low[..., None], high[..., None]
 
 
 def _key_bounds(values: Tensor, block: int, fill: int) -> tuple[Tensor, Tensor]:
     """Minimum and maximum over each block of keys, `[..., 1, blocks]`; `fill` is the value of keys past the end."""
-    blocks = pad(values, (0, -values.shape[-1] % block), value=fill)
-    low, high = blocks.unflatten(-1, (-1, block)).aminmax(dim=-1)
+    missing = -values.shape[-1] % block
+    if missing:
+        values = pad(values, (0, missing), value=fill)
+    low, high = values.unflatten(-1, (-1, block)).aminmax(dim=-1)
     return low[..., None, :], high[..., None, :]

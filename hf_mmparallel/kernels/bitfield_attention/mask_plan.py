@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .block_states import EMPTY, PARTIAL, block_states, key_rows, query_rows
+from .block_states import EMPTY, block_states, key_rows, query_rows
 from .intervals import row_bounds
 from .mask import BitfieldMask
 from .work_split import SplitTiles, split_tiles, step_costs
@@ -140,14 +140,13 @@ def compile_mask(
     """
     bounds, general = row_bounds(mask, window)
     states = block_states(mask, bounds, general, window, block_q, block_k)
-    orders, counts = zip(*(_visits(side) for side in (states, states.transpose(1, 2))), strict=True)
+    sides = (states, states.transpose(1, 2))
+    orders = [side.sort(dim=-1, descending=True, stable=True).indices for side in sides]
+    counts = [_counts(side) for side in sides]
     steps = step_costs(*counts[0])
     sizes = torch.stack([*(seen.amax() for _, seen in counts), steps.amax(), steps.sum()])
-    *widths, longest, total = (int(size) for size in sizes.tolist())  # the only wait for the device in this function
-    by_query, by_key = (
-        _lists(order, partial, seen, max(width, 1))
-        for order, (partial, seen), width in zip(orders, counts, widths, strict=True)
-    )
+    *widths, longest, total = sizes.tolist()  # the only wait for the device in this function
+    by_query, by_key = (_lists(*side) for side in zip(orders, counts, widths, strict=True))
     programs = num_programs or _programs(mask.query_words.device)
     return MaskPlan(
         interval=not general,
@@ -161,22 +160,22 @@ def compile_mask(
     )
 
 
-def _visits(states_BMN: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Blocks of the other side, partial ones first, then full ones; how many are partial, and how many either."""
-    order_BMN = states_BMN.sort(dim=-1, descending=True, stable=True).indices
-    partial_BM = (states_BMN == PARTIAL).sum(dim=-1, dtype=torch.int32)
-    return order_BMN, (partial_BM, (states_BMN != EMPTY).sum(dim=-1, dtype=torch.int32))
+def _counts(states_BMN: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of the other side each block sees in part, and how many it sees at all: int32 `[batch * M]`."""
+    seen = (states_BMN != EMPTY).sum(dim=-1, dtype=torch.int32).flatten()
+    return states_BMN.sum(dim=-1, dtype=torch.int32).flatten() - seen, seen  # the state of a partial block counts 2
 
 
-def _lists(order_BMN: Tensor, partial_BM: Tensor, seen_BM: Tensor, width: int) -> BlockLists:
-    """Tiles of one side, longest first, over lists of `width` blocks each."""
+def _lists(order_BMN: Tensor, counts: tuple[Tensor, Tensor], width: int) -> BlockLists:
+    """Tiles of one side, longest first, over lists of `width` blocks each: partial ones, then full ones."""
     batch, num_blocks, _ = order_BMN.shape
-    row = torch.arange(batch * num_blocks, dtype=torch.int32, device=order_BMN.device)
-    partial, seen = partial_BM.flatten(), seen_BM.flatten()
-    begin = row * width
-    columns = [row // num_blocks, row % num_blocks, begin, begin + partial, begin + seen]
+    partial, seen = counts
+    rows = torch.arange(batch * num_blocks, dtype=torch.int32, device=order_BMN.device)
+    begin = rows * width
+    columns = [rows // num_blocks, rows % num_blocks, begin, begin + partial, begin + seen]
     longest_first = step_costs(partial, seen).argsort(descending=True, stable=True)
-    blocks = order_BMN[..., :width].to(torch.int32).flatten()
+    # Without any pair, a list of one block stands for nothing, so that kernels have an address to load from.
+    blocks = order_BMN[..., : max(width, 1)].to(torch.int32).flatten()
     return BlockLists(tiles=torch.stack(columns, dim=1)[longest_first], blocks=blocks)
 
 
