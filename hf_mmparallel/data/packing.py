@@ -139,7 +139,7 @@ class PackingCollator:
         return -(-length // step) * step
 
     def _pad_token(self) -> int:
-        """A token to pad with, which is no placeholder of media."""
+        """A token to pad with."""
         for config in (self.config.get_text_config(), self.config):
             if isinstance(getattr(config, "pad_token_id", None), int) and config.pad_token_id >= 0:
                 return config.pad_token_id

@@ -259,7 +259,9 @@ def test_workers_of_a_loader_pack_too(family: str):
     samples = samples_of(family, 4)
     pack = packer(family)
     wanted = pack(samples)
-    sent = pickle.dumps(PackingCollator(_Collate(family), make_model(family, "bitfield")))
+    used = PackingCollator(_Collate(family), make_model(family, "bitfield"))
+    used(samples)
+    sent = pickle.dumps(used)
     assert len(sent) < 50_000  # no weights
     again = pickle.loads(sent)(samples)
     (loaded,) = DataLoader(samples, batch_size=4, collate_fn=pack, num_workers=1)  # type: ignore[arg-type]

@@ -11,7 +11,12 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import create_masks_for_generate, sdpa_mask
+from transformers.masking_utils import (
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_masks_for_generate,
+    sdpa_mask,
+)
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, dense_mask
 from hf_mmparallel.modeling.mask_rules import MaskRule, words_of_batch
@@ -134,6 +139,34 @@ class LookingTogether(transformers.Qwen2VLForConditionalGeneration):
         return create_masks_for_generate(config.get_text_config(), block_sequence_ids=blocks, **known)
 
 
+class LookingAtThePrompt(transformers.Qwen2VLForConditionalGeneration):
+    """A model of the Qwen family whose prompt, images and text, is seen both ways."""
+
+    @staticmethod
+    def create_masks_for_generate(config: Any, token_type_ids: Tensor, **known: Any) -> Any:
+        blocks = torch.where(token_type_ids == 0, 0, -1)
+        return create_masks_for_generate(config.get_text_config(), block_sequence_ids=blocks, **known)
+
+
+class LookingInAWindow(transformers.Qwen2VLForConditionalGeneration):
+    """A model that looks to both sides, but not far."""
+
+    @staticmethod
+    def create_masks_for_generate(config: Any, **known: Any) -> Any:
+        text = copy.deepcopy(config.get_text_config())
+        text.sliding_window = 6
+        return create_bidirectional_sliding_window_mask(config=text, **known)
+
+
+class SkippingOne(transformers.Qwen2VLForConditionalGeneration):
+    """A model that does not see the token before."""
+
+    @staticmethod
+    def create_masks_for_generate(config: Any, **known: Any) -> Any:
+        other = lambda batch, head, query, key: key != query - 1  # noqa: E731
+        return create_causal_mask(config.get_text_config(), and_mask_function=other, **known)
+
+
 class LookingByLayer(transformers.Qwen2VLForConditionalGeneration):
     """A model whose layers do not agree on who looks ahead."""
 
@@ -170,10 +203,25 @@ def test_images_that_look_at_each_other_share_a_span():
     assert torch.equal(spans, single["mm_token_type_ids"].long())
 
 
-def test_layers_that_disagree_are_refused():
+def test_a_prompt_of_images_and_text_is_one_span():
+    batch = {**adjacent_images(8), "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    batch["token_type_ids"] = torch.tensor([[0] * 11 + [1]])
+    spans = decode_words(words_of_batch(qwen(LookingAtThePrompt), batch)).span
+    assert spans.tolist() == [[1] * 11 + [0]]
+
+
+@pytest.mark.parametrize(
+    ("cls", "what"),
+    [
+        (LookingByLayer, "differ between its layers in more than a window"),
+        (LookingInAWindow, "have windows that look ahead"),
+        (SkippingOne, "are not causal"),
+    ],
+)
+def test_masks_that_a_word_cannot_say_are_refused(cls: type, what: str):
     batch = tiny.collate("qwen2_vl")(tiny.make_dataset("qwen2_vl", 2))
-    with pytest.raises(ValueError, match="`LookingByLayer` differ between its layers .* without packing"):
-        words_of_batch(qwen(LookingByLayer), batch)
+    with pytest.raises(ValueError, match=f"`{cls.__name__}` {what}, which a mask word can't say.* without packing"):
+        words_of_batch(qwen(cls), batch)
 
 
 @pytest.mark.parametrize(
