@@ -19,6 +19,7 @@ from . import runs
 
 VISION, LM = "vision", "language_model"
 FAMILIES = ["llama_tied", "llava", "gemma3", "paligemma", "qwen2_vl", "qwen3_vl"]
+SHORT = {"max_steps": 2, "warmup_steps": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +78,7 @@ def test_the_stock_trainer_alone_packs(family: str):
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
         "per_device_eval_batch_size": 7,
+        **SHORT,
     }
     reference = runs.stock(family, evaluate=True, **arguments)
     run = stock_packed(family, **arguments)
@@ -84,9 +86,18 @@ def test_the_stock_trainer_alone_packs(family: str):
     assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"label_smoothing_factor": 0.1}, {"parallel": {LM: {}, VISION: {}}}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+        {"parallel": {LM: {"activation_checkpointing": True}}},
+    ],
+    ids=["alone", "label smoothing", "checkpointing", "a layout of one"],
+)
 def test_packing_is_one_argument_on_one_process(arguments: dict[str, Any]):
-    sizes = {"global_batch_size": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 7}
+    sizes = {"global_batch_size": 8, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 7, **SHORT}
     trainer = our_trainer("llava", packing=True, **sizes, **arguments)
     assert trainer.model.config.text_config._attn_implementation == "bitfield"
     assert trainer.model.config.vision_config._attn_implementation == "sdpa"
@@ -96,8 +107,8 @@ def test_packing_is_one_argument_on_one_process(arguments: dict[str, Any]):
     )
     run = run_of(trainer)
     assert set(shapes) == {1} and trainer.engine is None
-    smoothing: dict[str, Any] = {name: value for name, value in arguments.items() if name != "parallel"}
-    reference = runs.stock("llava", evaluate=True, per_device_eval_batch_size=7, **smoothing)
+    given: dict[str, Any] = {name: value for name, value in arguments.items() if name != "parallel"}
+    reference = runs.stock("llava", evaluate=True, per_device_eval_batch_size=7, **SHORT, **given)
     runs.assert_same_run(run, reference)
     assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
 
@@ -142,7 +153,8 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_packed_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel = LAYOUTS[name]
-    arguments = {"include_num_input_tokens_seen": "non_padding", "per_device_eval_batch_size": 2, "evaluate": True}
+    arguments: dict[str, Any] = {"per_device_eval_batch_size": 2, "evaluate": True, **SHORT}
+    arguments["include_num_input_tokens_seen"] = "non_padding"
     reference = runs.stock(family, **arguments)
     ranks = run_distributed(
         runs.parallel_run, world_size, family, parallel, packing=True, per_device_train_batch_size=3, **arguments
