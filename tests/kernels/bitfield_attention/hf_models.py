@@ -56,6 +56,12 @@ def build(family: str) -> PreTrainedModel:
     return model.eval()
 
 
+def checkpoint(model: PreTrainedModel, use_reentrant: bool) -> None:
+    """Computes activations again in the backward pass; older transformers has another name for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": use_reentrant})
+
+
 def text_batch(rows: int = 3, length: int = 17) -> dict[str, Tensor]:
     """Padded to the right, one full row."""
     input_ids = torch.randint(3, 90, (rows, length))

@@ -18,9 +18,17 @@ from transformers import (
 )
 
 from hf_mmparallel import MultimodalModel, _registration
-from hf_mmparallel.kernels.bitfield_attention import encode_words, hf
+from hf_mmparallel.kernels.bitfield_attention import attention, encode_words, hf
 from tests import tiny
-from tests.kernels.bitfield_attention.hf_models import assert_same, build, multimodal_batch, run, text_batch, words_of
+from tests.kernels.bitfield_attention.hf_models import (
+    assert_same,
+    build,
+    checkpoint,
+    multimodal_batch,
+    run,
+    text_batch,
+    words_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +113,7 @@ def test_activation_checkpointing(family, use_reentrant):
     model = build(family)
     batch = multimodal_batch(family) if family == "gemma3" else text_batch()
     expected = run(model, batch, "eager")
-    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpoint(model, use_reentrant)
     assert_same(run(model, batch, "bitfield", attention_words=words_of(family, batch)), expected)
     assert_same(run(model, batch, "bitfield"), expected)
 
@@ -128,6 +136,30 @@ def test_low_precision(dtype):
     model.to(dtype)
     eager = run(model, batch, "eager")[1]
     found = run(model, batch, "bitfield", attention_words=words_of("llama", batch))[1]
+    assert (found - exact).norm() <= 1.5 * (eager - exact).norm()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gemma3"])
+def test_the_kernels_under_a_model(family, monkeypatch):
+    model = build(family)
+    batch = multimodal_batch(family) if family == "gemma3" else text_batch()
+    expected = run(model, batch, "eager")
+    monkeypatch.setattr(attention, "default_backend", lambda query: "triton")
+    assert_same(run(model, batch, "bitfield", attention_words=words_of(family, batch)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gemma3", "qwen2_vl"])
+def test_the_kernels_under_a_model_on_a_gpu(family):
+    model = build(family)
+    batch = multimodal_batch(family) if family in ("gemma3", "qwen2_vl") else text_batch()
+    words = words_of(family, batch).cuda()
+    exact = run(model, batch, "eager")[1]
+    model.cuda()
+    batch = {name: value.cuda() for name, value in batch.items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        eager = run(model, batch, "eager")[1].cpu()
+        found = run(model, batch, "bitfield", attention_words=words)[1].cpu()
     assert (found - exact).norm() <= 1.5 * (eager - exact).norm()
 
 
@@ -155,7 +187,7 @@ def test_compiling_in_one_graph(family, checkpointing):
     words = words_of(family, batch)
     expected = run(model, batch, "eager")
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint(model, use_reentrant=False)
     graphs: list[torch.fx.GraphModule] = []
     model.set_attn_implementation("bitfield")
     model.train().zero_grad()

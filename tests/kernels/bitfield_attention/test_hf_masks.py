@@ -13,6 +13,7 @@ from tests.kernels.bitfield_attention.hf_models import (
     TWO_LAYERS,
     assert_same,
     build,
+    checkpoint,
     multimodal_batch,
     run,
     text_batch,
@@ -71,7 +72,7 @@ def test_with_words_no_dense_mask_is_built(family, built_masks):
 def test_without_words_a_mask_is_built_once_for_all_layers_of_a_type(built_masks, checkpointing):
     model, batch = build("gemma3"), multimodal_batch("gemma3")
     if checkpointing is not None:
-        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        checkpoint(model, use_reentrant=checkpointing)
     run(model, batch, {"text_config": "bitfield"})
     length = batch["input_ids"].shape[1]
     assert built_masks == [(3, 1, length, length)] * 2
