@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Trainer, TrainingArguments
+import torch
+from transformers import LlamaConfig, SiglipVisionConfig, Trainer, TrainingArguments
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.data.packing import PackingCollator
 from tests import tiny
 from tests.distributed import run_distributed
@@ -58,13 +59,11 @@ def stock_packed(family: str, **arguments: Any) -> runs.Run:
     return run_of(trainer)
 
 
-def our_trainer(family: str, args: Any = None, **arguments: Any) -> MultimodalParallelTrainer:
-    args = args or MultimodalTrainingArguments(
-        output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, **arguments}
-    )
+def our_trainer(family: str, model: Any = None, **arguments: Any) -> MultimodalParallelTrainer:
+    args = MultimodalTrainingArguments(output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, **arguments})
     data: Any = tiny.make_dataset(family, runs.SAMPLES)
     return MultimodalParallelTrainer(
-        model=tiny.FAMILIES[family](),
+        model=model or tiny.FAMILIES[family](),
         args=args,
         train_dataset=data,
         eval_dataset=data[:7],
@@ -111,6 +110,32 @@ def test_packing_is_one_argument_on_one_process(arguments: dict[str, Any]):
     reference = runs.stock("llava", evaluate=True, per_device_eval_batch_size=7, **SHORT, **given)
     runs.assert_same_run(run, reference)
     assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+def composed() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MultimodalModel.from_unimodal(
+            encoders={"vision": SiglipVisionConfig(**tiny.SIGLIP)},
+            language_model=LlamaConfig(**tiny.TEXT),
+            token_ids={"vision": tiny.MEDIA_TOKEN},
+        )
+
+
+ADAPTERS = {LM: {"peft_config": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}, VISION: {"freeze": True}}
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "parallel"),
+    [("llava", composed, None), ("gemma3", tiny.FAMILIES["gemma3"], ADAPTERS)],
+    ids=["composed", "adapters"],
+)
+def test_composed_models_and_adapters_pack_too(family: str, model: Any, parallel: Any):
+    arguments: dict[str, Any] = {"per_device_train_batch_size": 4, "parallel": parallel, **SHORT}
+    plain = our_trainer(family, model=model(), **arguments)
+    packed = our_trainer(family, model=model(), packing=True, **arguments)
+    runs.assert_same_run(run_of(packed), run_of(plain))
+    assert isinstance(packed.data_collator, PackingCollator)
 
 
 def test_an_attention_function_that_reads_no_words_is_refused():
