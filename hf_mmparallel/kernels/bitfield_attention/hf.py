@@ -24,6 +24,12 @@ from .mask import BitfieldMask
 
 NAME = "bitfield"
 
+_NEITHER = (
+    "`{}` is a layer of a causal language model that got neither `attention_words` nor an `attention_mask`, so that "
+    "nothing says which tokens are of one sample. Pass `attention_words` to the model (int64 `[batch, length]`, as a "
+    "packing collator makes them), or an `attention_mask`."
+)
+
 
 def register() -> None:
     """Makes `attn_implementation="bitfield"` known to transformers."""
@@ -174,7 +180,7 @@ def bitfield_attention_forward(
         output = _attend_by_mask(module, query, key, value, attention_mask, scaling, is_causal, softcap, s_aux)
         return output, None
     words = _words_of_layer(module, attention_words, attention_mask)
-    window = sliding_window or _window_of_mask(attention_mask)
+    window = _window_of_layer(module, sliding_window, attention_mask)
     value_dim = value.shape[-1]
     value = nn.functional.pad(value, (0, key.shape[-1] - value_dim)) if value_dim < key.shape[-1] else value
     query, key, value = _cast_like_autocast(query, key, value)
@@ -248,11 +254,18 @@ def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask |
     return words
 
 
-def _window_of_mask(mask: Tensor | DeferredMask | None) -> int:
-    """The window that the model asked for in its mask, for layers that do not pass their own; 0 for none."""
-    if not isinstance(mask, DeferredMask) or mask.chunk is not None:
-        return 0
-    return mask.arguments.get("local_size") or 0
+def _window_of_layer(module: nn.Module, sliding_window: int | None, mask: Tensor | DeferredMask | None) -> int:
+    """The window of a layer, which some models only pass to their mask and not to their layers; 0 for none."""
+    if not isinstance(mask, DeferredMask):
+        return sliding_window or 0
+    size = None if mask.chunk is not None else mask.arguments.get("local_size")
+    looks_ahead = not mask.causal or (size is not None and mask.arguments.get("use_vmap"))  # the model adds to it
+    if looks_ahead and (sliding_window or size):
+        raise ValueError(
+            f"The window of {sliding_window or size} tokens in layer {module.layer_idx} reaches ahead too; with "
+            '`attention_words` a window only bounds how far a token looks back. Use `attn_implementation="sdpa"`.'
+        )
+    return sliding_window or size or 0
 
 
 def _mask_of_words(
@@ -318,13 +331,6 @@ def _attend_by_mask(
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = mask.tril(key.shape[2] - query.shape[2])
     return _softmax_attention(query, key, value, mask, scaling, softcap, sinks)
-
-
-_NEITHER = (
-    "`{}` is a layer of a causal language model that got neither `attention_words` nor an `attention_mask`, so that "
-    "nothing says which tokens are of one sample. Pass `attention_words` to the model (int64 `[batch, length]`, as a "
-    "packing collator makes them), or an `attention_mask`."
-)
 
 
 def _softmax_attention(

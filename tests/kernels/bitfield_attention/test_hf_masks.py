@@ -5,11 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, Llama4ForCausalLM, Llama4TextConfig, StaticCache, masking_utils, modeling_utils
+from transformers import (
+    DynamicCache,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    StaticCache,
+    masking_utils,
+    modeling_utils,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, dense_mask, encode_words, hf, reference_attention
 from tests.kernels.bitfield_attention.hf_models import (
+    HEADS,
+    LAYER_TYPES,
     TWO_LAYERS,
     assert_same,
     build,
@@ -254,6 +265,20 @@ def test_words_are_not_used_for_another_sequence(of_config):
         layer.__class__ = type("MllamaTextCrossAttention", (type(layer),), {})
     with pytest.raises(ValueError, match="attends, or may attend, to another sequence"):
         hf.bitfield_attention_forward(layer, *_states(), None, attention_words=words)
+
+
+def test_a_window_that_reaches_ahead_is_refused():
+    config = {**HEADS, **LAYER_TYPES, "layer_types": ["full_attention", "sliding_attention"]}
+    model = Gemma3TextModel(Gemma3TextConfig(**config, query_pre_attn_scalar=8, use_bidirectional_attention=True))
+    model.set_attn_implementation("bitfield")
+    input_ids = torch.randint(3, 90, (1, 12))
+    words = encode_words(torch.ones(1, 12, dtype=torch.int64), sees_all=True)
+    with pytest.raises(ValueError, match="The window of .* tokens in layer 1 reaches ahead too"):
+        model(input_ids, attention_words=words)
+    model.eval()
+    found = model(input_ids).last_hidden_state
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(found, model(input_ids).last_hidden_state)
 
 
 def test_dropout_of_a_config_is_refused_in_training_only():
