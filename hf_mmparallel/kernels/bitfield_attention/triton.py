@@ -14,7 +14,7 @@ from torch import Tensor
 from .mask_plan import MaskPlan
 from .triton_backward import dkdv_kernel, dq_kernel, row_stats_kernel
 from .triton_forward import combine_kernel, forward_kernel
-from .tuning import Tile, Tuning
+from .tuning import Tile, Tuning, portable_tuning
 
 # Keys and values up to this size stay in the L2 cache; tiles then run longest first over all heads at once. What is
 # larger runs one head after another.
@@ -144,10 +144,11 @@ def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Its natural log-sum-exp.
 
     Returns:
-        `torch.Tensor`: float32 `[2, batch, heads, query_length]`: the logarithm in powers of two (`inf` for a query
-        that sees nothing), and the sum of output times gradient.
+        `torch.Tensor`: float32 `[2, batch, heads, query_length]`: the logarithm in powers of two, and the sum of
+        output times gradient.
     """
     batch, num_heads, num_queries, head_dim = out.shape
+    out, grad_out, lse = _last_dim_dense(out), _last_dim_dense(grad_out), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=out.device)
     with _device_of(out):
         row_stats_kernel[(triton.cdiv(num_queries, ROWS_TILE), batch * num_heads)](
@@ -193,10 +194,8 @@ def _tile(kernel: str, query: Tensor, plan: MaskPlan, tuning: Tuning | None) -> 
         return getattr(tuning, kernel)
     if query.device.type != "cuda":
         return Tile(plan.block_q, plan.block_k, num_warps=4, num_stages=1)
-    from .tuning import portable_tuning
-
     capability = torch.cuda.get_device_capability(query.device)
-    return getattr(portable_tuning(capability, query.shape[3], plan.interval), kernel)
+    return getattr(portable_tuning(capability, query.shape[3], plan.interval, wide=query.element_size() > 2), kernel)
 
 
 def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[float, float, float]:

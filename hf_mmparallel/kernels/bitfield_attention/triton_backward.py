@@ -30,10 +30,7 @@ def row_stats_kernel(
     num_queries, num_heads, num_rows,
     D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
-    """
-    Log-sum-exp in powers of two, `+inf` for a query that sees nothing, so that its weights become 0; and after all
-    of these `delta`, the sum over the row of output times gradient.
-    """
+    """Log-sum-exp in powers of two, and after all of these `delta`, the sum over the row of output times gradient."""
     i_head = tl.program_id(1) % num_heads
     i_batch = (tl.program_id(1) // num_heads).to(tl.int64)
     o_q = tl.program_id(0) * TILE_Q + tl.arange(0, TILE_Q)
@@ -49,13 +46,18 @@ def row_stats_kernel(
         b_delta += tl.sum(b_o1 * b_g1, 1)
     o_rows = (i_batch * num_heads + i_head) * num_queries + o_q
     b_lse = tl.load(lse + o_rows, mask=m_q, other=0.0)
-    tl.store(stats + o_rows, tl.where(b_lse == float("-inf"), float("inf"), b_lse * LOG2E), mask=m_q)
+    tl.store(stats + o_rows, b_lse * LOG2E, mask=m_q)
     tl.store(stats + num_rows + o_rows, b_delta, mask=m_q)
 
 
 @triton.jit
 def weights_and_slope(b_s, b_lse, m_visible, score_scale, cap, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    """Weights of the softmax, and the slope of the soft cap at the scores (1 without a cap)."""
+    """
+    Weights of the softmax, and the slope of the soft cap at the scores (1 without a cap).
+
+    A query that sees nothing is in partial blocks only, where the mask makes 0 of its infinite weights; past the end
+    the log-sum-exp is `inf`, which makes 0 of them in full blocks, too.
+    """
     if SOFTCAP:
         b_capped = capped(b_s, score_scale)
         b_p = tl.exp2(b_capped * cap - b_lse)
