@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from attention_problems import MASKS, Kernels, Problem, Settings, Shape, error_of
+from attention_problems import MASKS, Kernels, Problem, Settings, Shape, error_of, kernels_of
 from torch import Tensor
 
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, forms, reference_attention
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, reference_attention
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import compile_mask
 from hf_mmparallel.kernels.bitfield_attention.tuning import hopper_refusal, portable_tuning
 
@@ -74,8 +74,9 @@ def correctness(settings: Settings) -> list[dict[str, Any]]:
             options = (feature.get("scale"), feature.get("softcap", 0.0), feature.get("sinks"))
             if tuning.form == "hopper" and hopper_refusal(query, plan, *options[1:], tuning) is not None:
                 continue
-            out, lse = forms.forward(query, key, value, plan, *options, tuning=tuning)
-            grads = forms.backward(grad, query, key, value, out, lse, plan, *options, tuning=tuning)
+            kernels = kernels_of(tuning)
+            out, lse = kernels.forward(query, key, value, plan, *options, tuning=tuning)
+            grads = kernels.backward(grad, query, key, value, out, lse, plan, *options, tuning=tuning)
             got = [out, lse, *grads[: 4 if feature.get("sinks") is not None else 3]]
             errors = [error_of(tensor, want) for tensor, want in zip(got, right, strict=True)]
             ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))

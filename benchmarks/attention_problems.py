@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words, forms
+from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, encode_words
 from hf_mmparallel.kernels.bitfield_attention.mask_plan import MaskPlan, compile_mask
 from hf_mmparallel.kernels.bitfield_attention.tuning import (
     HOPPER_HEAD_DIMS,
@@ -24,6 +26,7 @@ from hf_mmparallel.kernels.bitfield_attention.tuning import (
     portable_tuning,
 )
 
+PACKAGE = "hf_mmparallel.kernels.bitfield_attention"
 IMAGE_TOKENS = 576
 MASKS = ("full", "causal", "embedded", "packed", "window")
 
@@ -165,6 +168,11 @@ class Problem:
         return operations / (time_ms * 1e9)
 
 
+def kernels_of(tuning: Tuning) -> ModuleType:
+    """The module with `forward` and `backward` of a form."""
+    return import_module(f"{PACKAGE}.triton_hopper" if tuning.form == "hopper" else f"{PACKAGE}.triton")
+
+
 class Kernels:
     """
     The kernels of one tuning on a problem.
@@ -188,14 +196,16 @@ class Kernels:
 
     def forward(self, index: int) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of a set of inputs."""
-        return forms.forward(*self.problem.inputs[index][:3], self.plan, tuning=self.tuning)
+        return kernels_of(self.tuning).forward(*self.problem.inputs[index][:3], self.plan, tuning=self.tuning)
 
     def backward(self, index: int) -> tuple[Tensor, ...]:
         """Gradients of query, key and value; the forward pass runs once for each set."""
         if index not in self._saved:
             self._saved[index] = self.forward(index)
         query, key, value, grad = self.problem.inputs[index]
-        return forms.backward(grad, query, key, value, *self._saved[index], self.plan, tuning=self.tuning)[:3]
+        return kernels_of(self.tuning).backward(
+            grad, query, key, value, *self._saved[index], self.plan, tuning=self.tuning
+        )[:3]
 
 
 class Peer:

@@ -3,7 +3,7 @@ Compiles the attention kernels for GPUs that need not be here, and prints what t
 
 ```bash
 python benchmarks/kernel_resources.py                 # the table of `tuning.py`, for sm_80 and sm_90
-python benchmarks/kernel_resources.py --arch 90 --only hopper
+python benchmarks/kernel_resources.py --arch 86 --everything
 ```
 
 Registers and spilled bytes are those of a thread, shared memory that of a program. `tests/kernels` runs this file and
@@ -213,17 +213,17 @@ def _spill_moves(assembly: str) -> dict[str, int]:
     return {"spill_moves": len(moves), "spill_moves_in_loops": len(in_loops), "matrix_products": len(products)}
 
 
-def cases(archs: tuple[int, ...] = (80, 90)) -> Iterator[Case]:
-    """What the table can choose: all head dimensions; the general form, caps, sinks and float32 in samples."""
+def cases(archs: tuple[int, ...], everything: bool = False) -> Iterator[Case]:
+    """What the table can choose: all head dimensions; the general form, caps, sinks and float32 in samples or all."""
     for arch in archs:
         capability = (arch // 10, arch % 10)
         for head_dim in HEAD_DIMS:
             yield from _portable(arch, capability, head_dim)
-        for head_dim in (64, 128):
+        for head_dim in HEAD_DIMS if everything else (96, 128):
             yield from _portable(arch, capability, head_dim, general=True)
         yield from _portable(arch, capability, 128, softcap=True, sinks=True)
-        yield from _portable(arch, capability, 64, dtype="fp32")
-        yield from _portable(arch, capability, 128, dtype="fp32")
+        if everything or arch == 80:
+            yield from _portable(arch, capability, 128, dtype="fp32")
         if capability == (9, 0):
             for head_dim in tuning.HOPPER_HEAD_DIMS:
                 for specialized in (True, False):
@@ -262,12 +262,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="Compute capabilities, 90 for 9.0.")
     parser.add_argument("--only", default="", help="Only cases whose name has this text in it.")
+    parser.add_argument("--everything", action="store_true", help="The general form for all head dimensions, too.")
     parser.add_argument("--json", action="store_true", help="One JSON list instead of the table.")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="Compiling processes.")
     options = parser.parse_args(arguments)
     if os.environ.pop("TRITON_INTERPRET", None) and "triton" in sys.modules:
         sys.exit("Triton was already imported for its interpreter; run this file in a process of its own.")
-    chosen = [case for case in cases(tuple(options.arch)) if options.only in case.name]
+    chosen = [case for case in cases(tuple(options.arch), options.everything) if options.only in case.name]
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
         results = pool.map(measure, chosen)
         if options.json:

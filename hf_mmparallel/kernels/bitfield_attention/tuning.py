@@ -89,20 +89,53 @@ class _Row:
     dq_general: Tile | None = None
 
 
-# A loop that finds its blocks in a list spends two stages on the list: 5 stages keep two blocks of keys in flight on
-# sm_80, 3 stages do so on sm_90, whose matrix products read shared memory while they run.
+# By device: sm_90 stands for what multiplies from 227 KiB of shared memory, sm_80 for tensor cores that read their
+# registers, sm_86 for those with 99 KiB only. Then by the largest head dimension of the row. The kernels of the
+# general form need more registers.
 _PORTABLE: dict[str, dict[int, _Row]] = {
     "sm_90": {
-        64: _Row((128, 128), Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-        96: _Row((128, 128), Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
-        128: _Row((128, 128), Tile(128, 128, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 3)),
-        256: _Row((128, 64), Tile(128, 32, 8, 3), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3)),
+        64: _Row(
+            (128, 128),
+            *(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+            forward_general=Tile(128, 64, 8, 3),
+            dkdv_general=Tile(32, 128, 8, 3),
+        ),
+        96: _Row(
+            (128, 128),
+            *(Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
+            dkdv_general=Tile(32, 128, 8, 2),
+        ),
+        128: _Row(
+            (128, 128),
+            *(Tile(128, 128, 8, 2), Tile(32, 128, 8, 3), Tile(128, 64, 8, 2)),
+            forward_general=Tile(128, 64, 8, 3),
+            dkdv_general=Tile(32, 64, 8, 3),
+        ),
+        256: _Row(
+            (128, 64),
+            *(Tile(128, 64, 8, 2), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3)),
+            forward_general=Tile(128, 32, 8, 3),
+        ),
     },
     "sm_80": {
-        64: _Row((128, 64), Tile(128, 64, 4, 5), Tile(64, 64, 8, 5), Tile(128, 64, 8, 5), Tile(128, 64, 8, 5)),
-        96: _Row((128, 64), Tile(128, 64, 8, 5), Tile(32, 64, 4, 5), Tile(64, 64, 8, 5)),
-        128: _Row((128, 64), Tile(128, 32, 8, 5), Tile(64, 64, 8, 5), Tile(64, 64, 8, 5)),
-        256: _Row((64, 64), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3), Tile(32, 32, 8, 3)),
+        64: _Row(
+            (128, 64),
+            *(Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+            dkdv_general=Tile(32, 64, 4, 3),
+        ),
+        96: _Row(
+            (128, 64),
+            *(Tile(128, 64, 8, 3), Tile(32, 64, 4, 3), Tile(64, 64, 8, 3)),
+            dkdv_general=Tile(32, 64, 8, 3),
+        ),
+        128: _Row((128, 64), Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(64, 64, 8, 3)),
+        256: _Row((64, 64), Tile(64, 32, 8, 3), Tile(32, 32, 8, 3), Tile(64, 32, 8, 3)),
+    },
+    "sm_86": {
+        64: _Row((128, 64), Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+        96: _Row((128, 64), Tile(128, 64, 8, 2), Tile(32, 64, 4, 2), Tile(64, 64, 8, 2)),
+        128: _Row((128, 64), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        256: _Row((64, 64), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     },
 }
 # float32 goes through plain multiply-adds, whose operands fill the registers.
@@ -113,8 +146,15 @@ def _row(capability: Capability | None, head_dim: int, wide: bool) -> _Row:
     """The row of the table; without a device (the interpreter) that of sm_80."""
     if wide:
         return _WIDE
-    table = _PORTABLE["sm_90" if capability is not None and capability[0] in (9, 10) else "sm_80"]
+    table = _PORTABLE[_device_class(capability)]
     return table[min(bound for bound in table if bound >= head_dim)]
+
+
+def _device_class(capability: Capability | None) -> str:
+    """The row of devices that a compute capability belongs to."""
+    if capability is None or capability in ((8, 0), (8, 7)):
+        return "sm_80"
+    return "sm_90" if capability[0] in (9, 10) else "sm_86"
 
 
 def plan_blocks(capability: Capability | None, head_dim: int, wide: bool = False) -> tuple[int, int]:

@@ -1,0 +1,85 @@
+"""
+Every kernel that the table can choose, compiled for sm_80 and sm_90: what the machine code takes.
+
+The compiler needs no GPU. It runs in a process of its own, since this one may have Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytest.importorskip("triton")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+# Kernels that may spill, by the start of their names: the bytes of a thread's stack, and why that is accepted.
+SPILLS = {
+    "sm_80 portable dkdv D96 bf16 general": (
+        24,
+        "the words of the keys wait outside of the loop, which spills nothing",
+    ),
+}
+
+
+def compiled(*arguments: str) -> list[dict[str, Any]]:
+    """What `benchmarks/kernel_resources.py` found."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernel_resources.py"), "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[dict[str, Any]]:
+    return compiled()
+
+
+def allowed_stack(name: str) -> int:
+    return max((size for start, (size, _) in SPILLS.items() if name.startswith(start)), default=0)
+
+
+def test_all_kernels_compile(kernels: list[dict[str, Any]]):
+    assert not [kernel for kernel in kernels if "error" in kernel]
+    names = [kernel["name"] for kernel in kernels]
+    assert len(names) == len(set(names))
+    for arch in ("sm_80", "sm_90"):
+        for head_dim in (64, 72, 80, 96, 128, 256):
+            for kernel in ("forward", "dkdv", "dq"):
+                assert any(name.startswith(f"{arch} portable {kernel} D{head_dim} ") for name in names)
+
+
+def test_spills_are_listed(kernels: list[dict[str, Any]]):
+    found = {kernel["name"]: kernel["stack"] for kernel in kernels if kernel["stack"] > allowed_stack(kernel["name"])}
+    assert not found
+
+
+def test_listed_spills_are_outside_of_the_loops(kernels: list[dict[str, Any]]):
+    assert not {kernel["name"]: kernel["spill_moves_in_loops"] for kernel in kernels if kernel["spill_moves_in_loops"]}
+    for start in SPILLS:
+        assert any(kernel["name"].startswith(start) and kernel["stack"] for kernel in kernels), f"{start}: no spill"
+
+
+def test_shared_memory_fits(kernels: list[dict[str, Any]]):
+    assert not {kernel["name"]: kernel["shared"] for kernel in kernels if kernel["shared"] > kernel["shared_limit"]}
+
+
+def test_matrix_products_run_on_tensor_cores(kernels: list[dict[str, Any]]):
+    """float32 products must not: they are exact."""
+    for kernel in kernels:
+        assert (kernel["matrix_products"] == 0) == (" fp32 " in kernel["name"]), kernel["name"]
+
+
+def test_only_what_asks_for_it_is_specialized(kernels: list[dict[str, Any]]):
+    """The compiler falls back to unsplit warps without a word when it cannot split them."""
+    specialized = [kernel["name"] for kernel in kernels if kernel["specialized"]]
+    assert specialized == [kernel["name"] for kernel in kernels if kernel["tile"]["specialized"]]
+    assert len(specialized) == 6
+    assert all(kernel["warps"] == 12 for kernel in kernels if kernel["specialized"])
