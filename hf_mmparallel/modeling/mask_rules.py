@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -299,13 +300,20 @@ def _check_rows_hold_samples(config: Any, model_class: type | None) -> None:
 
 def _draws_unasked(model_class: type) -> bool:
     """Whether a forward gives blocks to the mask functions, but `create_masks_for_generate` is the common one."""
-    own = getattr(model_class, "create_masks_for_generate", None)
-    if own is not None and own is not getattr(PreTrainedModel, "create_masks_for_generate", None):
+    if hasattr(model_class, "create_masks_for_generate"):
         return False
-    family = inspect.getmodule(model_class)
+    family = sys.modules.get(model_class.__module__)
     return any(
-        "block_sequence_ids" in inspect.getsource(inspect.unwrap(base.forward))
-        for base in vars(family).values()
-        if inspect.isclass(base) and issubclass(base, PreTrainedModel) and base.__module__ == model_class.__module__
-        if "forward" in vars(base) and base.config_class is getattr(model_class, "config_class", None)
+        "block_sequence_ids" in _source(vars(cls)["forward"])
+        for cls in vars(family).values()
+        if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and "forward" in vars(cls)
+        if cls.config_class is model_class.config_class  # type: ignore[attr-defined]
     )
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """The source of a function, nothing where Python has none."""
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""

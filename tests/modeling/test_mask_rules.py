@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -239,6 +241,17 @@ def test_masks_that_a_word_cannot_say_are_refused(cls: type, what: str):
 def test_models_whose_samples_cannot_share_a_row_are_refused(name: str, settings: dict[str, Any], reason: str):
     with pytest.raises(ValueError, match=f"{reason}.* without packing"):
         MaskRule(getattr(transformers, name)(**settings))
+
+
+def test_a_class_without_source_is_served(monkeypatch: pytest.MonkeyPatch):
+    module = types.ModuleType("made_up")
+    monkeypatch.setitem(sys.modules, "made_up", module)
+    vars(module)["base"] = transformers.LlamaForCausalLM
+    exec("class Own(base):\n    def forward(self, **batch):\n        return super().forward(**batch)", vars(module))
+    with torch.device("meta"):
+        model = vars(module)["Own"](tiny.FAMILIES["llama"]().config)
+    batch = tiny.collate("llama")(tiny.make_dataset("llama", 2))
+    assert torch.equal(MaskRule(model)(batch) != 0, batch["attention_mask"] == 1)
 
 
 def test_masks_that_are_not_drawn_by_transformers_are_refused():
