@@ -1,0 +1,172 @@
+"""A packed row that is cut: every entry follows its tokens, every rank that needs the cut finds the same one."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.data.context import ContextCut, ContextCutter, layer_costs
+from hf_mmparallel.data.loader import StepDataset, keys_of_rank
+from hf_mmparallel.kernels.bitfield_attention import encode_words
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan
+from tests.plan.specs import model_spec
+
+IMAGE, VIDEO = 0, 7
+SPEC = model_spec()
+
+
+def plan_of(**settings) -> ParallelPlan:
+    return resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(**settings)})
+
+
+def cutter_of(plan: ParallelPlan, rank: int = 0) -> ContextCutter:
+    costs = layer_costs(SPEC, plan, HARDWARE["cpu"])
+    return ContextCutter(plan, rank, {"image": IMAGE, "video": VIDEO}, frozenset({"grid"}), costs)
+
+
+def packed(lengths: list[int], padding: int = 0, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths) + padding
+    segments = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), torch.tensor(lengths))
+    segments = nn.functional.pad(segments, (0, padding))[None]
+    return {
+        "input_ids": torch.randint(0, 10, (1, total), generator=generator),
+        "labels": torch.randint(1, 1000, (1, total), generator=generator),
+        "position_ids": torch.randint(1, 1000, (3, 1, total), generator=generator),
+        "vectors": torch.rand(1, total, 2, generator=generator) + 1,
+        "attention_words": encode_words(segments),
+        "grid": torch.ones(1, total),
+        "flag": torch.tensor(3),
+    }
+
+
+def rows_of(cut: ContextCut, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [cut.local(batch, row) for row in range(len(cut.order))]
+
+
+@st.composite
+def cases(draw) -> tuple[ContextCut, dict[str, Tensor]]:
+    batch = packed(draw(st.lists(st.integers(1, 30), min_size=1, max_size=6)), draw(st.integers(0, 5)), draw(SEEDS))
+    mode = draw(st.sampled_from(["row", "segments", "auto"]))
+    method = "lpt" if mode == "segments" else draw(st.sampled_from(["lpt", "zigzag", "contiguous", "random"]))
+    settings = {"cp_method": method, "cp_mode": mode, "cp_block": draw(st.sampled_from([1, 4, 16]))}
+    return cutter_of(plan_of(cp_size=draw(st.integers(2, 4)), **settings))(batch), batch
+
+
+SEEDS = st.integers(0, 9)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_every_entry_of_a_batch_follows_its_tokens(case):
+    cut, batch = case
+    locals_ = rows_of(cut, batch)
+    places = {}
+    for row, order in enumerate(cut.order.tolist()):
+        places.update({token: (row, place) for place, token in enumerate(order) if token >= 0})
+    words = batch["attention_words"][0]
+    assert {token for token in range(len(words)) if words[token]} <= set(places)
+    assert len({len(order) for order in cut.order}) == 1
+    for token, (row, place) in places.items():
+        local = locals_[row]
+        assert local["input_ids"][0, place] == batch["input_ids"][0, token]
+        assert torch.equal(local["position_ids"][:, 0, place], batch["position_ids"][:, 0, token])
+        assert torch.equal(local["vectors"][0, place], batch["vectors"][0, token])
+        following = batch["labels"][0, token + 1] if token + 1 < len(words) else -100
+        assert local["shift_labels"][0, place] == following
+    for local, order in zip(locals_, cut.order, strict=True):
+        empty = order < 0
+        assert not local["vectors"][0, empty].any() and not local["position_ids"][:, 0, empty].any()
+        assert (local["shift_labels"][0, empty] == -100).all()
+        assert not torch.isin(local["input_ids"][0, empty], torch.tensor([IMAGE, VIDEO])).any()
+        assert local["grid"] is batch["grid"] and local["flag"] is batch["flag"]
+        assert "labels" not in local and "attention_words" not in local
+
+
+@settings(deadline=None)
+@given(cases())
+def test_features_go_where_their_placeholders_are(case):
+    cut, batch = case
+    ids, words = batch["input_ids"][0], batch["attention_words"][0]
+    locals_ = rows_of(cut, batch)
+    for modality, token in (("image", IMAGE), ("video", VIDEO)):
+        owners, places = cut.holders[modality]
+        wanted = ((ids == token) & (words != 0)).nonzero()[:, 0]
+        assert len(owners) == len(places) == len(wanted) == sum(cut.rows[modality])
+        seen = {}
+        for row, (local, order) in enumerate(zip(locals_, cut.order, strict=True)):
+            real = (order >= 0) & (words[order.clamp_min(0)] != 0)
+            here = order[(local["input_ids"][0] == token) & real]
+            seen.update({(row, place): int(source) for place, source in enumerate(here)})
+        found = [seen[row, place] for row, place in zip(owners.tolist(), places.tolist(), strict=True)]
+        assert found == wanted.tolist() and len(seen) == len(wanted)
+        samples = (words[wanted] & 0xFFFF).tolist()
+        assert cut.rows[modality] == [samples.count(i + 1) for i in range(len(cut.rows[modality]))]
+
+
+def test_labels_that_are_shifted_already_are_not_shifted_again():
+    batch = packed([9, 8])
+    batch["shift_labels"] = batch.pop("labels")
+    cut = cutter_of(plan_of(cp_size=2, cp_block=4))(batch)
+    for local, order in zip(rows_of(cut, batch), cut.order, strict=True):
+        real = order >= 0
+        assert torch.equal(local["shift_labels"][0, real], batch["shift_labels"][0, order[real]])
+
+
+def test_what_is_no_packed_row_is_refused():
+    cutter = cutter_of(plan_of(cp_size=2))
+    with pytest.raises(ValueError, match=r"'input_ids': \(2, 3\)}. Wrap the collator in a `PackingCollator`"):
+        cutter({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+
+
+def samples(size: int) -> list[dict[str, Tensor]]:
+    return [packed([3 + index], seed=index) for index in range(size)]
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    words = torch.cat([row["attention_words"] + index for index, row in enumerate(rows)], -1)
+    ids, labels = (torch.cat([row[name] for row in rows], -1) for name in ("input_ids", "labels"))
+    return {"input_ids": ids, "labels": labels, "attention_words": words}
+
+
+def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
+    plan = plan_of(cp_size=2, dp_size=2, cp_block=4)
+    step = contiguous_step(plan, range(8), 2)
+    batches = []
+    for rank in range(plan.world_size):
+        cutter = pickle.loads(pickle.dumps(cutter_of(plan, rank)))
+        dataset = StepDataset(samples(8), collate, lambda s, r=rank: keys_of_rank(plan, s, r), 0, cutter=cutter)
+        batches.append(dataset.__getitems__(step))
+        assert batches[-1].batches.keys() == keys_of_rank(plan, step, rank).keys()
+    every = {key: cut for batch in batches for key, cut in batch.cuts.items()}
+    assert every.keys() == {(LANGUAGE_MODEL, replica, index, 0) for replica in range(2) for index in range(2)}
+    for rank, batch in enumerate(batches):
+        for key, cut in batch.cuts.items():
+            assert torch.equal(cut.order, every[key].order)
+        for module, replica, _ in plan.stages_of_rank(rank):
+            if module == LANGUAGE_MODEL:
+                assert batch.cuts.keys() == {key for key in every if key[1] == replica}
+            else:
+                slots = {slot for row in step.microbatches[module][replica] for slot in row}
+                fed = {step.places[LANGUAGE_MODEL, slot] for slot in slots}
+                assert batch.cuts.keys() == {(LANGUAGE_MODEL, *place, 0) for place in fed}
+
+
+def test_nothing_is_cut_for_one_row_of_ranks():
+    plan = plan_of(tp_size=2)
+    assert cutter_of(plan, 2).keys(contiguous_step(plan, range(4), 2)) == {}
+
+
+def test_costs_of_a_layer_are_those_of_one_rank():
+    costs = layer_costs(SPEC, plan_of(cp_size=2, tp_size=2), HARDWARE["h100"])
+    assert costs.flops_per_pair == 4 * (4 // 2) * 4
+    assert costs.flops_per_token == 2 * (16 * 16 + 16 * 32) / 2
+    assert costs.bytes_per_token == 2 * 1 * 4 * 4  # keys and values of one head of four, four bytes a value
+    assert costs.bytes_per_ms == 450e6
