@@ -146,3 +146,13 @@ def test_importing_loads_no_heavy_package(name):
     code = f"import sys, {name}; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_attention_on_a_cpu_loads_no_triton():
+    code = (
+        f"import sys, torch; from {NAME}.kernels.bitfield_attention import bitfield_attention, encode_words; "
+        "x = torch.ones(1, 1, 4, 8); bitfield_attention(x, x, x, encode_words(torch.ones(1, 4))); "
+        "print('triton.language' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "False", done.stdout + done.stderr
