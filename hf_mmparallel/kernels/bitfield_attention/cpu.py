@@ -54,10 +54,9 @@ def forward(
     for index, row in enumerate(plan.rows):
         heads = _Heads(query[index], key[index], value[index], row)
         out_GKTD, lse_GKT = heads.take(out_BHTD[index]), heads.take(lse_BHT[index])
-        for tile in row.tiles:
-            rows = slice(*tile[0].rows)
-            results = [_part_forward(*heads.operands(part), part, row, scale, softcap) for part in tile]
-            out_GKTD[:, :, rows], lse_GKT[:, :, rows] = _merge(results) if len(results) > 1 else results[0]
+        for part in row.parts:
+            rows = slice(*part.rows)
+            out_GKTD[:, :, rows], lse_GKT[:, :, rows] = _part_forward(*heads.operands(part), part, row, scale, softcap)
         heads.put(out_BHTD[index], out_GKTD)
         heads.put(lse_BHT[index], lse_GKT)
     return (out_BHTD, lse_BHT) if sinks is None else _with_sinks(out_BHTD, lse_BHT, sinks)
@@ -95,16 +94,12 @@ def backward(
         given = [heads.take(tensor[index]) for tensor in (grad_out, out, lse)]
         dq_GKTD = heads.take(grad_query[index])
         dkv_2KSD = torch.zeros(2, *heads.key_GKSD.shape[1:], dtype=exact)
-        for tile in row.tiles:
-            rows = slice(*tile[0].rows)
-            dq = None
-            for part in tile:
-                of_rows = [tensor[:, :, rows] for tensor in given]
-                dq_part, *dkv = _part_backward(*of_rows, *heads.operands(part), part, row, scale, softcap)
-                dq = dq_part if dq is None else dq + dq_part
-                for total, grad_GKSD in zip(dkv_2KSD, dkv, strict=True):
-                    total[:, slice(*part.keys)] += grad_GKSD.sum(0, dtype=exact)
-            dq_GKTD[:, :, rows] = dq
+        for part in row.parts:
+            rows = slice(*part.rows)
+            of_rows = [tensor[:, :, rows] for tensor in given]
+            dq_GKTD[:, :, rows], *dkv = _part_backward(*of_rows, *heads.operands(part), part, row, scale, softcap)
+            for total, grad_GKSD in zip(dkv_2KSD, dkv, strict=True):
+                total[:, slice(*part.keys)] += grad_GKSD.sum(0, dtype=exact)
         heads.put(grad_query[index], dq_GKTD)
         grad_key[index][:, row.key_index] = dkv_2KSD[0].to(key.dtype)
         grad_value[index][:, row.key_index] = dkv_2KSD[1].to(value.dtype)
@@ -257,13 +252,6 @@ def _visible(part: Part, row: RowPlan) -> Tensor:
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """What is added to scores: 0, or -inf where nothing is seen."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))[None, None]
-
-
-def _merge(results: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """One output of the same queries over disjoint keys."""
-    outs, parts = zip(*results, strict=True)
-    lse = torch.logsumexp(torch.stack(parts), dim=0)
-    return sum(torch.exp(part - lse)[..., None] * out for out, part in zip(outs, parts, strict=True)), lse
 
 
 def _with_sinks(out_BHTD: Tensor, lse_BHT: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

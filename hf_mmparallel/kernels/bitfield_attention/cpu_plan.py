@@ -2,9 +2,8 @@
 The calls that a mask takes on a CPU: the rectangles of the mask that are not empty.
 
 Queries and keys are put in the order of their places, where a query that sees an interval of places sees a slice of
-the keys. Rows that see the same slice are one call without a mask; rows whose slice grows by a key from one to the
-next are one causal call beside the keys that all of them see; whatever else there is goes in chunks of few rows with a
-mask of the chunk.
+the keys. Rows that see the same slice are one call without a mask, so are the rows of a causal sample; whatever else
+there is goes in chunks of few rows over the keys that some of them see, with a mask of the chunk.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class RowPlan:
     Args:
         query_index (`slice` or `torch.Tensor`): The queries that see something, by place.
         key_index (`slice` or `torch.Tensor`): The keys that are not padding, by place.
-        tiles (`tuple[tuple[Part, ...], ...]`): Parts with the same rows are one tile.
+        parts (`tuple[Part, ...]`): The calls, each of other rows.
         bounds (`torch.Tensor` of shape `[2, rows]`): Of each query the first key and the one after the last.
         mask (`BitfieldMask`, *optional*): The words in that order, where bounds do not say everything.
         window (`int`): The window that goes with the words.
@@ -64,7 +63,7 @@ class RowPlan:
 
     query_index: slice | Tensor
     key_index: slice | Tensor
-    tiles: tuple[tuple[Part, ...], ...]
+    parts: tuple[Part, ...]
     bounds: Tensor
     mask: BitfieldMask | None
     window: int
@@ -104,13 +103,14 @@ def _plan_row(mask: BitfieldMask, first: Tensor, last: Tensor, has_holes: bool, 
     places = mask.key_positions[key_index].contiguous()
     start = torch.searchsorted(places, first[query_index].contiguous())
     stop = torch.searchsorted(places, last[query_index].contiguous(), right=True)
-    tiles = _tiles(start, stop, has_holes)
     ordered = None
     if has_holes:
         ordered = BitfieldMask(
             mask.query_words[query_index], mask.query_positions[query_index], mask.key_words[key_index], places
         )
-    return RowPlan(query_index, key_index, tuple(tiles), torch.stack([start, stop]), ordered, window)
+    return RowPlan(
+        query_index, key_index, tuple(_parts(start, stop, has_holes)), torch.stack([start, stop]), ordered, window
+    )
 
 
 def _in_order(positions: Tensor, wanted: Tensor) -> slice | Tensor:
@@ -126,40 +126,33 @@ def _in_order(positions: Tensor, wanted: Tensor) -> slice | Tensor:
     return slice(begin, end) if consecutive else index
 
 
-def _tiles(start: Tensor, stop: Tensor, has_holes: bool) -> Iterator[tuple[Part, ...]]:
+def _parts(start: Tensor, stop: Tensor, has_holes: bool) -> Iterator[Part]:
     """The calls of rows whose slices of keys are given, in the order of rows."""
-    total = len(start)
-    if has_holes:
-        yield from _masked_tiles(start, stop, 0, total)
-        return
     begin = 0  # of the rows that wait for a mask
-    for first, end, grows in _runs(start, stop):
-        yield from _masked_tiles(start, stop, begin, first)
-        low, high = int(start[first]), int(stop[first])
-        if grows:
-            square = Part((first, end), (high - 1, int(stop[end - 1])), Kind.CAUSAL)
-            before = (Part((first, end), (low, high - 1), Kind.FULL),) if high - 1 > low else ()
-            yield (*before, square)
-        else:
-            yield (Part((first, end), (low, high), Kind.FULL),)
-        begin = end
-    yield from _masked_tiles(start, stop, begin, total)
+    for part in () if has_holes else _runs(start, stop):
+        yield from _masked_parts(start, stop, begin, part.rows[0])
+        yield part
+        begin = part.rows[1]
+    yield from _masked_parts(start, stop, begin, len(start))
 
 
-def _runs(start: Tensor, stop: Tensor) -> Iterator[tuple[int, int, bool]]:
-    """Runs of rows with the same first key whose last key is the same, or grows by one: `(first, end, grows)`."""
+def _runs(start: Tensor, stop: Tensor) -> Iterator[Part]:
+    """Runs of rows that need no mask: all of them see the same keys, or the first sees one key and each one more."""
     step = torch.where(start[1:] == start[:-1], stop[1:] - stop[:-1], -1)
-    lengths = torch.unique_consecutive(step, return_counts=True) if len(step) else (step, step)
+    steps, lengths = torch.unique_consecutive(step, return_counts=True)
     row, taken = 0, 0
-    for growth, length in zip(*(values.tolist() for values in lengths), strict=True):
+    for growth, length in zip(steps.tolist(), lengths.tolist(), strict=True):
         first, end = max(row, taken), row + length + 1
-        if growth in (0, 1) and end - first >= _FEWEST_ROWS:
-            yield first, end, growth == 1
-            taken = end
         row += length
+        if growth not in (0, 1) or end - first < _FEWEST_ROWS:
+            continue
+        keys = int(start[first]), int(stop[end - 1])
+        if growth == 0 or int(stop[first]) == keys[0] + 1:
+            yield Part((first, end), keys, Kind.CAUSAL if growth else Kind.FULL)
+            taken = end
 
 
-def _masked_tiles(start: Tensor, stop: Tensor, first: int, end: int) -> Iterator[tuple[Part, ...]]:
+def _masked_parts(start: Tensor, stop: Tensor, first: int, end: int) -> Iterator[Part]:
     """The rows `first` to `end` in chunks; rows without a common key share one only where that is little work."""
     if first >= end:
         return
@@ -179,7 +172,7 @@ def _masked_tiles(start: Tensor, stop: Tensor, first: int, end: int) -> Iterator
             else:
                 chunks.append(chunk)
     for row, until, key, key_end in chunks:
-        yield (Part((first + row, first + until), (key, key_end), Kind.MASKED),)
+        yield Part((first + row, first + until), (key, key_end), Kind.MASKED)
 
 
 def _pairs(chunk: list[int]) -> int:
