@@ -2,29 +2,55 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import transformers
+
+from hf_mmparallel import ModulePlugin
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.trainer.build import prepare_context
+from hf_mmparallel.trainer.checks import check_context
+from tests import tiny
 from tests.distributed import run_distributed
 
 from . import runs
-
-pytestmark = pytest.mark.distributed
+from .test_checkpoints import _assert_close, _train
+from .test_features import composed, evaluations, finished, our_trainer, stock_trainer
 
 VISION, LM = "vision", "language_model"
 CP = {"cp_size": 2, "cp_block": 16}
 
 LAYOUTS = {
-    "llava, two ranks a row": ("llava", 3, {LM: CP}, {}),
-    "llava, with tp": ("llava", 5, {LM: {**CP, "tp_size": 2}}, {}),
-    "gemma3, with stages": ("gemma3", 5, {LM: {**CP, "pp_size": 2}}, {}),
-    "llava, with copies": ("llava", 5, {LM: {**CP, "dp_size": 2}}, {}),
-    "llava, whole samples": ("llava", 3, {LM: {**CP, "cp_mode": "segments"}}, {}),
-    "gemma3, three ranks a row at random": ("gemma3", 4, {LM: {**CP, "cp_size": 3, "cp_method": "random"}}, {}),
-    "qwen2_vl, two copies of vision to one of the LM": ("qwen2_vl", 4, {VISION: {"dp_size": 2}, LM: CP}, {}),
-    "qwen3_vl, cut inside DeepStack": ("qwen3_vl", 6, {VISION: {"dp_size": 2}, LM: {**CP, "pp_size": 2}}, {}),
+    "llava, tp and checkpointing": (
+        "llava",
+        5,
+        {LM: {**CP, "tp_size": 2, "activation_checkpointing": True}},
+        {"include_num_input_tokens_seen": "non_padding"},
+    ),
+    "gemma3, stages": ("gemma3", 5, {LM: {**CP, "pp_size": 2}}, {}),
+    "gemma3, three ranks at random": ("gemma3", 4, {LM: {**CP, "cp_size": 3, "cp_method": "random"}}, {}),
+    "llava, copies": ("llava", 5, {LM: {**CP, "dp_size": 2, "cp_method": "zigzag", "cp_mode": "row"}}, {}),
+    "qwen2_vl, two copies of vision for one of the LM": ("qwen2_vl", 4, {VISION: {"dp_size": 2}, LM: CP}, {}),
+    "qwen3_vl, a rank of padding only": ("qwen3_vl", 3, {LM: {"cp_size": 2}}, {}),
+    "qwen3_vl, cut inside DeepStack, whole samples": (
+        "qwen3_vl",
+        6,
+        {VISION: {"dp_size": 2}, LM: {**CP, "pp_size": 2, "cp_mode": "segments"}},
+        {},
+    ),
 }
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers make their output folder even when they save nothing."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel, arguments = LAYOUTS[name]
@@ -36,3 +62,103 @@ def test_a_layout_equals_the_stock_trainer(name: str):
     for rank in ranks:
         assert rank.logs == ranks[0].logs
         assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+# What else a run has: adapters, predictions, a model of several encoders, checkpoints
+
+DATA = tiny.make_dataset("llava", 9, seed=4)  # that `evaluations` predicts
+ADAPTERS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+
+
+def adapted(**settings: Any) -> dict[str, Any]:
+    return {VISION: ModulePlugin(freeze="tower"), LM: ModulePlugin(peft_config=ADAPTERS, **settings)}
+
+
+def on_three_ranks() -> dict[str, Any]:
+    """Evaluations and predictions, the logs of training adapters, the run of a composed model."""
+    trainer = our_trainer(adapted(**CP))
+    trainer.train()
+    return {
+        "evaluations": evaluations(lambda **given: our_trainer({LM: ModulePlugin(**CP)}, **given)),
+        "adapters": runs.step_logs(trainer),
+        "composed": finished(
+            our_trainer({VISION: {}, "audio": ModulePlugin(colocate_with=VISION), LM: CP}, **composed())
+        ),
+    }
+
+
+@pytest.mark.distributed
+def test_predictions_adapters_and_composed_models_are_those_of_one_process():
+    ranks = run_distributed(on_three_ranks, 3)
+    stock, first = evaluations(stock_trainer), ranks[0]["evaluations"]
+    for rank in ranks:
+        assert [pytest.approx(row, rel=2e-5) for row in stock["history"]] == rank["evaluations"]["history"]
+        assert rank["evaluations"]["metrics"] == pytest.approx(stock["metrics"], rel=2e-5)
+    assert (first["labels"] == stock["labels"]).all() and first["logits"].shape == stock["logits"].shape
+    targets = stock["labels"][:, 1:] != -100
+    assert (first["predictions"][:, :-1][targets] == stock["predictions"][:, :-1][targets]).all()
+    logits, expected = (torch.tensor(run["logits"]) for run in (first, stock))
+    real = logits != -100  # the stock Trainer's padding has values too
+    assert real.sum() == logits.shape[2] * sum(len(sample["input_ids"]) for sample in DATA[:5])
+    torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-5)
+    alone = run_distributed(adapters_alone, 1)[0]
+    assert ranks[0]["adapters"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in alone]
+    runs.assert_same_run(ranks[0]["composed"], finished(stock_trainer(**composed())))
+
+
+def adapters_alone() -> list[dict[str, float]]:
+    trainer = our_trainer(adapted(), per_device_train_batch_size=runs.GLOBAL_BATCH)
+    trainer.train()
+    return runs.step_logs(trainer)
+
+
+@pytest.mark.distributed
+def test_a_run_resumes_under_any_layout(tmp_path: Path):
+    parallel = {LM: {**CP, "tp_size": 2}}
+    straight = run_distributed(_train, 5, tmp_path, parallel)[0]
+    checkpoint = str(tmp_path / "checkpoint-2")
+    _assert_close(run_distributed(_train, 5, tmp_path / "again", parallel, checkpoint)[0], straight, exact=True)
+    _assert_close(run_distributed(_train, 3, tmp_path / "other", {LM: {"pp_size": 2}}, checkpoint)[0], straight)
+
+
+# What is refused
+
+
+def test_a_language_model_gets_the_attention_that_ranks_share():
+    model = tiny.FAMILIES["llava"]()
+    prepare_context(model, build_model_spec(model), None)
+    assert model.config.text_config._attn_implementation == "bitfield"
+    assert model.config.vision_config._attn_implementation != "bitfield"
+
+
+def test_another_attention_function_is_refused():
+    model = tiny.FAMILIES["llava"]()
+    with pytest.raises(ValueError, match="`attn_implementation='eager'` .* Use `attn_implementation=.bitfield.`"):
+        prepare_context(model, build_model_spec(model), ModulePlugin(attn_implementation="eager"))
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
+REFUSED = {
+    "layers with an attention of their own": (
+        transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50),
+        "the layers of `BloomModel` call an attention of their own",
+    ),
+    "a state-space model": (
+        transformers.MambaConfig(**SMALL, state_size=4),
+        "`MambaModel` call an attention of their own",
+    ),
+    "a mask that words can't say": (
+        transformers.Gemma3TextConfig(
+            **SMALL, intermediate_size=32, num_attention_heads=4, head_dim=8, use_bidirectional_attention=True
+        ),
+        "`cp_size` above 1 cuts packed samples. .*looks ahead everywhere.* Use `cp_size=1`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_tokens_no_ranks_can_share_is_refused(name: str):
+    config, message = REFUSED[name]
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=message):
+        check_context(model, build_model_spec(model))
