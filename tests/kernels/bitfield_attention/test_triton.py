@@ -52,11 +52,11 @@ def inputs_of(mask: BitfieldMask, shape: Shape, dtype: torch.dtype, sinks: bool)
     return tensors + ([torch.randn(shape.heads, device=DEVICE)] if sinks else []), grad
 
 
-def error_of(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference by the norm of what is expected; nothing may be NaN, infinite is what should be."""
+def error_of(found: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
+    """Norm of the difference by that of what is expected, or of `size`; nothing is NaN, infinite is what should be."""
     assert found.shape == expected.shape and torch.equal(found.isfinite(), expected.isfinite())
     found, expected = (tensor.double().nan_to_num(posinf=0.0, neginf=0.0) for tensor in (found, expected))
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+    return float((found - expected).norm() / (expected if size is None else size).norm().clamp(min=1e-12))
 
 
 def definition(
@@ -98,9 +98,14 @@ def check(
     plain = definition(inputs, grad, mask, scale, softcap, window)
     assert out.stride() == inputs[0].stride() and lse.dtype == torch.float32
     assert [tensor.dtype for tensor in (out, *grads[:3])] == [dtype] * 4
-    for found, wanted, low in zip((out, lse, *grads[: len(inputs)]), expected, plain, strict=True):
+    sizes = [None] * 5
+    if logits is not None:  # the gradient of a sink sums over all rows, of either sign
+        weights = torch.exp(logits.double()[None, :, None] - expected[1])
+        sizes.append((weights * (expected[0] * grad).sum(-1).abs()).sum((0, 2)))
+    for found, wanted, low, size in zip((out, lse, *grads[: len(inputs)]), expected, plain, sizes, strict=True):
         assert found is not None
-        assert error_of(found, wanted) < (ERROR if dtype == torch.float32 else 1.5 * error_of(low, wanted))
+        limit = ERROR if dtype == torch.float32 else 1.5 * error_of(low, wanted, size)
+        assert error_of(found, wanted, size) < limit
     blind = expected[1] == float("-inf")
     assert not out[blind].any() and not grads[0][blind].any()
 
