@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -31,6 +31,7 @@ class ContextCut:
 
     Args:
         assignment ([`ContextAssignment`]): Which token of the row is where.
+        words (`torch.Tensor` of shape `[1, length]`): The mask words of the row, on the CPU.
         order (`torch.Tensor` of shape `[rows, tokens]`): int64: the token at each place of each row of ranks, -1 for
             padding.
         holders (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
@@ -42,6 +43,7 @@ class ContextCut:
     """
 
     assignment: ContextAssignment
+    words: Tensor
     order: Tensor
     holders: Mapping[str, tuple[Tensor, Tensor]]
     rows: Mapping[str, list[int]]
@@ -64,18 +66,18 @@ class ContextCut:
             for name, value in fields.items()
         }
 
-    def shard(self, words: Tensor, row: int, group: Any) -> SequenceShard:
+    def shard(self, row: int, group: Any, device: torch.device) -> SequenceShard:
         """
         What the attention of a row of ranks needs to know.
 
         Args:
-            words (`torch.Tensor` of shape `[1, length]`): The words of the whole row.
             row (`int`): The row of ranks, which is this rank's place in `group`.
             group (`torch.distributed.ProcessGroup`): The ranks that share the tokens.
+            device (`torch.device`): Where the attention computes.
         """
         assignment = self.assignment
-        return shard_sequence(
-            words,
+        shard = shard_sequence(
+            self.words,
             assignment.order,
             row,
             group,
@@ -84,6 +86,9 @@ class ContextCut:
             block=assignment.block,
             num_ranks=assignment.num_ranks,
         )
+        # Checked on the CPU, where looking at values waits for nothing.
+        sent = None if shard.sent is None else shard.sent.to(device)
+        return replace(shard, mask=shard.mask.to(device), order=shard.order.to(device), sent=sent)
 
 
 def _taken(value: Tensor, dim: int, own: Tensor, padding: int) -> Tensor:
@@ -156,7 +161,8 @@ class ContextCutter:
                 f"batch has {shapes}. Wrap the collator in a `PackingCollator`."
             )
         num_rows = self.plan.modules[LANGUAGE_MODEL].cp_size
-        assignment = assign_words(words.cpu(), num_rows, self.settings, self.costs)
+        words, row = words.cpu(), ids[0].cpu()
+        assignment = assign_words(words, num_rows, self.settings, self.costs)
         order = torch.from_numpy(assignment.order).view(num_rows, -1)
         dims = {
             name: dim
@@ -164,13 +170,13 @@ class ContextCutter:
             if isinstance(value, Tensor) and name not in self.media and (dim := _token_dim(value, ids.shape))
         }
         filler = next(token for token in count() if token not in self.placeholders.values())
-        segments = decode_words(words[0].cpu()).segment
+        segments = decode_words(words[0]).segment
         holders, rows = {}, {}
         for modality, token in self.placeholders.items():
-            wanted = (ids[0].cpu() == token) & (segments > 0)
+            wanted = (row == token) & (segments > 0)
             holders[modality] = _holders(wanted, order)
             rows[modality] = segments[wanted].bincount(minlength=int(segments.max()) + 1)[1:].tolist()
-        return ContextCut(assignment, order, holders, rows, dims, filler)
+        return ContextCut(assignment, words, order, holders, rows, dims, filler)
 
 
 def _holders(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,7 @@ class MessageGeometry:
             whole, stage = self.whole_batch(task), self.stage(task)
             row = stage.row_of(self.rank)
             column = stage.columns[stage.ranks[row].index(self.rank)]
-            shard = cut.shard(whole[WORDS], row, self.groups[column])
+            shard = cut.shard(row, self.groups[column], whole[WORDS].device)
             self._local[task.key] = {**cut.local(whole, row), WORDS: shard}
         return self._local[task.key]
 
