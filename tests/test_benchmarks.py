@@ -54,3 +54,13 @@ def test_context_parallel_balance_compares_every_way_to_cut_a_row(tmp_path):
     assert set(by_method) == {"ours", "capped LPT", "PTRR", "zigzag", "contiguous", "random"}
     assert min(by_method, key=lambda method: by_method[method]) == "ours" and by_method["ours"] <= 1.02
     assert all(case["ours"]["mean"] >= 1 for case in result["small"]) and result["times"]
+
+
+def test_attention_is_compared_in_both_passes(tmp_path):
+    result = _quick("attention", tmp_path)
+    assert [(row["length"], row["pass"]) for row in result["rows"]] == [
+        (length, which) for length in result["shapes"]["lengths"] for which in ("forward", "forward + backward")
+    ]
+    for row in result["rows"]:
+        assert row["times_faster"] > 0 < row["memory_share"]
+        assert all(times["min"] > 0 for times in row["time_ms"].values())
