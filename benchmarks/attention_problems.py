@@ -239,6 +239,8 @@ def flex_peer(problem: Problem, compiled: bool) -> tuple[Peer, Callable[[], Any]
     """FlexAttention with a block mask that was built before, and what builds it."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    if compiled:
+        torch._dynamo.reset()  # each mask is a new program; after a few it would run uncompiled
     mask_mod = flex_rule(problem)
     length, device = problem.shape.length, problem.shape.device
 

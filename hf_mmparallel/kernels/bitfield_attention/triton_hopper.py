@@ -6,6 +6,8 @@ What this form does not take is told by [`tuning.hopper_refusal`]; the portable 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -70,7 +72,6 @@ def forward(
         `tuple[torch.Tensor, torch.Tensor]`: The output, like `query`, and the log-sum-exp `[1, heads, query_length]`.
     """
     assert not softcap and sinks is None
-    _provide_workspace(query.device)
     out = torch.empty_like(query)
     if _as_matrix(out).data is not out:
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -79,15 +80,16 @@ def forward(
     lists, tile = plan.by_query, tuning.forward
     num_tiles = lists.tiles.shape[0] * (plan.block_q // tile.block_q)
     grid = _grid(num_tiles * query.shape[1], query.device, num_programs)
-    forward_kernel[grid](
-        *(matrix.data for matrix in heads),
-        out,
-        lse,
-        *_mask_arguments(plan, lists),
-        *_sizes(query, key, scale, num_tiles),
-        *_layouts(*heads, _as_matrix(out)),
-        **_constants(query, key, plan, tile),
-    )
+    with _starting_on(query.device):
+        forward_kernel[grid](
+            *(matrix.data for matrix in heads),
+            out,
+            lse,
+            *_mask_arguments(plan, lists),
+            *_sizes(query, key, scale, num_tiles),
+            *_layouts(*heads, _as_matrix(out)),
+            **_constants(query, key, plan, tile),
+        )
     return out, lse
 
 
@@ -127,7 +129,6 @@ def backward(
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]`: The gradients of query, key and value.
     """
     assert not softcap and sinks is None
-    _provide_workspace(query.device)
     heads = [_as_matrix(tensor) for tensor in (query, key, value, grad_out)]
     grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (query, key, value)]
     grad_query, grad_key, grad_value = grads
@@ -135,35 +136,43 @@ def backward(
     tensors = [matrix.data for matrix in heads]
     layouts = _layouts(*heads)
 
-    lists, tile = plan.by_key, tuning.dkdv
-    num_tiles = lists.tiles.shape[0] * (plan.block_k // tile.block_k)
-    dkdv_kernel[_grid(num_tiles * key.shape[1], query.device, num_programs)](
-        *tensors,
-        grad_key,
-        grad_value,
-        stats,
-        *_mask_arguments(plan, lists),
-        *_sizes(query, key, scale, num_tiles),
-        *layouts,
-        **_constants(query, key, plan, tile),
-    )
-    lists, tile = plan.by_query, tuning.dq
-    num_tiles = lists.tiles.shape[0] * (plan.block_q // tile.block_q)
-    dq_kernel[_grid(num_tiles * query.shape[1], query.device, num_programs)](
-        *tensors,
-        grad_query,
-        stats,
-        *_mask_arguments(plan, lists),
-        *_sizes(query, key, scale, num_tiles),
-        *layouts,
-        **_constants(query, key, plan, tile),
-    )
+    with _starting_on(query.device):
+        lists, tile = plan.by_key, tuning.dkdv
+        num_tiles = lists.tiles.shape[0] * (plan.block_k // tile.block_k)
+        dkdv_kernel[_grid(num_tiles * key.shape[1], query.device, num_programs)](
+            *tensors,
+            grad_key,
+            grad_value,
+            stats,
+            *_mask_arguments(plan, lists),
+            *_sizes(query, key, scale, num_tiles),
+            *layouts,
+            **_constants(query, key, plan, tile),
+        )
+        lists, tile = plan.by_query, tuning.dq
+        num_tiles = lists.tiles.shape[0] * (plan.block_q // tile.block_q)
+        dq_kernel[_grid(num_tiles * query.shape[1], query.device, num_programs)](
+            *tensors,
+            grad_query,
+            stats,
+            *_mask_arguments(plan, lists),
+            *_sizes(query, key, scale, num_tiles),
+            *layouts,
+            **_constants(query, key, plan, tile),
+        )
     return grad_query, grad_key, grad_value, None
 
 
-def _provide_workspace(device: torch.device) -> None:
-    """Descriptors live in memory that the launch asks for; the setting is per thread, and backward has its own."""
+@contextmanager
+def _starting_on(device: torch.device) -> Iterator[None]:
+    """
+    Kernels start on this device, and their descriptors live in memory of it.
+
+    Who provides that memory is a setting of the thread, and backward passes run in a thread of their own.
+    """
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def _grid(num_tiles: int, device: torch.device, num_programs: int | None) -> tuple[int]:
