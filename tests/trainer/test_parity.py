@@ -109,7 +109,11 @@ def layouts(draw: st.DrawFn) -> tuple[str, int, dict[str, Any], int]:
         pp = draw(st.integers(1, longest))
         tp = draw(st.sampled_from([1, 1, 2]))
         sizes[module] = {"dp_size": dp, "pp_size": pp, "tp_size": tp}
-    ranks = {name: s["dp_size"] * s["pp_size"] * s["tp_size"] for name, s in sizes.items()}
+    if draw(st.booleans()):
+        shared = draw(st.sampled_from([{"cp_mode": "segments"}, {"cp_method": "random"}, {}]))
+        sizes[LM] = {"dp_size": 1, "pp_size": draw(st.integers(1, 2)), "tp_size": draw(st.integers(1, 2))}
+        sizes[LM] |= {"cp_size": 2, "cp_block": draw(st.sampled_from([8, 16])), **shared}
+    ranks = {name: s["dp_size"] * s["pp_size"] * s["tp_size"] * s.get("cp_size", 1) for name, s in sizes.items()}
     for name in (LM, VISION):
         if sum(ranks.values()) > 8:
             sizes[name]["dp_size"], ranks[name] = 1, ranks[name] // sizes[name]["dp_size"]
