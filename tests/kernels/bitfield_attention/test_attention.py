@@ -160,10 +160,10 @@ def test_words_that_were_written_to_are_compiled_again(compilations):
 def test_freed_words_leave_no_compilation_for_others(compilations):
     inputs = _inputs(batch=1)
     for cut in range(1, 6):  # the allocator hands out one address again and again
-        words = encode_words((torch.arange(LENGTH)[None] >= cut).long() + 1)
-        found = bitfield_attention(*inputs[:3], words)
-        torch.testing.assert_close(found, reference_attention(*inputs[:3], BitfieldMask.from_words(words))[0])
-        del words
+        mask = BitfieldMask.from_words(encode_words((torch.arange(LENGTH)[None] >= cut).long() + 1))
+        found = bitfield_attention(*inputs[:3], mask)
+        torch.testing.assert_close(found, reference_attention(*inputs[:3], mask)[0])
+        del mask
     assert len(compilations) == 5
 
 
