@@ -168,10 +168,12 @@ class PackingCollator:
         if chosen == ATTENTION:
             return
         keys = [key for key in self.config.sub_configs if getattr(self.config, key, None) is text]
-        remedy = f"model.set_attn_implementation({{'{keys[0] if keys else ''}': '{ATTENTION}'}})"
+        wanted = f"{{'{keys[0]}': '{ATTENTION}'}}" if keys else f"'{ATTENTION}'"
         raise ValueError(
             f"The language model has `attn_implementation={chosen!r}`, which reads no `attention_words`: the samples "
-            f"of a packed row would see each other. Call `{remedy}` before you make the collator."
+            f"of a packed row would see each other. Call `model.set_attn_implementation({wanted})` before you make "
+            "the collator. A model that warns then, and keeps what it has, calls an attention of its own: train it on "
+            "padded batches."
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
@@ -25,6 +26,9 @@ from ..kernels.bitfield_attention import encode_words
 
 PROBE = "hf_mmparallel_probe"
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
+ADDED_TO_MASKS = ("block_sequence_ids", "or_mask_function", "and_mask_function")
+"""Arguments of the mask functions of transformers that change who sees whom."""
+PAIRS_AT_A_TIME = 2**20
 ITEM_LENGTHS = {"image": "mm_tokens_per_image"}
 """Modality -> setting of a config that holds the tokens of every item; a grid in the batch comes first."""
 
@@ -50,14 +54,14 @@ def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
 
     Args:
         config_or_model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`]):
-            A model, with or without adapters, or the config of one; a config that names no class is looked up in the
-            classes of transformers with a language-model head.
+            A model, with or without adapters, compiled or not, or the config of one; a config that names no class is
+            looked up in the classes of transformers with a language-model head.
 
     Returns:
         The config, and the class (`None` when transformers has none for the config).
     """
     if isinstance(config_or_model, torch.nn.Module):
-        model: Any = config_or_model
+        model: Any = extract_model_from_parallel(config_or_model, keep_torch_compile=False)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         return model.config, type(model)
     config = config_or_model
@@ -121,16 +125,12 @@ class MaskRule:
         """
         real = real_tokens(batch)
         masks = self._masks(batch)
-        items = None
+        rows, places = real.nonzero().unbind(-1)
+        runs = self._runs(masks, rows, places)
         spans = torch.zeros_like(real, dtype=torch.int64)
-        for row, mask in enumerate(real):
-            places = mask.nonzero()[:, 0]
-            runs = self._runs(masks, row, places)
-            if int(runs[-1] if len(runs) else 0) + 1 < len(runs):
-                if items is None:
-                    items = self._items(batch, real)
-                groups = self._groups(masks, row, places, runs)
-                spans[row, places] = _span_ids(groups, runs, items[row, places])
+        if len(runs) and int(runs[-1]) + 1 < len(runs):
+            groups = self._groups(masks, rows, places, runs)
+            spans[real] = _span_ids(groups, runs, rows, self._items(batch, real)[real])
         return encode_words(real.to(torch.int64), spans)
 
     def _masks(self, batch: Mapping[str, Any]) -> list[_Drawn]:
@@ -158,9 +158,8 @@ class MaskRule:
             )
         return masks
 
-    def _sees(self, masks: list[_Drawn], row: int, query: Tensor, key: Tensor) -> Tensor:
-        """Whether queries see keys, at or after them, which must be the same in all layers."""
-        rows = torch.full_like(query, row)
+    def _sees(self, masks: list[_Drawn], rows: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Whether the queries of these rows see keys, at or after them, which must be the same in all layers."""
         answers = torch.stack([mask.sees(rows, 0, query, key).expand(query.shape) for mask in masks])
         self._require(bool((answers == answers[0]).all()), "differ between its layers in more than a window")
         return answers[0]
@@ -172,23 +171,34 @@ class MaskRule:
                 "packing."
             )
 
-    def _runs(self, masks: list[_Drawn], row: int, places: Tensor) -> Tensor:
-        """The number, from 0, of each real token's run: tokens that each see the next."""
-        self._require(bool(self._sees(masks, row, places[1:], places[:-1]).all()), "are not causal")
-        starts = ~self._sees(masks, row, places[:-1], places[1:])
-        return torch.cat([starts.new_zeros(len(places[:1])), starts]).cumsum(0)
+    def _runs(self, masks: list[_Drawn], rows: Tensor, places: Tensor) -> Tensor:
+        """The number, from 0 over the whole batch, of each real token's run: tokens that each see the next."""
+        follows = rows[1:] == rows[:-1]
+        row, before, after = rows[1:][follows], places[:-1][follows], places[1:][follows]
+        self._require(bool(self._sees(masks, row, after, before).all()), "are not causal")
+        starts = torch.ones_like(rows, dtype=torch.bool)
+        starts[1:][follows] = ~self._sees(masks, row, before, after)
+        return starts.cumsum(0) - 1
 
-    def _groups(self, masks: list[_Drawn], row: int, places: Tensor, runs: Tensor) -> Tensor:
+    def _groups(self, masks: list[_Drawn], rows: Tensor, places: Tensor, runs: Tensor) -> Tensor:
         """For each run, the first run of its group; runs of a group see each other both ways."""
         lengths = runs.bincount()
-        firsts = places[lengths.cumsum(0) - lengths]
-        lasts = places[lengths.cumsum(0) - 1]
+        ends = lengths.cumsum(0)
+        row, firsts, lasts = rows[ends - 1], places[ends - lengths], places[ends - 1]
         self._require(bool(self._sees(masks, row, firsts, lasts).all()), "have windows that look ahead")
+        num_runs = row.bincount()
+        begins = num_runs.cumsum(0) - num_runs
         groups = torch.arange(len(lengths))
-        for run in (lengths > 1).nonzero()[:, 0].tolist():
-            own = firsts[run].expand_as(firsts)
-            members = self._sees(masks, row, torch.minimum(own, firsts), torch.maximum(own, firsts))
-            groups[members] = members.nonzero()[0]
+        # Each run of several tokens is compared with all runs of its row, so many at a time as memory is fine with.
+        for some in (lengths > 1).nonzero()[:, 0].split(max(1, PAIRS_AT_A_TIME // int(num_runs.max()))):
+            counts = num_runs[row[some]]
+            own, first, sample = (run.repeat_interleave(counts) for run in (some, firsts[some], row[some]))
+            other = torch.arange(len(own)) + (begins[row[some]] - counts.cumsum(0) + counts).repeat_interleave(counts)
+            theirs = firsts[other]
+            sees = self._sees(masks, sample, torch.minimum(first, theirs), torch.maximum(first, theirs))
+            own, other = torch.stack([own, other])[:, sees]
+            leaders = groups.scatter_reduce(0, own, other, "amin")
+            groups.scatter_reduce_(0, other, leaders[own], "amin")
         return groups
 
     def _items(self, batch: Mapping[str, Any], real: Tensor) -> Tensor:
@@ -239,27 +249,28 @@ def real_tokens(batch: Mapping[str, Any]) -> Tensor:
     return mask != 0
 
 
-def _span_ids(groups: Tensor, runs: Tensor, items: Tensor) -> Tensor:
+def _span_ids(groups: Tensor, runs: Tensor, rows: Tensor, items: Tensor) -> Tensor:
     """
-    Spans, from 1, of the tokens of one row; 0 for tokens that are alone.
+    Spans, from 1 in each row, of the tokens of a batch; 0 for tokens that are alone.
 
     Args:
         groups (`torch.Tensor` of shape `[runs]`): The first run of each run's group.
         runs (`torch.Tensor` of shape `[tokens]`): The run of each token.
+        rows (`torch.Tensor` of shape `[tokens]`): The row of each token, ascending.
         items (`torch.Tensor` of shape `[tokens]`): The item of each token, -1 for text.
     """
-    ids = torch.zeros_like(runs)
-    number = 0
     of_token = groups[runs]
-    for group in (of_token.bincount() > 1).nonzero()[:, 0].tolist():
-        members = of_token == group
-        inside = items[members]
-        if int((groups == group).sum()) == 1 and bool((inside >= 0).all()):  # a run of nothing but items
-            _, parts = inside.unique_consecutive(return_inverse=True)
-        else:
-            parts = torch.zeros_like(inside)
-        ids[members] = number + 1 + parts
-        number += int(parts.max()) + 1
+    inside = of_token.bincount()[of_token] > 1
+    # A group that is one run of nothing but items has a span for each; any other is one span.
+    has_text = torch.zeros(len(groups), dtype=torch.bool)
+    has_text[of_token[items < 0]] = True
+    divided = ((groups.bincount(minlength=len(groups)) == 1) & ~has_text)[of_token]
+    number = of_token * (int(items.max()) + 2) + torch.where(divided, items, 0)
+    _, number = number[inside].unique(return_inverse=True)  # ascending from row to row, as groups are
+    row = rows[inside]
+    lowest = torch.full((int(rows[-1]) + 1,), len(rows)).scatter_reduce(0, row, number, "amin")
+    ids = torch.zeros_like(runs)
+    ids[inside] = number - lowest[row] + 1
     return ids
 
 
@@ -292,28 +303,52 @@ def _check_rows_hold_samples(config: Any, model_class: type | None) -> None:
         reason = "has layers that look at images outside the row, which hold those of all samples"
     elif text is config and getattr(text, "use_bidirectional_attention", None) is True:
         reason = "looks ahead everywhere, with a window to both sides (`use_bidirectional_attention=True`)"
-    elif model_class is not None and _draws_unasked(model_class):
+    elif model_class is None:
+        reason = "is the config of no class that transformers knows, whose masks could be read. Give the model itself"
+    elif getattr(text, "is_decoder", None) is False and _has(model_class, "create_bidirectional_mask"):
+        reason = "looks ahead everywhere (`is_decoder=False`)"
+    elif _has(model_class, "create_position_ids_from_input_ids"):
+        reason = "counts its positions from the id of its padding token"
+    elif _draws_unasked(model_class, text):
         reason = "draws a mask in its forward that its `create_masks_for_generate` knows nothing of"
     if reason is not None:
         raise ValueError(f"`{name}` {reason}. Train it on padded batches, without packing.")
 
 
-def _draws_unasked(model_class: type) -> bool:
-    """Whether a forward gives blocks to the mask functions, but `create_masks_for_generate` is the common one."""
-    if hasattr(model_class, "create_masks_for_generate"):
-        return False
-    family = sys.modules.get(model_class.__module__)
+def _families(model_class: type) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """The modules of a model's class and of those that it is made of: whether it is of transformers, what is in it."""
+    for name in dict.fromkeys(cls.__module__ for cls in model_class.__mro__ if issubclass(cls, PreTrainedModel)):
+        if name != PreTrainedModel.__module__ and name in sys.modules:
+            yield name.startswith("transformers."), vars(sys.modules[name])
+
+
+def _has(model_class: type, name: str) -> bool:
+    """Whether the modules of a model's class know a function by this name, or a class of theirs has it as a method."""
     return any(
-        "block_sequence_ids" in _source(vars(cls)["forward"])
-        for cls in vars(family).values()
-        if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and "forward" in vars(cls)
-        if cls.config_class is model_class.config_class  # type: ignore[attr-defined]
+        name in family or any(name in vars(cls) for cls in family.values() if inspect.isclass(cls))
+        for _, family in _families(model_class)
     )
 
 
-def _source(function: Callable[..., Any]) -> str:
+def _draws_unasked(model_class: type, text: Any) -> bool:
+    """Whether a forward adds to the masks, but `create_masks_for_generate` is the common one."""
+    if hasattr(model_class, "create_masks_for_generate"):
+        return False
+    configs = (model_class.config_class, type(text))  # type: ignore[attr-defined]
+    for is_known, family in _families(model_class):
+        # Those of transformers that use the other arguments do so by a setting that is looked at elsewhere.
+        added = ADDED_TO_MASKS[:1] if is_known else ADDED_TO_MASKS
+        for cls in family.values():
+            if inspect.isclass(cls) and issubclass(cls, PreTrainedModel) and cls.config_class in configs:
+                source = _source(vars(cls).get("forward"))
+                if any(argument in source for argument in added):
+                    return True
+    return False
+
+
+def _source(function: Callable[..., Any] | None) -> str:
     """The source of a function, nothing where Python has none."""
     try:
-        return inspect.getsource(inspect.unwrap(function))
+        return "" if function is None else inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):
         return ""

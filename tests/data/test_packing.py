@@ -338,10 +338,10 @@ def test_lengths_that_are_none_are_refused(name: str):
         packer("llama", **{name: 0})
 
 
-@pytest.mark.parametrize(("family", "key"), [("llama", ""), ("llava", "text_config")])
+@pytest.mark.parametrize(("family", "key"), [("llama", "'b"), ("llava", "{'text_config': 'b")])
 def test_another_attention_function_is_refused_before_it_is_silently_wrong(family: str, key: str):
     model = make_model(family, "sdpa")
-    sentence = rf"`attn_implementation='sdpa'`.* see each other. Call `model.set_attn_implementation\(\{{'{key}'"
+    sentence = rf"`attn_implementation='sdpa'`.* see each other. Call `model.set_attn_implementation\({key}itfield'"
     with pytest.raises(ValueError, match=sentence):
         packer(family, model)
     with pytest.raises(ValueError, match=sentence):

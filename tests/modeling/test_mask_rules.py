@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import linecache
 import pickle
 import sys
 import types
@@ -236,11 +237,76 @@ def test_masks_that_a_word_cannot_say_are_refused(cls: type, what: str):
         ("MllamaConfig", {}, "has layers that look at images outside the row"),
         ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "looks ahead everywhere"),
         ("GitConfig", {}, "`GitForCausalLM` draws a mask in its forward"),
+        ("BertConfig", {}, "`BertLMHeadModel` looks ahead everywhere"),
+        (
+            "RobertaConfig",
+            {"is_decoder": True},
+            "`RobertaForCausalLM` counts its positions from the id",
+        ),
     ],
 )
 def test_models_whose_samples_cannot_share_a_row_are_refused(name: str, settings: dict[str, Any], reason: str):
     with pytest.raises(ValueError, match=f"{reason}.* without packing"):
         MaskRule(getattr(transformers, name)(**settings))
+
+
+def make_up(monkeypatch: pytest.MonkeyPatch, base: type, source: str = "") -> type:
+    """The class `Own(base)` in a module of its own, as code from the Hub makes it; its source can be read."""
+    text = f"class Own(base):\n    pass\n{source}"
+    module = types.ModuleType("from_the_hub")
+    monkeypatch.setitem(sys.modules, "from_the_hub", module)
+    monkeypatch.setitem(linecache.cache, "<from_the_hub>", (len(text), None, text.splitlines(True), "<from_the_hub>"))
+    vars(module).update(base=base, __file__="<from_the_hub>")
+    exec(compile(text, "<from_the_hub>", "exec"), vars(module))
+    return vars(module)["Own"]
+
+
+@pytest.mark.parametrize("argument", ["or_mask_function", "and_mask_function", "block_sequence_ids"])
+def test_classes_of_others_that_draw_masks_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch, argument: str):
+    drawing = f"    def forward(self, **batch):\n        return super().forward({argument}=None)\n"
+    own = make_up(monkeypatch, transformers.LlamaForCausalLM, drawing)
+    with torch.device("meta"):
+        model = own(tiny.FAMILIES["llama"]().config)
+    with pytest.raises(ValueError, match="`Own` draws a mask in its forward .* without packing"):
+        MaskRule(model)
+
+
+def test_classes_are_what_they_inherit_from(monkeypatch: pytest.MonkeyPatch):
+    with torch.device("meta"):
+        plain = make_up(monkeypatch, transformers.LlamaForCausalLM)(tiny.FAMILIES["llama"]().config)
+        drawing = make_up(monkeypatch, transformers.GitForCausalLM)(transformers.GitConfig(num_hidden_layers=1))
+    assert MaskRule(plain).name == "Own"
+    with pytest.raises(ValueError, match="`Own` draws a mask in its forward"):
+        MaskRule(drawing)
+
+
+def test_a_config_of_no_known_class_is_refused():
+    class OwnConfig(transformers.PreTrainedConfig):
+        model_type = "own"
+
+    with pytest.raises(ValueError, match="`OwnConfig` is the config of no class .* Give the model itself"):
+        MaskRule(OwnConfig())
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, torch.nn.DataParallel])
+def test_a_wrapped_model_has_the_masks_of_its_own_class(wrap: Any):
+    model = tiny.FAMILIES["gemma3"]()
+    batch = tiny.collate("gemma3")(tiny.make_dataset("gemma3", 3))
+    assert torch.equal(words_of_batch(wrap(model), batch), words_of_batch(model, batch))
+
+
+def test_rows_without_tokens_and_rows_of_one_token_are_served():
+    ids = torch.tensor([[5, 0, 0], [0, 0, 0], [tiny.MEDIA_TOKEN, tiny.MEDIA_TOKEN, 7], [0, 9, 8]])
+    batch = {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "token_type_ids": (ids == tiny.MEDIA_TOKEN).long(),
+    }
+    fields = decode_words(words_of_batch(tiny.FAMILIES["gemma3"](), batch))
+    assert torch.equal(fields.segment, (ids > 0).long())
+    assert fields.span.tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    none = {name: value[1:2] for name, value in batch.items()}
+    assert not words_of_batch(tiny.FAMILIES["gemma3"](), none).any()
 
 
 def test_a_class_without_source_is_served(monkeypatch: pytest.MonkeyPatch):
