@@ -12,6 +12,7 @@ from torch import Tensor
 from .dispatch import BACKENDS, attention_backward, attention_forward, default_backend, lse_dtype, whole_rows
 from .mask import BitfieldMask
 
+MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -175,7 +176,7 @@ def _check_inputs(
     backend: str,
 ) -> None:
     """Refuses what does not go together."""
-    _check_states(query, key, value, backend)
+    check_states(query, key, value, backend)
     batch, heads, query_length, _ = query.shape
     words, query_positions, key_words, key_positions = mask
     wanted = [("query words", words, torch.int64, query_length)]
@@ -201,8 +202,19 @@ def _check_inputs(
         )
 
 
-def _check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
-    """Refuses queries, keys and values that do not go together, or that the backend cannot take."""
+def check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
+    """
+    Refuses queries, keys and values that do not go together, or that the backend cannot take.
+
+    Args:
+        query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
+        key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
+        value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
+        backend (`str`): One of `BACKENDS`.
+
+    Raises:
+        `ValueError`: If they do not.
+    """
     if query.ndim != 4 or key.ndim != 4 or value.shape != key.shape:
         raise ValueError(
             f"Queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} must be "
@@ -227,8 +239,13 @@ def _check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> No
             '`backend="triton"` on a CPU is Triton\'s interpreter, which multiplies bfloat16 wrongly. Use float32 or '
             "float16 to test kernels, or leave `backend` out."
         )
+    if backend == "triton" and query.shape[3] > MAX_HEAD_DIM:
+        raise ValueError(
+            f"The Triton kernels hold up to {MAX_HEAD_DIM} columns of a head and these have {query.shape[3]}. Use "
+            '`attn_implementation="sdpa"`.'
+        )
     if backend == "cpu" and query.device.type != "cpu":
-        raise ValueError(f'`backend="cpu"` cannot take tensors on {query.device}. Leave `backend` out.')
+        raise ValueError(f"The CPU path cannot take tensors on {query.device}. Use a CUDA device or a CPU.")
 
 
 def _described(tensor: Tensor | None) -> str:

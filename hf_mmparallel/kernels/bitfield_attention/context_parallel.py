@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .dispatch import attention_backward, attention_forward
+from .attention import check_states
+from .dispatch import attention_backward, attention_forward, default_backend
 from .mask import BitfieldMask
 
 HEADS_PER_GATHER = 2
@@ -291,11 +292,7 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor, num_rows: int) -> Non
                 f"`{name}` has shape {tuple(tensor.shape)} and the shard is one row of {num_rows} tokens: "
                 f"`[1, heads, {num_rows}, head_dim]`. Give the model this rank's tokens only."
             )
-    if key.shape != value.shape or query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-        raise ValueError(
-            f"Queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not go "
-            "together: the heads of keys must divide those of queries, and all have one head dimension."
-        )
+    check_states(query, key, value, default_backend(query))
 
 
 class _Attention(torch.autograd.Function):

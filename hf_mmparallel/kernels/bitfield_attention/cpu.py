@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cpu_plan import CpuPlan, Kind, Part, RowPlan, compile_mask
 from .mask import BitfieldMask
-from .reference import dense_mask
+from .reference import dense_mask, known_weights, sink_gradient
 
 __all__ = ["backward", "compile_mask", "forward"]
 
@@ -91,7 +91,7 @@ def backward(
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     for index, row in enumerate(plan.rows):
         heads = _Heads(query[index], key[index], value[index], row)
-        given = [heads.take(tensor[index]) for tensor in (grad_out, out, lse)]
+        given = [heads.take(_last_dim_dense(tensor[index])) for tensor in (grad_out, out, lse)]
         dq_GKTD = heads.take(grad_query[index])
         dkv_2KSD = torch.zeros(2, *heads.key_GKSD.shape[1:], dtype=exact)
         for part in row.parts:
@@ -103,7 +103,10 @@ def backward(
         heads.put(grad_query[index], dq_GKTD)
         grad_key[index][:, row.key_index] = dkv_2KSD[0].to(key.dtype)
         grad_value[index][:, row.key_index] = dkv_2KSD[1].to(value.dtype)
-    return grad_query, grad_key, grad_value, None if sinks is None else _sink_gradient(grad_out, out, lse, sinks)
+    grad_sinks = None
+    if sinks is not None:
+        grad_sinks = sink_gradient((grad_out.to(exact) * out.to(exact)).sum(-1), lse, sinks)
+    return grad_query, grad_key, grad_value, grad_sinks
 
 
 class _Heads:
@@ -115,10 +118,10 @@ class _Heads:
     def __init__(self, query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, plan: RowPlan) -> None:
         self.kv_heads = key_KSD.shape[0]
         self.index = plan.query_index
-        self.query_GKTD = self.take(query_HTD)
+        self.query_GKTD = self.take(_last_dim_dense(query_HTD))
         groups = len(self.query_GKTD)
         self.key_GKSD, self.value_GKSD = (
-            tensor[:, plan.key_index].expand(groups, -1, -1, -1) for tensor in (key_KSD, value_KSD)
+            _last_dim_dense(tensor)[:, plan.key_index].expand(groups, -1, -1, -1) for tensor in (key_KSD, value_KSD)
         )
 
     def take(self, tensor_HT: Tensor) -> Tensor:
@@ -148,7 +151,7 @@ def _part_forward(
         for rows, visible in _by_hand(query, key, part, row):
             scores, _ = _capped(query[:, :, rows], key, visible, scale, softcap)
             lse = scores.logsumexp(-1)
-            results.append((_weights(scores, lse) @ value.to(scores.dtype), lse))
+            results.append((known_weights(scores, lse) @ value.to(scores.dtype), lse))
         out, lse = (torch.cat(tensors, dim=2) for tensors in zip(*results, strict=True))
         return out.to(query.dtype), lse
     bias = _bias(_visible(part, row), query.dtype) if part.kind is Kind.MASKED else None
@@ -199,7 +202,7 @@ def _capped_backward(
     grad_key, grad_value = torch.zeros_like(key_exact), torch.zeros_like(value_exact)
     for rows, visible in _by_hand(query, key, part, row):
         scores, slope = _capped(query[:, :, rows], key, visible, scale, softcap)
-        weights = _weights(scores, lse[:, :, rows])
+        weights = known_weights(scores, lse[:, :, rows])
         grad = grad_out[:, :, rows].to(exact)
         delta = (grad * out[:, :, rows].to(exact)).sum(-1, keepdim=True)
         grad_scores = weights * (grad @ value_exact.transpose(-1, -2) - delta) * slope * scale
@@ -233,11 +236,6 @@ def _capped(query: Tensor, key: Tensor, visible: Tensor | None, scale: float, so
     return (scores if visible is None else scores.masked_fill_(~visible, float("-inf"))), slope
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """The softmax of scores whose log-sum-exp is known; 0 in rows that see nothing."""
-    return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
-
-
 def _visible(part: Part, row: RowPlan) -> Tensor:
     """Bool `[rows, keys]`: what the queries of a part see of its keys."""
     rows, keys = slice(*part.rows), slice(*part.keys)
@@ -257,13 +255,12 @@ def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
 def _with_sinks(out_BHTD: Tensor, lse_BHT: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """The result after the sinks took their weight."""
     lse = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None])
-    return out_BHTD.mul_(torch.exp(lse_BHT - lse)[..., None]), lse
+    return out_BHTD.mul_(known_weights(lse_BHT[..., None], lse)), lse
 
 
-def _sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink takes weight from values and gives none."""
-    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    return -(torch.exp(sinks.to(lse.dtype)[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
+def _last_dim_dense(tensor: Tensor) -> Tensor:
+    """The tensor with columns side by side, as flash attention takes them to be without a look."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

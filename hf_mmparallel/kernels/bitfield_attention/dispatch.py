@@ -8,7 +8,8 @@ words. These functions are without autograd, for those who bring their own.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +51,13 @@ def attention_forward(
 
     The log-sum-exp is float32 (float64 for float64).
     """
-    backend = default_backend(query) if backend is None else backend
+    backend = _backend_of(query, key, backend)
     if backend == "reference":
-        with torch.no_grad():
+        with _plain(query):
             out, lse = reference_attention(query, key, value, mask, scale, softcap, window, sinks)
         return out, lse.to(lse_dtype(query))
     plan = _plan(backend, query, mask, window)
-    with torch.no_grad():
+    with _plain(query):
         if backend == "cpu":
             return cpu.forward(query, key, value, plan, scale, softcap, sinks)
         kernels, tuning = _triton_form(query, plan, softcap, sinks)
@@ -82,16 +83,30 @@ def attention_backward(
 
     Rows of `out` and `lse` may be those of more keys than `key` holds: the result is then what these keys add.
     """
-    backend = default_backend(query) if backend is None else backend
+    backend = _backend_of(query, key, backend)
     if backend == "reference":
-        with torch.no_grad():
+        with _plain(query):
             return reference_backward(grad_out, query, key, value, out, lse, mask, scale, softcap, window, sinks)
     plan = _plan(backend, query, mask, window)
-    with torch.no_grad():
+    with _plain(query):
         if backend == "cpu":
             return cpu.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks)
         kernels, tuning = _triton_form(query, plan, softcap, sinks)
         return kernels.backward(grad_out, query, key, value, out, lse, plan, scale, softcap, sinks, tuning=tuning)
+
+
+def _backend_of(query: Tensor, key: Tensor, backend: str | None) -> str:
+    """The backend of a call; without any pair of a query and a key there is nothing to launch kernels for."""
+    if not (query.numel() and key.numel()):
+        return "reference"
+    return default_backend(query) if backend is None else backend
+
+
+@contextmanager
+def _plain(query: Tensor) -> Iterator[None]:
+    """Without autograd, and without autocast, which would round the products inside of an operator."""
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        yield
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:

@@ -60,7 +60,7 @@ def reference_attention(
         sink = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], dim=-1)
     lse = torch.logsumexp(scores, dim=-1)
-    weights = _weights(scores, lse)
+    weights = known_weights(scores, lse)
     return weights[..., : value.shape[-2]] @ _for_each_query_head(value, query), lse
 
 
@@ -93,7 +93,7 @@ def reference_backward(
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     scores, slope = _scores(query, key, mask, scale, softcap, window)
-    weights = _weights(scores, lse.to(scores.dtype))
+    weights = known_weights(scores, lse.to(scores.dtype))
     delta = (grad_out * out).sum(-1)
     grad_weights = grad_out @ _for_each_query_head(value, query).transpose(-1, -2)
     grad_scores = weights * (grad_weights - delta[..., None]) * slope * scale
@@ -104,8 +104,23 @@ def reference_backward(
     )
     if sinks is None:
         return grad_query, grad_key, grad_value, None
-    sink_weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse)
-    return grad_query, grad_key, grad_value, -(sink_weights * delta).sum((0, 2)).to(sinks.dtype)
+    return grad_query, grad_key, grad_value, sink_gradient(delta, lse, sinks)
+
+
+def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """
+    Gradient of the sinks, which take weight from values and give none.
+
+    Args:
+        delta (`torch.Tensor` of shape `[batch, heads, query_length]`): Sum of output times gradient of each row.
+        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Log-sum-exp of each row, with the sink.
+        sinks (`torch.Tensor` of shape `[heads]`): The sinks' logits.
+
+    Returns:
+        `torch.Tensor`: Like `sinks`.
+    """
+    weights = known_weights(sinks.to(lse.dtype)[:, None, None], lse)[..., 0]
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _scores(
@@ -121,7 +136,17 @@ def _scores(
     return scores.masked_fill(~dense_mask(mask, window)[:, None], float("-inf")), slope
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+def known_weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """
+    The softmax of scores whose log-sum-exp is known; 0 in rows that see nothing.
+
+    Args:
+        scores (`torch.Tensor` of shape `[..., rows, keys]`): Scores, -inf where nothing is seen.
+        lse (`torch.Tensor` of shape `[..., rows]`): Log-sum-exp of each row.
+
+    Returns:
+        `torch.Tensor`: Of the shape of `scores`.
+    """
     return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
 
 

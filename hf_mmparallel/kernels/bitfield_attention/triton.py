@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from .mask_plan import MaskPlan
+from .reference import sink_gradient
 from .triton_backward import dkdv_kernel, dq_kernel, row_stats_kernel
 from .triton_forward import combine_kernel, forward_kernel
 from .tuning import Tile, Tuning, portable_tuning
@@ -55,7 +56,7 @@ def forward(
     num_keys, num_kv_heads = key.shape[2], key.shape[1]
     out = torch.empty_like(query)
     lse = torch.empty(batch, num_heads, num_queries, dtype=torch.float32, device=query.device)
-    logits = lse if sinks is None else sinks  # a stand-in when there are none
+    logits = lse if sinks is None else sinks.contiguous()  # a stand-in when there are none
     split, tile = plan.split, _tile("forward", query, plan, tuning)
     part_out, part_lse, tiles = lse, lse, plan.by_query.tiles
     if split is not None:
@@ -127,11 +128,7 @@ def backward(
             *inputs, grad_query, stats, lists.tiles, lists.blocks, *rows, *strides, *grad_query.stride()[:3],
             *sizes, len(lists.tiles), *_order(len(lists.tiles), key), **_constants(query, key, plan, tile, softcap),
         )  # fmt: skip
-    grad_sinks = None
-    if sinks is not None:
-        weights = torch.exp(sinks.float()[None, :, None] - lse)
-        grad_sinks = -(weights * stats[1]).sum(dim=(0, 2)).to(sinks.dtype)
-    return grad_query, grad_key, grad_value, grad_sinks
+    return grad_query, grad_key, grad_value, None if sinks is None else sink_gradient(stats[1], lse, sinks)
 
 
 def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
@@ -151,7 +148,8 @@ def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     out, grad_out, lse = _last_dim_dense(out), _last_dim_dense(grad_out), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=out.device)
     with _device_of(out):
-        row_stats_kernel[(triton.cdiv(num_queries, ROWS_TILE), batch * num_heads)](
+        # One dimension: the second one of a grid ends at 65535, which many short rows of a tower exceed.
+        row_stats_kernel[(triton.cdiv(num_queries, ROWS_TILE) * batch * num_heads,)](
             out, grad_out, lse, stats, *out.stride()[:3], *grad_out.stride()[:3],
             num_queries, num_heads, lse.numel(), **head_parts(head_dim), TILE_Q=ROWS_TILE,
         )  # fmt: skip

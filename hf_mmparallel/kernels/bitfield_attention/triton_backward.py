@@ -31,9 +31,11 @@ def row_stats_kernel(
     D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp in powers of two, and after all of these `delta`, the sum over the row of output times gradient."""
-    i_head = tl.program_id(1) % num_heads
-    i_batch = (tl.program_id(1) // num_heads).to(tl.int64)
-    o_q = tl.program_id(0) * TILE_Q + tl.arange(0, TILE_Q)
+    num_tiles = tl.cdiv(num_queries, TILE_Q)
+    i_row = tl.program_id(0) // num_tiles
+    i_head = i_row % num_heads
+    i_batch = (i_row // num_heads).to(tl.int64)
+    o_q = tl.program_id(0) % num_tiles * TILE_Q + tl.arange(0, TILE_Q)
     m_q = o_q < num_queries
     out += i_batch * o_stride_b + i_head.to(tl.int64) * o_stride_h
     grad_out += i_batch * g_stride_b + i_head.to(tl.int64) * g_stride_h

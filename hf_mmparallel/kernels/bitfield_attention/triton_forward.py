@@ -59,8 +59,9 @@ def store_result(
     if SINK:  # a logit without a value
         b_sink = tl.load(sink).to(tl.float32) * LOG2E
         b_new_max = tl.maximum(b_max, b_sink)
-        b_fade = tl.exp2(b_max - b_new_max)
-        b_sum = b_sum * b_fade + tl.exp2(b_sink - b_new_max)
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # nothing seen, and a sink that takes nothing
+        b_fade = tl.exp2(b_max - b_base)
+        b_sum = b_sum * b_fade + tl.exp2(b_sink - b_base)
         b_max = b_new_max
     b_blind = b_sum == 0.0
     b_sum = tl.where(b_blind, 1.0, b_sum)

@@ -68,6 +68,68 @@ def test_every_backend_is_the_reference(backend, cut):
     _assert_same(out, expected, inputs)
 
 
+@pytest.mark.parametrize("backend", dispatch.BACKENDS)
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_tensors_may_lie_in_any_way(backend, softcap):
+    """Columns with gaps, sinks with gaps or of one number, and gradients of sums."""
+    words = _words()
+    states = [torch.randn(2, heads, 16, LENGTH).transpose(2, 3) for heads in (4, 2, 2)]
+    for sinks in (torch.randn(8)[::2], torch.randn(1).expand(4)):
+        inputs = [tensor.detach().requires_grad_() for tensor in (*states, sinks)]
+        found = bitfield_attention(*inputs[:3], words, sinks=inputs[3], softcap=softcap, backend=backend)
+        mask = BitfieldMask.from_words(words)
+        expected, _ = reference_attention(*inputs[:3], mask, softcap=softcap, sinks=inputs[3])
+        torch.testing.assert_close(found, expected)
+        for grad in (torch.ones(()), torch.randn(16)):
+            grads = (
+                torch.autograd.grad(out, inputs, grad.expand_as(out), retain_graph=True) for out in (found, expected)
+            )
+            for one, other in zip(*grads, strict=True):
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", dispatch.BACKENDS)
+def test_autocast_rounds_nothing_inside(backend):
+    inputs, words = [tensor.detach() for tensor in _inputs()], _words()
+    options = {"softcap": 3.0, "sinks": inputs[3], "return_lse": True, "backend": backend}
+    plain = bitfield_attention(*inputs[:3], words, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = bitfield_attention(*inputs[:3], words, **options)
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("backend", dispatch.BACKENDS)
+@pytest.mark.parametrize("batch, queries, keys", [(0, 5, 5), (1, 0, 0), (1, 5, 0), (1, 0, 5), (1, 1, 1)])
+def test_without_tokens(backend, batch, queries, keys):
+    words, places = torch.ones(batch, 5, dtype=torch.int64), torch.arange(5, dtype=torch.int32).expand(batch, 5)
+    words = encode_words(words)
+    mask = BitfieldMask(words[:, :queries], places[:, :queries], words[:, :keys], places[:, :keys])
+    query = torch.randn(batch, 4, queries, 16, requires_grad=True)
+    key, value = (torch.randn(batch, 2, keys, 16, requires_grad=True) for _ in range(2))
+    out, lse = bitfield_attention(query, key, value, mask, return_lse=True, backend=backend)
+    grads = torch.autograd.grad(out.sum(), (query, key, value))
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in (query, key, value)]
+    assert (out.shape, lse.shape) == (query.shape, query.shape[:3])
+    if not keys:
+        assert not out.any() and (lse == float("-inf")).all()
+
+
+@pytest.mark.parametrize("backend", dispatch.BACKENDS)
+def test_a_sink_that_takes_nothing(backend):
+    """A logit of -inf is no sink, also in rows that see nothing."""
+    query, key, value, sinks = _inputs(batch=1)
+    words = encode_words((torch.arange(LENGTH) < 40).long()[None])
+    grad = torch.randn_like(query)
+    expected = bitfield_attention(query, key, value, words, return_lse=True)
+    grads = torch.autograd.grad(expected[0], (query, key, value), grad)
+    none = torch.full_like(sinks, float("-inf"), requires_grad=True)
+    found = bitfield_attention(query, key, value, words, sinks=none, return_lse=True, backend=backend)
+    *found_grads, grad_sinks = torch.autograd.grad(found[0], (query, key, value, none), grad)
+    for one, other in zip((*found, *found_grads), (*expected, *grads), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not grad_sinks.any()
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
@@ -229,6 +291,8 @@ def test_mistakes_are_named():
     _refuse("no kernel for torch.int32", states=integers)
     low = {name: tensor.detach().bfloat16() for name, tensor in (("query", query), ("key", key), ("value", value))}
     _refuse("interpreter, which multiplies bfloat16 wrongly", states=low, backend="triton")
+    wide = torch.randn(2, 4, LENGTH, 257)
+    _refuse("up to 256 columns", states=dict.fromkeys(("query", "key", "value"), wide), backend="triton")
     mask = BitfieldMask.from_words(_words())
     short = BitfieldMask(mask.query_words, mask.query_positions, mask.key_words[:, :9], mask.key_positions[:, :9])
     _refuse(r"key words of the mask are torch.int64 \[2, 9\]", mask=short)

@@ -336,6 +336,16 @@ def test_tensors_of_the_whole_row_are_refused():
         shard.take(torch.zeros(1, 8))
 
 
+def test_tensors_that_do_not_go_together_are_refused():
+    """Before anything travels: the buffer of keys would silently round or widen values of another dtype."""
+    shard = shard_sequence(packed_words([8, 8]), np.arange(16), 0, None, num_ranks=2)
+    query, key = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match="one dtype and one device"):
+        context_parallel_attention(query, key, key.bfloat16(), shard)
+    with pytest.raises(ValueError, match="2 heads of keys must divide the 3 of queries"):
+        context_parallel_attention(query[:, :3], key, key, shard)
+
+
 # What real ranks of a group do.
 
 CASES = [

@@ -110,6 +110,21 @@ def check(
     assert not out[blind].any() and not grads[0][blind].any()
 
 
+def test_many_rows_of_many_heads_have_a_grid(monkeypatch):
+    """Only the first dimension of a grid goes beyond 65535."""
+    grids: list[tuple[int, ...]] = []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(kernels, "row_stats_kernel", Recorder())
+    out = torch.empty(2**12, 32, 1, 16, device="meta")
+    kernels.row_stats(out, out, out[..., 0])
+    assert grids == [(2**17,)]
+
+
 def packed(length: int, batch: int = 1, seed: int = 0) -> BitfieldMask:
     """Rows of samples with images and padding, another one for each row of the batch."""
     rows = [FAMILIES["image_spans"](Random(seed + row), length) for row in range(batch)]
