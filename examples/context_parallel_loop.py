@@ -21,10 +21,9 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_mmparallel  # noqa: F401  (registers "bitfield")
-from hf_mmparallel.arrange import assign_context
-from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, encode_words
-from hf_mmparallel.kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
-from hf_mmparallel.kernels.bitfield_attention.intervals import row_bounds
+from hf_mmparallel.data import cut_row, shard_row
+from hf_mmparallel.kernels.bitfield_attention import encode_words
+from hf_mmparallel.kernels.bitfield_attention.context_parallel import SequenceShard
 
 VOCABULARY = 64
 
@@ -47,19 +46,7 @@ def packed_row(generator: torch.Generator, num_samples: int) -> dict[str, Tensor
 
 def cut(words: Tensor, num_ranks: int, rank: int, group: dist.ProcessGroup | None, mode: str) -> SequenceShard:
     """This rank's part of a row: equal tokens for every rank and, as far as possible, equal work."""
-    bounds, _ = row_bounds(BitfieldMask.from_words(words))
-    segments = decode_words(words[0]).segment
-    assignment = assign_context(bounds.first[0], bounds.last[0], num_ranks, block=32, mode=mode, segment_ids=segments)
-    return shard_sequence(
-        words,
-        assignment.order,
-        rank,
-        group,
-        num_ranks=num_ranks,
-        positions=assignment.positions,
-        gathered=assignment.gathered,
-        block=assignment.block,
-    )
+    return shard_row(words, cut_row(words, num_ranks, block=32, mode=mode), rank, group)
 
 
 def train(num_steps: int, mode: str = "row", num_samples: int = 8) -> list[float]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..arrange import ContextAssignment, ContextCosts, assign_context
+from ..arrange import BLOCK, ContextAssignment, ContextCosts, assign_context
+from ..arrange.blocks import Method
+from ..arrange.context import Mode
 from ..cost import Hardware
 from ..cost.memory import DTYPE_BYTES
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
@@ -75,20 +77,7 @@ class ContextCut:
             group (`torch.distributed.ProcessGroup`): The ranks that share the tokens.
             device (`torch.device`): Where the attention computes.
         """
-        assignment = self.assignment
-        shard = shard_sequence(
-            self.words,
-            assignment.order,
-            row,
-            group,
-            positions=assignment.positions,
-            gathered=assignment.gathered,
-            block=assignment.block,
-            num_ranks=assignment.num_ranks,
-        )
-        # Checked on the CPU, where looking at values waits for nothing.
-        sent = None if shard.sent is None else shard.sent.to(device)
-        return replace(shard, mask=shard.mask.to(device), order=shard.order.to(device), sent=sent)
+        return shard_row(self.words, self.assignment, row, group, device)
 
 
 def _taken(value: Tensor, dim: int, own: Tensor, padding: int) -> Tensor:
@@ -207,14 +196,80 @@ def assign_words(
         settings (`ContextSettings`): How.
         costs (`ContextCosts`, *optional*): Of a layer; `"auto"` gathers the whole row without.
     """
-    bounds, _ = row_bounds(BitfieldMask.from_words(words))
     mode: Any = settings.mode
     if mode == "auto" and (costs is None or settings.method != "lpt"):
         mode = "row"
     method: Any = settings.method
+    return cut_row(words, num_rows, settings.block, method, mode, costs)
+
+
+def cut_row(
+    words: Tensor,
+    num_ranks: int,
+    block: int = BLOCK,
+    method: Method = "lpt",
+    mode: Mode | Literal["auto"] = "row",
+    costs: ContextCosts | None = None,
+) -> ContextAssignment:
+    """
+    Cuts a packed row over the ranks that share its tokens: equal tokens for each and, as far as blocks allow, equal
+    attention work by what the words see. Every rank that calls it with the same arguments gets the same cut.
+
+    Args:
+        words (`torch.Tensor` of shape `[1, length]`): int64 mask words of the row.
+        num_ranks (`int`): Ranks.
+        block (`int`, *optional*, defaults to 128): Tokens that stay together.
+        method (`str`, *optional*, defaults to `"lpt"`): `"lpt"`, `"zigzag"`, `"contiguous"` or `"random"`.
+        mode (`str`, *optional*, defaults to `"row"`):
+            `"row"` gathers the keys and values of the whole row, `"segments"` those of samples that lie on several
+            ranks, `"auto"` takes what `costs` predict to be faster.
+        costs ([`ContextCosts`], *optional*): Of a layer, for `"auto"`.
+
+    Returns:
+        [`ContextAssignment`]: For [`shard_row`].
+
+    Raises:
+        `ValueError`: If the words are not one row, and for arguments that do not go together.
+    """
+    if words.dim() != 2 or len(words) != 1:
+        raise ValueError(
+            f"`words` has shape {tuple(words.shape)}; one row `[1, length]` is cut over the ranks. Pack the samples "
+            "into one row."
+        )
+    words = words.cpu()
+    bounds, _ = row_bounds(BitfieldMask.from_words(words))
     segments = decode_words(words[0]).segment.numpy()
-    first, last = bounds.first[0].numpy(), bounds.last[0].numpy()
-    return assign_context(first, last, num_rows, settings.block, method, mode, segments, costs)
+    return assign_context(
+        bounds.first[0].numpy(), bounds.last[0].numpy(), num_ranks, block, method, mode, segments, costs
+    )
+
+
+def shard_row(
+    words: Tensor, assignment: ContextAssignment, rank: int, group: Any, device: torch.device | None = None
+) -> SequenceShard:
+    """
+    One rank's part of a row that [`cut_row`] has cut, which a model takes as `attention_words`.
+
+    Args:
+        words (`torch.Tensor` of shape `[1, length]`): int64 mask words of the row.
+        assignment ([`ContextAssignment`]): Its cut.
+        rank (`int`): This rank in `group`.
+        group (`torch.distributed.ProcessGroup`): The ranks that share the row; `None` for one rank.
+        device (`torch.device`, *optional*): Where the attention computes; that of `words` when left out.
+    """
+    shard = shard_sequence(
+        words.cpu(),  # checked there, where looking at values waits for nothing
+        assignment.order,
+        rank,
+        group,
+        positions=assignment.positions,
+        gathered=assignment.gathered,
+        block=assignment.block,
+        num_ranks=assignment.num_ranks,
+    )
+    device = words.device if device is None else device
+    sent = None if shard.sent is None else shard.sent.to(device)
+    return replace(shard, mask=shard.mask.to(device), order=shard.order.to(device), sent=sent)
 
 
 def layer_costs(spec: ModelSpec, plan: ParallelPlan, device: Hardware) -> ContextCosts:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import HARDWARE
-from hf_mmparallel.data.context import ContextCut, ContextCutter, layer_costs
+from hf_mmparallel.data.context import ContextCut, ContextCutter, cut_row, layer_costs, shard_row
 from hf_mmparallel.data.loader import StepDataset, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan
@@ -170,3 +170,31 @@ def test_costs_of_a_layer_are_those_of_one_rank():
     assert costs.flops_per_token == 2 * (16 * 16 + 16 * 32) / 2
     assert costs.bytes_per_token == 2 * 1 * 4 * 4  # keys and values of one head of four, four bytes a value
     assert costs.bytes_per_ms == 450e6
+
+
+@pytest.mark.parametrize("mode", ["row", "segments", "auto"])
+def test_a_loop_of_ones_own_gets_the_cut_and_the_shards_of_the_loader(mode: str):
+    batch = packed([50, 3, 40, 21, 9], padding=4)
+    words = batch["attention_words"]
+    cutter = cutter_of(plan_of(cp_size=3, cp_mode=mode, cp_block=8))
+    loaded = cutter(batch)
+    own = cut_row(words, 3, block=8, mode=mode, costs=cutter.costs)  # type: ignore[arg-type]
+    assert torch.equal(torch.from_numpy(own.order), loaded.order.flatten())
+    for rank in range(3):
+        shard = shard_row(words, own, rank, None)
+        theirs = loaded.shard(rank, None, torch.device("cpu"))
+        assert torch.equal(shard.order, loaded.order)
+        assert torch.equal(shard.take(batch["vectors"]), loaded.local(batch, rank)["vectors"])
+        for name in ("query_words", "query_positions", "key_words", "key_positions"):
+            assert torch.equal(getattr(shard.mask, name), getattr(theirs.mask, name))
+    meta = shard_row(words, own, 0, None, torch.device("meta"))
+    assert meta.mask.query_words.device.type == meta.order.device.type == "meta"
+
+
+def test_only_one_row_is_cut():
+    words = packed([5, 4])["attention_words"]
+    for several in (words.view(3, 3), words[0]):
+        with pytest.raises(ValueError, match=r"one row `\[1, length\]` is cut .* Pack the samples into one row"):
+            cut_row(several, 2)
+    with pytest.raises(ValueError, match="Pass `costs`"):
+        cut_row(words, 2, mode="auto")
