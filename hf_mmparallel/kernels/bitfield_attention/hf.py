@@ -27,7 +27,8 @@ NAME = "bitfield"
 _NEITHER = (
     "`{}` is a layer of a causal language model that got neither `attention_words` nor an `attention_mask`, so that "
     "nothing says which tokens are of one sample. Pass `attention_words` to the model (int64 `[batch, length]`, as a "
-    "packing collator makes them), or an `attention_mask`."
+    "packing collator makes them), or an `attention_mask`. A model whose decoder layers keep arguments that they do "
+    "not know from their attention (Nemotron, StableLM) can't be packed."
 )
 
 
@@ -54,6 +55,12 @@ class DeferredMask:
         self.arguments = arguments
         self.causal = causal
         self._built: dict[bool, Tensor | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f'A mask under "{NAME}" attention is built by the layer that reads it and has no `{name}`; this model '
+            'computes with its masks itself. Use `attn_implementation="sdpa"`.'
+        )
 
     @property
     def is_default(self) -> bool:

@@ -11,6 +11,8 @@ from transformers import (
     Gemma3TextModel,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    NemotronConfig,
+    NemotronForCausalLM,
     StaticCache,
     masking_utils,
     modeling_utils,
@@ -103,6 +105,23 @@ def test_training_with_neither_words_nor_mask_is_refused(family):
     del batch["attention_mask"]
     with pytest.raises(ValueError, match="neither `attention_words` nor an `attention_mask`"):
         run(model, batch, {"text_config": "bitfield"} if multimodal else "bitfield")
+
+
+def test_a_model_that_drops_words_on_the_way_is_refused():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = NemotronConfig(vocab_size=64, num_hidden_layers=1, head_dim=16, **sizes)
+    model = NemotronForCausalLM(config)
+    model.set_attn_implementation("bitfield")
+    words = encode_words(torch.tensor([[1, 1, 1, 2, 2]]))
+    with pytest.raises(ValueError, match="decoder layers keep arguments .* can't be packed"):
+        model.train()(input_ids=torch.randint(1, 64, (1, 5)), attention_words=words, use_cache=False)
+
+
+def test_a_model_that_computes_with_its_mask_is_told_what_it_got():
+    mask = hf.DeferredMask((1, 1, 4, 4), {"attention_mask": None, "q_offset": 0}, causal=True)
+    with pytest.raises(AttributeError, match='has no `dtype`; .* `attn_implementation="sdpa"`'):
+        mask.dtype  # noqa: B018
+    assert not hasattr(mask, "device") and mask.num_seen == 4
 
 
 def test_position_ids_that_start_again_do_not_take_the_place_of_words():
