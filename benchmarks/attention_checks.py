@@ -62,30 +62,40 @@ def correctness(settings: Settings) -> list[dict[str, Any]]:
     """Each form against float64; at most 1.5 times the error of the plain definition in the same dtype."""
     rows = []
     for name, problem, feature in check_cases(settings):
-        query, key, value, grad = problem.inputs[0]
         right = _by_definition([x.double() for x in problem.inputs[0]], problem, feature)
         plain = map(error_of, _by_definition(problem.inputs[0], problem, feature), right)
         allowed = [min(LARGEST_ERROR, 1.5 * error + 1e-6) for error in plain]
-        for form, tuning in settings.tunings(problem.shape.head_dim).items():
-            plan = compile_mask(problem.mask, problem.window, tuning.block_q, tuning.block_k)
-            if form == "portable" and settings.block is None:
-                capability = torch.cuda.get_device_capability()
-                tuning = portable_tuning(capability, problem.shape.head_dim, plan.interval)
-            options = (feature.get("scale"), feature.get("softcap", 0.0), feature.get("sinks"))
-            if tuning.form == "hopper" and hopper_refusal(query, plan, *options[1:], tuning) is not None:
-                continue
-            kernels = kernels_of(tuning)
-            out, lse = kernels.forward(query, key, value, plan, *options, tuning=tuning)
-            grads = kernels.backward(grad, query, key, value, out, lse, plan, *options, tuning=tuning)
-            got = [out, lse, *grads[: 4 if feature.get("sinks") is not None else 3]]
-            errors = [error_of(tensor, want) for tensor, want in zip(got, right, strict=True)]
-            ok = all(error <= limit for error, limit in zip(errors, allowed, strict=True))
+        for form, got in _by_kernels(settings, problem, feature):
+            errors = [error_of(tensor, want) for tensor, want in zip(got, right, strict=False)]
+            ok = all(error <= limit for error, limit in zip(errors, allowed, strict=False))
             shape = problem.shape
             label = f"{name} T{shape.length} D{shape.head_dim} H{shape.heads}:{shape.kv_heads} {form}"
             rows.append({"name": label, "errors": errors, "allowed": allowed, "ok": ok})
-            worst = max(error / limit for error, limit in zip(errors, allowed, strict=True))
+            worst = max(error / limit for error, limit in zip(errors, allowed, strict=False))
             print(f"  {label:60} error {worst:6.2f} of what is allowed  {'ok' if ok else 'WRONG'}", flush=True)
     return rows
+
+
+def _by_kernels(settings: Settings, problem: Problem, feature: dict[str, Any]) -> Iterator[tuple[str, list[Tensor]]]:
+    """Output, log-sum-exp and gradients of each form; output and log-sum-exp of tiles that are cut, too."""
+    query, key, value, grad = problem.inputs[0]
+    options = (feature.get("scale"), feature.get("softcap", 0.0), feature.get("sinks"))
+    for form, tuning in settings.tunings(problem.shape.head_dim).items():
+        # How many programs run at once decides which tiles are cut. The Hopper form takes none of these, and problems
+        # as small as they are here would all have some.
+        blocks = (problem.mask, problem.window, tuning.block_q, tuning.block_k)
+        whole, cut = (compile_mask(*blocks, num_programs=number) for number in (1, 2**20))
+        if tuning.form == "hopper" and hopper_refusal(query, whole, *options[1:], tuning) is not None:
+            continue
+        if form == "portable" and settings.block is None:
+            capability = torch.cuda.get_device_capability()
+            tuning = portable_tuning(capability, problem.shape.head_dim, whole.interval)
+        kernels = kernels_of(tuning)
+        out, lse = kernels.forward(query, key, value, whole, *options, tuning=tuning)
+        grads = kernels.backward(grad, query, key, value, out, lse, whole, *options, tuning=tuning)
+        yield form, [out, lse, *(tensor for tensor in grads if tensor is not None)]
+        if form == "portable" and cut.split is not None:
+            yield f"{form}, cut", list(kernels.forward(query, key, value, cut, *options, tuning=tuning))
 
 
 def _by_definition(tensors: Sequence[Tensor], problem: Problem, feature: dict[str, Any]) -> list[Tensor]:
