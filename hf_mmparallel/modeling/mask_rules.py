@@ -138,7 +138,7 @@ class MaskRule:
         rows, length = batch["input_ids"].shape
         known = {
             "config": self.config,
-            "inputs_embeds": torch.empty(rows, length, 0),
+            "inputs_embeds": torch.empty(rows, length, 0, device=batch["input_ids"].device),
             "attention_mask": None,
             "past_key_values": None,
             "position_ids": None,
@@ -188,12 +188,13 @@ class MaskRule:
         self._require(bool(self._sees(masks, row, firsts, lasts).all()), "have windows that look ahead")
         num_runs = row.bincount()
         begins = num_runs.cumsum(0) - num_runs
-        groups = torch.arange(len(lengths))
+        groups = torch.arange(len(lengths), device=rows.device)
         # Each run of several tokens is compared with all runs of its row, so many at a time as memory is fine with.
         for some in (lengths > 1).nonzero()[:, 0].split(max(1, PAIRS_AT_A_TIME // int(num_runs.max()))):
             counts = num_runs[row[some]]
             own, first, sample = (run.repeat_interleave(counts) for run in (some, firsts[some], row[some]))
-            other = torch.arange(len(own)) + (begins[row[some]] - counts.cumsum(0) + counts).repeat_interleave(counts)
+            skipped = (begins[row[some]] - counts.cumsum(0) + counts).repeat_interleave(counts)
+            other = torch.arange(len(own), device=rows.device) + skipped
             theirs = firsts[other]
             sees = self._sees(masks, sample, torch.minimum(first, theirs), torch.maximum(first, theirs))
             own, other = torch.stack([own, other])[:, sees]
@@ -212,8 +213,9 @@ class MaskRule:
             count = int(placeholders.sum())
             if token is None or not count:
                 continue
-            ends = sizes.cumsum(0) if sizes.dim() else torch.arange(1, count + 1) * sizes
-            items[placeholders] = first + torch.searchsorted(ends, torch.arange(count), right=True)
+            numbers = torch.arange(count, device=ids.device)
+            ends = sizes.to(ids.device).cumsum(0) if isinstance(sizes, Tensor) else (numbers + 1) * sizes
+            items[placeholders] = first + torch.searchsorted(ends, numbers, right=True)
             first += len(ends) + 1
         return items
 
@@ -262,19 +264,19 @@ def _span_ids(groups: Tensor, runs: Tensor, rows: Tensor, items: Tensor) -> Tens
     of_token = groups[runs]
     inside = of_token.bincount()[of_token] > 1
     # A group that is one run of nothing but items has a span for each; any other is one span.
-    has_text = torch.zeros(len(groups), dtype=torch.bool)
+    has_text = torch.zeros_like(groups, dtype=torch.bool)
     has_text[of_token[items < 0]] = True
     divided = ((groups.bincount(minlength=len(groups)) == 1) & ~has_text)[of_token]
     number = of_token * (int(items.max()) + 2) + torch.where(divided, items, 0)
     _, number = number[inside].unique(return_inverse=True)  # ascending from row to row, as groups are
     row = rows[inside]
-    lowest = torch.full((int(rows[-1]) + 1,), len(rows)).scatter_reduce(0, row, number, "amin")
+    lowest = row.new_full((int(row[-1]) + 1,), len(rows)).scatter_reduce(0, row, number, "amin")
     ids = torch.zeros_like(runs)
     ids[inside] = number - lowest[row] + 1
     return ids
 
 
-def _item_sizes(config: Any, batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+def _item_sizes(config: Any, batch: Mapping[str, Any]) -> Iterator[tuple[str, Tensor | int]]:
     """Modality, and the tokens of each of its items in the batch, or one number for all."""
     merge = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1)
     for modality in ("image", "video"):
@@ -283,7 +285,7 @@ def _item_sizes(config: Any, batch: Mapping[str, Any]) -> Iterator[tuple[str, Te
         if isinstance(grids, Tensor):
             yield modality, grids.prod(-1) // merge**2
         elif fixed:
-            yield modality, torch.tensor(fixed)
+            yield modality, fixed
 
 
 def _check_rows_hold_samples(config: Any, model_class: type | None) -> None:

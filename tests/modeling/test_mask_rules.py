@@ -295,6 +295,15 @@ def test_a_wrapped_model_has_the_masks_of_its_own_class(wrap: Any):
     assert torch.equal(words_of_batch(wrap(model), batch), words_of_batch(model, batch))
 
 
+@pytest.mark.parametrize("family", ["gemma3", "paligemma", "qwen2_vl"])
+def test_words_are_made_where_the_batch_is_whatever_the_default_device(family: str):
+    batch = tiny.collate(family)(tiny.make_dataset(family, 3))
+    rule = MaskRule(tiny.FAMILIES[family]())
+    wanted = rule(batch)
+    with torch.device("meta"):
+        assert torch.equal(rule(batch), wanted)
+
+
 def test_rows_without_tokens_and_rows_of_one_token_are_served():
     ids = torch.tensor([[5, 0, 0], [0, 0, 0], [tiny.MEDIA_TOKEN, tiny.MEDIA_TOKEN, 7], [0, 9, 8]])
     batch = {
