@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..cost import HARDWARE, Hardware
 from ..data.context import ContextCutter, layer_costs
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
-from ..modeling import count_rows, module_parts, prepare_stages, token_loss
+from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, holdings, sync_groups
 from ..schedule import Program, Task, build_program
@@ -109,9 +109,7 @@ class ParallelEngine(nn.Module):
             transport or DistributedTransport(self.groups.channels),
             self.groups.by_ranks,
             lambda logits, labels, shifted: token_loss(model, logits, labels, label_smoothing, shifted),
-            count_rows,
             device,
-            _wire_dtype(spec),
         )
         self.executor.before_forward = self._seed_task
         named = dict(self.module.named_parameters())
@@ -201,7 +199,7 @@ class ParallelEngine(nn.Module):
             self._agreed_epoch = batch.step.epoch
         self.module.train()
         program = self.program(batch.step, training=True)
-        result = self.executor.run(program, batch.step, batch.batches, batch.cuts)
+        result = self.executor.run(program, batch)
         self.sync.finish()
         self.last_result = result
         totals = self._totals(result, batch)
@@ -216,7 +214,7 @@ class ParallelEngine(nn.Module):
         if first:
             self._sum_and_agree(torch.zeros(0), batch.step)
         program = self.program(batch.step, training=False)
-        return self.executor.run(program, batch.step, batch.batches, batch.cuts)
+        return self.executor.run(program, batch)
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks, and checks that all ranks ran the same step."""
@@ -277,13 +275,3 @@ def _leave() -> None:
     """Ends the gloo group of a script that does not: its threads may otherwise outlive what they use."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
-
-
-def _wire_dtype(spec: ModelSpec) -> torch.dtype:
-    """The widest floating-point type of the model's parameters."""
-    dtypes = {getattr(torch, p.dtype) for module in spec.modules.values() for p in module.parameters}
-    result = torch.bfloat16
-    for dtype in dtypes:
-        if dtype.is_floating_point:
-            result = torch.promote_types(result, dtype) if result != dtype else dtype
-    return result

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..data.context import WORDS, ContextCut
+from ..data.context import WORDS
+from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
 from ..schedule.lowering import receive_ahead
 from .boundary import Leg, part_size, pick
-from .messages import BatchKey, MessageGeometry, StageKey, num_rows_of
+from .messages import MessageGeometry, StageKey, num_rows_of
 from .transport import Handle, Transport
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -45,7 +46,8 @@ class StepResult:
         duration_ms (`float`): From the first action to the last.
         started_s (`float`): When it began, by the host's clock.
         num_rows (`dict[str, int]`):
-            Module -> input tokens of the language model, feature rows of an encoder; counted on one rank a replica.
+            Module -> input tokens of the language model, feature rows of an encoder; counted on one rank of
+            those that have the same.
     """
 
     losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -105,9 +107,7 @@ class Executor:
             Ranks -> group, for each row and column of several ranks in the grids of this rank.
         loss_function (`Callable`):
             (logits, labels, whether they are shifted) -> (sum over target tokens, number of target tokens).
-        count_rows (`Callable`): (inputs, spec) -> modality -> rows of each sample.
         device (`torch.device`): Where stages compute.
-        wire_dtype (`torch.dtype`): Of hidden states, features and their gradients between ranks.
     """
 
     def __init__(
@@ -118,9 +118,7 @@ class Executor:
         transport: Transport,
         groups: Mapping[tuple[int, ...], dist.ProcessGroup],
         loss_function: LossFunction,
-        count_rows: Callable[[Mapping[str, Any], ModelSpec], dict[str, list[int]]],
         device: torch.device,
-        wire_dtype: torch.dtype,
     ):
         self.plan = plan
         self.spec = spec
@@ -129,34 +127,23 @@ class Executor:
         self.rank = transport.rank
         self.groups = groups
         self.loss_function = loss_function
-        self.count_rows = count_rows
         self.device = device
-        self.wire_dtype = wire_dtype
+        self.wire_dtype = wire_dtype(spec)
         self.flow = GradientFlow(plan)
         self.on_sync: Callable[[int], None] = lambda index: None
         self.before_forward: Callable[[Task], None] = lambda task: None
         self.forward_context: Callable[[], AbstractContextManager] = nullcontext
         self.on_logits: Callable[[Task, torch.Tensor, Mapping[str, Any]], None] | None = None
 
-    def run(
-        self,
-        program: Program,
-        step: StepPlan,
-        batches: Mapping[BatchKey, Mapping[str, Any]],
-        cuts: Mapping[BatchKey, ContextCut] | None = None,
-    ) -> StepResult:
+    def run(self, program: Program, batch: StepBatch) -> StepResult:
         """
         Runs this rank's actions of one step.
 
         Args:
             program (`Program`): The program of the step.
-            step (`StepPlan`): Which sample is where.
-            batches (`Mapping[BatchKey, Mapping[str, Any]]`):
-                (module, replica, microbatch, chunk) -> model inputs, for the tasks of this rank.
-            cuts (`Mapping[BatchKey, ContextCut]`, *optional*):
-                How the tokens of a microbatch are cut, for those that this rank works on or makes features for.
+            batch (`StepBatch`): Its inputs, for the tasks of this rank.
         """
-        run = _Step(self, program, step, batches, cuts or {})
+        run = _Step(self, program, batch)
         clock = _Clock(self.device)
         actions: Sequence[Action] = program.actions.get(self.rank, ())
         if self.transport.receives_ahead:
@@ -209,25 +196,8 @@ class _Clock:
 class _Step(MessageGeometry):
     """The state of one step on one rank."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        program: Program,
-        step: StepPlan,
-        batches: Mapping[BatchKey, Mapping[str, Any]],
-        cuts: Mapping[BatchKey, ContextCut],
-    ):
-        super().__init__(
-            executor.plan,
-            executor.rank,
-            executor.spec,
-            step,
-            batches,
-            cuts,
-            executor.groups,
-            executor.stages,
-            executor.count_rows,
-        )
+    def __init__(self, executor: Executor, program: Program, batch: StepBatch):
+        super().__init__(executor.plan, executor.rank, executor.spec, batch, executor.groups, executor.stages)
         self.executor = executor
         self.program = program
         self.result = StepResult()
@@ -497,3 +467,13 @@ class _Step(MessageGeometry):
         for handles in self.sends.values():
             for handle in handles:
                 handle.wait()
+
+
+def wire_dtype(spec: ModelSpec) -> torch.dtype:
+    """The widest floating-point type of the parameters: of hidden states and features between ranks."""
+    dtypes = {getattr(torch, p.dtype) for module in spec.modules.values() for p in module.parameters}
+    result = torch.bfloat16
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            result = torch.promote_types(result, dtype) if result != dtype else dtype
+    return result

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..data.context import WORDS, ContextCut
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StepPlan
+from ..data.context import WORDS, BatchKey
+from ..data.loader import StepBatch
+from ..modeling import count_rows
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import Message, Task
 from .boundary import Leg, Placement, RowSpace, spread_legs, straight_legs
 
-BatchKey = tuple[str, int, int, int]
 StageKey = tuple[str, int, int]
 
 
@@ -24,12 +25,9 @@ class MessageGeometry:
         plan (`ParallelPlan`): The plan.
         rank (`int`): This rank.
         spec (`ModelSpec`): The model.
-        step (`StepPlan`): Which sample is where.
-        batches (`Mapping[BatchKey, Mapping[str, Any]]`): Inputs of this rank's chunks.
-        cuts (`Mapping[BatchKey, ContextCut]`): How the tokens of chunks are cut.
+        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are cut.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`): Groups of ranks.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
-        count_rows (`Callable`): (inputs, spec) -> modality -> rows of each sample.
     """
 
     def __init__(
@@ -37,22 +35,18 @@ class MessageGeometry:
         plan: ParallelPlan,
         rank: int,
         spec: ModelSpec,
-        step: StepPlan,
-        batches: Mapping[BatchKey, Mapping[str, Any]],
-        cuts: Mapping[BatchKey, ContextCut],
+        batch: StepBatch,
         groups: Mapping[tuple[int, ...], Any],
         stages: Mapping[StageKey, Any],
-        count_rows: Callable[[Mapping[str, Any], ModelSpec], dict[str, list[int]]],
     ):
         self.plan = plan
         self.rank = rank
         self.spec = spec
-        self.step = step
-        self.batches = batches
-        self.cuts = cuts
+        self.step = batch.step
+        self.batches = batch.batches
+        self.cuts = batch.cuts
         self.groups = groups
         self._stages = stages
-        self._count_rows = count_rows
         self._rows: dict[BatchKey, dict[str, list[int]]] = {}
         self._shapes: dict[tuple, list[torch.Size]] = {}
         self._local: dict[tuple, Mapping[str, Any]] = {}
@@ -75,7 +69,7 @@ class MessageGeometry:
         if key in self.cuts:
             return self.cuts[key].rows
         if key not in self._rows:
-            self._rows[key] = self._count_rows(self.batches[key], self.spec)
+            self._rows[key] = count_rows(self.batches[key], self.spec)
         return self._rows[key]
 
     def features(self, message: Message) -> list[tuple[int, FeatureSpec]]:

@@ -23,7 +23,7 @@ from hf_mmparallel.data.context import ContextCutter
 from hf_mmparallel.data.loader import StepDataset, keys_of_rank
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
-from hf_mmparallel.modeling import build_model_spec, count_rows, module_parts, prepare_stages, token_loss
+from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
 from hf_mmparallel.runtime.executor import Executor, StepResult
 from hf_mmparallel.runtime.groups import context_groups
@@ -186,9 +186,7 @@ def run_loopback(
             world.transport(rank),
             {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
             lambda logits, labels, shifted: token_loss(own, logits, labels, shifted=shifted),
-            count_rows,
             torch.device("cpu"),
-            torch.float32,
         )
         media = frozenset(
             name for part in module_parts(own).values() for m in part.modalities for name in part.input_names(m)
@@ -197,7 +195,7 @@ def run_loopback(
         source = StepDataset(dataset, collator, lambda s: keys_of_rank(plan, s, rank), 0, cutter=cutter)
         batch = source.__getitems__(step)
         with torch.set_grad_enabled(training):
-            return executor.run(program, step, batch.batches, batch.cuts)
+            return executor.run(program, batch)
 
     with (
         mock.patch.object(context_parallel, "_all_gather", _all_gather),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.data.context import ContextCutter
-from hf_mmparallel.data.loader import keys_of_rank
+from hf_mmparallel.data.loader import StepBatch, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -192,11 +192,10 @@ class EncoderStage:
 
     def __call__(self, batch, hidden, features):
         outputs = []
-        for index, feature in enumerate(self.case.spec.modules["vision"].features):
+        for index in range(len(self.case.spec.modules["vision"].features)):
             pieces = [self.x[index, slot].clone().requires_grad_() for slot in batch["slots"]]
             for slot, piece in zip(batch["slots"], pieces, strict=True):
                 self.leaves[index, slot] = piece
-            assert all(len(p) == n for p, n in zip(pieces, batch["rows"][feature.modality], strict=True))
             outputs.append(torch.cat(pieces))
         return outputs
 
@@ -240,11 +239,7 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
         members = {row: Membership(group, rank) for row, group in groups.items() if rank in row}
         cutter = ContextCutter(case.plan, rank, PLACEHOLDERS, frozenset())
         batches = {
-            key: {
-                "slots": slots,
-                "rows": {m: [case.rows[slot][m] for slot in slots] for m in PLACEHOLDERS},
-                **case.packed(slots),
-            }
+            key: {"slots": slots, **case.packed(slots)}
             for key, slots in keys_of_rank(case.plan, case.step, rank).items()
         }
         cuts = {key: cutter(case.packed(slots)) for key, slots in cutter.keys(case.step).items()}
@@ -255,11 +250,10 @@ def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
             transport,
             members,
             lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
-            lambda batch, spec: batch["rows"],
             torch.device("cpu"),
-            torch.float64,
         )
-        result = executor.run(program, case.step, batches, cuts)
+        executor.wire_dtype = torch.float64
+        result = executor.run(program, StepBatch(case.step, batches, cuts))
         loss = sum(
             float(loss)
             for task, (loss, _) in result.losses.items()
