@@ -14,6 +14,7 @@ examples:
 
 settings of `--module` (any field of `ModulePlugin`, the short names are the same as `dp_size` and so on):
   dp, pp, tp          copies, pipeline stages, ranks that share each matrix
+  cp                  ranks that share the tokens of a microbatch (language_model only)
   freeze              true, tower, or a regular expression over parameter names
   layers              layers of each stage, such as 10/12/12
   colocate            another module whose ranks this one shares

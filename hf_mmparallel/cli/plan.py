@@ -216,12 +216,7 @@ def _with_batch(args: argparse.Namespace, plan: ParallelPlan, global_batch_size:
 
 def _layouts(plan: ParallelPlan) -> str:
     """`vision: dp 2 x pp 1 x tp 1; ...`."""
-    rows = []
-    for name, module in plan.modules.items():
-        stages = module.replicas[0]
-        context = f" x cp {module.cp_size}" if module.cp_size > 1 else ""
-        rows.append(f"{name}: dp {module.dp_size} x pp {len(stages)}{context} x tp {module.tp_size}")
-    return "; ".join(rows)
+    return "; ".join(f"{name}: {module.layout}" for name, module in plan.modules.items())
 
 
 def predict(

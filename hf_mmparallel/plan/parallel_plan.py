@@ -97,6 +97,12 @@ class ModulePlan:
         return len(self.replicas[0][0].ranks[0])
 
     @property
+    def layout(self) -> str:
+        """The sizes in words: `dp 2 x pp 1 x tp 1`."""
+        context = f" x cp {self.cp_size}" if self.cp_size > 1 else ""
+        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {self.tp_size}"
+
+    @property
     def num_layers(self) -> int:
         return self.replicas[0][-1].layers[1]
 

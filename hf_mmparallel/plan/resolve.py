@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -153,9 +154,7 @@ def check_world_size(plan: ParallelPlan, world_size: int) -> None:
         return
     rows = []
     for name, module in plan.modules.items():
-        dp, pp, tp, cp = _sizes(module)
-        context = f" x cp {cp}" if cp > 1 else ""
-        rows.append(f"{name}: dp {dp} x pp {pp}{context} x tp {tp} = {dp * pp * tp * cp}")
+        rows.append(f"{name}: {module.layout} = {math.prod(_sizes(module))}")
     lost = (
         " One process is what a launch without a process group looks like: `accelerate launch --cpu` and plain "
         "`python` start one whatever `--num_processes` says; see the ready files in `examples/accelerate_configs`."

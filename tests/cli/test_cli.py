@@ -73,6 +73,7 @@ def test_plan_prints_and_writes(model, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--gpus", "7"], "`--gpus 7`: the plan takes 6 ranks"),
+        (["--module", "language_model:cp=2", "--gpus", "4"], "language_model: dp 1 x pp 1 x cp 2 x tp 1)"),
         (["--module", "vison:dp=2"], "The model has no `vison`. Did you mean `vision`?"),
         (["--module", "audio"], "must look like `vision:dp=2,tp=2`"),
         (["--module", "vision:dp"], "must look like `vision:dp=2,tp=2`"),
