@@ -2,7 +2,7 @@
 Compiles the attention kernels for GPUs that need not be here, and prints what the machine code takes.
 
 ```bash
-python benchmarks/kernel_resources.py                 # the table of `tuning.py`, for sm_80 and sm_90
+python benchmarks/kernel_resources.py                 # what `tuning.py` chooses for 16-bit inputs on sm_80 and sm_90
 python benchmarks/kernel_resources.py --arch 86 --everything
 ```
 
@@ -23,7 +23,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,16 @@ warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
 from hf_mmparallel.kernels.bitfield_attention import tuning  # noqa: E402
 from hf_mmparallel.kernels.bitfield_attention.tuning import Tile, Tuning  # noqa: E402
 
-HEAD_DIMS = (64, 72, 80, 96, 128, 256)
+# Two for the row of the table that ends at 96: the widest, and one whose last columns are padding.
+HEAD_DIMS = (64, 72, 96, 128, 256)
 KERNELS = ("forward", "dkdv", "dq")
+ROWS_TILE = 64  # as in `triton.py`, which would import Triton here
 # Bytes that one program may have, by compute capability.
 SHARED_MEMORY = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # Arguments by what they point at; any other is an integer.
 TENSORS = ("query", "key", "value", "out", "grad_out", "grad_query", "grad_key", "grad_value")
 FLOATS = ("lse", "stats", "part_out", "part_lse", "sinks")
-INTEGERS = ("tiles", "blocks", "columns", "query_rows", "key_rows", "row_first", "row_count", "key_first")
+INTEGERS = ("tiles", "blocks", "rows", "columns", "query_rows", "key_rows", "row_first", "row_count", "key_first")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Case:
     Args:
         arch (`int`): Compute capability, 90 for 9.0.
         form (`str`): `"portable"` or `"hopper"`.
-        kernel (`str`): `"forward"`, `"dkdv"` or `"dq"`.
+        kernel (`str`): `"forward"`, `"dkdv"` or `"dq"`, or one that adds up rows: `"combine"` or `"row_stats"`.
         head_dim (`int`): Head dimension.
         general (`bool`): Whether the mask is tested on the words instead of on intervals.
         softcap (`bool`): Whether scores are capped.
@@ -62,6 +64,7 @@ class Case:
         block_q (`int`): Queries of a block of the plan.
         block_k (`int`): Keys of a block of the plan.
         tile (`Tile`): The tile.
+        split (`bool`, *optional*, defaults to `False`): Whether some tiles of the forward pass are cut.
     """
 
     arch: int
@@ -75,11 +78,13 @@ class Case:
     block_q: int
     block_k: int
     tile: Tile
+    split: bool = False
 
     @property
     def name(self) -> str:
         """Short and unique."""
         flags = ["general" if self.general else "interval", *["softcap"] * self.softcap, *["sinks"] * self.sinks]
+        flags += ["split"] * self.split
         special = " specialized" if self.tile.specialized else ""
         return f"sm_{self.arch} {self.form}{special} {self.kernel} D{self.head_dim} {self.dtype} {' '.join(flags)}"
 
@@ -110,7 +115,7 @@ def constants(case: Case) -> dict[str, Any]:
         "GENERAL": case.general,
         "SOFTCAP": case.softcap,
         "SINKS": case.sinks,
-        "SPLIT": False,
+        "SPLIT": case.split,
     }
 
 
@@ -118,7 +123,7 @@ def kernel_of(case: Case) -> Any:
     """The function of a case."""
     if case.form == "hopper":
         from hf_mmparallel.kernels.bitfield_attention import hopper_kernels as module
-    elif case.kernel == "forward":
+    elif case.kernel in ("forward", "combine"):
         from hf_mmparallel.kernels.bitfield_attention import triton_forward as module
     else:
         from hf_mmparallel.kernels.bitfield_attention import triton_backward as module
@@ -214,7 +219,10 @@ def _spill_moves(assembly: str) -> dict[str, int]:
 
 
 def cases(archs: tuple[int, ...], everything: bool = False) -> Iterator[Case]:
-    """What the table can choose: all head dimensions; the general form, caps, sinks and float32 in samples or all."""
+    """
+    What the table chooses for 16-bit inputs: all head dimensions; the general form, caps with sinks and cut tiles for
+    some. Of float32, which runs without tensor cores, the forward kernel shows that. Or everything.
+    """
     for arch in archs:
         capability = (arch // 10, arch % 10)
         for head_dim in HEAD_DIMS:
@@ -222,13 +230,24 @@ def cases(archs: tuple[int, ...], everything: bool = False) -> Iterator[Case]:
         for head_dim in HEAD_DIMS if everything else (96, 128):
             yield from _portable(arch, capability, head_dim, general=True)
         yield from _portable(arch, capability, 128, softcap=True, sinks=True)
-        if everything or arch == 80:
+        yield from _splitting(arch, capability)
+        if everything:
             yield from _portable(arch, capability, 128, dtype="fp32")
+        elif arch == 80:
+            yield next(_portable(arch, capability, 64, dtype="fp32"))
         if capability == (9, 0):
-            for head_dim in tuning.HOPPER_HEAD_DIMS:
+            for head_dim in tuning.HOPPER_HEAD_DIMS if everything else (128,):
                 for specialized in (True, False):
                     chosen = tuning.hopper_tuning(head_dim, specialized)
                     yield from _of(arch, chosen, head_dim, "bf16")
+
+
+def _splitting(arch: int, capability: tuple[int, int]) -> Iterator[Case]:
+    """The forward kernel with tiles that are cut, and the kernels that add up rows."""
+    whole = next(_portable(arch, capability, 128, sinks=True))
+    yield replace(whole, split=True)
+    for kernel in ("combine", "row_stats"):
+        yield replace(whole, kernel=kernel, head_dim=96, tile=Tile(ROWS_TILE, whole.block_k, 4, 3))
 
 
 def _portable(

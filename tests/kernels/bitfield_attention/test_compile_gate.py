@@ -1,5 +1,5 @@
 """
-Every kernel that the table can choose, compiled for sm_80 and sm_90: what the machine code takes.
+What the table chooses for 16-bit inputs, compiled for sm_80 and sm_90: what the machine code takes.
 
 The compiler needs no GPU. It runs in a process of its own, since this one may have Triton's interpreter.
 """
@@ -51,7 +51,7 @@ def test_all_kernels_compile(kernels: list[dict[str, Any]]):
     names = [kernel["name"] for kernel in kernels]
     assert len(names) == len(set(names))
     for arch in ("sm_80", "sm_90"):
-        for head_dim in (64, 72, 80, 96, 128, 256):
+        for head_dim in (64, 72, 96, 128, 256):
             for kernel in ("forward", "dkdv", "dq"):
                 assert any(name.startswith(f"{arch} portable {kernel} D{head_dim} ") for name in names)
 
@@ -72,14 +72,15 @@ def test_shared_memory_fits(kernels: list[dict[str, Any]]):
 
 
 def test_matrix_products_run_on_tensor_cores(kernels: list[dict[str, Any]]):
-    """float32 products must not: they are exact."""
+    """float32 products must not: they are exact. Some kernels have none."""
     for kernel in kernels:
-        assert (kernel["matrix_products"] == 0) == (" fp32 " in kernel["name"]), kernel["name"]
+        without = any(word in kernel["name"] for word in (" fp32 ", " combine ", " row_stats "))
+        assert (kernel["matrix_products"] == 0) == without, kernel["name"]
 
 
 def test_only_what_asks_for_it_is_specialized(kernels: list[dict[str, Any]]):
     """The compiler falls back to unsplit warps without a word when it cannot split them."""
     specialized = [kernel["name"] for kernel in kernels if kernel["specialized"]]
     assert specialized == [kernel["name"] for kernel in kernels if kernel["tile"]["specialized"]]
-    assert len(specialized) == 6
+    assert len(specialized) == 3
     assert all(kernel["warps"] == 12 for kernel in kernels if kernel["specialized"])
