@@ -146,32 +146,41 @@ class StepDataset(Dataset):
         return len(self.dataset)
 
     def __getitems__(self, step: StepPlan) -> StepBatch:
-        samples: dict[int, Any] = {}
+        collated = _Collated(self, step)
         result = StepBatch(step)
-        own = self.keys(step)
-        cut = {} if self.cutter is None else self.cutter.keys(step)
-        for key, slots in {**own, **cut}.items():
-            for slot in slots:
-                if slot not in samples:
-                    samples[slot] = self._read(step.samples[slot], step.epoch)
-            with seeded(stable_seed(self.seed, step.epoch, [step.samples[slot] for slot in slots])):
-                # Collators may change what they are given, and a sample can be in several chunks.
-                batch = self.collator([_copied(samples[slot]) for slot in slots])
-            if self.cutter is not None and key in cut:
-                result.cuts[key] = self.cutter(batch)
-            if key not in own:
-                continue
+        for key, slots in self.keys(step).items():
             unused = self.unused.get(key[0], frozenset())
             result.batches[key] = {
                 name: value
-                for name, value in batch.items()
+                for name, value in collated[slots].items()
                 if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
             }
+        if self.cutter is not None:
+            result.cuts = {key: self.cutter(collated[slots]) for key, slots in self.cutter.keys(step).items()}
         return result
 
     def _read(self, index: int, epoch: int) -> Any:
         with seeded(stable_seed(self.seed, epoch, index)):
             return self.dataset[index]
+
+
+class _Collated(dict):
+    """Slots of a step -> their batch; modules that take the same samples share one, and each sample is read once."""
+
+    def __init__(self, source: StepDataset, step: StepPlan):
+        self.source = source
+        self.step = step
+        self.samples: dict[int, Any] = {}
+
+    def __missing__(self, slots: tuple[int, ...]) -> Mapping[str, Any]:
+        source, step = self.source, self.step
+        for slot in slots:
+            if slot not in self.samples:
+                self.samples[slot] = source._read(step.samples[slot], step.epoch)
+        with seeded(stable_seed(source.seed, step.epoch, [step.samples[slot] for slot in slots])):
+            # Collators may change what they are given, and a sample can be in several chunks.
+            self[slots] = source.collator([_copied(self.samples[slot]) for slot in slots])
+        return self[slots]
 
 
 def _copied(sample: Any) -> Any:

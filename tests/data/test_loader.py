@@ -65,8 +65,10 @@ def test_keys_are_the_chunks_of_the_stages_of_a_rank():
     assert every == {(*key, c) for key, chunks in step.chunks.items() for c in range(len(chunks))}
 
 
-def test_a_shared_rank_reads_a_sample_once_and_collates_each_chunk():
+def test_a_shared_rank_reads_a_sample_once_and_collates_it_once_for_modules_that_take_the_same():
     dataset = make(SHARED, 0)
+    collated = []
+    dataset.collator = lambda samples: collated.append([s["index"] for s in samples]) or collate(samples)
     batch = dataset.__getitems__(contiguous_step(SHARED, range(5, 17), 3))
     modules = {key[0] for key in batch.batches}
     assert modules == {"vision", LANGUAGE_MODEL}
@@ -75,6 +77,10 @@ def test_a_shared_rank_reads_a_sample_once_and_collates_each_chunk():
     for (module, replica, index, _), chunk in batch.batches.items():
         slots = batch.step.microbatches[module][replica][index]
         assert chunk["index"] == [batch.step.samples[slot] for slot in slots]
+    assert sorted(collated) == sorted(
+        {tuple(chunk["index"]): chunk["index"] for chunk in batch.batches.values()}.values()
+    )
+    assert len(collated) < len(batch.batches)
 
 
 def test_all_ranks_and_every_run_draw_the_same_for_a_sample():
