@@ -23,15 +23,42 @@ EMPTY, FULL, PARTIAL = 0, 1, 2
 NEVER = 2**31 - 1
 
 
-def block_states(
-    mask: BitfieldMask, bounds: RowIntervals, general: bool, window: int, block_q: int, block_k: int
-) -> Tensor:
-    """The state of each pair of blocks: int8 `[batch, blocks of queries, blocks of keys]`."""
-    some, full = _interval_states(mask, bounds, block_q, block_k)
-    if general:  # between its bounds, a query does not see all keys
-        some_words, full = _general_states(mask, window, block_q, block_k)
-        some &= some_words
-    return some.to(torch.int8) + (some ^ full)  # what is full has some, too
+def interval_states(bounds: RowIntervals, places: Tensor, block_q: int, block_k: int) -> Tensor:
+    """
+    The state of each pair of blocks when each query sees the keys of its interval, and all of them.
+
+    Args:
+        bounds (`RowIntervals`): The intervals.
+        places (`torch.Tensor` of shape `[batch, key_length]`): From [`real_places`].
+        block_q (`int`): Queries of a block.
+        block_k (`int`): Keys of a block.
+
+    Returns:
+        `torch.Tensor`: int8 `[batch, blocks of queries, blocks of keys]`.
+    """
+    # A query that sees nothing (its last place is -1) neither reaches a block nor lets one be full.
+    first = torch.add(bounds.first, bounds.last < 0, alpha=NEVER)
+    low_B2M1, high_B2M1 = _query_bounds(torch.stack([first, bounds.last], dim=1), block_q)
+    (first_BM1, earliest_last_BM1), (latest_first_BM1, last_BM1) = low_B2M1.unbind(1), high_B2M1.unbind(1)
+    # Of padding, whose place is -1, the first of these is NEVER.
+    if missing := -places.shape[-1] % block_k:
+        places = pad(places, (0, missing), value=-1)
+    low_B21N, high_B21N = _key_bounds(torch.stack([places & NEVER, places], dim=1), block_k, -1)
+    first_B1N, (last_or_never_B1N, last_B1N) = low_B21N[:, 0], high_B21N.unbind(1)
+    some = (last_B1N >= first_BM1) & (first_B1N <= last_BM1)
+    full = (first_B1N >= latest_first_BM1) & (last_or_never_B1N <= earliest_last_BM1)
+    return _states(some, full)
+
+
+def general_states(interval_states_BMN: Tensor, mask: BitfieldMask, window: int, block_q: int, block_k: int) -> Tensor:
+    """The state of each pair of blocks when queries do not see all keys of their intervals; arguments as above."""
+    some, full = _general_states(mask, window, block_q, block_k)
+    return _states(some & (interval_states_BMN != EMPTY), full)
+
+
+def _states(some: Tensor, full: Tensor) -> Tensor:
+    """States from whether any pair is visible and whether all are; what is full has some, too."""
+    return some.view(torch.int8) + (some ^ full).view(torch.int8)
 
 
 def query_rows(mask: BitfieldMask, bounds: RowIntervals, general: bool, window: int) -> Tensor:
@@ -46,26 +73,17 @@ def query_rows(mask: BitfieldMask, bounds: RowIntervals, general: bool, window: 
     return torch.stack([low, fields.sees, _horizon(mask), span, before_window], dim=1).to(torch.int32)
 
 
-def key_rows(mask: BitfieldMask, general: bool) -> Tensor:
-    """What the kernels know of each key: int32 `[batch, 1 or 3, key_length]`, see [`MaskPlan`]."""
-    places = _real_places(mask)
+def key_rows(mask: BitfieldMask, places: Tensor, general: bool) -> Tensor:
+    """What the kernels know of each key, of which `places` are known: int32 `[batch, 1 or 3, key_length]`."""
     if not general:
         return places[:, None]
     kinds = decode_words(mask.key_words).kinds.to(torch.int32)
     return torch.stack([places, _low_half(mask.key_words), kinds], dim=1)
 
 
-def _interval_states(mask: BitfieldMask, bounds: RowIntervals, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Whether any, and whether every pair is visible, from the intervals of the queries and the places of the keys."""
-    # A query that sees nothing (its last place is -1) neither reaches a block nor lets one be full.
-    first_BM1, latest_first_BM1 = _query_bounds(torch.where(bounds.last < 0, NEVER, bounds.first), block_q)
-    earliest_last_BM1, last_BM1 = _query_bounds(bounds.last, block_q)
-    places = _real_places(mask)
-    first_B1N, last_or_never_B1N = _key_bounds(torch.where(places < 0, NEVER, places), block_k, NEVER)
-    _, last_B1N = _key_bounds(places, block_k, -1)
-    some = (last_B1N >= first_BM1) & (first_B1N <= last_BM1)
-    full = (first_B1N >= latest_first_BM1) & (last_or_never_B1N <= earliest_last_BM1)
-    return some, full
+def real_places(mask: BitfieldMask) -> Tensor:
+    """The places of the keys, -1 for padding: int32 `[batch, key_length]`."""
+    return (mask.key_positions + 1) * ((mask.key_words & MAX_SEGMENTS) != 0) - 1
 
 
 def _general_states(mask: BitfieldMask, window: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
@@ -120,11 +138,6 @@ def _horizon(mask: BitfieldMask) -> Tensor:
     fields = decode_words(mask.query_words)
     back = torch.where(fields.causal, mask.query_positions, -1)
     return torch.where(fields.sees_all, NEVER, back)
-
-
-def _real_places(mask: BitfieldMask) -> Tensor:
-    """The places of the keys, -1 for padding."""
-    return torch.where((mask.key_words & MAX_SEGMENTS) != 0, mask.key_positions, -1)
 
 
 def _low_half(words: Tensor) -> Tensor:

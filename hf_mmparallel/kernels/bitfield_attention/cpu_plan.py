@@ -85,7 +85,8 @@ def compile_mask(mask: BitfieldMask, window: int = 0) -> CpuPlan:
         mask (`BitfieldMask`): The words, on the CPU.
         window (`int`, *optional*, defaults to 0): The layers' sliding window in tokens, 0 for none.
     """
-    bounds, has_holes = row_bounds(mask, window)
+    bounds, holes = row_bounds(mask, window)
+    has_holes = bool(holes)
     rows: list[RowPlan] = []
     for index in range(mask.query_words.shape[0]):
         one = BitfieldMask(*(tensor[index] for tensor in mask.tensors))

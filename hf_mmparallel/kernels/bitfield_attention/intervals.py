@@ -5,22 +5,36 @@ The keys that a query sees are those of its segment up to its own place (all of 
 its span after that, less what the window cuts off. Sorted by segment, or by segment and span, and then by place, each
 of the two parts is a slice, so two binary searches give its ends and its size. Together they are one interval exactly
 when no other key stands between the first and the last of them. Memory is linear in the number of tokens.
+
+On a GPU the launches take the time, not the tokens: both parts go through the same calls, side by side, and what
+decides about them is read from the device at once.
+
+Axis letters: B batch, G groupings (by segment, by span, and all real tokens together), Q queries, K keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .mask import BitfieldMask
-from .words import ALL_KINDS, KIND_BITS, WordFields, decode_words
+from .words import (
+    ALL_KINDS,
+    CAUSAL_SHIFT,
+    KIND_BITS,
+    KIND_SHIFT,
+    MAX_SEGMENTS,
+    MAX_SPANS,
+    SEES_SHIFT,
+    SPAN_SHIFT,
+)
 
 _PLACE_BITS = 31
 _NOWHERE = 2**_PLACE_BITS - 1
-_ABSENT = torch.iinfo(torch.int64).max
+_NON_NEGATIVE = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -38,15 +52,6 @@ class RowIntervals:
     last: Tensor
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """How many keys each query sees (int64), and the first and last of their places (0 and -1 for none)."""
-
-    count: Tensor
-    first: Tensor
-    last: Tensor
-
-
 def row_intervals(mask: BitfieldMask, window: int = 0) -> RowIntervals | None:
     """
     The intervals of `mask`, or `None` when a query sees keys on both sides of a key that it does not see.
@@ -60,83 +65,125 @@ def row_intervals(mask: BitfieldMask, window: int = 0) -> RowIntervals | None:
         several kinds and a query does not look at all kinds, keys may be counted twice and `None` is the safe answer.
     """
     bounds, has_holes = row_bounds(mask, window)
-    return None if has_holes else bounds
+    return None if bool(has_holes) else bounds
 
 
-def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, bool]:
-    """The first and the last key that each query sees, exact for every mask, and whether some query has a hole."""
-    queries, keys = decode_words(mask.query_words), decode_words(mask.key_words)
+def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, Tensor]:
+    """
+    The first and the last key that each query sees, exact for every mask, and whether some query has a hole.
+
+    The latter is a bool tensor without dimensions, so that the caller may read it together with other numbers.
+    """
     if not mask.key_words.numel():
         nothing = torch.zeros_like(mask.query_positions)
-        return RowIntervals(nothing, nothing - 1), False
-    parts = [_seen(mask, q, k, window) for q, k in _by_kind(queries, keys)]
-    some = torch.stack([part.count > 0 for part in parts])
-    first = torch.where(some, torch.stack([part.first for part in parts]), _NOWHERE).amin(0)
-    last = torch.where(some, torch.stack([part.last for part in parts]), -1).amax(0)
-    count = torch.stack([part.count for part in parts]).sum(0)
+        return RowIntervals(nothing, nothing - 1), nothing.new_zeros((), dtype=torch.bool)
+    keys_BGK = _groups(mask.key_words)
+    sort_keys_BGK = _sort_keys(keys_BGK, mask.key_positions)
+    facts = torch.cat([_kinds_matter(mask)[None], (keys_BGK[:, 1] >= 0).any()[None], _in_order(sort_keys_BGK)])
+    kinds_matter, has_spans, *in_order = facts.tolist()  # the only wait for the device where kinds do not matter
+    num_groupings = 2 if has_spans else 1
+    places_BK = _ordered(sort_keys_BGK[:, 2:], in_order[2:])[:, 0]
+    if kinds_matter:
+        queries_BGQ = _groups(mask.query_words)
+        seen = []
+        for of_queries, of_keys in _by_kind(mask, queries_BGQ, keys_BGK):
+            sort_keys_BGK = _sort_keys(of_keys[:, :num_groupings], mask.key_positions)
+            ordered_BGK = _ordered(sort_keys_BGK, _in_order(sort_keys_BGK).tolist())
+            seen.append(_search(mask, of_queries, ordered_BGK, window))
+        count, first, end = (torch.cat(parts, dim=1) for parts in zip(*seen, strict=True))
+    else:
+        ordered_BGK = _ordered(sort_keys_BGK[:, :num_groupings], in_order)
+        if _has_kernel(mask.key_words):
+            from .interval_kernels import search_bounds
 
-    places = _sorted(torch.where(keys.segment > 0, mask.key_positions, _NOWHERE))
-    spanned = torch.searchsorted(places, last, right=True) - torch.searchsorted(places, first)
-    has_holes = bool(((count > 0) & (spanned != count)).any())
-    first = torch.where(count > 0, first, 0)
-    return RowIntervals(first.to(torch.int32), last.to(torch.int32)), has_holes
+            first, last, holes = search_bounds(mask, ordered_BGK, places_BK, window).unbind()
+            return RowIntervals(first, last), holes.any()
+        queries_BGQ = keys_BGK if mask.key_words is mask.query_words else _groups(mask.query_words)
+        count, first, end = _search(mask, queries_BGQ, ordered_BGK, window)
 
-
-def _by_kind(queries: WordFields, keys: WordFields) -> Iterator[tuple[WordFields, WordFields]]:
-    """Queries and keys among which kinds do not matter: all of them, or those of one kind after the other."""
-    blind = (queries.segment > 0) & (queries.sees != ALL_KINDS)
-    hidden = (keys.segment > 0) & (keys.kinds == 0)
-    if not bool(blind.any() | hidden.any()):
-        yield queries, keys
-        return
-    bits = torch.stack([((keys.kinds >> bit) & 1).any() for bit in range(KIND_BITS)]).tolist()
-    for bit in [bit for bit in range(KIND_BITS) if bits[bit]] or [0]:
-        looking, looked_at = ((field >> bit) & 1 for field in (queries.sees, keys.kinds))
-        yield replace(queries, segment=queries.segment * looking), replace(keys, segment=keys.segment * looked_at)
-
-
-def _seen(mask: BitfieldMask, queries: WordFields, keys: WordFields, window: int) -> _Seen:
-    """What each query sees, kinds aside."""
-    at = mask.query_positions.long()
-    lowest = (at - window + 1).clamp(min=0) if window else torch.zeros_like(at)
-    horizon = torch.where(queries.sees_all, _NOWHERE - 1, torch.where(queries.causal, at, -1))
-
-    segment_key = _sorted(_keyed(keys.segment, mask.key_positions, keys.segment > 0))
-    back = _slice(segment_key, queries.segment, lowest, horizon)
-    in_span = (keys.segment > 0) & (keys.span > 0)
-    if not bool(in_span.any()):
-        return back
-
-    # a span counts from behind the horizon on: what lies before it is of the same segment and counted already
-    span_key = _sorted(_keyed((keys.segment << 16) | keys.span, mask.key_positions, in_span))
-    together = _slice(
-        span_key, (queries.segment << 16) | queries.span, torch.maximum(lowest, horizon + 1), _NOWHERE - 1
-    )
-    count = torch.where((queries.segment > 0) & (queries.span > 0), together.count, 0)
-    return _Seen(
-        back.count + count,
-        torch.where(back.count > 0, back.first, together.first),
-        torch.where(count > 0, together.last, back.last),
-    )
+    count = count.sum(dim=1)
+    bounds = torch.stack([first.amin(dim=1) * (count > 0), end.amax(dim=1)], dim=1)  # [B, 2, Q]
+    begin, stop = torch.searchsorted(places_BK, bounds.flatten(1)).unflatten(1, (2, -1)).unbind(dim=1)
+    has_holes = (stop - begin != count).any()
+    first, end = bounds.to(torch.int32).unbind(dim=1)
+    return RowIntervals(first, end - 1), has_holes
 
 
-def _keyed(group: Tensor, place: Tensor, present: Tensor) -> Tensor:
-    """Numbers that sort by group and then by place, those of absent tokens last."""
-    return torch.where(present, (group << _PLACE_BITS) | place, _ABSENT)
+def _has_kernel(tensor: Tensor) -> bool:
+    """Whether one kernel does the search where kinds do not matter; torch does the same elsewhere."""
+    return tensor.is_cuda
 
 
-def _slice(sorted_key: Tensor, group: Tensor, lowest: Tensor, highest: Tensor | int) -> _Seen:
-    """The keys of `group` at the places `lowest` to `highest`."""
-    base = group << _PLACE_BITS
-    start = torch.searchsorted(sorted_key, base + lowest)
-    stop = torch.searchsorted(sorted_key, base + highest, right=True)
-    end = sorted_key.shape[-1] - 1
-    first, last = (sorted_key.gather(-1, index.clamp(0, end)) & _NOWHERE for index in (start, stop - 1))
-    return _Seen((stop - start).clamp(min=0), first, last)
+def _groups(words: Tensor) -> Tensor:
+    """The group of each token in each of the groupings, -1 for none: int64 `[batch, 3, length]`."""
+    segment, span = words & MAX_SEGMENTS, (words >> SPAN_SHIFT) & MAX_SPANS
+    real = segment > 0
+    in_span = (span > 0) & real
+    return torch.stack([segment, torch.add(span, segment, alpha=MAX_SPANS + 1) * in_span, real], dim=1) - 1
 
 
-def _sorted(values: Tensor) -> Tensor:
-    """`values` in ascending order; on a CPU, where looking costs less than sorting, rows in order are left alone."""
-    if values.device.type == "cpu" and bool((values[..., 1:] >= values[..., :-1]).all()):
-        return values.contiguous()
-    return values.sort(dim=-1).values
+def _sort_keys(groups_BGK: Tensor, places_BK: Tensor) -> Tensor:
+    """Numbers that sort by group and then by place, those of tokens without a group last."""
+    return ((groups_BGK << _PLACE_BITS) & _NON_NEGATIVE) | places_BK[:, None]
+
+
+def _in_order(values_BGK: Tensor) -> Tensor:
+    """Of each grouping whether all rows ascend already: bool `[groupings]`."""
+    return (values_BGK[..., 1:] >= values_BGK[..., :-1]).transpose(0, 1).flatten(1).all(dim=1)
+
+
+def _ordered(values_BGK: Tensor, in_order: Sequence[bool]) -> Tensor:
+    """The numbers of each grouping in ascending order; what is in order is left alone."""
+    rows = [
+        values if fine else values.sort().values for values, fine in zip(values_BGK.unbind(1), in_order, strict=False)
+    ]
+    return torch.stack(rows, dim=1) if len(rows) > 1 else rows[0][:, None].contiguous()
+
+
+def _kinds_matter(mask: BitfieldMask) -> Tensor:
+    """Whether some query does not look at all kinds, or some key is of none: bool without dimensions."""
+    all_seen, all_kinds = ALL_KINDS << SEES_SHIFT, ALL_KINDS << KIND_SHIFT
+    blind = ((mask.query_words & all_seen) != all_seen) & ((mask.query_words & MAX_SEGMENTS) != 0)
+    hidden = ((mask.key_words & all_kinds) == 0) & ((mask.key_words & MAX_SEGMENTS) != 0)
+    return blind.any() | hidden.any()
+
+
+def _by_kind(mask: BitfieldMask, queries_BGQ: Tensor, keys_BGK: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The groups of queries and keys of one kind after the other: among these, kinds do not matter."""
+    bits = torch.stack([((mask.key_words >> bit) & 1).any() for bit in range(KIND_SHIFT, KIND_SHIFT + KIND_BITS)])
+    for bit in bits.nonzero()[:, 0].tolist() or [0]:
+        looking = (mask.query_words >> (SEES_SHIFT + bit)) & 1
+        looked_at = (mask.key_words >> (KIND_SHIFT + bit)) & 1
+        yield (queries_BGQ + 1) * looking[:, None] - 1, (keys_BGK + 1) * looked_at[:, None] - 1
+
+
+def _search(
+    mask: BitfieldMask, queries_BGQ: Tensor, ordered_BGK: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    What each query sees of its segment up to its own place and, with two groupings, of its span after that.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: int64 `[batch, groupings, query_length]`: how many keys, the
+        place of the first, and the one after the last; where there are none, a place beyond all others and 0.
+    """
+    batch, num_groupings, num_keys = ordered_BGK.shape
+    at = mask.query_positions
+    lowest = (at - (window - 1)).clamp(min=0) if window else torch.zeros_like(at)
+    # The bits of causal and global on top of a word are 0 for a query that looks at its span only, 1 for a causal
+    # and more for a global one: it sees the keys before 0, before the place after its own, and everywhere.
+    reach = mask.query_words >> CAUSAL_SHIFT
+    end = (torch.add(at, reach, alpha=_NOWHERE) + (1 - _NOWHERE)).clamp(0, _NOWHERE)
+    edges = [lowest, end]
+    if num_groupings > 1:
+        edges += [torch.maximum(lowest, end), torch.full_like(end, _NOWHERE)]
+    edges = torch.stack(edges, dim=1).unflatten(1, (num_groupings, 2))  # [B, G, 2, Q]
+    values = edges + (queries_BGQ[:, :num_groupings, None] << _PLACE_BITS)
+    index = torch.searchsorted(ordered_BGK, values.flatten(2))
+    start, stop = index.unflatten(2, (2, -1)).unbind(dim=2)
+    count = (stop - start).clamp_(min=0)
+    stop.sub_(1)  # the last key that is seen
+    ends = ordered_BGK.gather(-1, index.clamp_(0, num_keys - 1)) & _NOWHERE
+    first, last = ends.unflatten(2, (2, -1)).unbind(dim=2)
+    none = count == 0
+    return count, torch.add(first, none, alpha=_NOWHERE), torch.add(last + 1, none, alpha=-_NOWHERE - 1).clamp_(min=0)

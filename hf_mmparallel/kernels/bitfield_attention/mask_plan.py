@@ -6,18 +6,18 @@ Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .block_states import EMPTY, block_states, key_rows, query_rows
+from .block_states import EMPTY, NEVER, PARTIAL, general_states, interval_states, key_rows, query_rows, real_places
 from .intervals import row_bounds
 from .mask import BitfieldMask
 from .work_split import SplitTiles, split_tiles, step_costs
 
-_NEVER = 2**31 - 1
 _NO_START = -(2**31)
 
 
@@ -99,7 +99,7 @@ class MaskPlan:
         starts = self._key_starts()
         latest = self.key_block_starts[..., None]
         first, length = self.query_rows[:, 0], self.query_rows[:, 1]
-        lowest = torch.where(length > 0, first, _NEVER).amin(dim=-1)[:, None, None]
+        lowest = torch.where(length > 0, first, NEVER).amin(dim=-1)[:, None, None]
         highest = torch.where(length > 0, first + length, 0).amax(dim=-1)[:, None, None]
         places = latest + torch.arange(self.block_k, device=starts.device)
         outside = (places < lowest) | (places >= highest) | (latest == _NO_START)
@@ -138,45 +138,77 @@ def compile_mask(
     Returns:
         `MaskPlan`: Tensors on the device of the mask.
     """
-    bounds, general = row_bounds(mask, window)
-    states = block_states(mask, bounds, general, window, block_q, block_k)
-    sides = (states, states.transpose(1, 2))
-    orders = [side.sort(dim=-1, descending=True, stable=True).indices for side in sides]
-    counts = [_counts(side) for side in sides]
-    steps = step_costs(*counts[0])
-    sizes = torch.stack([*(seen.amax() for _, seen in counts), steps.amax(), steps.sum()])
-    *widths, longest, total = sizes.tolist()  # the only wait for the device in this function
-    by_query, by_key = (_lists(*side) for side in zip(orders, counts, widths, strict=True))
+    bounds, has_holes = row_bounds(mask, window)
+    places = real_places(mask)
+    states = interval_states(bounds, places, block_q, block_k)
+    work = _Work.of(states)
+    *sizes, general = torch.stack([*work.sizes(), has_holes]).tolist()  # the only wait for the device in this function
+    if general:  # it waits once more
+        states = general_states(states, mask, window, block_q, block_k)
+        work = _Work.of(states)
+        sizes = torch.stack(work.sizes()).tolist()
+    by_query, by_key = work.lists(states, sizes)
     programs = num_programs or _programs(mask.query_words.device)
     return MaskPlan(
         interval=not general,
         block_q=block_q,
         block_k=block_k,
         query_rows=query_rows(mask, bounds, general, window),
-        key_rows=key_rows(mask, general),
+        key_rows=key_rows(mask, places, general),
         by_query=by_query,
         by_key=by_key,
-        split=split_tiles(by_query.tiles, longest, total, num_heads, programs),
+        split=split_tiles(by_query.tiles, sizes[2], sizes[3], num_heads, programs),
     )
 
 
-def _counts(states_BMN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of the other side each block sees in part, and how many it sees at all: int32 `[batch * M]`."""
-    seen = (states_BMN != EMPTY).sum(dim=-1, dtype=torch.int32).flatten()
-    return states_BMN.sum(dim=-1, dtype=torch.int32).flatten() - seen, seen  # the state of a partial block counts 2
+@dataclass(frozen=True)
+class _Work:
+    """
+    What the tiles of both sides visit: those of the blocks of queries, and behind them those of the blocks of keys.
+
+    Args:
+        visits (`torch.Tensor` of shape `[2, num_tiles]`): int32: how many blocks, and how many of them in part.
+        costs (`torch.Tensor` of shape `[num_tiles]`): int32, of [`step_costs`].
+        num_rows (`int`): Tiles of the blocks of queries.
+    """
+
+    visits: Tensor
+    costs: Tensor
+    num_rows: int
+
+    @classmethod
+    def of(cls, states_BMN: Tensor) -> _Work:
+        pair = torch.stack([states_BMN != EMPTY, states_BMN == PARTIAL])
+        visits = torch.cat([pair.sum(dim=dim, dtype=torch.int32).flatten(1) for dim in (-1, -2)], dim=1)
+        return cls(visits, step_costs(visits[1], visits[0]), states_BMN[..., 0].numel())
+
+    def sizes(self) -> list[Tensor]:
+        """The longest list of each side, and the largest and the sum of the costs of the blocks of queries."""
+        by_query, by_key = self.visits[0].tensor_split([self.num_rows])
+        costs = self.costs[: self.num_rows]
+        return [by_query.amax(), by_key.amax(), costs.amax(), costs.sum()]
+
+    def lists(self, states_BMN: Tensor, widths: Sequence[int]) -> tuple[BlockLists, BlockLists]:
+        """The lists of the blocks of queries and of those of keys; `widths` are the longest of each side."""
+        visits, costs = (tensor.tensor_split([self.num_rows], dim=-1) for tensor in (self.visits, self.costs))
+        return (
+            _lists(states_BMN, visits[0], costs[0], widths[0]),
+            _lists(states_BMN.transpose(1, 2), visits[1], costs[1], widths[1]),
+        )
 
 
-def _lists(order_BMN: Tensor, counts: tuple[Tensor, Tensor], width: int) -> BlockLists:
+def _lists(states_BMN: Tensor, visits: Tensor, costs: Tensor, width: int) -> BlockLists:
     """Tiles of one side, longest first, over lists of `width` blocks each: partial ones, then full ones."""
-    batch, num_blocks, _ = order_BMN.shape
-    partial, seen = counts
-    rows = torch.arange(batch * num_blocks, dtype=torch.int32, device=order_BMN.device)
+    num_blocks = states_BMN.shape[1]
+    longest_first = costs.argsort(descending=True, stable=True)
+    rows = longest_first.to(torch.int32)
     begin = rows * width
-    columns = [rows // num_blocks, rows % num_blocks, begin, begin + partial, begin + seen]
-    longest_first = step_costs(partial, seen).argsort(descending=True, stable=True)
+    seen_end, partial_end = (visits[:, longest_first] + begin).unbind()
+    columns = [rows // num_blocks, rows % num_blocks, begin, partial_end, seen_end]
+    order = states_BMN.sort(dim=-1, descending=True, stable=True).indices
     # Without any pair, a list of one block stands for nothing, so that kernels have an address to load from.
-    blocks = order_BMN[..., : max(width, 1)].to(torch.int32).flatten()
-    return BlockLists(tiles=torch.stack(columns, dim=1)[longest_first], blocks=blocks)
+    blocks = order[..., : max(width, 1)].to(torch.int32).flatten()
+    return BlockLists(tiles=torch.stack(columns, dim=1), blocks=blocks)
 
 
 def _programs(device: torch.device) -> int:

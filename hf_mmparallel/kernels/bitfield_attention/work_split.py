@@ -43,7 +43,7 @@ class SplitTiles:
 
 def step_costs(partial: Tensor, seen: Tensor) -> Tensor:
     """Cost of the steps of tiles that visit `seen` blocks, `partial` of which are partial; integers of their shape."""
-    return seen * FULL_COST + partial * (PARTIAL_COST - FULL_COST)
+    return torch.add(seen * FULL_COST, partial, alpha=PARTIAL_COST - FULL_COST)
 
 
 def split_tiles(tiles: Tensor, longest: int, total: int, num_heads: int, num_programs: int) -> SplitTiles | None:
