@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -101,8 +102,9 @@ def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, Tenso
         queries_BGQ = keys_BGK if mask.key_words is mask.query_words else _groups(mask.query_words)
         count, first, end = _search(mask, queries_BGQ, ordered_BGK, window)
 
-    count = count.sum(dim=1)
-    bounds = torch.stack([first.amin(dim=1) * (count > 0), end.amax(dim=1)], dim=1)  # [B, 2, Q]
+    joins = ((torch.add, count), (torch.minimum, first), (torch.maximum, end))
+    count, first, end = (reduce(join, of_groupings.unbind(dim=1)) for join, of_groupings in joins)
+    bounds = torch.stack([first * (count > 0), end], dim=1)  # [B, 2, Q]
     begin, stop = torch.searchsorted(places_BK, bounds.flatten(1)).unflatten(1, (2, -1)).unbind(dim=1)
     has_holes = (stop - begin != count).any()
     first, end = bounds.to(torch.int32).unbind(dim=1)
