@@ -64,7 +64,8 @@ def bounds_kernel(
     b_end = tl.where(b_reach == 0, 0, tl.where(b_reach == 1, b_at + 1, 0x7FFFFFFF))
     b_count, b_first, b_stop = seen_of_group(keys, b_segment - 1, b_lowest, b_end, num_keys, num_steps)
     if SPANS:
-        b_group = tl.where((b_segment > 0) & (b_span > 0), (b_segment << 16) | b_span, 0) - 1
+        # Only keys of a span are listed: without a span or a segment, a query has the number of no key.
+        b_group = ((b_segment << 16) | b_span) - 1
         b_after = tl.maximum(b_lowest, b_end)
         b_more, b_span_first, b_span_stop = seen_of_group(
             keys + num_keys, b_group, b_after, tl.zeros_like(b_at) + 0x7FFFFFFF, num_keys, num_steps
