@@ -99,6 +99,7 @@ class ContextCutter:
         placeholders (`Mapping[str, int]`): Modality -> id of its placeholder token.
         media (`frozenset[str]`): Entries of a batch that encoders read; they have no tokens.
         costs (`ContextCosts`, *optional*): Of a layer, for the choice of a mode; the same on all ranks.
+        windows (`Mapping[int, int]`, *optional*): Sliding window in tokens, 0 for none -> layers that have it.
     """
 
     plan: ParallelPlan
@@ -106,6 +107,7 @@ class ContextCutter:
     placeholders: Mapping[str, int]
     media: frozenset[str]
     costs: ContextCosts | None = None
+    windows: Mapping[int, int] | None = None
 
     @property
     def settings(self) -> ContextSettings:
@@ -151,7 +153,7 @@ class ContextCutter:
             )
         num_rows = self.plan.modules[LANGUAGE_MODEL].cp_size
         words, row = words.cpu(), ids[0].cpu()
-        assignment = assign_words(words, num_rows, self.settings, self.costs)
+        assignment = self._assign(words, num_rows)
         order = torch.from_numpy(assignment.order).view(num_rows, -1)
         dims = {
             name: dim
@@ -166,6 +168,14 @@ class ContextCutter:
             holders[modality] = _holders(wanted, order)
             rows[modality] = segments[wanted].bincount(minlength=int(segments.max()) + 1)[1:].tolist()
         return ContextCut(assignment, words, order, holders, rows, dims, filler)
+
+    def _assign(self, words: Tensor, num_rows: int) -> ContextAssignment:
+        """Which token is where; without costs `"auto"` gathers the whole row."""
+        mode: Any = self.settings.mode
+        if mode == "auto" and (self.costs is None or self.settings.method != "lpt"):
+            mode = "row"
+        method: Any = self.settings.method
+        return cut_row(words, num_rows, self.settings.block, method, mode, self.costs, self.windows)
 
 
 def _holders(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,25 +194,6 @@ def _token_dim(value: Tensor, shape: torch.Size) -> int | None:
     return 2 if value.shape[1:] == shape else None
 
 
-def assign_words(
-    words: Tensor, num_rows: int, settings: ContextSettings, costs: ContextCosts | None
-) -> ContextAssignment:
-    """
-    Cuts a row of tokens by what its words see.
-
-    Args:
-        words (`torch.Tensor` of shape `[1, length]`): On the CPU.
-        num_rows (`int`): Rows of ranks.
-        settings (`ContextSettings`): How.
-        costs (`ContextCosts`, *optional*): Of a layer; `"auto"` gathers the whole row without.
-    """
-    mode: Any = settings.mode
-    if mode == "auto" and (costs is None or settings.method != "lpt"):
-        mode = "row"
-    method: Any = settings.method
-    return cut_row(words, num_rows, settings.block, method, mode, costs)
-
-
 def cut_row(
     words: Tensor,
     num_ranks: int,
@@ -210,6 +201,7 @@ def cut_row(
     method: Method = "lpt",
     mode: Mode | Literal["auto"] = "row",
     costs: ContextCosts | None = None,
+    windows: Mapping[int, int] | None = None,
 ) -> ContextAssignment:
     """
     Cuts a packed row over the ranks that share its tokens: equal tokens for each and, as far as blocks allow, equal
@@ -224,6 +216,8 @@ def cut_row(
             `"row"` gathers the keys and values of the whole row, `"segments"` those of samples that lie on several
             ranks, `"auto"` takes what `costs` predict to be faster.
         costs ([`ContextCosts`], *optional*): Of a layer, for `"auto"`.
+        windows (`Mapping[int, int]`, *optional*):
+            Sliding window in tokens, 0 for none -> layers that have it. Work is then that of the mean layer.
 
     Returns:
         [`ContextAssignment`]: For [`shard_row`].
@@ -237,11 +231,32 @@ def cut_row(
             "into one row."
         )
     words = words.cpu()
-    bounds, _ = row_bounds(BitfieldMask.from_words(words))
+    first, last = _mean_bounds(BitfieldMask.from_words(words), windows or {0: 1})
     segments = decode_words(words[0]).segment.numpy()
-    return assign_context(
-        bounds.first[0].numpy(), bounds.last[0].numpy(), num_ranks, block, method, mode, segments, costs
-    )
+    return assign_context(first.numpy(), last.numpy(), num_ranks, block, method, mode, segments, costs)
+
+
+def _mean_bounds(mask: BitfieldMask, windows: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+    """The first and the last token that each token of a row sees in the mean layer, int64 `[length]`."""
+    bounds = [row_bounds(mask, window)[0] for window in windows]
+    firsts, lasts = (torch.cat(ends).long() for ends in zip(*((b.first, b.last) for b in bounds), strict=True))
+    last = lasts.amax(0)  # a window only bounds how far a token looks back
+    layers = torch.tensor(list(windows.values()))[:, None]
+    return last + 1 - ((lasts - firsts + 1) * layers).sum(0) // layers.sum(), last
+
+
+def layer_windows(config: Any, num_layers: int) -> dict[int, int]:
+    """
+    The sliding windows of a language model's layers: tokens, 0 for none -> number of layers.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): Of the language model.
+        num_layers (`int`): Its layers.
+    """
+    window = getattr(config, "sliding_window", None) or 0
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
+    sliding = list(types).count("sliding_attention") if window else 0
+    return {size: count for size, count in ((0, num_layers - sliding), (window, sliding)) if count}
 
 
 def shard_row(

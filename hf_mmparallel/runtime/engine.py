@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cost import HARDWARE, Hardware
-from ..data.context import ContextCutter, layer_costs
+from ..data.context import ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
@@ -23,7 +23,7 @@ from .executor import Executor, StepResult
 from .failure import disagreement
 from .gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups
-from .transport import DistributedTransport, Transport
+from .transport import DistributedTransport
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,6 @@ class ParallelEngine(nn.Module):
         label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
         seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
         load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
-        transport (`Transport`, *optional*): Carries messages; over `torch.distributed` when left out.
         hardware (`Hardware`, *optional*): What a rank is, the same on all; where tokens are cut it decides how.
     """
 
@@ -75,7 +74,6 @@ class ParallelEngine(nn.Module):
         label_smoothing: float = 0.0,
         seed: int = 0,
         load: Callable[[PreTrainedModel], None] | None = None,
-        transport: Transport | None = None,
         hardware: Hardware | None = None,
     ):
         super().__init__()
@@ -89,9 +87,12 @@ class ParallelEngine(nn.Module):
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
         self.unused_inputs = _unused_inputs(model)
-        media = frozenset().union(*_encoder_inputs(model).values())
-        costs = layer_costs(spec, plan, hardware or HARDWARE["cpu"])
-        self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media, costs)
+        self.cutter = None
+        if plan.modules[LANGUAGE_MODEL].cp_size > 1:
+            media = frozenset().union(*_encoder_inputs(model).values())
+            costs = layer_costs(spec, plan, hardware or HARDWARE["cpu"])
+            windows = layer_windows(model.config.get_text_config(), spec.language_model.num_layers)
+            self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media, costs, windows)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         self.stages = prepare_stages(model, spec, plan, self.rank, device)
         self.module: Any = model
@@ -106,7 +107,7 @@ class ParallelEngine(nn.Module):
             plan,
             spec,
             self.stages,
-            transport or DistributedTransport(self.groups.channels),
+            DistributedTransport(self.groups.channels),
             self.groups.by_ranks,
             lambda logits, labels, shifted: token_loss(model, logits, labels, label_smoothing, shifted),
             device,

@@ -6,13 +6,14 @@ import pickle
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import HARDWARE
-from hf_mmparallel.data.context import ContextCut, ContextCutter, cut_row, layer_costs, shard_row
+from hf_mmparallel.data.context import ContextCut, ContextCutter, cut_row, layer_costs, layer_windows, shard_row
 from hf_mmparallel.data.loader import StepDataset, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan
@@ -162,6 +163,31 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
 def test_nothing_is_cut_for_one_row_of_ranks():
     plan = plan_of(tp_size=2)
     assert cutter_of(plan, 2).keys(contiguous_step(plan, range(4), 2)) == {}
+
+
+def test_sliding_windows_count_in_the_work_of_a_block():
+    words = encode_words(torch.ones(1, 256, dtype=torch.int64))
+    every = cut_row(words, 2, 16).work
+    windowed = cut_row(words, 2, 16, windows={16: 3}).work
+    mixed = cut_row(words, 2, 16, windows={0: 1, 16: 2}).work
+    assert mixed.sum() == pytest.approx((every.sum() + 2 * windowed.sum()) / 3, rel=0.15)
+    # All blocks but the first see two blocks, both in part, where every layer has the window.
+    assert windowed.sum() == pytest.approx(16 * 2 * 1.3 - 1.3)
+    alone, same = cut_row(words, 2, 16), cut_row(words, 2, 16, windows={0: 3})
+    assert (alone.order == same.order).all() and (alone.work == same.work).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (transformers.LlamaConfig(), {0: 6}),
+        (transformers.MistralConfig(sliding_window=64), {64: 6}),
+        (transformers.Qwen2Config(use_sliding_window=False, sliding_window=64, num_hidden_layers=6), {0: 6}),
+        (transformers.Gemma3TextConfig(sliding_window=64, num_hidden_layers=6), {0: 1, 64: 5}),
+    ],
+)
+def test_windows_of_layers_come_from_the_config(config, windows):
+    assert layer_windows(config, 6) == windows
 
 
 def test_costs_of_a_layer_are_those_of_one_rank():
