@@ -197,6 +197,8 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             used.update(rank for stage in stages for rank in stage.all_ranks)
         _check_tp(spec.modules[name], module.tp_size)
         _check_cp(spec.modules[name], module.cp_size)
+        cut = module.context
+        ModulePlugin(cp_size=module.cp_size, cp_method=cut.method, cp_mode=cut.mode, cp_block=cut.block)  # its checks
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
+    ContextSettings,
     Edge,
     ModulePlan,
     ModulePlugin,
@@ -196,6 +197,22 @@ def test_a_stack_that_features_leave_from_inside_is_not_cut():
     cut = dataclasses.replace(resolve({"pp_size": 2}), edges=resolve(spec=spec).edges)
     with pytest.raises(ValueError, match="DeepStack"):
         check_plan(cut, spec)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (ContextSettings(method="zigzg"), "`cp_method` has no `zigzg`. Did you mean `zigzag`"),
+        (ContextSettings(block=0), "`cp_block=0` must be a whole number"),
+        (ContextSettings("zigzag", "segments"), "`cp_mode='segments'` whole samples"),
+    ],
+)
+def test_a_finished_plan_that_cuts_rows_in_no_known_way_is_refused(settings, message):
+    plan = resolve({}, {"cp_size": 2})
+    check_plan(plan, SPEC)
+    module = dataclasses.replace(plan.modules[LANGUAGE_MODEL], context=settings)
+    with pytest.raises(ValueError, match=message):
+        check_plan(dataclasses.replace(plan, modules={**plan.modules, LANGUAGE_MODEL: module}), SPEC)
 
 
 @pytest.mark.parametrize(
