@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cost import HARDWARE, Hardware
-from ..data.context import ContextCutter, layer_costs, layer_windows
+from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
@@ -228,7 +228,7 @@ class ParallelEngine(nn.Module):
             if module == LANGUAGE_MODEL and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
                 ids = inputs["input_ids"]
                 numbers[2] += ids.numel()
-                words = inputs.get("attention_words")
+                words = inputs.get(WORDS)
                 mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
         loss, targets, tokens, real = self._sum_and_agree(numbers, batch.step)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from ..data.context import WORDS
 from ..data.packing import unpack
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
@@ -32,7 +33,7 @@ class _Collector:
         engine = self.trainer._engine
         if engine.first_rank(task) != engine.rank:
             return
-        labels, tokens, words = inputs.get("labels"), inputs["input_ids"], inputs.get("attention_words")
+        labels, tokens, words = inputs.get("labels"), inputs["input_ids"], inputs.get(WORDS)
         if words is not None:  # rows of several samples: as if each had a row of its own
             logits, tokens = unpack(logits, words), unpack(tokens, words)
             labels = None if labels is None else unpack(labels, words)
