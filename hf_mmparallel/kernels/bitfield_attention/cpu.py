@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cpu_plan import CpuPlan, Kind, Part, RowPlan, compile_mask
 from .mask import BitfieldMask
-from .reference import dense_mask, known_weights, sink_gradient
+from .reference import dense_mask, known_weights, last_dim_dense, sink_gradient
 
 __all__ = ["backward", "compile_mask", "forward"]
 
@@ -91,7 +91,7 @@ def backward(
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     for index, row in enumerate(plan.rows):
         heads = _Heads(query[index], key[index], value[index], row)
-        given = [heads.take(_last_dim_dense(tensor[index])) for tensor in (grad_out, out, lse)]
+        given = [heads.take(last_dim_dense(tensor[index])) for tensor in (grad_out, out, lse)]
         dq_GKTD = heads.take(grad_query[index])
         dkv_2KSD = torch.zeros(2, *heads.key_GKSD.shape[1:], dtype=exact)
         for part in row.parts:
@@ -118,10 +118,10 @@ class _Heads:
     def __init__(self, query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, plan: RowPlan) -> None:
         self.kv_heads = key_KSD.shape[0]
         self.index = plan.query_index
-        self.query_GKTD = self.take(_last_dim_dense(query_HTD))
+        self.query_GKTD = self.take(last_dim_dense(query_HTD))
         groups = len(self.query_GKTD)
         self.key_GKSD, self.value_GKSD = (
-            _last_dim_dense(tensor)[:, plan.key_index].expand(groups, -1, -1, -1) for tensor in (key_KSD, value_KSD)
+            last_dim_dense(tensor)[:, plan.key_index].expand(groups, -1, -1, -1) for tensor in (key_KSD, value_KSD)
         )
 
     def take(self, tensor_HT: Tensor) -> Tensor:
@@ -256,11 +256,6 @@ def _with_sinks(out_BHTD: Tensor, lse_BHT: Tensor, sinks: Tensor) -> tuple[Tenso
     """The result after the sinks took their weight."""
     lse = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None])
     return out_BHTD.mul_(known_weights(lse_BHT[..., None], lse)), lse
-
-
-def _last_dim_dense(tensor: Tensor) -> Tensor:
-    """The tensor with columns side by side, as flash attention takes them to be without a look."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:

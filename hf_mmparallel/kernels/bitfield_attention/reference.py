@@ -153,3 +153,8 @@ def known_weights(scores: Tensor, lse: Tensor) -> Tensor:
 def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
     """Keys or values, once for each query head that they serve."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+
+
+def last_dim_dense(tensor: Tensor) -> Tensor:
+    """The tensor with columns side by side, as kernels take them to be: copied if they have gaps or are expanded."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

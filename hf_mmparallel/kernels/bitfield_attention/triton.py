@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from .mask_plan import MaskPlan
-from .reference import sink_gradient
+from .reference import last_dim_dense, sink_gradient
 from .triton_backward import dkdv_kernel, dq_kernel, row_stats_kernel
 from .triton_forward import combine_kernel, forward_kernel
 from .tuning import Tile, Tuning, portable_tuning
@@ -51,7 +51,7 @@ def forward(
         log-sum-exp of each row, float32 `[batch, heads, query_length]`. A query that sees nothing gets 0 and `-inf`
         (the sink's logit when there are sinks).
     """
-    query, key, value = (_last_dim_dense(tensor) for tensor in (query, key, value))
+    query, key, value = (last_dim_dense(tensor) for tensor in (query, key, value))
     batch, num_heads, num_queries, head_dim = query.shape
     num_keys, num_kv_heads = key.shape[2], key.shape[1]
     out = torch.empty_like(query)
@@ -107,7 +107,7 @@ def backward(
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]`: Gradients of `query`, `key`, `value`
         and `sinks`, each in the shape and the dtype of its input.
     """
-    grad_out, query, key, value = (_last_dim_dense(tensor) for tensor in (grad_out, query, key, value))
+    grad_out, query, key, value = (last_dim_dense(tensor) for tensor in (grad_out, query, key, value))
     group, head_dim = query.shape[1] // key.shape[1], query.shape[3]
     num_queries, num_keys, num_kv_heads = query.shape[2], key.shape[2], key.shape[1]
     grad_query, grad_key, grad_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
@@ -145,7 +145,7 @@ def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         output times gradient.
     """
     batch, num_heads, num_queries, head_dim = out.shape
-    out, grad_out, lse = _last_dim_dense(out), _last_dim_dense(grad_out), lse.contiguous()
+    out, grad_out, lse = last_dim_dense(out), last_dim_dense(grad_out), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=out.device)
     with _device_of(out):
         # One dimension: the second one of a grid ends at 65535, which many short rows of a tower exceed.
@@ -203,11 +203,6 @@ def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[f
         raise ValueError(f"`scale={scale}` is not above 0, which the kernels need. Scale `query` instead.")
     log2e = math.log2(math.e)
     return (scale, 2 * log2e * scale / softcap, softcap * log2e) if softcap else (scale, scale * log2e, 0.0)
-
-
-def _last_dim_dense(tensor: Tensor) -> Tensor:
-    """The tensor, copied if its last dimension has gaps or is expanded."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
