@@ -3,13 +3,18 @@
 from .blocks import BLOCK, block_counts, block_workloads, distribute
 from .context import ContextAssignment, assign_rows, padded_length
 from .context_mode import ContextCosts, assign_context, choose_faster
-from .contiguous import contiguous_step, num_microbatches
+from .contiguous import num_microbatches
+from .methods import ARRANGEMENTS, Arrangement, Microbatches, arrange_step, contiguous_step
 from .segments import assign_segments, independent_segments
 
 __all__ = [
+    "ARRANGEMENTS",
     "BLOCK",
+    "Arrangement",
     "ContextAssignment",
     "ContextCosts",
+    "Microbatches",
+    "arrange_step",
     "assign_context",
     "assign_rows",
     "assign_segments",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots
 
 
@@ -13,7 +13,7 @@ def num_microbatches(num_samples: int, microbatch_size: int, dp_size: int) -> in
     return max(1, -(-num_samples // (microbatch_size * dp_size)))
 
 
-def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size: int, epoch: int = 0) -> StepPlan:
+def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, tuple]:
     """
     Cuts a global batch into consecutive microbatches of `microbatch_size` samples.
 
@@ -23,15 +23,15 @@ def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size:
 
     Args:
         plan (`ParallelPlan`): The plan.
-        samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
+        workloads (`Workloads`): Only the number of samples is used.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica.
-        epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
     """
+    num_samples = workloads.num_samples
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    count = num_microbatches(len(samples), microbatch_size, dp_size)
+    count = num_microbatches(num_samples, microbatch_size, dp_size)
     language: list[list[Slots]] = [[() for _ in range(count)] for _ in range(dp_size)]
-    for block, start in enumerate(range(0, len(samples), microbatch_size)):
-        stop = min(start + microbatch_size, len(samples))
+    for block, start in enumerate(range(0, num_samples, microbatch_size)):
+        stop = min(start + microbatch_size, num_samples)
         language[block % dp_size][block // dp_size] = tuple(range(start, stop))
     microbatches: dict[str, tuple[tuple[Slots, ...], ...]] = {}
     for name, module in plan.modules.items():
@@ -43,10 +43,7 @@ def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size:
             tuple(_share(slots, replica, module.dp_size, turn) for turn, slots in enumerate(by_index))
             for replica in range(module.dp_size)
         )
-    targets: dict[str, tuple[str, ...]] = {}
-    for edge in plan.edges:
-        targets[edge.source] = (*targets.get(edge.source, ()), edge.target)
-    return StepPlan(tuple(samples), microbatches, targets, epoch)
+    return microbatches
 
 
 def _share(slots: Sequence[int], index: int, count: int, turn: int) -> Slots:

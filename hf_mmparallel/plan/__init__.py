@@ -5,6 +5,7 @@ from .ownership import Holding, SyncGroup, holdings, stage_holds, sync_groups
 from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .resolve import check_plan, check_world_size, plan_for_model, resolve_plan
+from .sizes import SampleSizes, Workloads
 from .step_plan import StepPlan
 
 __all__ = [
@@ -20,9 +21,11 @@ __all__ = [
     "MultimodalParallelPlugin",
     "ParallelPlan",
     "ParameterSpec",
+    "SampleSizes",
     "Stage",
     "StepPlan",
     "SyncGroup",
+    "Workloads",
     "check_plan",
     "check_world_size",
     "holdings",

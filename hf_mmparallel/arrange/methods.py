@@ -1,0 +1,58 @@
+"""The arrangements of a global batch by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
+from ..plan.step_plan import Slots
+from .contiguous import contiguous
+
+Microbatches = Mapping[str, tuple[tuple[Slots, ...], ...]]
+Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
+
+ARRANGEMENTS: Mapping[str, Arrangement] = {
+    "contiguous": contiguous,
+}
+
+
+def arrange_step(
+    plan: ParallelPlan,
+    samples: Sequence[int],
+    workloads: Workloads,
+    microbatch_size: int,
+    method: str = "contiguous",
+    epoch: int = 0,
+) -> StepPlan:
+    """
+    Arranges a global batch. Its samples and its gradient are the same whatever the method, only the order differs.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
+        workloads (`Workloads`): What each of them costs.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+        method (`str`): A name in [`ARRANGEMENTS`].
+        epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
+    """
+    found = ARRANGEMENTS[method](plan, workloads, microbatch_size)
+    busy = {name: workloads.forward_ms[name] > 0 for name in found if name != LANGUAGE_MODEL}
+    microbatches = {
+        name: tuple(
+            tuple(tuple(slot for slot in slots if name == LANGUAGE_MODEL or busy[name][slot]) for slots in replica)
+            for replica in replicas
+        )
+        for name, replicas in found.items()
+    }
+    targets: dict[str, tuple[str, ...]] = {}
+    for edge in plan.edges:
+        targets[edge.source] = (*targets.get(edge.source, ()), edge.target)
+    step = StepPlan(tuple(samples), microbatches, targets, epoch)
+    step.check(plan)
+    return step
+
+
+def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size: int, epoch: int = 0) -> StepPlan:
+    """The sampler's own order, see [`contiguous`]."""
+    workloads = Workloads.alike(plan.modules, len(samples))
+    return arrange_step(plan, samples, workloads, microbatch_size, "contiguous", epoch)
