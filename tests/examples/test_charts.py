@@ -1,0 +1,127 @@
+"""The data of the chart example: what is drawn, how much samples differ, and that a set is drawn once."""
+
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from charts import (  # noqa: E402
+    COLOURS,
+    KINDS,
+    NUM_PATCHES,
+    NUM_ROWS,
+    PATCH_SIZE,
+    Chart,
+    chart_dataset,
+    make_sample,
+    render,
+)
+
+NUM_CHARTS = 400
+
+
+@pytest.fixture(scope="module")
+def charts() -> list[Chart]:
+    return [Chart.draw(np.random.default_rng((1, index))) for index in range(NUM_CHARTS)]
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Dataset:
+    return chart_dataset(120, cache_dir=str(tmp_path_factory.mktemp("charts")))
+
+
+def pixels(chart: Chart) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(render(chart))))
+
+
+def texts(sample: dict) -> list[str]:
+    return ["".join(part["text"] or "" for part in turn["content"]) for turn in sample["messages"]]
+
+
+def test_charts_differ_widely_in_pictures_and_in_tables(charts):
+    patches = np.array([chart.width * chart.height / PATCH_SIZE**2 for chart in charts])
+    rows = np.array([len(chart.values) for chart in charts])
+    for found, (least, median, most) in ((patches, NUM_PATCHES), (rows, NUM_ROWS)):
+        assert least * 0.95 <= found.min() < 1.3 * least and most * 0.9 < found.max() <= 1.05 * most
+        assert median * 0.8 < np.median(found) < median * 1.25
+        assert found.mean() > 1.2 * np.median(found)
+    assert abs(np.corrcoef(patches, rows)[0, 1]) < 0.15
+    assert {chart.kind for chart in charts} == set(KINDS) and {chart.colour for chart in charts} == set(COLOURS)
+
+
+def test_tables_are_what_is_drawn(charts):
+    for chart in charts:
+        header, *rows = chart.table.split("\n")
+        assert header == f"label | {chart.title}"
+        assert [row.split(" | ") for row in rows] == [
+            [n, str(v)] for n, v in zip(chart.labels, chart.values, strict=True)
+        ]
+        assert len(set(chart.labels)) == len(chart.labels)
+        assert min(chart.values) >= 1 and max(chart.values) <= 100
+        if chart.kind == "pie":
+            assert sum(chart.values) == 100
+
+
+def test_pictures_have_their_size_and_their_colour():
+    for kind in KINDS:
+        for width, height in ((42, 57), (201, 133)):
+            chart = Chart(kind, "red", "sales", ("fig", "date", "kiwi"), (20, 50, 30), width, height)
+            image = pixels(chart).astype(int)
+            assert image.shape == (height, width, 3)
+            red = (image[..., 0] > 200) & (image[..., 1:] < 80).all(-1)
+            blue = (image[..., 2] > 200) & (image[..., :2] < 80).all(-1)
+            assert red.sum() > 8 and not blue.any()
+
+
+def test_bars_are_as_high_as_their_values():
+    chart = Chart("bar", "blue", "sales", ("fig", "date"), (25, 75), 100, 100)
+    coloured = pixels(chart)[..., 0] < 100
+    assert coloured[:95, 5:50].any(1).sum() == pytest.approx(20, abs=2)
+    assert coloured[:95, 50:95].any(1).sum() == pytest.approx(70, abs=2)
+
+
+def test_a_picture_does_not_depend_on_those_before(charts):
+    first = render(charts[0])
+    for chart in charts[1:5]:
+        render(chart)
+    assert render(charts[0]) == first
+
+
+def test_samples_are_functions_of_seed_and_index():
+    first, again = ([make_sample(index, seed=5) for index in order] for order in (range(6), reversed(range(6))))
+    assert first == again[::-1]
+    assert first != [make_sample(index, seed=6) for index in range(6)]
+
+
+def test_every_sample_asks_about_what_it_shows(dataset):
+    tasks = set()
+    for sample in dataset:
+        parts = [part["type"] for turn in sample["messages"] for part in turn["content"]]
+        question, answer = texts(sample)
+        tasks.add(sample["task"])
+        assert parts.count("image") == len(sample["images"])
+        if sample["task"] == "drawn":
+            colour, kind = answer.split()
+            assert colour in COLOURS and kind in KINDS.values()
+        elif sample["task"] == "two_charts":
+            assert len(sample["images"]) == 2 and len(answer.split(", ")) == 2
+        elif sample["task"].startswith("text_"):
+            assert not sample["images"]
+            values = [int(row.split(" | ")[1]) for row in question.split("\n")[1:-1]]
+            assert answer == str(len(values) if sample["task"] == "text_rows" else max(values))
+    assert {"table", "drawn", "two_charts"} < tasks and len(tasks & {"text_rows", "text_highest"}) > 0
+
+
+def test_a_set_is_drawn_once_and_alike_in_any_number_of_processes(tmp_path, monkeypatch):
+    first = chart_dataset(20, cache_dir=str(tmp_path / "a"), num_proc=1)
+    other = chart_dataset(20, cache_dir=str(tmp_path / "b"), num_proc=2)
+    assert first.data.table == other.data.table
+    monkeypatch.setattr("charts.render", None)
+    again = chart_dataset(20, cache_dir=str(tmp_path / "a"), num_proc=1)
+    assert again._fingerprint == first._fingerprint == other._fingerprint
+    assert again.cache_files == first.cache_files
