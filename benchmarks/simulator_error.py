@@ -34,7 +34,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaFo
 
 from hf_mmparallel import MultimodalModel
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.loader import StepBatch, StepDataset
+from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
@@ -178,11 +178,11 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
     engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
     size = MICROBATCH * NUM_MICROBATCHES
     count = 2 + num_calibration + num_steps
-    reader = StepDataset(common.make_dataset(shapes, size * count), common.collate, engine.keys, 0)
+    reader = StepDataset(Reader(common.make_dataset(shapes, size * count), common.collate), engine.keys, 0)
     travel_ms = message_ms(MICROBATCH * shapes.max_images * shapes.image_tokens // 2 * shapes.width)
     steps: list[tuple[StepBatch, list[MeasuredTask], float, float]] = []
     for index in range(count):
-        batch = reader.__getitems__(contiguous_step(plan, range(index * size, (index + 1) * size), MICROBATCH))
+        batch = reader.read(contiguous_step(plan, range(index * size, (index + 1) * size), MICROBATCH))
         again_ms = timed_step(engine, batch, index)
         time_ms = timed_step(engine, batch, index)
         assert engine.last_result is not None
@@ -320,7 +320,7 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
     size = 6 * num_microbatches * plan.modules["language_model"].dp_size
     step: StepPlan = contiguous_step(plan, range(size), 6)
-    batch = StepDataset(sights_and_sounds(size), collate, engine.keys, 0).__getitems__(step)
+    batch = StepDataset(Reader(sights_and_sounds(size), collate), engine.keys, 0).read(step)
     program = engine.program(step, training=True)
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale * cost_ms for task, cost_ms in case.costs(tasks).items()}

@@ -1,4 +1,4 @@
-"""From a dataset to the inputs of each task of this rank: the sampler of steps and the dataset that serves them."""
+"""From a dataset to the inputs of each task of this rank."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..plan import ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
+from ..schedule import Program
 from .context import BatchKey, ContextCut, ContextCutter
+from .draws import Draw
+from .step_planner import StepPlanner
 
 
 @dataclass
@@ -28,11 +31,15 @@ class StepBatch:
             (module, replica, microbatch, chunk) -> the collated samples, for each chunk that this rank works on.
         cuts (`dict[BatchKey, ContextCut]`):
             How the tokens of the language model's microbatches are cut, as far as this rank needs to know.
+        program (`Program`, *optional*): This rank's actions.
+        sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
     """
 
     step: StepPlan
     batches: dict[BatchKey, dict[str, Any]] = field(default_factory=dict)
     cuts: dict[BatchKey, ContextCut] = field(default_factory=dict)
+    program: Program | None = None
+    sizes: SampleSizes | None = None
 
     def pin_memory(self) -> StepBatch:
         """Called by the data loader's pinning thread."""
@@ -64,39 +71,6 @@ def seeded(seed: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-class StepSampler:
-    """
-    A batch sampler that yields a [`StepPlan`] for each global batch.
-
-    Args:
-        batches: A batch sampler of dataset indices, the same on all ranks.
-        arrange (`Callable[[Sequence[int], int], StepPlan]`): (indices, epoch) -> arrangement.
-    """
-
-    def __init__(self, batches: Any, arrange: Callable[[Sequence[int], int], StepPlan]):
-        self.batches = batches
-        self.arrange = arrange
-        self.epoch = 0
-
-    @property
-    def batch_sampler(self) -> StepSampler:
-        """Where `Trainer._run_epoch` looks for `set_epoch`."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        sampler: Any = getattr(self.batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[StepPlan]:
-        for indices in self.batches:
-            yield self.arrange(indices, self.epoch)
-
-
 def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey, tuple[int, ...]]:
     """(module, replica, microbatch, chunk) -> slots, of every chunk that `rank` works on."""
     mine = {(module, replica) for module, replica, _ in plan.stages_of_rank(rank)}
@@ -108,79 +82,123 @@ def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey
     }
 
 
+@dataclass(frozen=True)
+class Reader:
+    """
+    How a module reads samples.
+
+    Args:
+        dataset: A map-style dataset.
+        collator (`Callable[[list], Mapping[str, Any]]`): Collates its samples.
+    """
+
+    dataset: Any
+    collator: Callable[[list], Mapping[str, Any]]
+
+
 class StepDataset(Dataset):
     """
-    Serves [`StepBatch`]es: reads each sample of this rank once, and collates every chunk with the user's collator.
+    Serves [`StepBatch`]es: reads each sample once for each [`Reader`] of this rank, and collates every chunk.
 
     Randomness inside a sample or a collation is seeded by epoch and dataset index, so that all ranks that read a
     sample get the same one, and a resumed run repeats what was.
 
     Args:
-        dataset: A map-style dataset.
-        collator (`Callable[[list], Mapping]`): Collates samples.
+        readers (`Mapping[str, Reader]` or `Reader`): Module -> how it reads samples, or one for all modules.
         keys (`Callable[[StepPlan], Mapping[BatchKey, Sequence[int]]]`): The chunks of this rank.
         seed (`int`): The base of all seeds.
         unused (`Mapping[str, frozenset[str]]`, *optional*):
             Module -> floating-point entries of a collated batch that it does not read, such as the pixels in the
             language model; they go no further.
         cutter ([`ContextCutter`], *optional*): Cuts the language model's microbatches.
+        planner ([`StepPlanner`], *optional*): Plans the steps of draws; not used by [`~StepDataset.read`].
+        rank (`int`, *optional*, defaults to 0): Of whose actions a batch has the program.
     """
 
     def __init__(
         self,
-        dataset: Any,
-        collator: Callable[[list], Mapping[str, Any]],
+        readers: Mapping[str, Reader] | Reader,
         keys: Callable[[StepPlan], Mapping[BatchKey, Sequence[int]]],
         seed: int,
         unused: Mapping[str, frozenset[str]] | None = None,
         cutter: ContextCutter | None = None,
+        planner: StepPlanner | None = None,
+        rank: int = 0,
     ):
-        self.unused = unused or {}
-        self.cutter = cutter
-        self.dataset = dataset
-        self.collator = collator
+        self.readers = readers
         self.keys = keys
         self.seed = seed
+        self.unused = unused or {}
+        self.cutter = cutter
+        self.planner = planner
+        self.rank = rank
+
+    def reader(self, module: str) -> Reader:
+        """How `module` reads samples."""
+        return self.readers if isinstance(self.readers, Reader) else self.readers[module]
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.reader(LANGUAGE_MODEL).dataset)
 
-    def __getitems__(self, step: StepPlan) -> StepBatch:
+    def __getitems__(self, draw: Draw) -> StepBatch:
+        """Plans the step of a draw and reads it."""
+        assert self.planner is not None
+        planned = self.planner(draw)
+        batch = self.read(planned.step)
+        batch.program = planned.program
+        batch.sizes = planned.sizes
+        return batch
+
+    def read(self, step: StepPlan) -> StepBatch:
+        """The inputs of this rank for a step."""
         collated = _Collated(self, step)
         result = StepBatch(step)
         for key, slots in self.keys(step).items():
             unused = self.unused.get(key[0], frozenset())
             result.batches[key] = {
                 name: value
-                for name, value in collated[slots].items()
+                for name, value in collated.batch(self.reader(key[0]), slots).items()
                 if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
             }
         if self.cutter is not None:
-            result.cuts = {key: self.cutter(collated[slots]) for key, slots in self.cutter.keys(step).items()}
+            reader = self.reader(LANGUAGE_MODEL)
+            result.cuts = {
+                key: self.cutter(collated.batch(reader, slots)) for key, slots in self.cutter.keys(step).items()
+            }
         return result
 
-    def _read(self, index: int, epoch: int) -> Any:
-        with seeded(stable_seed(self.seed, epoch, index)):
-            return self.dataset[index]
 
-
-class _Collated(dict):
-    """Slots of a step -> their batch; modules that take the same samples share one, and each sample is read once."""
+class _Collated:
+    """
+    The collated samples of a step. Modules that read the same samples in the same way share a batch, and each sample
+    is read once from each dataset.
+    """
 
     def __init__(self, source: StepDataset, step: StepPlan):
         self.source = source
         self.step = step
-        self.samples: dict[int, Any] = {}
+        self.samples: dict[tuple[int, int], Any] = {}
+        self.batches: dict[tuple[int, tuple[int, ...]], Mapping[str, Any]] = {}
 
-    def __missing__(self, slots: tuple[int, ...]) -> Mapping[str, Any]:
-        source, step = self.source, self.step
-        for slot in slots:
-            if slot not in self.samples:
-                self.samples[slot] = source._read(step.samples[slot], step.epoch)
-        with seeded(stable_seed(source.seed, step.epoch, [step.samples[slot] for slot in slots])):
-            # Collators may change what they are given, and a sample can be in several chunks.
-            self[slots] = source.collator([_copied(self.samples[slot]) for slot in slots])
-        return self[slots]
+    def batch(self, reader: Reader, slots: tuple[int, ...]) -> Mapping[str, Any]:
+        """The batch of some slots as `reader` makes it."""
+        key = (id(reader), slots)
+        if key not in self.batches:
+            samples = [self.sample(reader.dataset, slot) for slot in slots]
+            step = self.step
+            with seeded(stable_seed(self.source.seed, step.epoch, [step.samples[slot] for slot in slots])):
+                # Collators may change what they are given, and a sample can be in several chunks.
+                self.batches[key] = reader.collator([_copied(sample) for sample in samples])
+        return self.batches[key]
+
+    def sample(self, dataset: Any, slot: int) -> Any:
+        """The sample of a slot."""
+        key = (id(dataset), slot)
+        if key not in self.samples:
+            index = self.step.samples[slot]
+            with seeded(stable_seed(self.source.seed, self.step.epoch, index)):
+                self.samples[key] = dataset[index]
+        return self.samples[key]
 
 
 def _copied(sample: Any) -> Any:

@@ -87,10 +87,11 @@ class ParallelEngine(nn.Module):
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
         self.unused_inputs = _unused_inputs(model)
+        self.hardware = hardware or HARDWARE["cpu"]
         self.cutter = None
         if plan.modules[LANGUAGE_MODEL].cp_size > 1:
             media = frozenset().union(*_encoder_inputs(model).values())
-            costs = layer_costs(spec, plan, hardware or HARDWARE["cpu"])
+            costs = layer_costs(spec, plan, self.hardware)
             windows = layer_windows(model.config.get_text_config(), spec.language_model.num_layers)
             self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media, costs, windows)
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
@@ -199,7 +200,7 @@ class ParallelEngine(nn.Module):
             self._sum_and_agree(torch.zeros(0), batch.step)
             self._agreed_epoch = batch.step.epoch
         self.module.train()
-        program = self.program(batch.step, training=True)
+        program = batch.program or self.program(batch.step, training=True)
         result = self.executor.run(program, batch)
         self.sync.finish()
         self.last_result = result
@@ -214,7 +215,7 @@ class ParallelEngine(nn.Module):
         self.current_step = batch.step
         if first:
             self._sum_and_agree(torch.zeros(0), batch.step)
-        program = self.program(batch.step, training=False)
+        program = batch.program or self.program(batch.step, training=False)
         return self.executor.run(program, batch)
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:

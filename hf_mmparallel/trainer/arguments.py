@@ -12,7 +12,11 @@ import yaml
 from transformers import TrainingArguments
 
 from .._environment import launched_processes
+from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
+from ..plan.plugin import reject_unknown_keys
+
+ON_BAD_SAMPLE = ("raise", "skip")
 
 
 @dataclass
@@ -30,9 +34,25 @@ class MultimodalTrainingArguments(TrainingArguments):
         packing (`bool`, *optional*, defaults to `False`):
             Puts the samples of a microbatch one after the other in one row, without padding. The language model then
             runs `"bitfield"` attention, in which no sample sees another; losses and weights stay what they are.
+        microbatch_assignment (`str`, *optional*, defaults to `"hierarchical"`):
+            How the samples of a global batch come to replicas and microbatches under a plan: by what they cost in
+            each module, with work of the language model deferred by a microbatch where that evens it out
+            (`"hierarchical"`), in the sampler's order (`"contiguous"`), or as a baseline `"batch_rebalance"`,
+            `"disttrain"` or `"sub_microbatches"`. The global batch and its gradient are the same with each.
+        token_columns (`str` or `dict`, *optional*):
+            The dataset's column with the tokens of a sample in the language model, or a dict from module to column; a
+            column holds numbers, or lists with the lengths of a sample's images. Without it sizes come from the
+            dataset's metadata by the processor's rules.
+        max_tokens_per_microbatch (`int`, *optional*):
+            Most tokens of a microbatch of the language model. There are as many microbatches as that takes.
+        memory_limit_gib (`float`, *optional*):
+            Memory of each rank that microbatches are made to fit, by estimate; on a GPU 90 % of its memory.
+        on_bad_sample (`str`, *optional*, defaults to `"raise"`):
+            What happens to a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
+            leaves it out on all ranks, counts it and logs it.
     """
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel", "token_columns"]
 
     parallel: dict[str, Any] | str | None = field(
         default=None,
@@ -56,6 +76,39 @@ class MultimodalTrainingArguments(TrainingArguments):
         },
     )
 
+    microbatch_assignment: str = field(
+        default="contiguous",
+        metadata={
+            "help": "How samples come to replicas and microbatches under a plan: by what they cost in each module "
+            "('hierarchical'), in the sampler's order ('contiguous'), or by a baseline. The global batch and its "
+            "gradient stay the same.",
+            "choices": list(ARRANGEMENTS),
+        },
+    )
+    token_columns: dict[str, str] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Column with the tokens of a sample in the language model, or a JSON dict from module to column. "
+            "By default sizes come from the dataset's metadata by the processor's rules."
+        },
+    )
+    max_tokens_per_microbatch: int | None = field(
+        default=None,
+        metadata={"help": "Most tokens of a microbatch of the language model; there are as many as that takes."},
+    )
+    memory_limit_gib: float | None = field(
+        default=None,
+        metadata={"help": "Memory of each rank that microbatches are made to fit; on a GPU 90 %% of its memory."},
+    )
+    on_bad_sample: str = field(
+        default="raise",
+        metadata={
+            "help": "What happens to a sample that can't be read: end the run with its index and file ('raise'), or "
+            "leave it out on all ranks, count it and log it ('skip').",
+            "choices": list(ON_BAD_SAMPLE),
+        },
+    )
+
     def __post_init__(self):
         if launched_processes()[0] > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # accelerate forgets the launcher's choice when it starts several processes
@@ -64,6 +117,12 @@ class MultimodalTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"`global_batch_size={self.global_batch_size}` must be at least 1.")
+        for name, choices in (("microbatch_assignment", ARRANGEMENTS), ("on_bad_sample", ON_BAD_SAMPLE)):
+            reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], list(choices))
+        for name in ("max_tokens_per_microbatch", "memory_limit_gib"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"`{name}={value}` must be above 0.")
 
     @property
     def plugin(self) -> MultimodalParallelPlugin | None:

@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from ..arrange import contiguous_step
-from ..callbacks.metrics import core_per_rank, hardware_of
+from ..callbacks.metrics import core_per_rank
 from ..cli.table import plan_table
-from ..cost import HARDWARE, AnalyticCost, RankMemory, Tokens, memory_per_rank
+from ..cost import AnalyticCost, RankMemory, memory_per_rank
+from ..data.draws import Draw
 from ..data.loader import seeded
+from ..data.step_planner import PlannedStep
 from ..modeling import count_rows
-from ..plan import LANGUAGE_MODEL, ModelSpec
+from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
+from .loaders import training_planner, without_unused_columns
 from .model_card import PICTURE
 
 if TYPE_CHECKING:
@@ -31,42 +33,46 @@ _WIDTH = 120  # of the table in a file or a pipe
 class Prediction:
     """What is expected of one full step."""
 
+    planned: PlannedStep
     simulation: Simulation
     memory: Mapping[int, RankMemory] | None
-    tokens: Tokens | None
 
 
-def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> Tokens | None:
-    """Mean tokens of the first samples: sequence length, and rows of each encoder. `None` without a dataset."""
+def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str, int] | None:
+    """Module -> mean tokens of the first samples: sequence length, rows of an encoder. `None` without a dataset."""
     if dataset is None or not len(dataset):
         return None
     samples = min(_SAMPLES, len(dataset))
     batch = collator([dataset[index] for index in range(samples)])
     if "input_ids" not in batch:
         return None
-    length = max(1, batch["input_ids"].numel() // samples)  # of a packed row the mean
     rows = count_rows(batch, spec) if spec.placeholders else {}
-    encoders = {}
+    tokens = {LANGUAGE_MODEL: max(1, batch["input_ids"].numel() // samples)}  # of a packed row the mean
     for name in spec.encoders:
         modalities = {feature.modality for feature in spec.modules[name].features}
-        encoders[name] = max(1, round(sum(sum(rows[m]) for m in modalities) / samples))
-    return Tokens(length, 1, encoders)
+        tokens[name] = max(1, round(sum(sum(rows[m]) for m in modalities) / samples))
+    return tokens
 
 
 def predict(trainer: MultimodalParallelTrainer) -> Prediction:
     """Simulates a step with a full global batch, with costs from the first samples of the training set."""
-    engine, args = trainer.engine, trainer.args
-    assert engine is not None
-    plan, spec = engine.plan, engine.spec
-    step = contiguous_step(plan, range(trainer.global_batch_size), args.per_device_train_batch_size)
-    program = engine.program(step, training=True)
-    tokens = sample_tokens(*trainer._without_unused_columns(trainer.train_dataset, "Training"), spec)
-    if tokens is None:
-        return Prediction(simulate(plan, program), None, None)
-    device = hardware_of(engine.device) or HARDWARE["cpu"]
-    cost = AnalyticCost(spec, plan, step, tokens, device)
-    simulation = simulate(plan, program, cost, cost.message_ms)
-    return Prediction(simulation, memory_per_rank(spec, plan, step, tokens, simulation.peak_in_flight), tokens)
+    engine = trainer._engine
+    plan, spec, device = engine.plan, engine.spec, engine.hardware
+    planner = training_planner(trainer)
+    num_samples = trainer.global_batch_size
+    if planner.sizes is not None:
+        num_samples = min(num_samples, len(trainer.train_dataset))
+    planned = planner(Draw(tuple(range(num_samples))))
+    sizes = planned.sizes
+    if sizes is None:
+        tokens = sample_tokens(*without_unused_columns(trainer, trainer.train_dataset, "Training"), spec)
+        if tokens is None:
+            return Prediction(planned, simulate(plan, planned.program), None)
+        sizes = SampleSizes.uniform(tokens, num_samples)
+    cost = AnalyticCost(spec, plan, planned.step, sizes, device)
+    simulation = simulate(plan, planned.program, cost, cost.message_ms)
+    memory = memory_per_rank(spec, plan, planned.step, sizes, simulation.peak_in_flight)
+    return Prediction(planned, simulation, memory)
 
 
 def report_plan(trainer: MultimodalParallelTrainer) -> None:

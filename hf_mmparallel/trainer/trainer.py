@@ -6,26 +6,23 @@ import copy
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import SeedableRandomSampler
 from accelerate.logging import get_logger
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
-from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints, seed_worker
-from transformers.utils.import_utils import is_datasets_available
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 
-from ..arrange import contiguous_step
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback
 from ..data import default_collator
-from ..data.loader import StepBatch, StepDataset, StepSampler, as_is, keys_of_rank
+from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
 from ..modeling.adapters import add_to_whole
 from ..plan import LANGUAGE_MODEL, ParallelPlan
@@ -42,8 +39,9 @@ from .build import (
     single_process_arguments,
     with_packing,
 )
-from .checks import check_arguments, check_dataset, check_launch, check_trainer
+from .checks import check_arguments, check_launch, check_trainer
 from .evaluation import evaluate
+from .loaders import eval_loader, train_loader
 from .model_card import write_model_card
 from .report import report_plan
 
@@ -207,11 +205,7 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
-        if self.train_dataset is None:
-            raise ValueError("Trainer: training requires a train_dataset.")
-        sampler = self._get_train_sampler(self.train_dataset)
-        batches = BatchSampler(self._seeded(sampler), self.global_batch_size, self.args.dataloader_drop_last)
-        return self._step_loader(self.train_dataset, batches, self.args.per_device_train_batch_size, "Training")
+        return train_loader(self)
 
     @planned
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -220,11 +214,11 @@ class MultimodalParallelTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("Trainer: evaluation requires an eval_dataset.")
-        return self._eval_loader(dataset, "Evaluation")
+        return eval_loader(self, dataset, "Evaluation")
 
     @planned
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        return self._eval_loader(test_dataset, "test")
+        return eval_loader(self, test_dataset, "test")
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keeps the columns that composed models route to their encoders, which no forward signature names."""
@@ -234,57 +228,6 @@ class MultimodalParallelTrainer(Trainer):
             for part in self.model.multimodal_parts().values():
                 for modality in part.modalities:
                     self._signature_columns.extend(part.input_names(modality))
-
-    def _eval_loader(self, dataset: Any, description: str) -> DataLoader:
-        """A loader of steps with enough microbatches to fill the pipeline."""
-        plan = self._engine.plan
-        depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
-        size = self.args.per_device_eval_batch_size
-        count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
-        batches = BatchSampler(SequentialSampler(dataset), count, drop_last=False)
-        return self._step_loader(dataset, batches, size, description)
-
-    def _seeded(self, sampler: Any) -> Any:
-        """The stock Trainer's order on one process: the sampler that accelerate makes of it."""
-        seed = self.args.data_seed if self.args.data_seed is not None else self.args.seed
-        if isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size = self.global_batch_size
-            sampler.generator = torch.Generator().manual_seed(seed)
-        if not isinstance(sampler, RandomSampler):
-            return sampler
-        return SeedableRandomSampler(
-            sampler.data_source,
-            replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
-            generator=torch.Generator(),
-            data_seed=seed,
-        )
-
-    def _step_loader(self, dataset: Any, batches: BatchSampler, microbatch_size: int, description: str) -> DataLoader:
-        """A loader that yields a [`StepBatch`] for each global batch."""
-        check_dataset(dataset)
-        dataset, collator = self._without_unused_columns(dataset, description)
-        engine, workers = self._engine, self.args.dataloader_num_workers
-        keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
-        steps: Any = StepSampler(
-            batches, lambda samples, epoch: contiguous_step(engine.plan, samples, microbatch_size, epoch)
-        )
-        return DataLoader(
-            StepDataset(dataset, collator, keys, self.args.seed, engine.unused_inputs, engine.cutter),
-            batch_sampler=steps,
-            collate_fn=as_is,
-            num_workers=workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            persistent_workers=self.args.dataloader_persistent_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
-        )
-
-    def _without_unused_columns(self, dataset: Any, description: str) -> tuple[Any, Any]:
-        """A dataset and its collator, one of which leaves out what the model does not take."""
-        if is_datasets_available() and hasattr(dataset, "column_names"):
-            return self._remove_unused_columns(dataset, description=description), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
 
     @planned
     def get_total_train_batch_size(self, args: MultimodalTrainingArguments) -> int:
@@ -298,7 +241,7 @@ class MultimodalParallelTrainer(Trainer):
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
         batches: Any = {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()}
-        return StepBatch(batch.step, batches, batch.cuts)
+        return replace(batch, batches=batches)
 
     # A step
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import HARDWARE
 from hf_mmparallel.data.context import ContextCut, ContextCutter, cut_row, layer_costs, layer_windows, shard_row
-from hf_mmparallel.data.loader import StepDataset, keys_of_rank
+from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan
 from tests.plan.specs import model_spec
@@ -143,8 +143,10 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
     batches = []
     for rank in range(plan.world_size):
         cutter = pickle.loads(pickle.dumps(cutter_of(plan, rank)))
-        dataset = StepDataset(samples(8), collate, lambda s, r=rank: keys_of_rank(plan, s, r), 0, cutter=cutter)
-        batches.append(dataset.__getitems__(step))
+        dataset = StepDataset(
+            Reader(samples(8), collate), lambda s, r=rank: keys_of_rank(plan, s, r), 0, cutter=cutter
+        )
+        batches.append(dataset.read(step))
         assert batches[-1].batches.keys() == keys_of_rank(plan, step, rank).keys()
     every = {key: cut for batch in batches for key, cut in batch.cuts.items()}
     assert every.keys() == {(LANGUAGE_MODEL, replica, index, 0) for replica in range(2) for index in range(2)}

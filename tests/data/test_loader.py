@@ -1,5 +1,6 @@
 """What each rank reads, with which randomness, and how an epoch goes on after a resume."""
 
+import functools
 import random
 
 import numpy as np
@@ -10,16 +11,24 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.loader import StepBatch, StepDataset, StepSampler, as_is, keys_of_rank, seeded, stable_seed
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.data.draws import Draw, DrawSampler
+from hf_mmparallel.data.loader import (
+    Reader,
+    StepBatch,
+    StepDataset,
+    as_is,
+    keys_of_rank,
+    seeded,
+    stable_seed,
+)
+from hf_mmparallel.data.step_planner import StepPlanner
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
 from tests.plan.specs import model_spec
 
-PLAN = resolve_plan(
-    model_spec(), {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}
-)
-SHARED = resolve_plan(
-    model_spec(), {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")}
-)
+SPEC = model_spec()
+PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
+SHARED = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")})
 
 
 class Noisy:
@@ -45,7 +54,9 @@ def collate(samples: list[dict]) -> dict:
 
 
 def make(plan, rank: int, seed: int = 0) -> StepDataset:
-    return StepDataset(Noisy(), collate, lambda step: keys_of_rank(plan, step, rank), seed)
+    planner = StepPlanner(SPEC, plan, sync_groups(SPEC, plan), HARDWARE["cpu"], 3)
+    keys = functools.partial(keys_of_rank, plan, rank=rank)
+    return StepDataset(Reader(Noisy(), collate), keys, seed, planner=planner, rank=rank)
 
 
 def noise(batch: StepBatch) -> dict[int, tuple]:
@@ -69,7 +80,7 @@ def test_a_shared_rank_reads_a_sample_once_and_collates_it_once_for_modules_that
     dataset = make(SHARED, 0)
     collated = []
     dataset.collator = lambda samples: collated.append([s["index"] for s in samples]) or collate(samples)
-    batch = dataset.__getitems__(contiguous_step(SHARED, range(5, 17), 3))
+    batch = dataset.read(contiguous_step(SHARED, range(5, 17), 3))
     modules = {key[0] for key in batch.batches}
     assert modules == {"vision", LANGUAGE_MODEL}
     seen = {index for chunk in batch.batches.values() for index in chunk["index"]}
@@ -85,17 +96,17 @@ def test_a_shared_rank_reads_a_sample_once_and_collates_it_once_for_modules_that
 
 def test_all_ranks_and_every_run_draw_the_same_for_a_sample():
     step = contiguous_step(PLAN, range(11), 3, epoch=2)
-    first = [make(PLAN, rank).__getitems__(step) for rank in range(PLAN.world_size)]
+    first = [make(PLAN, rank).read(step) for rank in range(PLAN.world_size)]
     torch.manual_seed(5)
     random.seed(5)
-    again = [make(PLAN, rank).__getitems__(step) for rank in range(PLAN.world_size)]
+    again = [make(PLAN, rank).read(step) for rank in range(PLAN.world_size)]
     assert [b.batches for b in first] == [b.batches for b in again]
     encoders = noise(first[0]) | noise(first[1])
     decoders = noise(first[2]) | noise(first[4])
     assert encoders == decoders and len(encoders) == 11
     assert len(set(encoders.values())) == 11
-    later = make(PLAN, 2).__getitems__(contiguous_step(PLAN, range(11), 3, epoch=3))
-    other = make(PLAN, 2, seed=1).__getitems__(step)
+    later = make(PLAN, 2).read(contiguous_step(PLAN, range(11), 3, epoch=3))
+    other = make(PLAN, 2, seed=1).read(step)
     for changed in (noise(later), noise(other)):
         assert all(drawn != decoders[index] for index, drawn in changed.items())
 
@@ -103,14 +114,14 @@ def test_all_ranks_and_every_run_draw_the_same_for_a_sample():
 def test_a_sample_draws_the_same_in_another_batch():
     step = contiguous_step(PLAN, range(8), 2)
     other = contiguous_step(PLAN, [9, 3, 7], 1)
-    drawn = noise(make(PLAN, 2).__getitems__(step)) | noise(make(PLAN, 4).__getitems__(step))
-    again = noise(make(PLAN, 2).__getitems__(other)) | noise(make(PLAN, 4).__getitems__(other))
+    drawn = noise(make(PLAN, 2).read(step)) | noise(make(PLAN, 4).read(step))
+    again = noise(make(PLAN, 2).read(other)) | noise(make(PLAN, 4).read(other))
     assert all(again[index] == drawn[index] for index in (3, 7))
 
 
 def test_reading_leaves_the_generators_alone():
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    make(PLAN, 2).__getitems__(contiguous_step(PLAN, range(11), 3))
+    make(PLAN, 2).read(contiguous_step(PLAN, range(11), 3))
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.get_rng_state().tolist() == states[2]
@@ -132,8 +143,7 @@ def test_seeds_are_the_same_in_every_process():
 
 def loader(rank: int, num_workers: int = 0, size: int = 40) -> DataLoader:
     batches = BatchSampler(SeedableRandomSampler(range(size), data_seed=3), batch_size=9, drop_last=False)
-    sampler = StepSampler(batches, lambda indices, epoch: contiguous_step(PLAN, indices, 3, epoch))
-    return DataLoader(make(PLAN, rank), batch_sampler=sampler, collate_fn=as_is, num_workers=num_workers)
+    return DataLoader(make(PLAN, rank), batch_sampler=DrawSampler(batches), collate_fn=as_is, num_workers=num_workers)
 
 
 def drawn(batches) -> list[tuple]:
@@ -160,9 +170,9 @@ def test_ranks_agree_on_the_steps():
 
 
 def test_an_epoch_can_be_set_where_the_order_has_none():
-    sampler = StepSampler(BatchSampler(SequentialSampler(range(4)), 2, False), lambda i, e: (tuple(i), e))
+    sampler = DrawSampler(BatchSampler(SequentialSampler(range(4)), 2, False))
     sampler.batch_sampler.set_epoch(4)
-    assert list(sampler) == [((0, 1), 4), ((2, 3), 4)]
+    assert list(sampler) == [Draw((0, 1), 4), Draw((2, 3), 4)]
 
 
 def test_workers_draw_what_the_main_process_draws():
@@ -179,7 +189,9 @@ def test_a_resumed_epoch_goes_on_at_its_step(skipped):
     rest = skip_first_batches(resumed, skipped)
     assert drawn(rest) == expected
     assert len(rest) == len(expected)
-    assert set(resumed.dataset.dataset.reads) == {i for _, _, b in expected for c in b.values() for i in c["index"]}
+    assert set(resumed.dataset.readers.dataset.reads) == {
+        i for _, _, b in expected for c in b.values() for i in c["index"]
+    }
 
 
 def test_pinning_keeps_what_is_no_tensor(monkeypatch):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_mmparallel.data.context import ContextCutter
-from hf_mmparallel.data.loader import StepDataset, keys_of_rank
+from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
@@ -192,8 +192,8 @@ def run_loopback(
             name for part in module_parts(own).values() for m in part.modalities for name in part.input_names(m)
         )
         cutter = ContextCutter(plan, rank, spec.placeholders, media)
-        source = StepDataset(dataset, collator, lambda s: keys_of_rank(plan, s, rank), 0, cutter=cutter)
-        batch = source.__getitems__(step)
+        source = StepDataset(Reader(dataset, collator), lambda s: keys_of_rank(plan, s, rank), 0, cutter=cutter)
+        batch = source.read(step)
         with torch.set_grad_enabled(training):
             return executor.run(program, batch)
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.loader import StepDataset
+from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.composed import MultimodalModel
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, plan_for_model
@@ -93,7 +93,7 @@ def train_rank(
     spec = build_model_spec(model)
     plan = plan_for_model(MultimodalParallelPlugin(modules, schedule), spec, dist.get_world_size())
     engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
-    batch = StepDataset(dataset, collator, engine.keys, 0).__getitems__(contiguous_step(plan, range(size), 3))
+    batch = StepDataset(Reader(dataset, collator), engine.keys, 0).read(contiguous_step(plan, range(size), 3))
     totals = engine.train_step(batch, 0)
     norm = float(engine.gradient_norm())
     held = {n: p for n, p in engine.module.named_parameters() if n in engine.holdings and p.requires_grad}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.loader import StepDataset
+from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
@@ -42,7 +42,7 @@ def fail_at(modules: dict, rank: int, action: int) -> None:
     dataset = tiny.make_dataset("llava", 12)
     step = contiguous_step(engine.plan, range(12), 2)
     with shared_failure():
-        engine.train_step(StepDataset(dataset, tiny.collate("llava"), engine.keys, 0).__getitems__(step), 0)
+        engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), 0)
 
 
 def fail_before_a_sum(rank: int) -> str:
@@ -84,7 +84,7 @@ def other_order(modules: dict, first_step: bool) -> None:
     with shared_failure():
         for index, samples in enumerate(orders):
             step = contiguous_step(engine.plan, samples, 2)
-            engine.train_step(StepDataset(dataset, tiny.collate("llava"), engine.keys, 0).__getitems__(step), index)
+            engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), index)
 
 
 PIPELINE = {"vision": {}, LANGUAGE_MODEL: {"pp_size": 2}}

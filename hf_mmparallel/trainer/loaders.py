@@ -1,0 +1,115 @@
+"""The Trainer's data loaders under a plan: every item is a step."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import seed_worker
+from transformers.utils.import_utils import is_datasets_available
+
+from ..data.draws import DrawSampler
+from ..data.loader import Reader, StepDataset, as_is, keys_of_rank
+from ..data.step_planner import StepPlanner
+from ..plan import LANGUAGE_MODEL
+from .checks import check_dataset
+
+if TYPE_CHECKING:
+    from .trainer import MultimodalParallelTrainer
+
+_MEMORY_SHARE = 0.9  # of a GPU's; the rest is the allocator's and the kernels'
+
+
+def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
+    """Global batches of the training set in the stock Trainer's order, arranged as the arguments say."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if dataset is None:
+        raise ValueError("Trainer: training requires a train_dataset.")
+    check_dataset(dataset)
+    sampler = _seeded(trainer, trainer._get_train_sampler(dataset))
+    batches = BatchSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
+    return _step_loader(trainer, dataset, batches, training_planner(trainer), "Training")
+
+
+def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: str) -> DataLoader:
+    """Batches of a dataset in its order, with enough microbatches to fill the pipeline."""
+    check_dataset(dataset)
+    plan = trainer._engine.plan
+    depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
+    size = trainer.args.per_device_eval_batch_size
+    count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
+    batches = BatchSampler(SequentialSampler(dataset), count, drop_last=False)
+    return _step_loader(trainer, dataset, batches, _planner(trainer, size, training=False), description)
+
+
+def training_planner(trainer: MultimodalParallelTrainer) -> StepPlanner:
+    """Plans the training steps."""
+    args, device = trainer.args, trainer._engine.device
+    memory_gib = args.memory_limit_gib
+    memory_bytes = None if memory_gib is None else 2**30 * memory_gib
+    if memory_bytes is None and device.type == "cuda":
+        memory_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return _planner(
+        trainer,
+        args.per_device_train_batch_size,
+        method=args.microbatch_assignment,
+        max_tokens=args.max_tokens_per_microbatch,
+        memory_bytes=memory_bytes,
+    )
+
+
+def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:
+    engine = trainer._engine
+    return StepPlanner(engine.spec, engine.plan, engine.sync_groups, engine.hardware, microbatch_size, **settings)
+
+
+def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
+    """The stock Trainer's order on one process: the sampler that accelerate makes of it."""
+    args = trainer.args
+    seed = args.data_seed if args.data_seed is not None else args.seed
+    if isinstance(sampler, LengthGroupedSampler):
+        sampler.batch_size = trainer.global_batch_size
+        sampler.generator = torch.Generator().manual_seed(seed)
+    if not isinstance(sampler, RandomSampler):
+        return sampler
+    return SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=torch.Generator(),
+        data_seed=seed,
+    )
+
+
+def _step_loader(
+    trainer: MultimodalParallelTrainer, dataset: Any, batches: Any, planner: StepPlanner, description: str
+) -> DataLoader:
+    """A loader that yields a [`StepBatch`] for each global batch."""
+    engine, args = trainer._engine, trainer.args
+    workers = args.dataloader_num_workers
+    dataset, collator = without_unused_columns(trainer, dataset, description)
+    keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
+    steps: Any = DrawSampler(batches)
+    return DataLoader(
+        StepDataset(
+            Reader(dataset, collator), keys, args.seed, engine.unused_inputs, engine.cutter, planner, engine.rank
+        ),
+        batch_sampler=steps,
+        collate_fn=as_is,
+        num_workers=workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=args.process_index),
+    )
+
+
+def without_unused_columns(trainer: MultimodalParallelTrainer, dataset: Any, description: str) -> tuple[Any, Any]:
+    """A dataset and its collator, one of which leaves out what the model does not take."""
+    if is_datasets_available() and hasattr(dataset, "column_names"):
+        return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
+    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)
