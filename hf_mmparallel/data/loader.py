@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule import Program
 from .context import BatchKey, ContextCut, ContextCutter
 from .draws import Draw
@@ -33,6 +33,7 @@ class StepBatch:
             How the tokens of the language model's microbatches are cut, as far as this rank needs to know.
         program (`Program`, *optional*): This rank's actions.
         sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
+        workloads (`Workloads`, *optional*): What the samples were arranged by.
     """
 
     step: StepPlan
@@ -40,6 +41,7 @@ class StepBatch:
     cuts: dict[BatchKey, ContextCut] = field(default_factory=dict)
     program: Program | None = None
     sizes: SampleSizes | None = None
+    workloads: Workloads | None = None
 
     def pin_memory(self) -> StepBatch:
         """Called by the data loader's pinning thread."""
@@ -147,6 +149,7 @@ class StepDataset(Dataset):
         batch = self.read(planned.step)
         batch.program = planned.program
         batch.sizes = planned.sizes
+        batch.workloads = planned.workloads
         return batch
 
     def read(self, step: StepPlan) -> StepBatch:
