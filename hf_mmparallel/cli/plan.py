@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 
 from ..arrange import contiguous_step, num_microbatches
-from ..cost import AnalyticCost, Hardware, RankMemory, Tokens, hardware, memory_per_rank
+from ..cost import AnalyticCost, Hardware, RankMemory, hardware, memory_per_rank
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
     ModulePlugin,
     MultimodalParallelPlugin,
     ParallelPlan,
+    SampleSizes,
     StepPlan,
     SyncGroup,
     check_plan,
@@ -227,12 +228,13 @@ def predict(
     if spec is None:
         program = build_program(plan, step, [])
         return Prediction(plan, step, [], program, simulate(plan, program))
-    tokens = Tokens(args.seq_len, args.image_tokens)
-    cost = AnalyticCost(spec, plan, step, tokens, device)
+    tokens = {name: args.seq_len if name == LANGUAGE_MODEL else args.image_tokens for name in plan.modules}
+    sizes = SampleSizes.uniform(tokens, global_batch_size)
+    cost = AnalyticCost(spec, plan, step, sizes, device)
     groups = sync_groups(spec, plan)
     program = build_program(plan, step, groups, cost)
     simulation = simulate(plan, program, cost, cost.message_ms)
-    memory = memory_per_rank(spec, plan, step, tokens, simulation.peak_in_flight)
+    memory = memory_per_rank(spec, plan, step, sizes, simulation.peak_in_flight)
     return Prediction(plan, step, groups, program, simulation, memory)
 
 

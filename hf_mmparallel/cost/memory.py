@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..plan import ModelSpec, ParallelPlan, Stage, StepPlan
+from ..plan import ModelSpec, ParallelPlan, SampleSizes, Stage, StepPlan
 from ..schedule.actions import StageKey
-from .analytic import BYTES_PER_VALUE, Tokens, held_parameters, layer_width
+from .analytic import BYTES_PER_VALUE, held_parameters, layer_width
 
 GIB = 2**30
 DTYPE_BYTES = {
@@ -66,62 +66,109 @@ def stage_state(spec: ModelSpec, module: str, stage: Stage) -> RankMemory:
     return RankMemory(weights, 4 * trainable, 8 * trainable)
 
 
-def sample_activation_bytes(spec: ModelSpec, plan: ParallelPlan, module: str, stage: Stage, tokens: int) -> float:
+def activation_bytes(spec: ModelSpec, plan: ParallelPlan, module: str, stage: Stage) -> float:
     """
-    What one sample keeps on each rank of a stage between its forward and its backward, two bytes a value; each row of
+    What one token keeps on each rank of a stage between its forward and its backward, two bytes a value; each row of
     ranks has its share of the tokens.
 
     With activation checkpointing that is the input of each layer, and one layer in full. Logits count in float32,
     with their gradient.
     """
     part = spec.modules[module]
-    tokens = -(-tokens // len(stage.ranks))
     full = layer_width(part) / len(stage.ranks[0])
     if plan.modules[module].activation_checkpointing:
         values = stage.num_layers * part.hidden_size + full
     else:
         values = stage.num_layers * full
-    num_bytes = BYTES_PER_VALUE * values * tokens
+    num_bytes = BYTES_PER_VALUE * values
     if not part.is_encoder and stage.layers[1] == part.num_layers:
         behind = [p for p, _ in held_parameters(spec, module, stage) if len(p.shape) == 2]
         tied = [p for p in behind if p.name in spec.tied]
         heads = tied or [p for p in behind if p.layer == part.num_layers]
-        num_bytes += sum(8 * p.shape[0] * tokens / len(stage.ranks[0]) for p in heads)
-    return num_bytes
+        num_bytes += sum(8 * p.shape[0] / len(stage.ranks[0]) for p in heads)
+    return num_bytes / len(stage.ranks)
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """
+    What a stage needs on each of its ranks.
+
+    Args:
+        state (`RankMemory`): Weights, gradients and optimizer state.
+        bytes_per_token (`float`): Activations of a token in flight.
+    """
+
+    state: RankMemory
+    bytes_per_token: float
+
+
+def stage_memories(spec: ModelSpec, plan: ParallelPlan) -> dict[StageKey, StageMemory]:
+    """
+    The memory of every stage of a plan.
+
+    Args:
+        spec (`ModelSpec`): The model, with what is frozen.
+        plan (`ParallelPlan`): The layout.
+
+    Returns:
+        `dict[tuple[str, int, int], StageMemory]`: (module, replica, stage) -> its memory.
+    """
+    known: dict[tuple, StageMemory] = {}
+    result = {}
+    for name, module in plan.modules.items():
+        for replica, index, stage in module.stages():
+            kind = (name, stage.layers, len(stage.ranks), len(stage.ranks[0]))
+            if kind not in known:
+                known[kind] = StageMemory(stage_state(spec, name, stage), activation_bytes(spec, plan, name, stage))
+            result[name, replica, index] = known[kind]
+    return result
+
+
+def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, RankMemory]:
+    """Rank -> weights, gradients and optimizer state of all of its stages."""
+    result = {rank: RankMemory() for rank in range(plan.world_size)}
+    for key, memory in memories.items():
+        for rank in plan.stage(*key).all_ranks:
+            result[rank] += memory.state
+    return result
+
+
+def largest_microbatches(step: StepPlan, sizes: SampleSizes) -> dict[tuple[str, int], int]:
+    """(module, replica) -> tokens of its largest microbatch."""
+    return {
+        (name, replica): max((int(sizes.tokens[name][list(slots)].sum()) for slots in microbatches), default=0)
+        for name, replicas in step.microbatches.items()
+        for replica, microbatches in enumerate(replicas)
+    }
 
 
 def memory_per_rank(
     spec: ModelSpec,
     plan: ParallelPlan,
     step: StepPlan,
-    tokens: Tokens,
+    sizes: SampleSizes,
     in_flight: Mapping[StageKey, float],
 ) -> dict[int, RankMemory]:
     """
-    Estimates the memory of every rank at its peak.
+    Bounds the memory of every rank at its peak: all microbatches in flight count as much as the largest one.
 
     Args:
         spec (`ModelSpec`): The model, with what is frozen.
         plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement, for the size of microbatches.
-        tokens (`Tokens`): Tokens of a sample.
+        step (`StepPlan`): The arrangement.
+        sizes (`SampleSizes`): Tokens of each slot of the step.
         in_flight (`Mapping[tuple[str, int, int], float]`):
             (module, replica, stage) -> microbatches in flight, such as [`Simulation`]'s `peak_in_flight`.
 
     Returns:
         `dict[int, RankMemory]`: Rank -> its memory.
     """
-    result = {rank: RankMemory() for rank in range(plan.world_size)}
-    known: dict[tuple[str, tuple[int, int], int], tuple[RankMemory, float]] = {}
-    for name, module in plan.modules.items():
-        for replica, index, stage in module.stages():
-            key = (name, stage.layers, len(stage.all_ranks))
-            if key not in known:
-                kept = sample_activation_bytes(spec, plan, name, stage, tokens.per_sample(name))
-                known[key] = (stage_state(spec, name, stage), kept)
-            state, kept = known[key]
-            samples = max((len(slots) for slots in step.microbatches[name][replica]), default=0)
-            memory = state + RankMemory(activations=kept * samples * in_flight.get((name, replica, index), 0.0))
-            for rank in stage.all_ranks:
-                result[rank] += memory
+    memories = stage_memories(spec, plan)
+    result = state_per_rank(plan, memories)
+    largest = largest_microbatches(step, sizes)
+    for key, memory in memories.items():
+        kept = memory.bytes_per_token * largest[key[0], key[1]] * in_flight.get(key, 0.0)
+        for rank in plan.stage(*key).all_ranks:
+            result[rank] += RankMemory(activations=kept)
     return result

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-SCHEDULES = ("1f1b", "gpipe")
-Schedule = Literal["1f1b", "gpipe"]
+SCHEDULES = ("1f1b", "gpipe", "eager")
+Schedule = Literal["1f1b", "gpipe", "eager"]
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
 
@@ -137,7 +137,8 @@ class ParallelPlan:
     Args:
         modules (`Mapping[str, ModulePlan]`): In topological order: encoders, then the language model.
         edges (`tuple[Edge, ...]`): The boundaries between modules.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): `"1f1b"` or `"gpipe"`.
+        schedule (`str`, *optional*, defaults to `"1f1b"`):
+            `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; or `"gpipe"`.
         num_microbatches (`int`, *optional*, defaults to 1):
             Microbatches of each language-model replica in a full global batch.
     """

@@ -141,7 +141,8 @@ class MultimodalParallelPlugin:
 
     Args:
         modules (`dict[str, ModulePlugin]`): One entry a module; a module left out gets one rank of its own.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): `"1f1b"` or `"gpipe"`.
+        schedule (`str`, *optional*, defaults to `"1f1b"`):
+            `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; or `"gpipe"`.
         num_microbatches (`int`, *optional*):
             Microbatches of each language-model replica; for plans without a Trainer, where the batch sizes give it.
         plan (`ParallelPlan`, *optional*): A finished plan; then `modules` may only hold settings, no sizes.

@@ -4,7 +4,7 @@ from .actions import Action, DeadlockError, Message, Program, ProgramError, Task
 from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, lower, receive_ahead
-from .scheduler import Timeline, default_cost, live_caps, schedule_tasks
+from .scheduler import Timeline, ahead_caps, default_cost, live_caps, policy_caps, schedule_tasks, stage_depths
 from .simulator import Simulation, Span, simulate
 
 __all__ = [
@@ -19,13 +19,16 @@ __all__ = [
     "Task",
     "TaskGraph",
     "Timeline",
+    "ahead_caps",
     "build_graph",
     "build_program",
     "check_program",
     "default_cost",
     "live_caps",
     "lower",
+    "policy_caps",
     "receive_ahead",
     "schedule_tasks",
     "simulate",
+    "stage_depths",
 ]

@@ -182,6 +182,12 @@ class Program:
         """
         return task.key in self.backward_keys
 
+    def of_rank(self, rank: int) -> Program:
+        """The part that one rank needs to run: its own actions, with their times."""
+        actions = self.actions.get(rank, ())
+        tasks = [action.task for action in actions if action.task is not None]
+        return Program({rank: actions}, {task: self.times_ms[task] for task in tasks if task in self.times_ms})
+
     def dump(self) -> str:
         """The program as text, one action a line under a line for each rank."""
         lines = []

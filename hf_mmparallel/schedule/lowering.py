@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..plan import ParallelPlan, StepPlan, SyncGroup
 from .actions import Action, Program, StageKey
 from .checks import verify
 from .graph import TaskGraph, build_graph
-from .scheduler import Cost, Timeline, schedule_tasks
+from .scheduler import Cost, Timeline, policy_caps, schedule_tasks
 
 
 def build_program(
@@ -18,6 +18,7 @@ def build_program(
     groups: Sequence[SyncGroup],
     cost: Cost | None = None,
     training: bool = True,
+    caps: Mapping[StageKey, float] | None = None,
 ) -> Program:
     """
     Plans the actions of every rank for one global batch, and checks them.
@@ -28,6 +29,9 @@ def build_program(
         groups (`Sequence[SyncGroup]`): What [`sync_groups`] gives; not used without training.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; a backward is two forwards when left out.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards and gradient sums.
+        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
+            (module, replica, stage) -> microbatches in flight that memory allows, for the schedule `"eager"`; see
+            [`policy_caps`].
 
     Returns:
         `Program`: The actions with predicted times. Steps of equal `step.structure` have equal programs when the
@@ -35,7 +39,7 @@ def build_program(
     """
     groups = groups if training else ()
     graph = build_graph(plan, step, training)
-    program = lower(plan, graph, schedule_tasks(plan, graph, cost), groups)
+    program = lower(plan, graph, schedule_tasks(plan, graph, cost, policy_caps(plan, step, caps)), groups)
     verify(plan, graph, groups, program)
     return program
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from ..plan import ParallelPlan
+import numpy as np
+
+from ..plan import ParallelPlan, StepPlan
 from .actions import StageKey, Task
 from .graph import TaskGraph
 
@@ -38,31 +41,122 @@ def default_cost(task: Task) -> float:
     return 1.0 if task.kind == "fwd" else 2.0
 
 
-def live_caps(plan: ParallelPlan, graph: TaskGraph) -> dict[StageKey, float]:
+def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
     """
-    How many microbatches may be in flight on each stage under 1F1B: the number of stages from it to the end of the
-    longest way through the model (Cornstarch, section 4.4: `N - p`).
+    The number of stages from each one to the end of the longest way through the model, which is how many microbatches
+    1F1B keeps in flight there (Cornstarch, section 4.4: `N - p`).
 
-    A module that takes more microbatches than the module behind it gets proportionally more.
+    Args:
+        plan (`ParallelPlan`): The layout.
+
+    Returns:
+        `dict[tuple[str, int, int], int]`: (module, replica, stage) -> its depth.
     """
-    counts: dict[tuple[str, int], int] = {}
-    for task in graph.tasks:
-        key = (task.module, task.replica)
-        counts[key] = max(counts.get(key, 0), task.microbatch + 1)
-    most = {
-        name: max((counts.get((name, d), 0) for d in range(m.dp_size)), default=0) for name, m in plan.modules.items()
-    }
+    depths: dict[StageKey, int] = {}
+    for name in reversed(list(plan.modules)):
+        targets = [edge.target for edge in plan.edges if edge.source == name]
+        behind = max((depths[t, d, 0] for t in targets for d in range(plan.modules[t].dp_size)), default=0)
+        for replica, stages in enumerate(plan.modules[name].replicas):
+            for index in range(len(stages)):
+                depths[name, replica, index] = len(stages) - index + behind
+    return depths
+
+
+def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
+    """
+    How many microbatches may be in flight on each stage under 1F1B.
+
+    In the language model that is [`stage_depths`]. An encoder must be ahead by all that the microbatches in flight
+    behind it take, while it keeps all whose last gradient comes from them: when every sample is taken in its own
+    microbatch that is the depth again, one more when some are taken a microbatch later, and more where an encoder has
+    more microbatches than the module behind it.
+
+    Args:
+        plan (`ParallelPlan`): The layout.
+        step (`StepPlan`): The arrangement.
+
+    Returns:
+        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
+    """
     caps: dict[StageKey, float] = {}
     for name in reversed(list(plan.modules)):
-        behind = 0
-        for edge in plan.edges:
-            if edge.source == name:
-                depth = max(caps[edge.target, d, 0] for d in range(plan.modules[edge.target].dp_size))
-                behind = max(behind, math.ceil(depth * max(1.0, most[name] / max(1, most[edge.target]))))
+        targets = [edge.target for edge in plan.edges if edge.source == name]
         for replica, stages in enumerate(plan.modules[name].replicas):
+            behind = 0
+            for target in targets:
+                depth = max(caps[target, d, 0] for d in range(plan.modules[target].dp_size))
+                behind = max(behind, _most_ahead(step, name, replica, target, int(depth)))
             for index in range(len(stages)):
                 caps[name, replica, index] = len(stages) - index + behind
     return caps
+
+
+def _most_ahead(step: StepPlan, name: str, replica: int, target: str, depth: int) -> int:
+    """The most microbatches that a replica must be ahead of `depth` microbatches of `target`, at any time."""
+    slots, indices = _by_slot(step.microbatches[name][replica])
+    taken = np.full(len(step.samples), -1)
+    for microbatches in step.microbatches[target]:
+        taken_slots, taken_indices = _by_slot(microbatches)
+        taken[taken_slots] = taken_indices
+    takers = taken[slots]
+    # Microbatches without samples have no tasks.
+    indices = np.unique(indices[takers >= 0], return_inverse=True)[1]
+    takers = takers[takers >= 0]
+    if not len(takers):
+        return depth
+    wanted = np.zeros(takers.max() + 1, dtype=np.int64)  # of `name`, before each microbatch of `target`
+    np.maximum.at(wanted, takers, indices + 1)
+    wanted = np.maximum.accumulate(wanted)
+    last = np.zeros(indices.max() + 1, dtype=np.int64)  # of `target`, for each microbatch of `name`
+    np.maximum.at(last, indices, takers)
+    first = np.arange(len(wanted))
+    done = np.searchsorted(np.sort(last), first)
+    ahead = wanted[np.minimum(first + depth - 1, len(wanted) - 1)] - done
+    return max(depth, int(ahead.max()))
+
+
+def _by_slot(microbatches: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The slots of some microbatches, and the microbatch of each."""
+    slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
+    return slots, np.repeat(np.arange(len(microbatches)), [len(own) for own in microbatches])
+
+
+def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
+    """
+    The caps of the schedule `"eager"` where no limit of memory is known: encoders run forwards as early as they can,
+    stages of the language model one more than under 1F1B.
+
+    Args:
+        plan (`ParallelPlan`): The layout.
+        step (`StepPlan`): The arrangement.
+    """
+    sources = {edge.source for edge in plan.edges}
+    return {key: math.inf if key[0] in sources else cap + 1 for key, cap in live_caps(plan, step).items()}
+
+
+def policy_caps(
+    plan: ParallelPlan, step: StepPlan, caps: Mapping[StageKey, float] | None = None
+) -> dict[StageKey, float]:
+    """
+    How many microbatches may be in flight on each stage under the plan's schedule.
+
+    Args:
+        plan (`ParallelPlan`): The layout and the name of its schedule.
+        step (`StepPlan`): The arrangement.
+        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
+            Of the schedule `"eager"`: what memory allows, see [`eager_caps`]; [`ahead_caps`] when left out. Fewer than
+            1F1B has are raised to those, without which ranks would wait for ever.
+
+    Returns:
+        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches; empty under GPipe.
+    """
+    if plan.schedule == "gpipe":
+        return {}
+    least = live_caps(plan, step)
+    if plan.schedule == "1f1b":
+        return least
+    allowed = ahead_caps(plan, step) if caps is None else caps
+    return {key: max(cap, allowed.get(key, cap)) for key, cap in least.items()}
 
 
 class _Stage:
@@ -84,11 +178,10 @@ class _Stage:
 class _Scheduler:
     """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
 
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, cost: Cost):
+    def __init__(self, plan: ParallelPlan, graph: TaskGraph, cost: Cost, caps: Mapping[StageKey, float]):
         self.tasks = graph.tasks
         self.cost = cost
         self.gpipe = plan.schedule == "gpipe"
-        caps = {} if self.gpipe else live_caps(plan, graph)
         self.stages: list[_Stage] = []
         by_key: dict[StageKey, _Stage] = {}
         for name, module in plan.modules.items():
@@ -250,20 +343,25 @@ def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
     return list(groups.values())
 
 
-def schedule_tasks(plan: ParallelPlan, graph: TaskGraph, cost: Cost | None = None) -> Timeline:
+def schedule_tasks(
+    plan: ParallelPlan, graph: TaskGraph, cost: Cost | None = None, caps: Mapping[StageKey, float] | None = None
+) -> Timeline:
     """
     Orders the tasks of a graph.
 
-    Under `1f1b` a stage prefers backwards and holds at most as many microbatches in flight as [`live_caps`] says;
-    under `gpipe` it runs all of its forwards first. Forwards of a stage run in the order of its chunks, backwards as
-    their gradients arrive. The order is read off a simulation that has happened, so that it can't deadlock.
+    A stage prefers backwards and holds at most as many microbatches in flight as its cap says; under `gpipe` it runs
+    all of its forwards first. Forwards of a stage run in the order of its chunks, backwards as their gradients arrive.
+    The order is read off a simulation that has happened, so that it can't deadlock.
 
     Args:
         plan (`ParallelPlan`): The layout and the name of the policy.
         graph (`TaskGraph`): The tasks.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
+        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
+            (module, replica, stage) -> the most microbatches in flight, such as [`policy_caps`] gives; a stage that
+            is not in it has no cap.
 
     Returns:
         `Timeline`: When each task runs.
     """
-    return _Scheduler(plan, graph, cost or default_cost).run()
+    return _Scheduler(plan, graph, cost or default_cost, caps or {}).run()

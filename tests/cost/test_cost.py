@@ -3,7 +3,7 @@
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import HARDWARE, AnalyticCost, Tokens, flops_per_token, hardware, memory_per_rank
+from hf_mmparallel.cost import HARDWARE, AnalyticCost, flops_per_token, hardware, memory_per_rank
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     FeatureSpec,
@@ -11,6 +11,7 @@ from hf_mmparallel.plan import (
     ModulePlugin,
     ModuleSpec,
     ParameterSpec,
+    SampleSizes,
     resolve_plan,
     sync_groups,
 )
@@ -18,6 +19,9 @@ from hf_mmparallel.schedule import Task, build_program, simulate
 
 HIDDEN, WIDE, LAYERS, VOCABULARY = 64, 256, 4, 1000
 LAYER_MATRICES = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * WIDE
+
+
+SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
 
 
 def module(name: str, frozen: bool = False) -> ModuleSpec:
@@ -42,7 +46,7 @@ def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
 def cost_of(spec, **plugins):
     plan = resolve_plan(spec, plugins)
     step = contiguous_step(plan, range(4), 2)
-    return AnalyticCost(spec, plan, step, Tokens(10, 7), HARDWARE["h100"])
+    return AnalyticCost(spec, plan, step, SIZES, HARDWARE["h100"])
 
 
 def test_operations_of_a_token():
@@ -89,7 +93,7 @@ def test_keys_that_take_longer_than_attention_cost_time():
     gather = LAYERS * (received / 450e6 - attention)
     assert gather > 0
     assert shared(task) == pytest.approx(alone(task) / 2 + 2 * gather)
-    long = Tokens(10**6, 7)
+    long = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10**6}, 4)
     times = [AnalyticCost(spec, cost.plan, cost.step, long, HARDWARE["h100"])(task) for cost in (alone, shared)]
     assert times[1] == pytest.approx(times[0] / 2)  # attention hides it
 
@@ -107,7 +111,7 @@ def test_memory_of_a_rank():
     step = contiguous_step(plan, range(4), 2)
     program = build_program(plan, step, sync_groups(spec, plan))
     in_flight = simulate(plan, program).peak_in_flight
-    memory = memory_per_rank(spec, plan, step, Tokens(10, 7), in_flight)
+    memory = memory_per_rank(spec, plan, step, SIZES, in_flight)
     assert set(memory) == set(range(5))
     frozen = LAYERS * (LAYER_MATRICES + HIDDEN)
     projector = HIDDEN * HIDDEN
@@ -128,7 +132,7 @@ def test_ranks_that_share_tokens_keep_their_share_of_them():
     for plugin in (ModulePlugin(), ModulePlugin(cp_size=2)):
         plan = resolve_plan(spec, {LANGUAGE_MODEL: plugin})
         step = contiguous_step(plan, range(4), 2)
-        memory = memory_per_rank(spec, plan, step, Tokens(10, 7), {(LANGUAGE_MODEL, 0, 0): 1.0})
+        memory = memory_per_rank(spec, plan, step, SIZES, {(LANGUAGE_MODEL, 0, 0): 1.0})
         kept.append(memory[1])
     assert kept[1].activations == kept[0].activations / 2
     assert kept[1].weights == kept[0].weights
@@ -140,7 +144,7 @@ def test_checkpointing_keeps_less():
         spec = model()
         plan = resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=checkpointing)})
         step = contiguous_step(plan, range(4), 2)
-        totals.append(memory_per_rank(spec, plan, step, Tokens(10, 7), {("vision", 0, 0): 1.0})[0].activations)
+        totals.append(memory_per_rank(spec, plan, step, SIZES, {("vision", 0, 0): 1.0})[0].activations)
     assert totals[1] == 2 * 2 * 7 * (LAYERS * HIDDEN + 8 * HIDDEN + 3 * WIDE)
     assert totals[1] < totals[0]
 
