@@ -1,0 +1,198 @@
+"""Which numbers say how large the samples of a dataset are, without decoding an image or running a processor."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Subset
+
+from .. import __version__
+from ..plan import ModelSpec
+from .defaults import default_collator
+from .loader import seeded
+from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, SampleMeasure, TokenMeasure
+from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
+
+SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes
+"""Dataset indices -> [`SampleSizes`]. Can be pickled, for the workers of a data loader."""
+
+
+def size_source(
+    dataset: Any,
+    collator: Callable[[list], Mapping[str, Any]] | None,
+    spec: ModelSpec,
+    columns: str | Mapping[str, str] | None = None,
+    function: Callable[[Any], Mapping[str, Any]] | None = None,
+    processor: Any = None,
+) -> SizeSource | None:
+    """
+    Finds out how the samples of a dataset can be measured. The first of these that there is:
+
+    1. `columns` of the dataset that hold the lengths;
+    2. `function`, called with a sample;
+    3. the dataset's own `token_counts(index)`, which returns what `function` does;
+    4. the token ids of a tokenised dataset: their number, and placeholders of each encoder;
+    5. the conversations of a dataset for [`ChatCollator`], whose placeholders are expanded from the sizes of images in
+       the headers of their files.
+
+    Samples of a `datasets.Dataset` are measured once, with `Dataset.map`, on rows in which media are not decoded. The
+    sizes are kept in memory, and beside a dataset on disk in its cache, by fingerprints of dataset and measure. Other
+    samples are measured when they are first asked for. A `Subset` and a `ConcatDataset` have the sizes of what they
+    are made of. Samples that only the dataset's own code can make (of a plain torch dataset, or with a transform from
+    `set_transform`) are not read for 4 and 5.
+
+    Args:
+        dataset: A map-style dataset.
+        collator (`Callable`, *optional*):
+            Of its samples; wrapped ones are found in `collator.collator`. By default what the Trainer would choose.
+        spec ([`ModelSpec`]): The model.
+        columns (`str` or `Mapping[str, str]`, *optional*):
+            The column of the language model's lengths, or module -> column. A column holds a number or a list of them
+            (one for each image). An encoder without a column counts one token for each sample.
+        function (`Callable[[Any], Mapping[str, int | Sequence[int]]]`, *optional*):
+            Sample -> module -> tokens, or a list of them (one for each image). An encoder that is left out has nothing
+            to do for the sample.
+        processor ([`~transformers.ProcessorMixin`], *optional*): The Trainer's `processing_class`.
+
+    Returns:
+        `Callable[[Sequence[int]], SampleSizes]` or `None`: None where all samples have to count the same. Rows of
+        features count as tokens of the encoder until [`~TableSizes.with_layers`] says what its layers see.
+
+    Raises:
+        `ValueError`: For a column that the dataset hasn't got, numbers that are no lengths, and two sources at once.
+    """
+    if columns is not None and function is not None:
+        raise ValueError(
+            f"Sizes of samples are given twice, by the columns {columns} and by a function. Give one of them."
+        )
+    modules = tuple(spec.modules)
+    given: SampleMeasure | None = None
+    if columns is not None:
+        given = ColumnMeasure.of(columns, modules)
+    elif function is not None:
+        given = FunctionMeasure(function, modules)
+    return _Choice(spec, collator, processor, given).source(dataset)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What all parts of a dataset are measured by; `given` is what the user names."""
+
+    spec: ModelSpec
+    collator: Any
+    processor: Any
+    given: SampleMeasure | None
+
+    def source(self, dataset: Any) -> SizeSource | None:
+        """Sizes of a dataset, or of what it is made of."""
+        if isinstance(dataset, Subset):
+            base = self.source(dataset.dataset)
+            return None if base is None else SubsetSizes(base, dataset.indices)
+        if isinstance(dataset, ConcatDataset):
+            parts = [part for part in map(self.source, dataset.datasets) if part is not None]
+            return ConcatSizes(parts) if len(parts) == len(dataset.datasets) else None
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            return None
+        modules = tuple(self.spec.modules)
+        if self.given is None and hasattr(dataset, "token_counts"):
+            counts = FunctionMeasure(dataset.token_counts, modules)
+            return LazySizes(len(dataset), counts, modules, counts.counts_rows)
+        if _is_datasets(dataset):
+            measure = self.given or self.measure(dataset, dataset.column_names)
+            has_transform = self.given is None and dataset.format["type"] == "custom"
+            return None if measure is None or has_transform else _measured_table(dataset, measure, modules)
+        measure = self.given
+        if isinstance(dataset, Sequence) and len(dataset) and isinstance(dataset[0], Mapping):
+            measure = measure or self.measure(dataset, list(dataset[0]))
+            if isinstance(measure, ColumnMeasure):
+                measure.check(list(dataset[0]))
+        if measure is None:
+            return None
+        return LazySizes(len(dataset), _Reader(dataset, measure), modules, measure.counts_rows)
+
+    def measure(self, dataset: Any, names: Sequence[str]) -> SampleMeasure | None:
+        """How samples with these fields can be measured without the user's help."""
+        tokens = TokenMeasure.of(self.spec)
+        if "input_ids" in names:
+            return tokens
+        collator: Any = self.collator or default_collator(dataset, self.processor)[0]
+        while hasattr(collator, "collator"):
+            collator = collator.collator
+        if not hasattr(collator, "without_media"):
+            return None
+        return ChatMeasure(collator.without_media(), tokens)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Index -> lengths of the sample there."""
+
+    dataset: Any
+    measure: SampleMeasure
+
+    def __call__(self, index: int) -> Lengths:
+        with seeded(index):  # reading may draw, and must not change what the training draws
+            return self.measure(self.dataset[index])
+
+
+@dataclass(frozen=True)
+class _TableMeasure:
+    """Rows of an Arrow table -> module -> lengths of each, for `Dataset.map`."""
+
+    measure: SampleMeasure
+    modules: tuple[str, ...]
+
+    def __call__(self, table: Any) -> dict[str, list[list[int]]]:
+        found = [self.measure(row) for row in table.to_pylist()]
+        return {name: [lengths[name] for lengths in found] for name in self.modules}
+
+
+def _is_datasets(dataset: Any) -> bool:
+    """Whether it is a `datasets.Dataset`; the package is not needed otherwise."""
+    from transformers.utils.import_utils import is_datasets_available
+
+    if not is_datasets_available():
+        return False
+    from datasets import Dataset
+
+    return isinstance(dataset, Dataset)
+
+
+def _measured_table(dataset: Any, measure: SampleMeasure, modules: tuple[str, ...]) -> TableSizes:
+    """Sizes of all rows of a `datasets.Dataset`."""
+    # Arrow rows hold media as they are stored; no other format leaves media inside of lists and dicts undecoded.
+    view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
+    if isinstance(measure, ColumnMeasure):
+        found = view[:]
+        columns: Mapping[str, str] = measure.names
+    else:
+        found = _mapped(view, measure, modules).with_format("arrow")[:]
+        columns = {name: name for name in modules}
+    lengths = {
+        name: Ragged.of_arrow(found[columns[name]], columns[name]) if name in columns else Ragged.ones(len(dataset))
+        for name in modules
+    }
+    return TableSizes(lengths, measure.counts_rows)
+
+
+def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...]) -> Any:
+    """Lengths of all rows as a `datasets.Dataset`, from its cache if they were measured before."""
+    from datasets import Features, List, Value
+    from datasets.fingerprint import Hasher
+
+    try:
+        key = (view._fingerprint, __version__, type(measure).__name__, modules, measure.identity())
+        fingerprint = Hasher.hash(key)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        fingerprint = None  # `map` then warns that nothing is cached
+    return view.map(
+        _TableMeasure(measure, modules),
+        batched=True,
+        remove_columns=view.column_names,
+        features=Features({name: List(Value("int64")) for name in modules}),
+        new_fingerprint=fingerprint,
+        desc="Measuring samples",
+    )

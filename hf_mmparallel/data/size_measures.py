@@ -1,0 +1,268 @@
+"""From one sample, as its dataset holds it, to the lengths of its sequences in each module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..plan import LANGUAGE_MODEL, ModelSpec
+from ..plan.plugin import reject_unknown_keys
+from .chat_collator import TOKEN_FIELDS
+
+Lengths = dict[str, list[int]]
+"""Module -> the lengths of a sample's sequences: one in the language model, one for each image of an encoder."""
+
+
+class SampleMeasure(Protocol):
+    """
+    Measures a sample without decoding its media.
+
+    Attributes:
+        counts_rows (`bool`): Whether lengths in encoders are rows of features, not tokens of the encoder's layers.
+    """
+
+    @property
+    def counts_rows(self) -> bool: ...
+
+    def reads(self, present: Sequence[str]) -> list[str]:
+        """Those of the columns that it reads."""
+        ...
+
+    def __call__(self, sample: Any) -> Lengths: ...
+
+    def identity(self) -> Any:
+        """What a cache of its results depends on; raises for what can't be pickled."""
+        ...
+
+
+@dataclass(frozen=True)
+class ColumnMeasure:
+    """
+    Lengths from columns; modules without one count one token for each sample.
+
+    Args:
+        names (`Mapping[str, str]`): Module -> its column, which holds a number or a list of numbers.
+        modules (`tuple[str, ...]`): All modules of the model.
+    """
+
+    names: Mapping[str, str]
+    modules: tuple[str, ...]
+    counts_rows: bool = field(default=False, init=False)
+
+    @classmethod
+    def of(cls, columns: str | Mapping[str, str], modules: Sequence[str]) -> ColumnMeasure:
+        """The measure of what a user gives: the language model's column, or that of each module."""
+        names = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else dict(columns)
+        reject_unknown_keys("The model", list(names), list(modules))
+        if LANGUAGE_MODEL not in names:
+            raise ValueError(
+                f"No column of {names} has the lengths of `{LANGUAGE_MODEL}`. Add `{{'{LANGUAGE_MODEL}': ...}}`."
+            )
+        return cls(names, tuple(modules))
+
+    def reads(self, present: Sequence[str]) -> list[str]:
+        self.check(present)
+        return list(dict.fromkeys(self.names.values()))
+
+    def check(self, present: Sequence[str]) -> None:
+        """Raises `ValueError` for a column that is not among those `present`."""
+        for module, column in self.names.items():
+            if column not in present:
+                raise ValueError(
+                    f"The dataset has no column `{column}` with the lengths of `{module}`; it has {sorted(present)}. "
+                    "Name one of these, or give a function of a sample."
+                )
+
+    def __call__(self, sample: Mapping[str, Any]) -> Lengths:
+        self.check(list(sample))
+        return {
+            module: as_lengths(sample[self.names[module]], f"Column `{self.names[module]}`")
+            if module in self.names
+            else [1]
+            for module in self.modules
+        }
+
+    def identity(self) -> Any:
+        return self.names, self.modules
+
+
+@dataclass(frozen=True)
+class FunctionMeasure:
+    """
+    Lengths from a user's function.
+
+    Args:
+        function (`Callable[[Any], Mapping[str, int | Sequence[int]]]`):
+            Sample -> module -> its tokens, or one number for each of its sequences. Encoders that it leaves out have
+            nothing to do for the sample.
+        modules (`tuple[str, ...]`): All modules of the model.
+    """
+
+    function: Callable[[Any], Mapping[str, Any]]
+    modules: tuple[str, ...]
+    counts_rows: bool = field(default=False, init=False)
+
+    def reads(self, present: Sequence[str]) -> list[str]:
+        return list(present)
+
+    def __call__(self, sample: Any) -> Lengths:
+        found = self.function(sample)
+        name = getattr(self.function, "__name__", repr(self.function))
+        if not isinstance(found, Mapping) or LANGUAGE_MODEL not in found:
+            raise ValueError(
+                f"`{name}` gave {found!r} for the sizes of a sample. Return a dict with the tokens of each module, "
+                f"such as `{{'{LANGUAGE_MODEL}': 120}}`."
+            )
+        reject_unknown_keys("The model", list(found), self.modules)
+        return {module: as_lengths(found.get(module), f"`{name}`") for module in self.modules}
+
+    def identity(self) -> Any:
+        return self.function, self.modules
+
+
+@dataclass(frozen=True)
+class TokenMeasure:
+    """
+    Lengths from token ids: as many rows of an encoder's features as there are placeholders.
+
+    A sequence of an encoder is an item of the sample's metadata (a row of an integer array such as `image_grid_thw`,
+    of which the frames of a video attend apart), where these share out its rows evenly; otherwise a run of
+    placeholders.
+
+    Args:
+        placeholders (`Mapping[str, tuple[tuple[str, int], ...]]`):
+            Module -> (modality, id of its placeholder) of each of its modalities.
+    """
+
+    placeholders: Mapping[str, tuple[tuple[str, int], ...]]
+    counts_rows: bool = field(default=True, init=False)
+
+    def reads(self, present: Sequence[str]) -> list[str]:
+        prefixes = tuple(f"{modality}_" for own in self.placeholders.values() for modality, _ in own)
+        return [name for name in present if name in ("input_ids", "attention_mask") or name.startswith(prefixes)]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> TokenMeasure:
+        """The measure of a model."""
+        return cls(
+            {
+                name: tuple(
+                    (modality, spec.placeholders[modality])
+                    for modality in dict.fromkeys(feature.modality for feature in module.features)
+                    if modality in spec.placeholders
+                )
+                for name, module in spec.modules.items()
+            }
+        )
+
+    def __call__(self, sample: Mapping[str, Any]) -> Lengths:
+        """
+        Args:
+            sample (`Mapping[str, Any]`): `input_ids` of shape `(length,)`, and what else goes with them.
+        """
+        ids, mask = np.asarray(sample["input_ids"]).reshape(-1), sample.get("attention_mask")
+        if mask is not None:
+            ids = ids[np.asarray(mask).reshape(-1) != 0]
+        lengths = {
+            module: [length for modality, token in own for length in _rows_of_items(ids == token, modality, sample)]
+            for module, own in self.placeholders.items()
+        }
+        return {**lengths, LANGUAGE_MODEL: [len(ids)]}
+
+    def identity(self) -> Any:
+        return self.placeholders
+
+
+@dataclass(frozen=True)
+class ChatMeasure:
+    """
+    Lengths of a conversation, from a collator that expands placeholders without decoding media.
+
+    A sample that it can't measure counts one token in each module: whoever reads it reports what is wrong.
+
+    Args:
+        collator (`Callable[[list], Mapping[str, Any]]`): What `ChatCollator.without_media()` returns.
+        tokens (`TokenMeasure`): Counts the tokens of its batches.
+    """
+
+    collator: Callable[[list], Mapping[str, Any]]
+    tokens: TokenMeasure
+    counts_rows: bool = field(default=True, init=False)
+
+    def reads(self, present: Sequence[str]) -> list[str]:
+        return list(present)
+
+    def __call__(self, sample: Mapping[str, Any]) -> Lengths:
+        try:
+            batch = self.collator([sample])
+        except (OSError, ValueError):
+            return {module: [1] for module in self.tokens.placeholders}
+        return self.tokens({name: value[0] if name in TOKEN_FIELDS else value for name, value in batch.items()})
+
+    def identity(self) -> Any:
+        return describe(self.collator), self.tokens.identity()
+
+
+def describe(value: Any, depth: int = 4) -> Any:
+    """
+    A collator with its processor as plain data that is equal in every process.
+
+    Pickles of a tokenizer differ between runs, and change when it pads; its settings and its vocabulary don't.
+    """
+    backend = getattr(value, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        return [type(value).__name__, {**state, "truncation": None, "padding": None}, value.chat_template]
+    if hasattr(value, "to_dict"):
+        plain = {key: setting for key, setting in value.to_dict().items() if key != "tokenizer"}
+        parts = [describe(getattr(value, name), depth - 1) for name in ("tokenizer", "chat_template") if depth]
+        return [type(value).__name__, json.loads(json.dumps(plain, default=repr, sort_keys=True)), parts]
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [describe(item, depth - 1) for item in value] if depth else len(value)
+    state = vars(value) if hasattr(value, "__dict__") and depth else {}
+    return [type(value).__name__, {key: describe(part, depth - 1) for key, part in sorted(state.items())}]
+
+
+def as_lengths(value: Any, source: str) -> list[int]:
+    """
+    Lengths from a number, a list of them, or nothing.
+
+    Raises:
+        `ValueError`: For what is no length, naming its `source`.
+    """
+    array = np.asarray([] if value is None else value)
+    whole = array.dtype.kind in "iu" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all()))
+    if array.size and (array.ndim > 1 or not whole or (array < 0).any()):
+        raise ValueError(f"{source} gave the length {value!r}. Give a number from 0, or a list with one an image.")
+    return array.reshape(-1).astype(np.int64).tolist()
+
+
+def _rows_of_items(is_placeholder: np.ndarray, modality: str, sample: Mapping[str, Any]) -> list[int]:
+    """Rows of each item of one modality."""
+    num_rows = int(is_placeholder.sum())
+    if not num_rows:
+        return []
+    for name, value in sample.items():
+        if name.startswith(f"{modality}_") and (shares := _shares(num_rows, value)) is not None:
+            return shares
+    edges = np.flatnonzero(np.diff(is_placeholder.astype(np.int8), prepend=0, append=0))
+    return (edges[1::2] - edges[::2]).tolist()
+
+
+def _shares(num_rows: int, extents: Any) -> list[int] | None:
+    """Rows by the extents of items, `(items, 2)` or `(items, 3)` with the frames first; None if they don't fit."""
+    try:
+        array = np.asarray(extents)
+    except ValueError:
+        return None
+    if array.ndim != 2 or array.dtype.kind not in "iu" or array.shape[1] not in (2, 3) or (array < 1).any():
+        return None
+    frames = array[:, 0] if array.shape[1] == 3 else np.ones(len(array), dtype=np.int64)
+    rows, rest = np.divmod(num_rows * np.repeat(array[:, -2:].prod(-1), frames), array.prod(-1).sum())
+    return None if rest.any() else rows.tolist()

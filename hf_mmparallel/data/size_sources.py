@@ -1,0 +1,226 @@
+"""Sizes of the samples of a dataset by their indices: from tables in memory, or measured when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..plan import SampleSizes
+from .size_measures import Lengths
+
+
+@dataclass(frozen=True)
+class LayerTokens:
+    """
+    What the layers of an encoder see of its items, from the rows of features that these give.
+
+    Args:
+        per_row (`float`, *optional*, defaults to 1.0): Tokens of the layers for each row.
+        per_item (`float`, *optional*, defaults to 0.0): Tokens that an item has besides.
+        sequence (`int`, *optional*):
+            Length of the sequences that attend to themselves, if all have the same: crops of an image, or windows of
+            sound. Otherwise an item is one sequence. Attention inside windows of a sequence counts as if it were over
+            all of it.
+    """
+
+    per_row: float = 1.0
+    per_item: float = 0.0
+    sequence: int | None = None
+
+
+class Ragged:
+    """
+    Lengths of the sequences of many samples in one module.
+
+    Args:
+        lengths (`np.ndarray`): Of all sequences, in the order of the samples.
+        counts (`np.ndarray` of shape `(samples,)`): Sequences of each sample.
+    """
+
+    def __init__(self, lengths: np.ndarray, counts: np.ndarray):
+        self.lengths = lengths
+        self.counts = counts
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
+        """From lists."""
+        flat = [length for row in rows for length in row]
+        return cls(np.array(flat, dtype=np.int64), np.array([len(row) for row in rows], dtype=np.int64))
+
+    @classmethod
+    def ones(cls, num_samples: int) -> Ragged:
+        """One sequence of one token in each sample."""
+        ones = np.ones(num_samples, dtype=np.int64)
+        return cls(ones, ones)
+
+    @classmethod
+    def of_arrow(cls, column: Any, name: str) -> Ragged:
+        """
+        From an Arrow column of numbers, or of lists of them, where nothing means none.
+
+        Raises:
+            `ValueError`: For values that are no lengths.
+        """
+        import pyarrow as pa
+
+        array = column.combine_chunks()
+        counts = np.asarray(array.is_valid()).astype(np.int64)
+        try:
+            if not pa.types.is_primitive(array.type):
+                counts = np.asarray(array.value_lengths().fill_null(0)).astype(np.int64)
+                array = array.flatten()
+            lengths = np.asarray(array.drop_null().cast(pa.int64()))
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, AttributeError):
+            lengths = None
+        if lengths is None or (lengths < 0).any() or len(lengths) != counts.sum():
+            raise ValueError(
+                f"Column `{name}` of type `{column.type}` holds values that are no lengths. Use numbers from 0, or "
+                "lists with one for each image."
+            )
+        return cls(lengths, counts)
+
+    def sums(self, layers: LayerTokens | None) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and sums of squares of each sample."""
+        lengths = self.lengths.astype(float)
+        if layers is not None:
+            lengths = layers.per_row * lengths + layers.per_item
+        owner, num_samples = np.repeat(np.arange(len(self.counts)), self.counts), len(self.counts)
+        tokens = np.bincount(owner, lengths, num_samples)
+        if layers is not None and layers.sequence is not None:
+            return np.rint(tokens).astype(np.int64), tokens * layers.sequence
+        return np.rint(tokens).astype(np.int64), np.bincount(owner, lengths**2, num_samples)
+
+
+def sizes_of(lengths: Mapping[str, Ragged], layers: Mapping[str, LayerTokens]) -> SampleSizes:
+    """Sizes of samples from their lengths, and from what the encoders' layers see of them."""
+    sums = {name: ragged.sums(layers.get(name)) for name, ragged in lengths.items()}
+    return SampleSizes(
+        {name: tokens for name, (tokens, _) in sums.items()}, {name: squares for name, (_, squares) in sums.items()}
+    )
+
+
+class TableSizes:
+    """
+    Sizes of all samples of a dataset, in memory: 16 bytes for each sample and module.
+
+    Args:
+        lengths (`Mapping[str, Ragged]`): Module -> lengths of all samples.
+        counts_rows (`bool`): Whether lengths in encoders are rows of features.
+    """
+
+    def __init__(self, lengths: Mapping[str, Ragged], counts_rows: bool):
+        self.counts_rows = counts_rows
+        self.lengths: Mapping[str, Ragged] | None = lengths if counts_rows else None
+        self.sizes = sizes_of(lengths, {})
+
+    def __len__(self) -> int:
+        return self.sizes.num_samples
+
+    def __call__(self, indices: Sequence[int]) -> SampleSizes:
+        return self.sizes.take(indices)
+
+    def with_layers(self, layers: Mapping[str, LayerTokens]) -> TableSizes:
+        """The same in tokens of the encoders' layers."""
+        if self.lengths is None:
+            return self
+        result = TableSizes(self.lengths, True)
+        result.sizes, result.lengths = sizes_of(self.lengths, layers), None
+        return result
+
+
+class LazySizes:
+    """
+    Sizes that are measured when they are first asked for, and kept.
+
+    Args:
+        num_samples (`int`): Samples of the dataset.
+        read (`Callable[[int], Lengths]`): Index -> lengths of the sample.
+        modules (`Sequence[str]`): Modules of the model.
+        counts_rows (`bool`): Whether lengths in encoders are rows of features.
+    """
+
+    def __init__(self, num_samples: int, read: Callable[[int], Lengths], modules: Sequence[str], counts_rows: bool):
+        self.read = read
+        self.counts_rows = counts_rows
+        self.layers: Mapping[str, LayerTokens] = {}
+        self.is_known = np.zeros(num_samples, dtype=bool)
+        self.sizes = SampleSizes(
+            {name: np.zeros(num_samples, dtype=np.int64) for name in modules},
+            {name: np.zeros(num_samples) for name in modules},
+        )
+
+    def __len__(self) -> int:
+        return len(self.is_known)
+
+    def __call__(self, indices: Sequence[int]) -> SampleSizes:
+        chosen = np.asarray(indices, dtype=np.int64)
+        new = np.unique(chosen[~self.is_known[chosen]])
+        if len(new):
+            found = [self.read(int(index)) for index in new]
+            lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.sizes.tokens}
+            sizes = sizes_of(lengths, self.layers)
+            for name in self.sizes.tokens:
+                self.sizes.tokens[name][new] = sizes.tokens[name]
+                self.sizes.squares[name][new] = sizes.squares[name]
+            self.is_known[new] = True
+        return self.sizes.take(chosen)
+
+    def with_layers(self, layers: Mapping[str, LayerTokens]) -> LazySizes:
+        """The same in tokens of the encoders' layers."""
+        if not self.counts_rows:
+            return self
+        result = LazySizes(len(self), self.read, list(self.sizes.tokens), True)
+        result.layers = layers
+        return result
+
+
+class SubsetSizes:
+    """Sizes of a `torch.utils.data.Subset`."""
+
+    def __init__(self, source: Any, indices: Sequence[int] | np.ndarray):
+        self.source = source
+        self.indices = np.asarray(indices, dtype=np.int64)
+        self.counts_rows: bool = source.counts_rows
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __call__(self, indices: Sequence[int]) -> SampleSizes:
+        return self.source(self.indices[np.asarray(indices, dtype=np.int64)])
+
+    def with_layers(self, layers: Mapping[str, LayerTokens]) -> SubsetSizes:
+        """The same in tokens of the encoders' layers."""
+        return SubsetSizes(self.source.with_layers(layers), self.indices)
+
+
+class ConcatSizes:
+    """Sizes of a `torch.utils.data.ConcatDataset`."""
+
+    def __init__(self, sources: Sequence[Any]):
+        self.sources = list(sources)
+        self.ends = np.cumsum([len(source) for source in self.sources])
+        self.counts_rows: bool = any(source.counts_rows for source in self.sources)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def __call__(self, indices: Sequence[int]) -> SampleSizes:
+        chosen = np.asarray(indices, dtype=np.int64)
+        part_of = np.searchsorted(self.ends, chosen, side="right")
+        order = np.argsort(part_of, kind="stable")
+        parts = [
+            source(chosen[part_of == part] - (end - len(source)))
+            for part, (source, end) in enumerate(zip(self.sources, self.ends, strict=True))
+        ]
+        back = np.argsort(order)
+        return SampleSizes(
+            {name: np.concatenate([part.tokens[name] for part in parts])[back] for name in parts[0].tokens},
+            {name: np.concatenate([part.squares[name] for part in parts])[back] for name in parts[0].squares},
+        )
+
+    def with_layers(self, layers: Mapping[str, LayerTokens]) -> ConcatSizes:
+        """The same in tokens of the encoders' layers."""
+        return ConcatSizes([source.with_layers(layers) for source in self.sources])
