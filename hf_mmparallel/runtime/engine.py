@@ -17,7 +17,7 @@ from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, holdings, sync_groups
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPlan, Workloads, holdings, sync_groups
 from ..schedule import Program, Task, build_program
 from .executor import Executor, StepResult
 from .failure import disagreement
@@ -127,6 +127,8 @@ class ParallelEngine(nn.Module):
         self.step_index = 0
         self.last_result: StepResult | None = None
         self.current_step: StepPlan | None = None
+        self.current_sizes: SampleSizes | None = None
+        self.current_workloads: Workloads | None = None
         self._agreed_epoch: int | None = None
         self._programs: dict[tuple, Program] = {}
 
@@ -194,7 +196,8 @@ class ParallelEngine(nn.Module):
             step_index (`int`): Number of the optimizer step.
         """
         self.step_index = step_index
-        self.current_step = batch.step
+        self.current_step, self.current_sizes = batch.step, batch.sizes
+        self.current_workloads = batch.workloads
         if batch.step.epoch != self._agreed_epoch:
             # Messages of two different steps have different sizes, which ends a rank without a sentence.
             self._sum_and_agree(torch.zeros(0), batch.step)
