@@ -40,14 +40,19 @@ def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -
             continue
         by_index = [[slot for replica in language for slot in replica[index]] for index in range(count)]
         microbatches[name] = tuple(
-            tuple(_share(slots, replica, module.dp_size, turn) for turn, slots in enumerate(by_index))
+            tuple(share(slots, replica, module.dp_size, turn) for turn, slots in enumerate(by_index))
             for replica in range(module.dp_size)
         )
     return microbatches
 
 
-def _share(slots: Sequence[int], index: int, count: int, turn: int) -> Slots:
+def share(slots: Sequence[int], index: int, count: int, turn: int) -> Slots:
     """Consecutive part `index` of `count`; who gets one more moves on by one each turn."""
     size, rest = divmod(len(slots), count)
-    stops = [size * (part + 1) + sum((p + turn) % count < rest for p in range(part + 1)) for part in range(count)]
-    return tuple(slots[stops[index - 1] if index else 0 : stops[index]])
+
+    def start(part: int) -> int:
+        """Parts in front have `size` slots, and one more those whose number in the turn is below `rest`."""
+        rounds = [(place // count) * rest + min(place % count, rest) for place in (turn, turn + part)]
+        return size * part + rounds[1] - rounds[0]
+
+    return tuple(slots[start(index) : start(index + 1)])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
+from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
 
 Microbatches = Mapping[str, tuple[tuple[Slots, ...], ...]]
@@ -13,6 +14,9 @@ Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     "contiguous": contiguous,
+    "batch_rebalance": batch_rebalance,
+    "disttrain": disttrain,
+    "sub_microbatches": sub_microbatches,
 }
 
 

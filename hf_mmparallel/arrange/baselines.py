@@ -1,0 +1,351 @@
+"""Arrangements of others, to compare with: transformers' sampler, DistTrain's reordering, DIP's sub-microbatches."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
+from ..plan.step_plan import Slots
+from .contiguous import contiguous, num_microbatches, share
+
+Replicas = tuple[tuple[Slots, ...], ...]
+
+
+def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]]) -> dict[str, Replicas]:
+    """
+    Gives the encoders the microbatches of the language model.
+
+    `gcd(dp, dp')` groups of replicas stay among themselves: what the language-model replicas of a group take at one
+    place is shared evenly among the encoder replicas of the same group, so that with equal sizes encoder replica `d`
+    takes exactly what language-model replica `d` takes.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> slots of the language model.
+    """
+    result: dict[str, Replicas] = {}
+    for name, module in plan.modules.items():
+        if name == LANGUAGE_MODEL:
+            result[name] = tuple(tuple(replica) for replica in language)
+            continue
+        groups = gcd(module.dp_size, len(language))
+        sources, takers = len(language) // groups, module.dp_size // groups
+        replicas = []
+        for group in range(groups):
+            members = language[group * sources : (group + 1) * sources]
+            pooled = [tuple(slot for slots in row for slot in slots) for row in zip(*members, strict=True)]
+            for part in range(takers):
+                replicas.append(tuple(share(slots, part, takers, turn) for turn, slots in enumerate(pooled)))
+        result[name] = tuple(replicas)
+    return result
+
+
+def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
+    """
+    The algorithm of transformers' `BatchRebalanceSampler` on the samples of one global batch.
+
+    The samples, longest first, are cut into as many groups as there are microbatches, and the cuts are moved until the
+    cost of padded tokens is as even as it gets. The most costly groups are the first microbatches of the replicas. The
+    length of a sample is its tokens in the language model; encoders take the same microbatches, see [`coupled`].
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): Only the tokens of the language model are used.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+    """
+    lengths = workloads.tokens[LANGUAGE_MODEL]
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    count = num_microbatches(len(lengths), microbatch_size, dp_size)
+    order = np.argsort(-lengths, kind="stable")
+    groups = _PaddedGroups(lengths[order].astype(float), dp_size, count)
+    counts = groups.balance()
+    pieces = np.split(order, np.cumsum(counts)[:-1])
+    ranking = groups.ranking(groups.costs(counts))
+    language = [
+        [tuple(pieces[ranking[index * dp_size + replica]].tolist()) for index in range(count)]
+        for replica in range(dp_size)
+    ]
+    return coupled(plan, language)
+
+
+class _PaddedGroups:
+    """
+    Consecutive groups of samples in order of falling length, by the number of samples in each.
+
+    A step moves one sample from the most to the least costly group, which moves all cuts between them. Where the most
+    costly group is a single sample, the groups that run at the same time may take more until they cost as much, and
+    are left alone from then on. It ends when a state comes back, and the state of the smallest spread counts.
+    """
+
+    def __init__(self, lengths: np.ndarray, dp_size: int, count: int):
+        self.dp_size = dp_size
+        self.size = dp_size * count
+        # A group without samples may begin behind the last one.
+        self.lengths = np.append(lengths, 0.0)
+        self.active = np.ones(self.size, dtype=bool)
+
+    def costs(self, counts: np.ndarray) -> np.ndarray:
+        """Padded tokens, with what attention adds (transformers' `QUADRATIC_COST_COEF`), `[groups]`."""
+        longest = self.lengths[np.cumsum(counts) - counts]
+        return counts * longest + 0.001 * counts * longest * longest
+
+    @staticmethod
+    def ranking(costs: np.ndarray) -> list[int]:
+        """Groups from the most to the least costly."""
+        return np.argsort(-costs, kind="stable").tolist()
+
+    def balance(self) -> np.ndarray:
+        """The number of samples of each group."""
+        num_samples = len(self.lengths) - 1
+        counts = np.array([num_samples // self.size + (i < num_samples % self.size) for i in range(self.size)])
+        if num_samples <= self.size:
+            return counts
+        best, best_spread, seen = counts.copy(), np.inf, set()
+        for _ in range(max(30 * self.size, num_samples)):
+            key = counts.tobytes()
+            if key in seen or self.active.sum() <= 1:
+                break
+            seen.add(key)
+            costs = self.costs(counts)
+            high = int(np.argmax(np.where(self.active, costs, -np.inf)))
+            low = int(np.argmin(np.where(self.active, costs, np.inf)))
+            if costs[high] - costs[low] < best_spread:
+                best, best_spread = counts.copy(), costs[high] - costs[low]
+            if costs[high] == costs[low]:
+                break
+            if counts[high] > 1:
+                counts[high] -= 1
+                counts[low] += 1
+            else:
+                self._fill_and_freeze(counts, costs, high)
+        return best
+
+    def _fill_and_freeze(self, counts: np.ndarray, costs: np.ndarray, high: int) -> None:
+        """Fills the groups that run beside `high`, as far as that stays the most costly, and freezes them all."""
+        ranking, limit = self.ranking(costs), costs[high]
+        place = ranking.index(high) // self.dp_size * self.dp_size
+        # Not a list: the order in which a set of ints is read decides which group is filled first, as in transformers.
+        beside = set(ranking[place : place + self.dp_size])
+        outside = self.active.copy()
+        outside[list(beside)] = False
+        for group in beside:
+            if group == high or not self.active[group]:
+                continue
+            while True:
+                longest = self.lengths[counts[:group].sum()] if counts[group] else 0.0
+                more = int(counts[group]) + 1
+                donors = outside & (counts > 1)
+                if more * longest + 0.001 * more * longest * longest > limit or not donors.any():
+                    break
+                counts[np.argmin(np.where(donors, self.costs(counts), np.inf))] -= 1
+                counts[group] += 1
+        self.active[list(beside)] = False
+
+
+def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
+    """
+    DistTrain's reordering of samples over replicas (its algorithm 2) and of microbatches (algorithm 3).
+
+    The samples go to the replica with the smallest sum, smallest first as the paper has it, although the bound that it
+    cites is that of the largest first. Their size is their forward through all modules. A replica's samples are cut in
+    this order into microbatches of nearly `microbatch_size` samples, the same number for every replica, which are then
+    ordered, see [`interleaved_order`]. Encoders take the same microbatches, see [`coupled`].
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): Forward times and backward ratios are used.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+    """
+    sizes = np.sum([workloads.forward_ms[name] for name in plan.modules], axis=0)
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    count = num_microbatches(len(sizes), microbatch_size, dp_size)
+    pipeline = _Pipeline.longest(plan, workloads)
+    measures = np.vstack([pipeline.stage_ms, sizes])
+    language = []
+    for slots in _least_loaded(sizes, dp_size):
+        cuts = np.arange(count + 1) * (len(slots) // count) + np.minimum(np.arange(count + 1), len(slots) % count)
+        sums = np.diff(np.cumsum(np.pad(measures[:, slots], ((0, 0), (1, 0))), axis=1)[:, cuts])
+        order = interleaved_order(sums[:-1].T, pipeline.backward_ratio, sums[-1])
+        language.append([tuple(slots[cuts[index] : cuts[index + 1]]) for index in order])
+    return coupled(plan, language)
+
+
+def _least_loaded(sizes: np.ndarray, num_groups: int) -> list[list[int]]:
+    """Greedy number partitioning in ascending order (DistTrain, algorithm 2); ties go to the first group."""
+    heap = [(0.0, group) for group in range(num_groups)]
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    for slot in np.argsort(sizes, kind="stable").tolist():
+        load, group = heap[0]
+        groups[group].append(slot)
+        heapq.heapreplace(heap, (load + float(sizes[slot]), group))
+    return groups
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The stages on the way of most stages through the model, and the forward of each sample on them."""
+
+    stage_ms: np.ndarray  # [stages, samples]
+    backward_ratio: np.ndarray  # [stages]
+
+    @classmethod
+    def longest(cls, plan: ParallelPlan, workloads: Workloads) -> _Pipeline:
+        """From the encoder with most stages to the end of the language model."""
+        encoders = [edge.source for edge in plan.edges if edge.target == LANGUAGE_MODEL]
+        encoders = sorted(encoders, key=lambda name: -len(plan.modules[name].replicas[0]))[:1]
+        num_replicas = plan.modules[LANGUAGE_MODEL].dp_size
+        times, ratios = [], []
+        for name in (*encoders, LANGUAGE_MODEL):
+            module = plan.modules[name]
+            for stage in module.replicas[0]:
+                # An encoder with fewer replicas works for several of the language model's, one with more shares.
+                share_of_time = stage.num_layers / module.num_layers * num_replicas / module.dp_size
+                times.append(workloads.forward_ms[name] * share_of_time / len(stage.all_ranks))
+                ratios.append(workloads.backward_ratio.get(name, 2.0))
+        return cls(np.array(times), np.array(ratios))
+
+
+def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes: np.ndarray) -> list[int]:
+    """
+    The order of microbatches of DistTrain's algorithm 3, for 1F1B over `p` stages.
+
+    The smallest is first and the `p - 1` smallest of the others are last, in ascending order. The first gap of the
+    first stage is filled by `p - 1` microbatches, each later one by one: those whose forward on the first stage comes
+    closest to the gap. The paper does not say how `p - 1` of them are found in linear time; here it is the best run of
+    neighbours in the order of their forwards.
+
+    Args:
+        forward_ms (`np.ndarray`): `[microbatches, stages]`.
+        backward_ratio (`np.ndarray`): `[stages]`, time of a backward over that of a forward.
+        sizes (`np.ndarray`): `[microbatches]`, what "smallest" goes by.
+
+    Returns:
+        `list[int]`: The microbatches in their order.
+    """
+    num_stages = forward_ms.shape[1]
+    smallest = np.argsort(sizes, kind="stable").tolist()
+    order, rear, pending = smallest[:1], smallest[1:num_stages], smallest[num_stages:]
+    rows = forward_ms.tolist()
+    pending.sort(key=lambda index: rows[index][0])
+    gaps = _Gaps(rows, backward_ratio.tolist(), order)
+    width = max(1, num_stages - 1)
+    while pending:
+        width = min(width, len(pending))
+        start = _closest([rows[index][0] for index in pending], width, gaps.next())
+        order.extend(pending[start : start + width])
+        del pending[start : start + width]
+        gaps.fill()
+        width = 1
+    return order + rear
+
+
+def _closest(times_ms: list[float], width: int, gap_ms: float) -> int:
+    """Where the run of `width` ascending times begins whose sum is closest to the gap."""
+    if width > 1:
+        times_ms = np.convolve(times_ms, np.ones(width), "valid").tolist()
+    place = bisect.bisect_left(times_ms, gap_ms)
+    if place and (place == len(times_ms) or gap_ms - times_ms[place - 1] <= times_ms[place] - gap_ms):
+        place -= 1
+    return place
+
+
+class _Gaps:
+    """
+    The recursion of GETINTERVAL: a task starts when its stage is free and what it needs has come.
+
+    Stage `s` of `p` runs `p - s` forwards, then a backward and a forward in turn. Each round takes the pipeline to the
+    next backward of the first stage; the gap is the time that the first stage waits for it.
+    """
+
+    def __init__(self, forward_ms: list[list[float]], backward_ratio: list[float], order: list[int]):
+        self.forward_ms = forward_ms
+        self.ratio = backward_ratio
+        self.order = order
+        self.free = [0.0] * len(backward_ratio)
+        self.done: list[list[float]] = [[] for _ in backward_ratio]
+        self.round = 0
+        self.ready = 0.0
+
+    def _forwards(self, stage: int, count: int) -> None:
+        """Runs forwards of the stage, as far as they are known, until it has run `count`."""
+        done, before = self.done[stage], self.done[stage - 1]
+        for place in range(len(done), min(count, len(self.order))):
+            come = before[place] if stage else 0.0
+            self.free[stage] = max(come, self.free[stage]) + self.forward_ms[self.order[place]][stage]
+            done.append(self.free[stage])
+
+    def _backwards(self) -> None:
+        """Runs the next backward on all stages but the first, after the forwards before it."""
+        num_stages = len(self.free)
+        for stage in range(1, num_stages):
+            self._forwards(stage, self.round + num_stages - stage)
+        microbatch = self.forward_ms[self.order[self.round]]
+        self.ready = 0.0
+        for stage in range(num_stages - 1, 0, -1):
+            self.free[stage] = max(self.ready, self.free[stage]) + self.ratio[stage] * microbatch[stage]
+            self.ready = self.free[stage]
+
+    def next(self) -> float:
+        """The gap before the next backward of the first stage, while no forward is in it."""
+        if self.round:
+            self._backwards()
+            return max(0.0, self.ready - self.free[0])
+        # Only the first microbatch is known, and goes through an empty pipeline.
+        first = self.forward_ms[self.order[0]]
+        return sum((1 + ratio) * time_ms for ratio, time_ms in zip(self.ratio[1:], first[1:], strict=True))
+
+    def fill(self) -> None:
+        """Runs the forwards that were put into the gap, and the backward."""
+        self._forwards(0, len(self.order))
+        if not self.round:
+            self._backwards()
+        backward_ms = self.ratio[0] * self.forward_ms[self.order[self.round]][0]
+        self.free[0] = max(self.ready, self.free[0]) + backward_ms
+        self.round += 1
+
+
+def sub_microbatches(
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, num_parts: int = 2
+) -> dict[str, Replicas]:
+    """
+    The sampler's own microbatches, each cut into smaller ones for the encoders, in the manner of DIP.
+
+    As Entrain tells it (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
+    stay inside of it. How many, and by what rule, is decided here: `num_parts` of them, the samples dealt out largest
+    first, each to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's
+    microbatch `k * num_parts + s`. DIP also puts both modules on the same ranks and runs all encoder forwards first,
+    which is up to the plan and its schedule.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): The forward times of the encoders are used.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+        num_parts (`int`, *optional*, defaults to 2): Sub-microbatches of a microbatch.
+    """
+    whole = coupled(plan, contiguous(plan, workloads, microbatch_size)[LANGUAGE_MODEL])
+    return {
+        name: replicas
+        if name == LANGUAGE_MODEL
+        else tuple(
+            tuple(part for slots in replica for part in _parts(slots, workloads.forward_ms[name], num_parts))
+            for replica in replicas
+        )
+        for name, replicas in whole.items()
+    }
+
+
+def _parts(slots: Slots, forward_ms: np.ndarray, num_parts: int) -> list[Slots]:
+    """Largest first, each to the part with the least work, then to the one with the fewest samples."""
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0.0] * num_parts
+    for slot in sorted(slots, key=lambda slot: (-forward_ms[slot], slot)):
+        least = min(range(num_parts), key=lambda part: (loads[part], len(parts[part])))
+        parts[least].append(slot)
+        loads[least] += float(forward_ms[slot])
+    return [tuple(sorted(part)) for part in parts]

@@ -1,0 +1,212 @@
+"""Arrangements of others: equal to their own code where there is any, to their paper's words where not."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
+from hf_mmparallel.arrange.baselines import _Gaps, batch_rebalance, coupled, disttrain, interleaved_order
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, Workloads, resolve_plan, sync_groups
+from hf_mmparallel.plan.parallel_plan import Schedule
+from hf_mmparallel.schedule import build_program, simulate
+from tests.plan.specs import model_spec
+
+SPEC = model_spec()
+BASELINES = sorted(set(ARRANGEMENTS) & {"contiguous", "batch_rebalance", "disttrain", "sub_microbatches"})
+
+
+def make_plan(vision: tuple[int, int], language: tuple[int, int], schedule: Schedule = "1f1b") -> ParallelPlan:
+    """(data-parallel copies, stages) of both modules."""
+    sizes = {"vision": vision, LANGUAGE_MODEL: language}
+    plugins = {name: ModulePlugin(dp_size=dp_size, pp_size=pp_size) for name, (dp_size, pp_size) in sizes.items()}
+    return resolve_plan(SPEC, plugins, schedule=schedule)
+
+
+def make_workloads(vision_ms, language_ms) -> Workloads:
+    """As many tokens as tenths of a millisecond."""
+    times = {"vision": np.array(vision_ms, dtype=float), LANGUAGE_MODEL: np.array(language_ms, dtype=float)}
+    tokens = {name: np.rint(10 * values).astype(np.int64) for name, values in times.items()}
+    return Workloads(times, {"vision": 2.0, LANGUAGE_MODEL: 2.0}, tokens, {})
+
+
+@st.composite
+def heavy_tailed(draw, max_size: int = 40, min_size: int = 0) -> Workloads:
+    """Times over three decades, some of them alike; some samples have nothing for the encoder."""
+    size = draw(st.integers(min_size, max_size))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    vision, language = np.round(rng.lognormal(1, draw(st.sampled_from([0.1, 1.0, 2.0])), (2, size)), 1) + 0.1
+    return make_workloads(np.where(rng.random(size) < draw(st.sampled_from([0.0, 0.3])), 0, vision), language)
+
+
+def flat(replicas) -> list[int]:
+    return [slot for microbatches in replicas for slots in microbatches for slot in slots]
+
+
+@pytest.mark.parametrize("method", BASELINES)
+@given(heavy_tailed(24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=30)
+def test_every_sample_is_once_in_every_module_that_has_work_for_it(method, workloads, vision, language, size):
+    plan = make_plan((vision, 1), (language, 2))
+    step = arrange_step(plan, range(workloads.num_samples), workloads, size, method)
+    assert sorted(flat(step.microbatches[LANGUAGE_MODEL])) == list(range(workloads.num_samples))
+    busy = np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
+    assert sorted(flat(step.microbatches["vision"])) == busy
+    count = num_microbatches(workloads.num_samples, size, language)
+    assert {len(replica) for replica in step.microbatches[LANGUAGE_MODEL]} == {count}
+    # No deferral: what an encoder takes at one place, the language model takes at the same place.
+    parts = len(step.microbatches["vision"][0]) // count
+    assert parts == (2 if method == "sub_microbatches" else 1)
+    for slot in busy:
+        assert step.places["vision", slot][1] // parts == step.places[LANGUAGE_MODEL, slot][1]
+    assert simulate(plan, build_program(plan, step, sync_groups(SPEC, plan))).iteration_ms >= 0
+
+
+@pytest.mark.parametrize("method", BASELINES)
+def test_with_equal_copies_an_encoder_copy_feeds_one_of_the_language_model(method):
+    rng = np.random.default_rng(0)
+    workloads = make_workloads(*rng.lognormal(1, 1, (2, 48)))
+    found = ARRANGEMENTS[method](make_plan((3, 2), (3, 2)), workloads, 4)
+    for mine, theirs in zip(found["vision"], found[LANGUAGE_MODEL], strict=True):
+        assert sorted(flat([mine])) == sorted(flat([theirs]))
+
+
+def test_groups_of_copies_stay_among_themselves():
+    plan = make_plan((2, 1), (4, 1))
+    language = [((0, 1), (8,)), ((2, 3), (9,)), ((4, 5), (10,)), ((6, 7), (11,))]
+    found = coupled(plan, language)
+    assert found["vision"] == (((0, 1, 2, 3), (8, 9)), ((4, 5, 6, 7), (10, 11)))
+    assert found[LANGUAGE_MODEL] == tuple(language)
+    found = coupled(make_plan((4, 1), (2, 1)), [((0, 1, 2), (6, 7, 8)), ((3, 4, 5), (9, 10, 11))])
+    assert found["vision"] == (((0, 1), (6,)), ((2,), (7, 8)), ((3, 4), (9,)), ((5,), (10, 11)))
+
+
+@given(
+    st.lists(st.integers(1, 40) | st.integers(1, 5000), min_size=1, max_size=70), st.integers(1, 5), st.integers(1, 6)
+)
+@settings(max_examples=150)
+def test_batch_rebalance_is_that_of_transformers(lengths, dp_size, microbatch_size):
+    count = num_microbatches(len(lengths), microbatch_size, dp_size)
+    if len(lengths) < dp_size * count:
+        lengths = lengths * (dp_size * count)
+        microbatch_size = -(-len(lengths) // (dp_size * count))
+        count = num_microbatches(len(lengths), microbatch_size, dp_size)
+    sampler = BatchRebalanceSampler(lengths, len(lengths), dp_size, count, shuffle=False)
+    expected = sampler._assign(list(range(len(lengths))), lengths)
+    workloads = make_workloads([0.0] * len(lengths), np.array(lengths) / 10)
+    found = batch_rebalance(make_plan((dp_size, 1), (dp_size, 1)), workloads, microbatch_size)
+    assert [[list(slots) for slots in replica] for replica in found[LANGUAGE_MODEL]] == expected
+    assert found["vision"] == found[LANGUAGE_MODEL]
+
+
+def test_batch_rebalance_of_a_batch_as_transformers_has_it():
+    lengths = np.random.default_rng(3).lognormal(5, 1, 512).astype(int) + 1
+    expected = BatchRebalanceSampler(lengths.tolist(), 512, 4, 32, shuffle=False)._assign(range(512), lengths.tolist())
+    found = batch_rebalance(make_plan((4, 1), (4, 1)), make_workloads(lengths / 10, lengths / 10), 4)
+    assert [[list(slots) for slots in replica] for replica in found[LANGUAGE_MODEL]] == expected
+
+
+def test_batch_rebalance_of_fewer_samples_than_microbatches_leaves_the_last_empty():
+    found = batch_rebalance(make_plan((1, 1), (2, 1)), make_workloads([1, 1, 1], [1, 3, 2]), 1)
+    assert found[LANGUAGE_MODEL] == (((1,), (0,)), ((2,), ()))
+
+
+def _literal_order(forward_ms, ratios, sizes):
+    """DistTrain's algorithm 3 line by line, with the start of every task looked up by recursion."""
+    num_microbatches, num_stages = forward_ms.shape
+    pending = list(range(num_microbatches))
+    order = [min(pending, key=lambda i: (sizes[i], i))]
+    pending.remove(order[0])
+    rear = sorted(pending, key=lambda i: (sizes[i], i))[: num_stages - 1]
+    pending = [i for i in pending if i not in rear]
+    interval = 0
+    while pending:
+        gap = _literal_gap(forward_ms, ratios, order, interval)
+        width = min(num_stages - 1 if interval == 0 else 1, len(pending))
+        pending.sort(key=lambda i: (forward_ms[i, 0], sizes[i], i))
+        runs = [pending[start : start + width] for start in range(len(pending) - width + 1)]
+        chosen = min(runs, key=lambda run: abs(sum(forward_ms[i, 0] for i in run) - gap))
+        order, pending = order + chosen, [i for i in pending if i not in chosen]
+        interval += 1
+    return order + rear
+
+
+def _literal_gap(forward_ms, ratios, order, interval) -> float:
+    """What the first stage waits for backward `interval` of 1F1B, when only the forwards in `order` are known."""
+    num_stages = forward_ms.shape[1]
+
+    def tasks(stage: int) -> list[tuple[str, int]]:
+        listed = [("fwd", i) for i in range(num_stages - stage)]
+        for i in range(len(order)):
+            listed += [("bwd", i), ("fwd", i + num_stages - stage)]
+        return [(kind, i) for kind, i in listed if i < len(order)]
+
+    @cache
+    def end(kind: str, i: int, stage: int) -> float:
+        listed = tasks(stage)
+        place = listed.index((kind, i))
+        free = end(*listed[place - 1], stage) if place else 0.0
+        if kind == "fwd":
+            come, takes = end("fwd", i, stage - 1) if stage else 0.0, forward_ms[order[i], stage]
+        else:
+            come = end("bwd", i, stage + 1) if stage + 1 < num_stages else 0.0
+            takes = ratios[stage] * forward_ms[order[i], stage]
+        return max(free, come) + takes
+
+    before = tasks(0)[tasks(0).index(("bwd", interval)) - 1]
+    return max(0.0, end("bwd", interval, 1) - end(*before, 0))
+
+
+@given(st.integers(1, 14), st.integers(2, 5), st.integers(0, 2**32 - 1))
+@settings(max_examples=80)
+def test_microbatches_are_ordered_as_the_paper_says(count, num_stages, seed):
+    rng = np.random.default_rng(seed)
+    forward_ms = rng.lognormal(0, 1, (count, num_stages))
+    ratios, sizes = rng.uniform(0, 3, num_stages), forward_ms.sum(axis=1)
+    order = interleaved_order(forward_ms, ratios, sizes)
+    assert order == _literal_order(forward_ms, ratios, sizes)
+    ranking = np.argsort(sizes).tolist()
+    assert order[0] == ranking[0] and order[max(1, count - num_stages + 1) :] == ranking[1:num_stages]
+
+
+def test_the_first_gap_is_the_way_through_the_other_stages_and_back():
+    gaps = _Gaps([[1.0, 2.0, 3.0]], [2.0, 2.0, 2.0], [0])
+    assert gaps.next() == 15.0
+
+
+def test_one_stage_has_no_gaps():
+    sizes = np.array([3.0, 1.0, 2.0])
+    assert interleaved_order(sizes[:, None], np.array([2.0]), sizes) == [1, 2, 0]
+
+
+def test_disttrain_gives_the_next_larger_sample_to_the_copy_with_the_smallest_sum():
+    # Sizes 1 to 8; by hand: 1 | 2, 1 3 | 2, 1 3 | 2 4, 1 3 5 | 2 4, 1 3 5 | 2 4 6, and so on.
+    sizes = np.arange(1.0, 9.0)
+    found = disttrain(make_plan((2, 1), (2, 1)), make_workloads(sizes * 0.75, sizes * 0.25), 2)
+    assert [sorted(flat([replica])) for replica in found[LANGUAGE_MODEL]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert found[LANGUAGE_MODEL] == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
+
+
+def test_sub_microbatches_balance_the_encoder_inside_of_a_microbatch():
+    workloads = make_workloads([4, 3, 2, 1, 8, 1, 1, 0], [1] * 8)
+    found = ARRANGEMENTS["sub_microbatches"](make_plan((1, 1), (1, 1)), workloads, 4)
+    assert found[LANGUAGE_MODEL] == (((0, 1, 2, 3), (4, 5, 6, 7)),)
+    assert found["vision"] == (((0, 3), (1, 2), (4,), (5, 6, 7)),)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@given(heavy_tailed(24, 8), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=15)
+def test_a_program_runs_more_encoder_microbatches(schedule, workloads, vision, language, stages):
+    plan = make_plan((vision, stages), (language, 2), schedule)
+    step = arrange_step(plan, range(workloads.num_samples), workloads, 4, "sub_microbatches")
+    program = build_program(plan, step, sync_groups(SPEC, plan))
+    done = {action.task for actions in program.actions.values() for action in actions if action.task}
+    for (module, replica, index), chunks in step.chunks.items():
+        for chunk in range(len(chunks)):
+            for stage in range(len(plan.modules[module].replicas[replica])):
+                kinds = {task.kind for task in done if task.key == (module, replica, stage, index, chunk)}
+                assert kinds == {"fwd", "bwd"}
