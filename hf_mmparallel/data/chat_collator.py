@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import io
+import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 from transformers import ProcessorMixin
+from transformers.utils import logging
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from .image_shapes import stand_in, without_pixels
+from .image_sizes import decoded_image, image_size
+
+logger = logging.get_logger(__name__)
 
 IGNORED = -100
 TOKEN_FIELDS = (
@@ -163,6 +168,24 @@ class ChatCollator:
             pad_token_id=0 if pad_token_id is None else pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
         self._takes_parts = self._template_takes_parts()
+        self._with_media: ChatCollator | None = None
+
+    def without_media(self) -> ChatCollator:
+        """
+        A collator of the same batches without pixels, which decodes no image.
+
+        The size of an image is read from its header, and the processor's own image processor is run on a blank image
+        of that size, so that placeholders and integers such as grids are the same. Where that is not possible, for an
+        image behind a URL or a processor that needs more than a size, the image is decoded after all, which is
+        logged once.
+
+        Returns:
+            [`ChatCollator`]: Its batches lack the floating-point entries, and are otherwise equal.
+        """
+        bare = copy.copy(self)
+        bare.processor = without_pixels(self.processor)
+        bare._with_media = self
+        return bare
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """
@@ -188,8 +211,25 @@ class ChatCollator:
         Returns:
             `dict[str, Tensor]`: Fields of tokens without a batch dimension, `labels` among them, and media.
         """
+        if self._with_media is None:
+            return self._encode(sample, index, decoded_image)
+        try:
+            fields = self._encode(sample, index, _blank_image)
+        except Exception as error:  # processors raise errors of any type
+            fields = self._with_media.encode(sample, index)  # if the sample is at fault, this raises, too
+            logger.warning_once(
+                "`%s` can't place an image from its size, so it is decoded where only text is needed: %s",
+                type(self.processor).__name__,
+                type(error).__name__,
+            )
+            logger.debug("No size of an image in sample %d of a batch: %s", index, error)
+        return {name: value for name, value in fields.items() if not _is_pixels(name, value)}
+
+    def _encode(self, sample: Mapping[str, Any], index: int, read: Callable[[Any], Any]) -> dict[str, Tensor]:
+        """One sample as inputs of the model, of images as `read` reads them."""
         require_column(sample, self.messages_column)
         messages, images = self._messages_and_images(sample, index)
+        images = [read(image) for image in images]
         text, spans = self._text_and_answers(messages, index)
         options: dict[str, Any] = {"return_offsets_mapping": True, "return_tensors": "pt"}
         if self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token):
@@ -246,7 +286,7 @@ class ChatCollator:
                     part = {key: value for key, value in part.items() if value is not None}
                     if part.get("type") == "image":
                         own = next((part[key] for key in ("image", "url", "path") if key in part), None)
-                        images.append(_as_image(next(rest, None) if own is None else own))
+                        images.append(next(rest, None) if own is None else own)
                         part = {"type": "image"}
                     elif part.get("type") != "text":
                         raise ValueError(
@@ -371,9 +411,11 @@ def _shifted(span: Span, replacements: Sequence[Mapping[str, Any]]) -> Span:
     return start, end
 
 
-def _as_image(value: Any) -> Any:
-    """An image from its undecoded form in a dataset; anything else as it is."""
-    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
-        source = io.BytesIO(value["bytes"]) if value.get("bytes") is not None else value["path"]
-        return Image.open(source)
-    return value
+def _blank_image(value: Any) -> np.ndarray:
+    """A blank image of the size of another, which is not decoded."""
+    return stand_in(image_size(value))
+
+
+def _is_pixels(name: str, value: Any) -> bool:
+    """Whether an entry of a sample is what only an encoder reads."""
+    return name not in TOKEN_FIELDS and isinstance(value, Tensor) and value.is_floating_point()

@@ -1,0 +1,198 @@
+"""Image processors that are told sizes instead of images: everything they say except pixels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import BatchFeature, ProcessorMixin
+
+MAX_REMEMBERED = 4096  # combinations of sizes
+MAX_REMEMBERED_BYTES = 1 << 14  # of the entries of one; masks of pixels are larger
+# Steps of image processors that change values and never shapes.
+NO_PIXEL_STEPS = {"do_convert_rgb": False, "do_rescale": False, "do_normalize": False, "resample": 0}
+
+
+@dataclass(frozen=True)
+class BlankRun:
+    """
+    A way to run an image processor on blank images.
+
+    Args:
+        image (`Callable[[tuple[int, int]], Any]`): Height and width -> a blank image.
+        options (`dict[str, Any]`): Arguments of the image processor that it sets.
+    """
+
+    image: Callable[[tuple[int, int]], Any]
+    options: dict[str, Any]
+
+
+def _zeros(size: tuple[int, int]) -> np.ndarray:
+    """A blank image `(3, height, width)`."""
+    return np.zeros((3, *size), dtype=np.uint8)
+
+
+def _meta(size: tuple[int, int]) -> Tensor:
+    """A blank image `(3, height, width)` that is a shape only."""
+    return torch.empty((3, *size), dtype=torch.uint8, device="meta")
+
+
+FULL = BlankRun(_zeros, {})
+CHEAPER = (BlankRun(_meta, NO_PIXEL_STEPS), BlankRun(_zeros, NO_PIXEL_STEPS))
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the first run showed: the cheapest way to run, the names of entries, and those of pixels."""
+
+    run: BlankRun
+    names: frozenset[str]
+    pixels: frozenset[str]
+
+
+def stand_in(size: tuple[int, int]) -> np.ndarray:
+    """
+    An image of a size that takes no memory.
+
+    Args:
+        size (`tuple[int, int]`): Height and width.
+
+    Returns:
+        `np.ndarray` of shape `(3, height, width)`: One zero, repeated.
+    """
+    return np.broadcast_to(np.uint8(0), (3, *size))
+
+
+def without_pixels(processor: Any) -> Any:
+    """
+    A processor that takes [`stand_in`]s for images: the same text, tokens and numbers, and pixels without memory.
+
+    Args:
+        processor: A [`~transformers.ProcessorMixin`], which stays as it is; anything else is returned.
+    """
+    if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
+        return processor
+    processor = copy.copy(processor)
+    processor.image_processor = ImageShapes(processor.image_processor)
+    return processor
+
+
+class ImageShapes:
+    """
+    Stands where a processor has its image processor, and runs it on blank images of the same sizes.
+
+    What an image processor computes besides pixels (grids, numbers of patches, sizes) depends on sizes alone, so the
+    cheapest run will do: on the meta device where the processor works with torch, else without the steps that only
+    change values, and once for each combination of sizes. The first run leaves nothing out and decides which of these
+    gives the same numbers. Entries of pixels, which are those that are floating-point, come back as one zero
+    repeated, since processors read their shapes.
+
+    Args:
+        image_processor ([`~transformers.BaseImageProcessor`]): Any; other attributes are looked up in it.
+    """
+
+    def __init__(self, image_processor: Any):
+        self._image_processor = image_processor
+        self._known: dict[str, _Known] = {}
+        self._remembered: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_image_processor":
+            raise AttributeError(name)  # while a copy is made, nothing is there yet
+        return getattr(self._image_processor, name)
+
+    def fetch_images(self, images: Any) -> Any:
+        """Stand-ins are there already."""
+        return images
+
+    def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
+        """
+        Args:
+            images: [`stand_in`]s, in nested lists or not.
+            kwargs: Those of the image processor.
+
+        Returns:
+            `BatchFeature`: The entries of the image processor.
+        """
+        sizes = _nested(images, lambda image: tuple(image.shape[-2:]))
+        settings = repr(sorted(kwargs.items(), key=lambda item: item[0]))
+        key = settings, repr(sizes)
+        entries = self._remembered.get(key) or self._run(sizes, settings, kwargs)
+        if key not in self._remembered and _num_bytes(entries) <= MAX_REMEMBERED_BYTES:
+            if len(self._remembered) >= MAX_REMEMBERED:
+                del self._remembered[next(iter(self._remembered))]
+            self._remembered[key] = entries
+        return BatchFeature({name: _nested(value) for name, value in entries.items()})
+
+    preprocess = __call__
+
+    def _run(self, sizes: Any, settings: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The entries for some sizes."""
+        known = self._known.get(settings)
+        result = None if known is None else self._blank(known.run, sizes, kwargs)
+        if known is None or result is None or result.keys() != known.names:
+            result, known = self._compare(sizes, kwargs)
+            self._known[settings] = known
+        return {name: _nested(v, _without_memory) if name in known.pixels else v for name, v in result.items()}
+
+    def _compare(self, sizes: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Known]:
+        """The entries of a full run on blank images, and the cheapest run that gives the same."""
+        full = self._blank(FULL, sizes, kwargs)
+        names = frozenset(full)
+        pixels = frozenset(name for name, value in full.items() if _is_floating(value))
+        for run in CHEAPER:
+            try:
+                result = self._blank(run, sizes, kwargs)
+                if result.keys() == names and all(_equal(result[name], full[name]) for name in names - pixels):
+                    return full, _Known(run, names, pixels)
+            except Exception:  # noqa: S112 - a processor that does not run so, for whatever reason
+                continue
+        return full, _Known(FULL, names, pixels)
+
+    def _blank(self, run: BlankRun, sizes: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The entries for blank images of some sizes."""
+        return dict(self._image_processor(_nested(sizes, run.image), **{**kwargs, **run.options}))
+
+
+def _nested(value: Any, function: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """A function of what is in nested lists."""
+    return [_nested(item, function) for item in value] if isinstance(value, list) else function(value)
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is in nested lists."""
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list) else [value]
+
+
+def _num_bytes(entries: dict[str, Any]) -> int:
+    """Memory of the arrays of some entries, without those that take none."""
+    leaves = [leaf for value in entries.values() for leaf in _leaves(value)]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, (np.ndarray, Tensor))]
+    return sum(array.nbytes for array in arrays if not _is_floating(array))
+
+
+def _is_floating(value: Any) -> bool:
+    """Whether an entry is made of floating-point arrays."""
+    arrays = [leaf for leaf in _leaves(value) if isinstance(leaf, (np.ndarray, Tensor))]
+    return any(a.is_floating_point() if isinstance(a, Tensor) else a.dtype.kind == "f" for a in arrays)
+
+
+def _equal(first: Any, second: Any) -> bool:
+    """Whether two entries are the same numbers in the same form."""
+    ones, others = _leaves(first), _leaves(second)
+    return len(ones) == len(others) and all(
+        type(one) is type(other) and np.array_equal(np.asarray(one), np.asarray(other))
+        for one, other in zip(ones, others, strict=True)
+    )
+
+
+def _without_memory(leaf: Any) -> Any:
+    """Zeros in place of an array: floating-point, so that they are told from numbers, and of the smallest kind."""
+    if isinstance(leaf, Tensor):
+        return torch.zeros((), dtype=torch.float16).expand(leaf.shape)
+    return np.broadcast_to(np.float16(0), leaf.shape) if isinstance(leaf, np.ndarray) else leaf
