@@ -113,7 +113,7 @@ def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows
     return "\n".join(lines)
 
 
-def _tint(color: str, share: float) -> tuple[float, float, float]:
+def tint(color: str, share: float) -> tuple[float, float, float]:
     """The colour mixed with white."""
     values = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (1 - (1 - value) * share for value in values)
@@ -179,7 +179,7 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
             share = 0.38 if span.task.kind == "fwd" else 1.0
             low, high = y - 0.40, y + 0.40
             boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
-            faces.append(_tint(colors[span.task.module], share))
+            faces.append(tint(colors[span.task.module], share))
             inches = 11.5 * (span.end_ms - span.start_ms) / end
             # The white line between bars would cover a thin bar.
             edges.append((1.0, 1.0, 1.0) if inches > 0.05 else faces[-1])
@@ -216,7 +216,7 @@ def _draw_legend(figure: Any, colors: Mapping[str, str]) -> None:
 
     handles = []
     for module, color in colors.items():
-        handles.append(Patch(facecolor=_tint(color, 0.38), label=f"{module} forward"))
+        handles.append(Patch(facecolor=tint(color, 0.38), label=f"{module} forward"))
         handles.append(Patch(facecolor=color, label=f"{module} backward"))
     handles.append(Patch(facecolor="#F3F4F6", edgecolor="#C9CCD1", label="idle"))
     figure.legend(

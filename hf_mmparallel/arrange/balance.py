@@ -1,0 +1,143 @@
+"""How even the microbatches of a step are: what each of them takes, and which samples are deferred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
+from ..schedule import Task
+from .methods import arrange_step
+
+Times = tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """
+    The forward of every microbatch of a step, estimated or measured.
+
+    Args:
+        forward_ms (`Mapping[str, tuple[np.ndarray, ...]]`):
+            Module -> replica -> float64 `[microbatches]`: the forward of each microbatch through the whole module; 0
+            for one without samples.
+        deferred_ms (`Mapping[str, tuple[np.ndarray, ...]]`):
+            The same for the samples of a microbatch that an encoder took in an earlier one, where known; only of the
+            language model.
+        deferred_fraction (`float`, *optional*, defaults to 0.0): Share of the step's samples that are deferred.
+    """
+
+    forward_ms: Mapping[str, Times]
+    deferred_ms: Mapping[str, Times]
+    deferred_fraction: float = 0.0
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a replica of the language model."""
+        return max(len(times) for times in self.forward_ms[LANGUAGE_MODEL])
+
+    def std_ms(self, module: str) -> float:
+        """Standard deviation over the microbatches of all replicas of a module."""
+        return float(np.concatenate(self.forward_ms[module]).std())
+
+    def microbatch_excess(self, module: str) -> float:
+        """How far the largest microbatch lies above the mean, as a share of it; the mean over a module's replicas."""
+        return float(np.mean([excess(times) for times in self.forward_ms[module]]))
+
+    def replica_excess(self, module: str) -> float:
+        """How far the replica with the most to do lies above the mean, as a share of it."""
+        return excess([times.sum() for times in self.forward_ms[module]])
+
+
+def excess(values: Iterable[float]) -> float:
+    """How far the largest lies above the mean, as a share of the mean."""
+    numbers = np.fromiter(values, float)
+    mean = float(numbers.mean())
+    return float(numbers.max()) / mean - 1 if mean else 0.0
+
+
+def step_balance(step: StepPlan, workloads: Workloads) -> Balance:
+    """
+    What each microbatch of an arrangement takes, as far as the workloads of its samples say.
+
+    Args:
+        step (`StepPlan`): The arrangement.
+        workloads (`Workloads`): Of its samples.
+    """
+    values, late = workloads.forward_ms, is_deferred(step)
+    return Balance(
+        {name: _sums(step, name, values[name]) for name in step.microbatches},
+        {LANGUAGE_MODEL: _sums(step, LANGUAGE_MODEL, values[LANGUAGE_MODEL] * late)},
+        deferred_fraction(step),
+    )
+
+
+def is_deferred(step: StepPlan) -> np.ndarray:
+    """bool `[samples]`: whether the language model takes a sample in a later microbatch than an encoder."""
+    taken = _microbatch_of(step, LANGUAGE_MODEL)
+    late = np.zeros(len(step.samples), dtype=bool)
+    for name in step.targets:
+        index = _microbatch_of(step, name)
+        late |= (index >= 0) & (index < taken)
+    return late
+
+
+def deferred_fraction(step: StepPlan) -> float:
+    """Share of a step's samples that are deferred."""
+    return float(is_deferred(step).mean()) if step.samples else 0.0
+
+
+def measured_balance(step: StepPlan, tasks: Iterable[tuple[Task, float]]) -> Balance:
+    """
+    The forwards of a step as they ran.
+
+    Args:
+        step (`StepPlan`): The arrangement.
+        tasks (`Iterable[tuple[Task, float]]`): Tasks with how long they took, in ms; each stage once.
+    """
+    times = {
+        name: tuple(np.zeros(len(microbatches)) for microbatches in replicas)
+        for name, replicas in step.microbatches.items()
+    }
+    for task, took_ms in tasks:
+        if task.kind == "fwd":
+            times[task.module][task.replica][task.microbatch] += took_ms
+    return Balance(times, {}, deferred_fraction(step))
+
+
+def compare_with_contiguous(
+    plan: ParallelPlan, step: StepPlan, workloads: Workloads, microbatch_size: int
+) -> tuple[Balance, Balance]:
+    """
+    The balance of a step's samples in the sampler's own order, and in the step's.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        step (`StepPlan`): The arrangement.
+        workloads (`Workloads`): Of its samples.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+    """
+    before = arrange_step(plan, step.samples, workloads, microbatch_size, "contiguous", step.epoch)
+    return step_balance(before, workloads), step_balance(step, workloads)
+
+
+def _microbatch_of(step: StepPlan, module: str) -> np.ndarray:
+    """int64 `[samples]`: the microbatch of each slot, -1 of those that a module does not take."""
+    found = np.full(len(step.samples), -1, dtype=np.int64)
+    for microbatches in step.microbatches[module]:
+        for number, slots in enumerate(microbatches):
+            found[list(slots)] = number
+    return found
+
+
+def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:
+    """Replica -> float64 `[microbatches]`: the sum of some values of the samples of each."""
+    result = []
+    for microbatches in step.microbatches[module]:
+        slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
+        places = np.repeat(np.arange(len(microbatches)), [len(own) for own in microbatches])
+        result.append(np.bincount(places, values[slots], len(microbatches)))
+    return tuple(result)
