@@ -2,8 +2,10 @@
 
 from .analytic import AnalyticCost, StageCost, flops_per_token, stage_costs, stage_flops
 from .hardware import HARDWARE, Hardware, hardware
+from .limits import eager_caps, fitting_tokens
 from .memory import RankMemory, memory_per_rank
-from .workloads import batch_workloads, fitting_tokens
+from .peaks import activation_peaks
+from .workloads import batch_workloads
 
 __all__ = [
     "HARDWARE",
@@ -11,7 +13,9 @@ __all__ = [
     "Hardware",
     "RankMemory",
     "StageCost",
+    "activation_peaks",
     "batch_workloads",
+    "eager_caps",
     "fitting_tokens",
     "flops_per_token",
     "hardware",

@@ -181,12 +181,17 @@ class AnalyticCost:
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk][0]
         if message.crosses_boundary:
-            slots = self.step.chunks[before.module, before.replica, before.microbatch][before.chunk]
-            taken = self.step.chunks[after.module, after.replica, after.microbatch][after.chunk]
-            num_tokens = self.sizes.tokens[before.module][sorted(set(slots) & set(taken))].sum()
+            num_tokens = message_tokens(self.step, self.sizes, before, after)
         num_bytes = BYTES_PER_VALUE * num_tokens * self.spec.modules[after.module].hidden_size
         links = min(len(self.plan.stage(*task.stage_key).all_ranks) for task in (before, after))
-        return float(num_bytes) / links / (self.device.link_gb_per_s * 1e6)
+        return num_bytes / links / (self.device.link_gb_per_s * 1e6)
+
+
+def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
+    """Tokens in the encoder of the samples that it hands from the chunk of `before` to that of `after`."""
+    slots = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
+    taken = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
+    return int(sizes.tokens[before.module][sorted(set(slots) & set(taken))].sum())
 
 
 def chunk_sizes(step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, tuple[float, float]]:

@@ -5,7 +5,7 @@ from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, lower, receive_ahead
 from .scheduler import Timeline, ahead_caps, default_cost, live_caps, policy_caps, schedule_tasks, stage_depths
-from .simulator import Simulation, Span, simulate
+from .simulator import Simulation, Span, microbatch_forward_ms, simulate
 
 __all__ = [
     "Action",
@@ -26,6 +26,7 @@ __all__ = [
     "default_cost",
     "live_caps",
     "lower",
+    "microbatch_forward_ms",
     "policy_caps",
     "receive_ahead",
     "schedule_tasks",

@@ -118,7 +118,8 @@ def _most_ahead(step: StepPlan, name: str, replica: int, target: str, depth: int
 def _by_slot(microbatches: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """The slots of some microbatches, and the microbatch of each."""
     slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
-    return slots, np.repeat(np.arange(len(microbatches)), [len(own) for own in microbatches])
+    counts = np.fromiter((len(own) for own in microbatches), np.int64)
+    return slots, np.repeat(np.arange(len(counts)), counts)
 
 
 def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
@@ -227,9 +228,7 @@ class _Scheduler:
         for island in range(len(self.islands)):
             self._dispatch(island)
         while left:
-            if not self.running:
-                self._raise_cap()
-                continue
+            assert self.running, "caps below those of `live_caps` leave nothing to run"
             dirty: set[int] = set()
             limit = self.running[0][0] * (1 + 1e-12) + 1e-9
             while self.running and self.running[0][0] <= limit:
@@ -304,20 +303,6 @@ class _Scheduler:
                 dirty.add(target.island)
                 if self.tasks[other].kind == "bwd":
                     heapq.heappush(target.backwards, other)
-
-    def _raise_cap(self) -> None:
-        """
-        Lets one more microbatch into the stage that holds up the earliest one. Reached when the arrangement feeds a
-        microbatch from more microbatches than the cap admits.
-        """
-        blocked = []
-        for stage in self.stages:
-            if stage.next < len(stage.forwards) and not self.missing[stage.forwards[stage.next]]:
-                task = self.tasks[stage.forwards[stage.next]]
-                blocked.append((task.microbatch, task.chunk, stage.number))
-        stage = self.stages[min(blocked)[-1]]
-        stage.cap = stage.live + 1
-        self._dispatch(stage.island)
 
 
 def _islands(stages: list[_Stage]) -> list[list[_Stage]]:

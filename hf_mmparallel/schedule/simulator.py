@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from ..plan import ParallelPlan
 from .actions import Action, DeadlockError, Message, Program, StageKey, Task
@@ -91,6 +93,31 @@ def simulate(
         `DeadlockError`: If ranks wait for ever; it names the action that each waits at.
     """
     return _Replay(plan, program, cost or default_cost, _function(comm_ms), _function(sync_ms)).run()
+
+
+def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.ndarray]:
+    """
+    How long the forward of each microbatch takes.
+
+    Args:
+        spans (`Iterable[Span]`): Tasks as predicted or measured; of one on several ranks the slowest counts.
+
+    Returns:
+        `dict[tuple[str, int], np.ndarray]`: (module, replica) -> float64 `[num_microbatches]`: milliseconds, summed
+        over the stages and chunks of a microbatch; 0 for one without samples.
+    """
+    times: dict[Task, float] = {}
+    for span in spans:
+        if span.task.kind == "fwd":
+            times[span.task] = max(times.get(span.task, 0.0), span.end_ms - span.start_ms)
+    counts: dict[tuple[str, int], int] = {}
+    for task in times:
+        key = (task.module, task.replica)
+        counts[key] = max(counts.get(key, 0), task.microbatch + 1)
+    result = {key: np.zeros(count) for key, count in sorted(counts.items())}
+    for task in sorted(times):
+        result[task.module, task.replica][task.microbatch] += times[task]
+    return result
 
 
 def _function(value: float | Callable) -> Callable:
