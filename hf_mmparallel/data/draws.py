@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -15,10 +15,16 @@ class Draw:
     Args:
         samples (`tuple[int, ...]`): Dataset indices in the sampler's order.
         epoch (`int`, *optional*, defaults to 0): The epoch that they are drawn in.
+        position (`int`, *optional*, defaults to 0): How many samples of the epoch are drawn when these are.
     """
 
     samples: tuple[int, ...]
     epoch: int = 0
+    position: int = 0
+
+    def without(self, slots: Collection[int]) -> Draw:
+        """The same draw with the samples at some slots left out. They count as drawn."""
+        return replace(self, samples=tuple(s for slot, s in enumerate(self.samples) if slot not in slots))
 
 
 class DrawSampler:
@@ -48,5 +54,7 @@ class DrawSampler:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Draw]:
+        position = 0
         for indices in self.batches:
-            yield Draw(tuple(indices), self.epoch)
+            position += len(indices)
+            yield Draw(tuple(indices), self.epoch, position)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import Dataset
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule import Program
+from .bad_samples import BadSample, stored_row
 from .context import BatchKey, ContextCut, ContextCutter
 from .draws import Draw
 from .step_planner import StepPlanner
@@ -34,6 +36,9 @@ class StepBatch:
         program (`Program`, *optional*): This rank's actions.
         sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
         workloads (`Workloads`, *optional*): What the samples were arranged by.
+        draw (`Draw`, *optional*): What it was planned for.
+        bad (`dict[int, BadSample]`):
+            Slot -> why this rank can't read its sample. A batch with bad samples has no inputs.
     """
 
     step: StepPlan
@@ -42,6 +47,8 @@ class StepBatch:
     program: Program | None = None
     sizes: SampleSizes | None = None
     workloads: Workloads | None = None
+    draw: Draw | None = None
+    bad: dict[int, BadSample] = field(default_factory=dict)
 
     def pin_memory(self) -> StepBatch:
         """Called by the data loader's pinning thread."""
@@ -107,7 +114,7 @@ class StepDataset(Dataset):
 
     Args:
         readers (`Mapping[str, Reader]` or `Reader`): Module -> how it reads samples, or one for all modules.
-        keys (`Callable[[StepPlan], Mapping[BatchKey, Sequence[int]]]`): The chunks of this rank.
+        keys (`Callable[[StepPlan], Mapping[BatchKey, tuple[int, ...]]]`): The chunks of this rank.
         seed (`int`): The base of all seeds.
         unused (`Mapping[str, frozenset[str]]`, *optional*):
             Module -> floating-point entries of a collated batch that it does not read, such as the pixels in the
@@ -120,7 +127,7 @@ class StepDataset(Dataset):
     def __init__(
         self,
         readers: Mapping[str, Reader] | Reader,
-        keys: Callable[[StepPlan], Mapping[BatchKey, Sequence[int]]],
+        keys: Callable[[StepPlan], Mapping[BatchKey, tuple[int, ...]]],
         seed: int,
         unused: Mapping[str, frozenset[str]] | None = None,
         cutter: ContextCutter | None = None,
@@ -143,38 +150,61 @@ class StepDataset(Dataset):
         return len(self.reader(LANGUAGE_MODEL).dataset)
 
     def __getitems__(self, draw: Draw) -> StepBatch:
-        """Plans the step of a draw and reads it."""
+        """
+        Plans the step of a draw and reads it. Samples that can't be read are noted in the batch, so that the ranks can
+        agree on what to do with them.
+        """
         assert self.planner is not None
-        planned = self.planner(draw)
+        try:
+            planned = self.planner(draw)
+        except Exception:
+            bad = self._unmeasurable(draw)
+            if not bad:
+                raise
+            return StepBatch(StepPlan((), {}, {}, draw.epoch), draw=draw, bad=bad)
         batch = self.read(planned.step)
-        batch.program = planned.program
+        batch.program = planned.program.of_rank(self.rank)
         batch.sizes = planned.sizes
         batch.workloads = planned.workloads
+        batch.draw = draw
         return batch
 
+    def _unmeasurable(self, draw: Draw) -> dict[int, BadSample]:
+        """Slot -> why its sample has no size."""
+        sizes = None if self.planner is None else self.planner.sizes
+        if sizes is None:
+            return {}
+        dataset = self.reader(LANGUAGE_MODEL).dataset
+        return _failures(
+            {slot: functools.partial(sizes, [index]) for slot, index in enumerate(draw.samples)},
+            lambda slot, error: BadSample.of(draw.samples[slot], error, stored_row(dataset, draw.samples[slot])),
+        )
+
     def read(self, step: StepPlan) -> StepBatch:
-        """The inputs of this rank for a step."""
+        """The inputs of this rank for a step, or its bad samples."""
         collated = _Collated(self, step)
-        result = StepBatch(step)
+        batches = {}
         for key, slots in self.keys(step).items():
             unused = self.unused.get(key[0], frozenset())
-            result.batches[key] = {
+            batches[key] = {
                 name: value
                 for name, value in collated.batch(self.reader(key[0]), slots).items()
                 if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
             }
+        cuts = {}
         if self.cutter is not None:
             reader = self.reader(LANGUAGE_MODEL)
-            result.cuts = {
-                key: self.cutter(collated.batch(reader, slots)) for key, slots in self.cutter.keys(step).items()
-            }
-        return result
+            for key, slots in self.cutter.keys(step).items():
+                row = collated.batch(reader, slots)
+                if row:
+                    cuts[key] = self.cutter(row)
+        return StepBatch(step, bad=collated.bad) if collated.bad else StepBatch(step, batches, cuts)
 
 
 class _Collated:
     """
     The collated samples of a step. Modules that read the same samples in the same way share a batch, and each sample
-    is read once from each dataset.
+    is read once from each dataset. A batch with a bad sample is empty.
     """
 
     def __init__(self, source: StepDataset, step: StepPlan):
@@ -182,26 +212,70 @@ class _Collated:
         self.step = step
         self.samples: dict[tuple[int, int], Any] = {}
         self.batches: dict[tuple[int, tuple[int, ...]], Mapping[str, Any]] = {}
+        self.bad: dict[int, BadSample] = {}
 
     def batch(self, reader: Reader, slots: tuple[int, ...]) -> Mapping[str, Any]:
         """The batch of some slots as `reader` makes it."""
         key = (id(reader), slots)
         if key not in self.batches:
-            samples = [self.sample(reader.dataset, slot) for slot in slots]
-            step = self.step
-            with seeded(stable_seed(self.source.seed, step.epoch, [step.samples[slot] for slot in slots])):
-                # Collators may change what they are given, and a sample can be in several chunks.
-                self.batches[key] = reader.collator([_copied(sample) for sample in samples])
+            samples = {slot: self.sample(reader.dataset, slot) for slot in slots}
+            self.batches[key] = {} if self.bad.keys() & samples.keys() else self._collate(reader, samples)
         return self.batches[key]
 
+    def _collate(self, reader: Reader, samples: Mapping[int, Any]) -> Mapping[str, Any]:
+        """Collates samples by slot; where that fails, finds those that can't be collated even alone."""
+        try:
+            return self._collate_seeded(reader, samples)
+        except MemoryError:
+            raise
+        except Exception:
+            bad = _failures(
+                {slot: functools.partial(self._collate_seeded, reader, {slot: s}) for slot, s in samples.items()},
+                lambda slot, error: self._describe(reader.dataset, slot, error, samples[slot]),
+            )
+            if not bad:
+                raise
+            self.bad.update(bad)
+            return {}
+
+    def _collate_seeded(self, reader: Reader, samples: Mapping[int, Any]) -> Mapping[str, Any]:
+        indices = [self.step.samples[slot] for slot in samples]
+        with seeded(stable_seed(self.source.seed, self.step.epoch, indices)):
+            # Collators may change what they are given, and a sample can be in several chunks.
+            return reader.collator([_copied(sample) for sample in samples.values()])
+
     def sample(self, dataset: Any, slot: int) -> Any:
-        """The sample of a slot."""
+        """The sample of a slot; `None` and a note if it can't be read."""
         key = (id(dataset), slot)
         if key not in self.samples:
             index = self.step.samples[slot]
-            with seeded(stable_seed(self.source.seed, self.step.epoch, index)):
-                self.samples[key] = dataset[index]
+            self.samples[key] = None
+            try:
+                with seeded(stable_seed(self.source.seed, self.step.epoch, index)):
+                    self.samples[key] = dataset[index]
+            except MemoryError:
+                raise
+            except Exception as error:
+                self.bad[slot] = self._describe(dataset, slot, error)
         return self.samples[key]
+
+    def _describe(self, dataset: Any, slot: int, error: Exception, sample: Any = None) -> BadSample:
+        """A bad sample with its file, if its stored row or the sample itself names one."""
+        index = self.step.samples[slot]
+        return BadSample.of(index, error, [stored_row(dataset, index), sample])
+
+
+def _failures(
+    attempts: Mapping[int, Callable[[], Any]], describe: Callable[[int, Exception], BadSample]
+) -> dict[int, BadSample]:
+    """Slot -> description of its failure, of those attempts that fail."""
+    bad = {}
+    for slot, attempt in attempts.items():
+        try:
+            attempt()
+        except Exception as error:
+            bad[slot] = describe(slot, error)
+    return bad
 
 
 def _copied(sample: Any) -> Any:

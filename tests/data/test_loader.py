@@ -78,13 +78,13 @@ def test_keys_are_the_chunks_of_the_stages_of_a_rank():
 
 def test_a_shared_rank_reads_a_sample_once_and_collates_it_once_for_modules_that_take_the_same():
     dataset = make(SHARED, 0)
-    collated = []
-    dataset.collator = lambda samples: collated.append([s["index"] for s in samples]) or collate(samples)
+    collated, source = [], Noisy()
+    dataset.readers = Reader(source, lambda s: collated.append([x["index"] for x in s]) or collate(s))
     batch = dataset.read(contiguous_step(SHARED, range(5, 17), 3))
     modules = {key[0] for key in batch.batches}
     assert modules == {"vision", LANGUAGE_MODEL}
     seen = {index for chunk in batch.batches.values() for index in chunk["index"]}
-    assert sorted(dataset.dataset.reads) == sorted(seen)
+    assert sorted(source.reads) == sorted(seen)
     for (module, replica, index, _), chunk in batch.batches.items():
         slots = batch.step.microbatches[module][replica][index]
         assert chunk["index"] == [batch.step.samples[slot] for slot in slots]
@@ -172,7 +172,7 @@ def test_ranks_agree_on_the_steps():
 def test_an_epoch_can_be_set_where_the_order_has_none():
     sampler = DrawSampler(BatchSampler(SequentialSampler(range(4)), 2, False))
     sampler.batch_sampler.set_epoch(4)
-    assert list(sampler) == [Draw((0, 1), 4), Draw((2, 3), 4)]
+    assert list(sampler) == [Draw((0, 1), 4, 2), Draw((2, 3), 4, 4)]
 
 
 def test_workers_draw_what_the_main_process_draws():
