@@ -101,7 +101,7 @@ def evaluate(
     collector = None if prediction_loss_only else _Collector(trainer)
     losses: list[tuple[float, int]] = []
     num_samples = 0
-    for batch in dataloader:
+    for batch in trainer._evaluation_batches(dataloader):
         engine.executor.on_logits = collector
         try:
             result = engine.evaluate_step(trainer._on_device(batch), first=not num_samples)

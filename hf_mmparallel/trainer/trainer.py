@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
+from .agreement import SampleAgreement
 from .arguments import MultimodalTrainingArguments
 from .build import (
     build_engine,
@@ -124,6 +125,9 @@ class MultimodalParallelTrainer(Trainer):
             self.engine, self.global_batch_size = build_engine(model, args, plugin)  # type: ignore[arg-type]
             super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
             self._pack()
+        skip = args.on_bad_sample == "skip"
+        self._readable = SampleAgreement(skip, self.engine.device)
+        self._readable_in_evaluation = SampleAgreement(skip, self.engine.device)
         self.engine.executor.forward_context = lambda: self.accelerator.autocast()
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
@@ -199,13 +203,17 @@ class MultimodalParallelTrainer(Trainer):
             for callback in self.callback_handler.callbacks:
                 if isinstance(callback, EngineCallback):
                     logs.update(callback.parallel_metrics())
+        if self.engine is not None and self._readable.skip and not {"loss", "train_loss"}.isdisjoint(logs):
+            logs["parallel/skipped_samples"] = self._readable.num_skipped
         super().log(logs, start_time)
 
     # Data
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
-        return train_loader(self)
+        loader = train_loader(self)
+        self._train_steps: Any = loader.dataset
+        return loader
 
     @planned
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -237,7 +245,14 @@ class MultimodalParallelTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
         with shared_failure():
             batch = next(epoch_iterator, None)
+            if batch is not None:
+                batch = self._readable.settle(batch, self._train_steps)
         return ([] if batch is None else [batch]), None
+
+    def _evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
+        """The batches of a loader, without samples that can't be read."""
+        for batch in dataloader:
+            yield self._readable_in_evaluation.settle(batch, dataloader.dataset)
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
         batches: Any = {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()}

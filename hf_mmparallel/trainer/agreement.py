@@ -1,0 +1,83 @@
+"""What the ranks agree on before a step: which samples can be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.logging import get_logger
+
+from ..data.bad_samples import BadSample, BadSampleError
+from ..data.loader import StepBatch, StepDataset
+
+logger = get_logger(__name__)
+
+
+class SampleAgreement:
+    """
+    Decides what happens to samples that some rank can't read, the same on every rank.
+
+    Args:
+        skip (`bool`): Whether to leave such samples out; otherwise they end the run.
+        device (`torch.device`): Where collectives of the default group take place.
+    """
+
+    def __init__(self, skip: bool, device: torch.device):
+        self.skip = skip
+        self.device = device
+        self.num_skipped = 0
+        self._reported: set[str] = set()
+
+    def settle(self, batch: StepBatch, dataset: StepDataset) -> StepBatch:
+        """
+        A batch without bad samples. Collective if `skip`: the ranks combine their bitmaps of bad samples, and while
+        there are any the step is planned and read again without them.
+
+        Args:
+            batch (`StepBatch`): What the loader yields.
+            dataset (`StepDataset`): What reads again.
+
+        Raises:
+            [`BadSampleError`]: For a bad sample unless `skip`, and when no sample of the step can be read.
+        """
+        if not self.skip:
+            for bad in batch.bad.values():
+                raise bad.error()
+            return batch
+        while slots := self._bad_slots(batch):
+            assert batch.draw is not None
+            found = self._exchange(batch)
+            rest = batch.draw.without(slots)
+            if not rest.samples:
+                raise BadSampleError(
+                    f"None of the last {len(slots)} samples of a global batch can be read, the first because of: "
+                    f"{found[slots[0]]} Check the files and the collator."
+                )
+            for slot in slots:
+                self._report(found[slot])
+            self.num_skipped += len(slots)
+            batch = dataset.__getitems__(rest)
+        return batch
+
+    def _bad_slots(self, batch: StepBatch) -> list[int]:
+        """The slots that are bad on any rank."""
+        assert batch.draw is not None
+        flags = torch.zeros(len(batch.draw.samples), dtype=torch.uint8)
+        flags[list(batch.bad)] = 1
+        flags = flags.to(self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return flags.nonzero().flatten().tolist()
+
+    def _exchange(self, batch: StepBatch) -> dict[int, BadSample]:
+        """Slot -> what the first rank that met it says."""
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, batch.bad)
+        return {slot: bad for found in reversed(every) for slot, bad in found.items()}
+
+    def _report(self, bad: BadSample) -> None:
+        """Logs a sample once, on rank 0."""
+        sentence = str(bad)
+        if sentence not in self._reported:
+            self._reported.add(sentence)
+            logger.warning(f"{sentence} It is left out.")
