@@ -16,7 +16,6 @@ def activation_peaks(
     step: StepPlan,
     sizes: SampleSizes,
     spans: Iterable[Span],
-    training: bool = True,
 ) -> dict[int, float]:
     """
     The most bytes of activations that each rank keeps at one time.
@@ -32,7 +31,6 @@ def activation_peaks(
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
         spans (`Iterable[Span]`): All tasks of the step on one clock, such as those of a [`Simulation`].
-        training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
 
     Returns:
         `dict[int, float]`: Rank -> bytes, beside weights, gradients and optimizer state.
@@ -54,8 +52,8 @@ def activation_peaks(
         if task.kind == "fwd":
             tokens = chunks[task.module, task.replica, task.microbatch, task.chunk][0]
             keep(task, start_ms, released_ms(task), memories[task.stage_key].bytes_per_token * tokens)
-    for message in build_graph(plan, step, training).messages:
-        if message.kind == "act" and message.crosses_boundary:
+    for message in build_graph(plan, step, training=False).messages:
+        if message.crosses_boundary:
             source, target = message.source, message.target
             width = spec.modules[target.module].hidden_size
             num_bytes = BYTES_PER_VALUE * width * message_tokens(step, sizes, source, target)

@@ -4,43 +4,12 @@ import pytest
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import HARDWARE, AnalyticCost, flops_per_token, hardware, memory_per_rank
-from hf_mmparallel.plan import (
-    LANGUAGE_MODEL,
-    FeatureSpec,
-    ModelSpec,
-    ModulePlugin,
-    ModuleSpec,
-    ParameterSpec,
-    SampleSizes,
-    resolve_plan,
-    sync_groups,
-)
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Task, build_program, simulate
-
-HIDDEN, WIDE, LAYERS, VOCABULARY = 64, 256, 4, 1000
-LAYER_MATRICES = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * WIDE
-
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, model
+from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
-
-
-def module(name: str, frozen: bool = False) -> ModuleSpec:
-    parameters = []
-    for layer in range(LAYERS):
-        for matrix, shape in (("attention", (4 * HIDDEN, HIDDEN)), ("up", (WIDE, HIDDEN)), ("down", (HIDDEN, WIDE))):
-            parameters.append(ParameterSpec(f"{name}.{layer}.{matrix}", shape, layer, "bfloat16", not frozen))
-        parameters.append(ParameterSpec(f"{name}.{layer}.norm", (HIDDEN,), layer, "bfloat16", not frozen))
-    if name == LANGUAGE_MODEL:
-        parameters.insert(0, ParameterSpec("embed_tokens.weight", (VOCABULARY, HIDDEN), -1, "bfloat16", not frozen))
-    else:
-        parameters.append(ParameterSpec(f"{name}.projector", (HIDDEN, HIDDEN), LAYERS, "bfloat16"))
-    features = () if name == LANGUAGE_MODEL else (FeatureSpec("image"),)
-    return ModuleSpec(name, f"{name}.layers", LAYERS, HIDDEN, 4, 4, WIDE, tuple(parameters), features)
-
-
-def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
-    modules = {name: module(name, name in frozen) for name in ("vision", LANGUAGE_MODEL)}
-    return ModelSpec(modules, tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
 
 
 def cost_of(spec, **plugins):
@@ -98,10 +67,37 @@ def test_keys_that_take_longer_than_attention_cost_time():
     assert times[1] == pytest.approx(times[0] / 2)  # attention hides it
 
 
+MIXED = SampleSizes.of_sequences(
+    {"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [7]]},
+)
+DEFERRED = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
+
+
+def test_a_chunk_costs_the_sum_of_its_samples():
+    spec = model()
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
+    cost = AnalyticCost(spec, plan, DEFERRED, MIXED, HARDWARE["a100"])
+    for task, lengths in (
+        (Task("fwd", "vision", 0, 0, 0, 0), []),
+        (Task("fwd", "vision", 0, 0, 0, 1), [4, 4]),
+        (Task("fwd", "vision", 0, 0, 1, 0), [9, 2]),
+        (Task("fwd", LANGUAGE_MODEL, 0, 1, 1), [20, 12, 7]),
+    ):
+        stage = plan.stage(*task.stage_key)
+        flops = sum(n * flops_per_token(spec, task.module, stage, n) for n in lengths)
+        assert cost(task) == pytest.approx(flops / HARDWARE["a100"].flops_per_ms)
+    program = build_program(plan, DEFERRED, [], cost)
+    sent = [a.message for a in program.actions[0] if a.op == "send" and a.message is not None]
+    # Sample 1 has no image, sample 0 is taken one microbatch later.
+    assert [cost.message_ms(m) * HARDWARE["a100"].link_gb_per_s * 1e6 for m in sent] == pytest.approx(
+        [2 * HIDDEN * tokens for tokens in (0, 8, 11)]
+    )
+
+
 def test_messages_take_time():
     cost = cost_of(model())
     program = build_program(cost.plan, cost.step, [], cost)
-    message = next(a.message for a in program.actions[0] if a.op == "send")
+    message = next(a.message for a in program.actions[0] if a.op == "send" and a.message is not None)
     assert cost.message_ms(message) == pytest.approx(2 * 2 * 7 * HIDDEN / 450e9 * 1e3)
 
 
@@ -124,6 +120,16 @@ def test_memory_of_a_rank():
     assert memory[1].activations == 2 * 2 * kept
     assert memory[3].activations == 2 * (kept + 8 * VOCABULARY * 10 / 2)
     assert memory[1].total_gib == memory[1].total / 2**30
+
+
+def test_the_largest_microbatch_counts():
+    spec = model()
+    plan = resolve_plan(spec, {})
+    in_flight = {("vision", 0, 0): 1.5, (LANGUAGE_MODEL, 0, 0): 1.0}
+    memory = memory_per_rank(spec, plan, DEFERRED, MIXED, in_flight)
+    kept = 2 * LAYERS * (8 * HIDDEN + 3 * WIDE)
+    assert memory[0].activations == 1.5 * 11 * kept
+    assert memory[1].activations == 39 * (kept + 8 * VOCABULARY)
 
 
 def test_ranks_that_share_tokens_keep_their_share_of_them():

@@ -1,0 +1,25 @@
+"""A small model whose operations and bytes are worked out by hand."""
+
+from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
+
+HIDDEN, WIDE, LAYERS, VOCABULARY = 64, 256, 4, 1000
+LAYER_MATRICES = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * WIDE
+
+
+def module(name: str, frozen: bool = False) -> ModuleSpec:
+    parameters = []
+    for layer in range(LAYERS):
+        for matrix, shape in (("attention", (4 * HIDDEN, HIDDEN)), ("up", (WIDE, HIDDEN)), ("down", (HIDDEN, WIDE))):
+            parameters.append(ParameterSpec(f"{name}.{layer}.{matrix}", shape, layer, "bfloat16", not frozen))
+        parameters.append(ParameterSpec(f"{name}.{layer}.norm", (HIDDEN,), layer, "bfloat16", not frozen))
+    if name == LANGUAGE_MODEL:
+        parameters.insert(0, ParameterSpec("embed_tokens.weight", (VOCABULARY, HIDDEN), -1, "bfloat16", not frozen))
+    else:
+        parameters.append(ParameterSpec(f"{name}.projector", (HIDDEN, HIDDEN), LAYERS, "bfloat16"))
+    features = () if name == LANGUAGE_MODEL else (FeatureSpec("image"),)
+    return ModuleSpec(name, f"{name}.layers", LAYERS, HIDDEN, 4, 4, WIDE, tuple(parameters), features)
+
+
+def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
+    modules = {name: module(name, name in frozen) for name in ("vision", LANGUAGE_MODEL)}
+    return ModelSpec(modules, tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
