@@ -27,6 +27,7 @@ def size_source(
     columns: str | Mapping[str, str] | None = None,
     function: Callable[[Any], Mapping[str, Any]] | None = None,
     processor: Any = None,
+    num_proc: int | None = None,
 ) -> SizeSource | None:
     """
     Finds out how the samples of a dataset can be measured. The first of these that there is:
@@ -56,6 +57,7 @@ def size_source(
             Sample -> module -> tokens, or a list of them (one for each image). An encoder that is left out has nothing
             to do for the sample.
         processor ([`~transformers.ProcessorMixin`], *optional*): The Trainer's `processing_class`.
+        num_proc (`int`, *optional*): Processes that measure a `datasets.Dataset`.
 
     Returns:
         `Callable[[Sequence[int]], SampleSizes]` or `None`: None where all samples have to count the same. Rows of
@@ -74,7 +76,7 @@ def size_source(
         given = ColumnMeasure.of(columns, modules)
     elif function is not None:
         given = FunctionMeasure(function, modules)
-    return _Choice(spec, collator, processor, given).source(dataset)
+    return _Choice(spec, collator, processor, given, num_proc).source(dataset)
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class _Choice:
     collator: Any
     processor: Any
     given: SampleMeasure | None
+    num_proc: int | None
 
     def source(self, dataset: Any) -> SizeSource | None:
         """Sizes of a dataset, or of what it is made of."""
@@ -103,7 +106,9 @@ class _Choice:
         if _is_datasets(dataset):
             measure = self.given or self.measure(dataset, dataset.column_names)
             has_transform = self.given is None and dataset.format["type"] == "custom"
-            return None if measure is None or has_transform else _measured_table(dataset, measure, modules)
+            if measure is None or has_transform:
+                return None
+            return _measured_table(dataset, measure, modules, self.num_proc)
         measure = self.given
         if isinstance(dataset, Sequence) and len(dataset) and isinstance(dataset[0], Mapping):
             measure = measure or self.measure(dataset, list(dataset[0]))
@@ -123,7 +128,7 @@ class _Choice:
             collator = collator.collator
         if not hasattr(collator, "without_media"):
             return None
-        return ChatMeasure(collator.without_media(), tokens)
+        return ChatMeasure(collator, tokens)
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,9 @@ def _is_datasets(dataset: Any) -> bool:
     return isinstance(dataset, Dataset)
 
 
-def _measured_table(dataset: Any, measure: SampleMeasure, modules: tuple[str, ...]) -> TableSizes:
+def _measured_table(
+    dataset: Any, measure: SampleMeasure, modules: tuple[str, ...], num_proc: int | None
+) -> TableSizes:
     """Sizes of all rows of a `datasets.Dataset`."""
     # Arrow rows hold media as they are stored; no other format leaves media inside of lists and dicts undecoded.
     view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
@@ -169,7 +176,7 @@ def _measured_table(dataset: Any, measure: SampleMeasure, modules: tuple[str, ..
         found = view[:]
         columns: Mapping[str, str] = measure.names
     else:
-        found = _mapped(view, measure, modules).with_format("arrow")[:]
+        found = _mapped(view, measure, modules, num_proc).with_format("arrow")[:]
         columns = {name: name for name in modules}
     lengths = {
         name: Ragged.of_arrow(found[columns[name]], columns[name]) if name in columns else Ragged.ones(len(dataset))
@@ -178,7 +185,7 @@ def _measured_table(dataset: Any, measure: SampleMeasure, modules: tuple[str, ..
     return TableSizes(lengths, measure.counts_rows)
 
 
-def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...]) -> Any:
+def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...], num_proc: int | None) -> Any:
     """Lengths of all rows as a `datasets.Dataset`, from its cache if they were measured before."""
     from datasets import Features, List, Value
     from datasets.fingerprint import Hasher
@@ -194,5 +201,6 @@ def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...]) -> Any:
         remove_columns=view.column_names,
         features=Features({name: List(Value("int64")) for name in modules}),
         new_fingerprint=fingerprint,
+        num_proc=num_proc,
         desc="Measuring samples",
     )

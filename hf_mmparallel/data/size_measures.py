@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import transformers
+from transformers import ProcessorMixin
+from transformers.utils import logging
 
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from ..plan.plugin import reject_unknown_keys
-from .chat_collator import TOKEN_FIELDS
+from .chat_collator import TOKEN_FIELDS, ChatCollator
+
+logger = logging.get_logger(__name__)
 
 Lengths = dict[str, list[int]]
 """Module -> the lengths of a sample's sequences: one in the language model, one for each image of an encoder."""
@@ -180,53 +186,56 @@ class TokenMeasure:
 @dataclass(frozen=True)
 class ChatMeasure:
     """
-    Lengths of a conversation, from a collator that expands placeholders without decoding media.
+    Lengths of a conversation, with placeholders expanded without decoding media.
 
-    A sample that it can't measure counts one token in each module: whoever reads it reports what is wrong.
+    A sample that can't be measured counts one token in each module, and whoever reads it reports what is wrong.
 
     Args:
-        collator (`Callable[[list], Mapping[str, Any]]`): What `ChatCollator.without_media()` returns.
-        tokens (`TokenMeasure`): Counts the tokens of its batches.
+        collator (`Any`): A [`ChatCollator`], or what else has `without_media()`.
+        tokens ([`TokenMeasure`]): Counts the tokens of its batches.
     """
 
-    collator: Callable[[list], Mapping[str, Any]]
+    collator: Any
     tokens: TokenMeasure
     counts_rows: bool = field(default=True, init=False)
+
+    @cached_property
+    def _bare(self) -> Callable[[list], Mapping[str, Any]]:
+        return self.collator.without_media()
 
     def reads(self, present: Sequence[str]) -> list[str]:
         return list(present)
 
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
         try:
-            batch = self.collator([sample])
-        except (OSError, ValueError):
+            batch = self._bare([sample])
+        except Exception as error:  # templates and processors raise errors of any type
+            logger.warning_once("Samples that can't be measured count one token in each module: %r", error)
             return {module: [1] for module in self.tokens.placeholders}
         return self.tokens({name: value[0] if name in TOKEN_FIELDS else value for name, value in batch.items()})
 
     def identity(self) -> Any:
-        return describe(self.collator), self.tokens.identity()
+        return collator_identity(self.collator), self.tokens.identity()
 
 
-def describe(value: Any, depth: int = 4) -> Any:
+def collator_identity(collator: Any) -> Any:
     """
-    A collator with its processor as plain data that is equal in every process.
+    What the lengths from a collator depend on, equal in every process.
 
-    Pickles of a tokenizer differ between runs, and change when it pads; its settings and its vocabulary don't.
+    A pickle of a tokenizer differs between runs, and its settings of padding change when it is used.
     """
-    backend = getattr(value, "backend_tokenizer", None)
-    if backend is not None:
-        state = json.loads(backend.to_str())
-        return [type(value).__name__, {**state, "truncation": None, "padding": None}, value.chat_template]
-    if hasattr(value, "to_dict"):
-        plain = {key: setting for key, setting in value.to_dict().items() if key != "tokenizer"}
-        parts = [describe(getattr(value, name), depth - 1) for name in ("tokenizer", "chat_template") if depth]
-        return [type(value).__name__, json.loads(json.dumps(plain, default=repr, sort_keys=True)), parts]
-    if isinstance(value, (str, int, float, bool, type(None))):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [describe(item, depth - 1) for item in value] if depth else len(value)
-    state = vars(value) if hasattr(value, "__dict__") and depth else {}
-    return [type(value).__name__, {key: describe(part, depth - 1) for key, part in sorted(state.items())}]
+    if not isinstance(collator, ChatCollator):
+        return collator
+    processor, tokenizer = collator.processor, collator.tokenizer
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    return (
+        type(collator).__qualname__,
+        sorted((name, v) for name, v in vars(collator).items() if isinstance(v, (str, int, type(None)))),
+        processor.to_json_string() if isinstance(processor, ProcessorMixin) else type(processor).__qualname__,
+        {**backend, "truncation": None, "padding": None},
+        tokenizer.special_tokens_map,
+        transformers.__version__,
+    )
 
 
 def as_lengths(value: Any, source: str) -> list[int]:

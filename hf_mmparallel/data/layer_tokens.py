@@ -1,0 +1,164 @@
+"""How many tokens the layers of an encoder see of an item, measured at the entry of its first layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..modeling.hollow import hidden_of
+from ..modeling.spec import find_stack, layers_of, module_parts
+from ..plan import ModelSpec
+from .chat_collator import TOKEN_FIELDS
+from .sample_sizes import SizeSource
+from .size_measures import TokenMeasure
+from .size_sources import LayerTokens
+
+logger = logging.get_logger(__name__)
+
+NUM_CANDIDATES = 512
+NUM_PROBES = 4
+PROPORTIONAL = 0.01
+"""Largest relative error with which tokens count as proportional to rows."""
+
+
+def measure_layers(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    dataset: Any,
+    collator: Callable[[list], Mapping[str, Any]],
+    source: SizeSource | None,
+) -> dict[str, LayerTokens]:
+    """
+    Finds out what the layers of each encoder see of the rows of its features, for [`~TableSizes.with_layers`].
+
+    Reads and collates up to four samples with media of different sizes, and runs each encoder on them up to its first
+    layer, on the CPU and without its weights. Samples may fail to be read on one rank and not on another: measure on
+    one rank and give the result to all.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The whole model, on any device (`meta` too). It is not changed.
+        spec ([`ModelSpec`]): The same model.
+        dataset: A map-style dataset.
+        collator (`Callable[[list], Mapping[str, Any]]`): Collates its samples.
+        source (`Callable[[Sequence[int]], SampleSizes]` or `None`): What [`size_source`] made for the dataset.
+
+    Returns:
+        `dict[str, LayerTokens]`: Encoder -> its tokens; without encoders that could not be measured, of which a row is
+        one token, and empty where sizes are given by the user.
+    """
+    if source is None or not source.counts_rows:
+        return {}
+    candidates = np.unique(np.linspace(0, len(source) - 1, min(len(source), NUM_CANDIDATES)).astype(np.int64))
+    rows = source(candidates.tolist()).tokens
+    skeleton = _skeleton(model)
+    found = {}
+    for name in spec.encoders:
+        sizes, first = np.unique(rows[name], return_index=True)
+        chosen = first[sizes > 0]
+        if not len(chosen):
+            continue
+        spread = np.unique(np.linspace(0, len(chosen) - 1, NUM_PROBES).astype(np.int64))
+        try:
+            probe = _Probe(skeleton, name, TokenMeasure.of(spec), collator)
+            found[name] = probe.fit([dataset[int(index)] for index in candidates[chosen[spread]]])
+        except Exception as error:  # whatever a dataset, a collator or a model's code raises
+            logger.warning(
+                f"What the layers of `{name}` see of samples can't be measured ({error!r}); each row of its features "
+                "counts as one token."
+            )
+    return found
+
+
+class _Entered(Exception):
+    """Leaves an encoder at its first layer with the shape of what enters it."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+
+
+@dataclass
+class _Probe:
+    """Runs samples into one encoder of a skeleton."""
+
+    skeleton: Any
+    module: str
+    tokens: TokenMeasure
+    collator: Callable[[list], Mapping[str, Any]]
+
+    def fit(self, samples: list[Any]) -> LayerTokens:
+        """Tokens by rows alone, if they are proportional, else by rows and items."""
+        seen = [self.shapes([sample]) for sample in samples]
+        tokens = np.array([sum(map(_num_tokens, shapes)) for _, shapes in seen], dtype=float)
+        rows = np.array([sum(lengths) for lengths, _ in seen], dtype=float)
+        items = np.array([len(lengths) for lengths, _ in seen], dtype=float)
+        per_row, per_item = tokens.sum() / rows.sum(), 0.0
+        if (np.abs(per_row * rows - tokens) > PROPORTIONAL * tokens).any():
+            (per_row, per_item), _ = nnls(np.stack([rows, items], axis=1), tokens)
+        return LayerTokens(float(per_row), float(per_item), self.sequence(samples[0], [s for _, s in seen]))
+
+    def sequence(self, sample: Any, seen: list[list[tuple[int, ...]]]) -> int | None:
+        """The length of sequences if all have the same, and twice the sample has twice as many."""
+        _, twice = self.shapes([_copied(sample), _copied(sample)])
+        lengths = {shape[-2] for shapes in (*seen, twice) for shape in shapes}
+        is_batch = all(len(one) == 3 and two[0] == 2 * one[0] for one, two in zip(seen[0], twice, strict=True))
+        return lengths.pop() if is_batch and len(lengths) == 1 else None
+
+    def shapes(self, samples: list[Any]) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Rows of the items of the first sample, and the shapes of what enters the first layer for each modality."""
+        batch = self.collator(samples)
+        first = {name: value[0] if name in TOKEN_FIELDS else value for name, value in batch.items()}
+        part = module_parts(self.skeleton)[self.module]
+        layer = layers_of(self.skeleton, find_stack(self.skeleton, part.tower))[0]
+        handle = layer.register_forward_pre_hook(_leave, with_kwargs=True)
+        shapes = []
+        try:
+            for modality, features in part.features.items():
+                names = part.input_names(modality)
+                inputs = {name: batch[name] for name in names if batch.get(name) is not None}
+                if names[0] in inputs and len(inputs[names[0]]):
+                    with torch.no_grad():
+                        shapes += _entered(features, inputs)
+        finally:
+            handle.remove()
+        return self.tokens(first)[self.module], shapes
+
+
+def _entered(features: Callable[..., Any], inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """The shape of what enters the first layer."""
+    try:
+        features(**inputs)
+    except _Entered as entered:
+        return [entered.shape]
+    raise RuntimeError("its first layer is never called")
+
+
+def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise _Entered(tuple(hidden_of(args, kwargs).shape))
+
+
+def _num_tokens(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape[:-1]))
+
+
+def _copied(sample: Any) -> Any:
+    return dict(sample) if isinstance(sample, Mapping) else sample
+
+
+def _skeleton(model: PreTrainedModel) -> Any:
+    """A copy of a model on the CPU whose parameters take no memory; each is one zero expanded to its shape."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().cpu()
+    return copy.deepcopy(model, memo).eval()
