@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..cost import HARDWARE, Hardware
 from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
+from ..data.step_planner import StepPlanner
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPlan, Workloads, holdings, sync_groups
@@ -126,6 +127,7 @@ class ParallelEngine(nn.Module):
         self.adapters: Any = None
         self.step_index = 0
         self.last_result: StepResult | None = None
+        self.planner: StepPlanner | None = None  # of the training steps
         self.current_step: StepPlan | None = None
         self.current_sizes: SampleSizes | None = None
         self.current_workloads: Workloads | None = None

@@ -32,7 +32,8 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
     check_dataset(dataset)
     sampler = _seeded(trainer, trainer._get_train_sampler(dataset))
     batches = BatchSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
-    return _step_loader(trainer, dataset, batches, training_planner(trainer), "Training")
+    planner = trainer._engine.planner = training_planner(trainer)
+    return _step_loader(trainer, dataset, batches, planner, "Training")
 
 
 def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: str) -> DataLoader:
