@@ -108,6 +108,23 @@ def shared(num_microbatches: int = 3) -> Case:
     return Case(plan, make_step({"vision": rows, LANGUAGE_MODEL: rows}), sync_groups(spec, plan))
 
 
+def deferred(num_encoder_stages: int, num_stages: int, num_microbatches: int, schedule: Schedule = "1f1b") -> Case:
+    """
+    A pipelined encoder before a pipelined language model, four samples a microbatch. Of every other microbatch one
+    sample is taken with the next one.
+    """
+    ranks = [(rank,) for rank in range(num_encoder_stages + num_stages)]
+    modules = {"vision": [ranks[:num_encoder_stages]], LANGUAGE_MODEL: [ranks[num_encoder_stages:]]}
+    size = max(4, num_encoder_stages, num_stages)
+    specs = {name: module_spec(name, size, feature_layers=() if name == LANGUAGE_MODEL else (0,)) for name in modules}
+    spec, plan = make_plan(modules, specs, schedule)
+    encoded = [list(range(4 * i, 4 * i + 4)) for i in range(num_microbatches)]
+    taken = [list(slots) for slots in encoded]
+    for index in range(0, num_microbatches - 1, 2):
+        taken[index + 1].append(taken[index].pop())
+    return Case(plan, make_step({"vision": [encoded], LANGUAGE_MODEL: [taken]}), sync_groups(spec, plan))
+
+
 @st.composite
 def cases(draw) -> Case:
     """Any small layout: shared and overlapping ranks, unequal replicas, frozen layers, DeepStack, any arrangement."""
@@ -134,7 +151,7 @@ def cases(draw) -> Case:
                     grids.append(tuple(draw(st.permutations(range(5)))[:tp_size]))
             modules[name].append(grids)
     tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
-    spec, plan = make_plan(modules, specs, draw(st.sampled_from(["1f1b", "gpipe"])), tied)
+    spec, plan = make_plan(modules, specs, draw(st.sampled_from(["1f1b", "gpipe", "eager"])), tied)
     slots = range(draw(st.integers(0, 14)))
     microbatches = {}
     for name in names:

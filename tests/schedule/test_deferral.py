@@ -1,0 +1,179 @@
+"""Samples that are taken a microbatch after they are encoded: caps, order, times, and what eager forwards give."""
+
+import math
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.schedule import (
+    ahead_caps,
+    build_graph,
+    build_program,
+    live_caps,
+    microbatch_forward_ms,
+    policy_caps,
+    schedule_tasks,
+    simulate,
+    stage_depths,
+)
+from tests.schedule.builders import Case, chain, deferred, make_plan, make_step, module_spec
+
+
+def balanced(case: Case):
+    """Microbatches of a module take equally long, a chunk its share of one; a backward takes two forwards."""
+
+    def cost(task):
+        slots = case.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        whole = case.step.microbatches[task.module][task.replica][task.microbatch]
+        return len(slots) / len(whole) * (1.0 if task.kind == "fwd" else 2.0)
+
+    return cost
+
+
+def last_end(case: Case, caps) -> float:
+    return max(schedule_tasks(case.plan, build_graph(case.plan, case.step), balanced(case), caps).end_ms)
+
+
+def iteration_ms(case: Case, schedule: str) -> float:
+    plan = replace(case.plan, schedule=schedule)
+    cost = balanced(case)
+    return simulate(plan, build_program(plan, case.step, case.groups, cost), cost).iteration_ms
+
+
+def test_an_encoder_needs_one_more_in_flight_when_samples_are_deferred():
+    plain, late = chain(4, 8), deferred(1, 3, 8)
+    assert live_caps(plain.plan, plain.step) == stage_depths(plain.plan)
+    depths = stage_depths(late.plan)
+    assert depths["vision", 0, 0] == 4
+    assert live_caps(late.plan, late.step) == {**depths, ("vision", 0, 0): 5}
+
+
+def test_samples_taken_before_their_place_and_far_behind_it_count_too():
+    _, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,)], [(2,)]]})
+    # Both copies take from one encoder; sample 0 is taken three microbatches later.
+    step = make_step({"vision": [[[i] for i in range(8)]], LANGUAGE_MODEL: [[[1], [2], [3], [0]], [[4, 5], [6, 7]]]})
+    # Before its first backward the encoder has run all microbatches up to the 6th, which copy 1 begins with.
+    assert live_caps(plan, step)["vision", 0, 0] == 1 + 6
+
+
+def test_deferral_does_not_stall_1f1b():
+    case = deferred(1, 3, 16)
+    unlimited = last_end(case, {})
+    assert last_end(case, live_caps(case.plan, case.step)) == pytest.approx(unlimited)
+    assert last_end(case, stage_depths(case.plan)) > unlimited + 2
+
+
+@pytest.mark.parametrize("stages", [(1, 3), (3, 3), (5, 3)])
+def test_eager_is_as_fast_as_unlimited_memory(stages):
+    case = deferred(*stages, 32)
+    assert iteration_ms(case, "eager") == pytest.approx(last_end(case, {}))
+    assert iteration_ms(case, "eager") <= iteration_ms(case, "1f1b")
+    if stages == (5, 3):
+        assert iteration_ms(case, "eager") < 0.9 * iteration_ms(case, "1f1b")
+
+
+def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
+    case = deferred(2, 2, 16, "eager")
+    least = live_caps(case.plan, case.step)
+    given_caps = {("vision", 0, 0): 9.0, ("vision", 0, 1): 1.0, (LANGUAGE_MODEL, 0, 0): 2.0}
+    assert policy_caps(case.plan, case.step, given_caps) == {**least, ("vision", 0, 0): 9.0}
+    program = build_program(case.plan, case.step, case.groups, caps=given_caps)
+    peaks = simulate(case.plan, program).peak_in_flight
+    assert least["vision", 0, 0] < peaks["vision", 0, 0] < 10  # chunks of an admitted microbatch are not held back
+    assert policy_caps(case.plan, case.step) == ahead_caps(case.plan, case.step)
+    assert ahead_caps(case.plan, case.step) == {
+        ("vision", 0, 0): math.inf,
+        ("vision", 0, 1): math.inf,
+        (LANGUAGE_MODEL, 0, 0): 3,
+        (LANGUAGE_MODEL, 0, 1): 2,
+    }
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.permutations(range(12)), st.integers(3, 12), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_1f1b_caps_let_any_arrangement_through(order, num_encoded, num_taken, random):
+    _, plan = make_plan({"vision": [[(0,), (1,)]], LANGUAGE_MODEL: [[(2,), (3,)], [(4,)]]})
+    encoded = [order[index::num_encoded] for index in range(num_encoded)]
+    taken = [[list(range(12))[index :: 2 * num_taken] for index in range(d, 2 * num_taken, 2)] for d in range(2)]
+    case = Case(plan, make_step({"vision": [encoded], LANGUAGE_MODEL: taken}), [])
+    times = {task: random.random() for task in build_graph(plan, case.step).tasks}
+    simulation = simulate(plan, build_program(plan, case.step, [], times.__getitem__), times.__getitem__)
+    caps = live_caps(plan, case.step)
+    # A microbatch is let in whole, so that its chunks may go over the cap by less than one.
+    assert all(peak < caps[key] + 1 for key, peak in simulation.peak_in_flight.items())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager"])
+def test_what_was_not_deferred_goes_back_first(schedule):
+    case = deferred(1, 2, 6, schedule)
+    program = build_program(case.plan, case.step, case.groups, balanced(case))
+    order = [str(action) for action in program.actions[0] if action.op == "bwd"]
+    expected = [
+        text
+        for index in range(0, 6, 2)
+        for text in (
+            f"bwd vision.r0.s0 mb{index}.c0",
+            f"bwd vision.r0.s0 mb{index}.c1",
+            f"bwd vision.r0.s0 mb{index + 1}.c0",
+        )
+    ]
+    assert order == expected
+    times = program.times_ms
+    ends = {str(task): end for task, (_, end) in times.items()}
+    starts = {str(task): start for task, (start, _) in times.items()}
+    assert starts["bwd vision.r0.s0 mb0.c0"] == ends["bwd language_model.r0.s0 mb0.c0"]
+    assert starts["bwd vision.r0.s0 mb0.c1"] >= ends["bwd language_model.r0.s0 mb1.c0"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_encoder_never_waits_for_what_it_sent_to_be_taken(frozen):
+    specs = {
+        "vision": module_spec(
+            "vision", frozen=frozenset(range(-1, 5)) if frozen else frozenset(), feature_layers=(0,)
+        ),
+        LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL),
+    }
+    _, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,), (2,)]]}, specs, "eager")
+    case = Case(plan, deferred(1, 2, 8).step, [])
+
+    def cost(task):
+        return 10.0 if task.module == LANGUAGE_MODEL else 1.0
+
+    program = build_program(plan, case.step, [], cost)
+    actions = program.actions[0]
+    forwards = [index for index, action in enumerate(actions) if action.op == "fwd"]
+    assert all(actions[index + 1].op == "send" for index in forwards)
+    assert forwards == list(range(0, 2 * len(forwards), 2))
+    spans = [s for s in simulate(plan, program, cost, comm_ms=3.0).spans if s.rank == 0 and s.task.kind == "fwd"]
+    assert [span.start_ms for span in spans] == list(range(12))
+    # What is taken later is never asked for before what is taken earlier.
+    received = [a.message.source for a in program.actions[1] if a.op == "recv" and a.message.crosses_boundary]
+    assert received == [span.task for span in spans]
+
+
+def test_a_rank_needs_its_own_part_only():
+    case = deferred(2, 2, 8, "eager")
+    program = build_program(case.plan, case.step, case.groups)
+    for rank, actions in program.actions.items():
+        own = pickle.loads(pickle.dumps(program.of_rank(rank)))
+        assert own.actions == {rank: actions}
+        tasks = [action.task for action in actions if action.task is not None]
+        assert own.times_ms == {task: program.times_ms[task] for task in tasks}
+        assert all(own.has_backward(task) == program.has_backward(task) for task in tasks)
+    assert program.of_rank(99).actions == {99: ()}
+
+
+def test_forward_times_of_microbatches():
+    case = deferred(2, 2, 4)
+    spans = simulate(case.plan, build_program(case.plan, case.step, case.groups), balanced(case)).spans
+    found = microbatch_forward_ms(spans)
+    assert list(found) == [(LANGUAGE_MODEL, 0), ("vision", 0)]
+    assert all(np.allclose(times, [2.0] * 4) for times in found.values())  # two stages of one millisecond
+    slower = [replace(span, end_ms=span.end_ms + 1, rank=7) for span in spans if span.task.kind == "fwd"]
+    assert microbatch_forward_ms([*slower, *spans])[LANGUAGE_MODEL, 0] == pytest.approx([4.0] * 4)
+    assert microbatch_forward_ms([]) == {}
