@@ -126,9 +126,9 @@ class _Choice:
         collator: Any = self.collator or default_collator(dataset, self.processor)[0]
         while hasattr(collator, "collator"):
             collator = collator.collator
-        if not hasattr(collator, "without_media"):
-            return None
-        return ChatMeasure(collator, tokens)
+        if hasattr(collator, "without_media") and getattr(collator, "messages_column", None) in names:
+            return ChatMeasure(collator, tokens)
+        return None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -127,7 +128,11 @@ class FunctionMeasure:
         return {module: as_lengths(found.get(module), f"`{name}`") for module in self.modules}
 
     def identity(self) -> Any:
-        return self.function, self.modules
+        try:
+            source = inspect.getsource(self.function)  # functions of modules are pickled by name
+        except (OSError, TypeError):
+            source = None
+        return self.function, source, self.modules
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,8 @@ class ChatMeasure:
         try:
             batch = self._bare([sample])
         except Exception as error:  # templates and processors raise errors of any type
-            logger.warning_once("Samples that can't be measured count one token in each module: %r", error)
+            logger.warning_once("Samples that can't be measured count one token a module: %s", type(error).__name__)
+            logger.debug("A sample can't be measured: %s", error)
             return {module: [1] for module in self.tokens.placeholders}
         return self.tokens({name: value[0] if name in TOKEN_FIELDS else value for name, value in batch.items()})
 
@@ -246,7 +252,7 @@ def as_lengths(value: Any, source: str) -> list[int]:
         `ValueError`: For what is no length, naming its `source`.
     """
     array = np.asarray([] if value is None else value)
-    whole = array.dtype.kind in "iu" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all()))
+    whole = array.dtype.kind in "biu" or (array.dtype.kind == "f" and bool((array == np.floor(array)).all()))
     if array.size and (array.ndim > 1 or not whole or (array < 0).any()):
         raise ValueError(f"{source} gave the length {value!r}. Give a number from 0, or a list with one an image.")
     return array.reshape(-1).astype(np.int64).tolist()

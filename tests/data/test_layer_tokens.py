@@ -1,0 +1,152 @@
+"""What encoders are said to see is what enters their first layer, sample by sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import ConcatDataset, Subset
+from transformers import AudioFlamingo3Config, AudioFlamingo3ForConditionalGeneration
+
+from hf_mmparallel.data import PretokenizedCollator
+from hf_mmparallel.data.layer_tokens import measure_layers
+from hf_mmparallel.data.sample_sizes import size_source
+from hf_mmparallel.data.size_sources import LayerTokens
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.hollow import hidden_of
+from hf_mmparallel.modeling.spec import layers_of
+from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset
+
+
+@contextmanager
+def seen(model: torch.nn.Module, stack: str) -> Iterator[list[tuple[int, float]]]:
+    """Tokens and squared lengths of sequences that enter the first layer of a stack, run by run."""
+    found: list[tuple[int, float]] = []
+
+    def note(layer, args, kwargs) -> None:
+        shape = hidden_of(args, kwargs).shape[:-1]
+        ends = kwargs.get("cu_seqlens")
+        lengths = [shape[-1]] * (shape[0] if len(shape) == 2 else 1) if ends is None else ends.diff().tolist()
+        found.append((int(np.prod(shape)), float(sum(n * n for n in lengths))))
+
+    handle = layers_of(model, stack)[0].register_forward_pre_hook(note, with_kwargs=True)
+    yield found
+    handle.remove()
+
+
+def truth(model: Any, spec: Any, samples: list[dict], collator: Any) -> dict[str, list[tuple[int, float]]]:
+    """Encoder -> tokens and squares of each sample, from running the whole model on it."""
+    result: dict[str, list[tuple[int, float]]] = {}
+    for name in spec.encoders:
+        for sample in samples:
+            with seen(model, spec.modules[name].stack) as found, torch.no_grad():
+                model(**{key: value for key, value in collator([sample]).items() if key != "labels"})
+            result.setdefault(name, []).append((sum(n for n, _ in found), sum(s for _, s in found)))
+    return result
+
+
+def measured(model: Any, spec: Any, samples: Any, collator: Any) -> dict[str, list[tuple[int, float]]]:
+    """Encoder -> tokens and squares of each sample, from its metadata."""
+    source = size_source(samples, collator, spec)
+    sizes = source.with_layers(measure_layers(model, spec, samples, collator, source))(range(len(samples)))
+    return {n: list(zip(sizes.tokens[n].tolist(), sizes.squares[n].tolist(), strict=True)) for n in spec.encoders}
+
+
+# Windows inside an image count as if its attention were over all of it; images of Pixtral share a row of the batch.
+SQUARES_DIFFER = ("qwen2_5_vl", "qwen2_5_omni", "mistral3")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TEXT_ONLY])
+def test_sizes_are_what_layers_see(family):
+    model, samples, collator = FAMILIES[family](), make_dataset(family, 7), collate(family)
+    spec = build_model_spec(model)
+    expected = truth(model, spec, samples, collator)
+    found = measured(model, spec, samples, collator)
+    columns = 1 if family in SQUARES_DIFFER else 2
+    for name in spec.encoders:
+        assert [pair[:columns] for pair in found[name]] == [pair[:columns] for pair in expected[name]]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "voxtral"])
+def test_a_model_on_the_meta_device_is_measured(family):
+    samples, collator = make_dataset(family, 5), collate(family)
+    on_cpu, on_meta = FAMILIES[family](), FAMILIES[family]().to("meta")
+    spec = build_model_spec(on_cpu)
+    assert measured(on_meta, spec, samples, collator) == measured(on_cpu, spec, samples, collator)
+
+
+def clips(*rows: int) -> list[dict[str, Any]]:
+    """Sound of several lengths, padded to one."""
+    mask = [(torch.arange(32) < 4 * count).long()[None] for count in rows]
+    return [
+        {
+            "input_ids": torch.tensor([1, 2, *[AUDIO_TOKEN] * count, 3]),
+            "input_features": torch.randn(1, 16, 32),
+            "input_features_mask": own,
+        }
+        for count, own in zip(rows, mask, strict=True)
+    ]
+
+
+def test_padded_sound_counts_as_what_it_is_padded_to():
+    encoder = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = AudioFlamingo3Config(
+        audio_config={
+            "model_type": "audioflamingo3_encoder",
+            "num_mel_bins": 16,
+            "max_source_positions": 16,
+            **encoder,
+        },
+        text_config={"model_type": "qwen2", **TEXT},
+        audio_token_id=AUDIO_TOKEN,
+    )
+    model = AudioFlamingo3ForConditionalGeneration(config).eval()
+    spec, samples = build_model_spec(model), clips(2, 8, 5, 1, 5)
+    found = measured(model, spec, samples, PretokenizedCollator())
+    assert found == truth(model, spec, samples, PretokenizedCollator()) == {"audio": [(16, 256.0)] * 5}
+
+
+def test_media_late_in_the_dataset_are_found():
+    model, collator = FAMILIES["llava"](), collate("llava")
+    spec = build_model_spec(model)
+    texts = [sample for sample in make_dataset("llava", 9) if "pixel_values" not in sample]
+    data = ConcatDataset([texts * 200, Subset(make_dataset("llava", 5), [0, 1])])
+    source = size_source(data, collator, spec)
+    layers = measure_layers(model, spec, data, collator, source)
+    assert layers == {"vision": LayerTokens(1.25, 0.0, 5)}
+    assert source.with_layers(layers)([0, 600, 601]).tokens["vision"].tolist() == [0, 5, 10]
+
+
+def test_the_model_stays_as_it_is():
+    model, samples = FAMILIES["llava"](), make_dataset("llava", 4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model.train()
+    measured(model, build_model_spec(model), samples, collate("llava"))
+    assert model.training and not any(module._forward_pre_hooks for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_can_not_be_measured_counts_rows():
+    def collator(samples):
+        raise OSError("gone")
+
+    model, samples = FAMILIES["llava"](), make_dataset("llava", 4)
+    spec = build_model_spec(model)
+    source = size_source(samples, collator, spec)
+    assert measure_layers(model, spec, samples, collator, source) == {}
+    assert source.with_layers({})(range(4)).tokens["vision"].tolist() == [4, 8, 0, 4]
+
+
+def test_sizes_that_are_given_stay():
+    model, samples = FAMILIES["llava"](), [{**sample, "n": 3} for sample in make_dataset("llava", 4)]
+    spec = build_model_spec(model)
+    assert measure_layers(model, spec, samples, collate("llava"), None) == {}
+    for data in (samples, Dataset.from_dict({"n": [3, 3]})):
+        given = size_source(data, collate("llava"), spec, columns={"language_model": "n", "vision": "n"})
+        assert measure_layers(model, spec, data, collate("llava"), given) == {}
+        assert given.with_layers({"vision": LayerTokens(9.0)})([1]).tokens["vision"].tolist() == [3]
