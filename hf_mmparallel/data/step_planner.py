@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..arrange import arrange_step
-from ..cost import AnalyticCost, Hardware, batch_workloads
+from ..cost import AnalyticCost, Hardware, batch_workloads, eager_caps
 from ..plan import ModelSpec, ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
 from ..schedule import Program, build_program
 from .draws import Draw
@@ -85,9 +85,5 @@ class StepPlanner:
         if sizes is not None:
             cost = AnalyticCost(self.spec, self.plan, step, sizes, self.device)
             if self.plan.schedule == "eager" and self.training:
-                from ..cost import eager_caps
-
                 caps = eager_caps(self.spec, self.plan, step, sizes, self.memory_bytes)
-        return build_program(
-            self.plan, step, self.groups, cost, self.training, **({} if caps is None else {"caps": caps})
-        )
+        return build_program(self.plan, step, self.groups, cost, self.training, caps)

@@ -32,7 +32,8 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
     check_dataset(dataset)
     sampler = _seeded(trainer, trainer._get_train_sampler(dataset))
     batches = BatchSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
-    planner = trainer._engine.planner = training_planner(trainer)
+    with args.main_process_first(desc="sizes of samples"):
+        planner = trainer._engine.planner = training_planner(trainer)
     return _step_loader(trainer, dataset, batches, planner, "Training")
 
 
@@ -58,6 +59,7 @@ def training_planner(trainer: MultimodalParallelTrainer) -> StepPlanner:
         trainer,
         args.per_device_train_batch_size,
         method=args.microbatch_assignment,
+        sizes=trainer.size_source,
         max_tokens=args.max_tokens_per_microbatch,
         memory_bytes=memory_bytes,
     )
@@ -102,6 +104,7 @@ def _step_loader(
         batch_sampler=steps,
         collate_fn=as_is,
         num_workers=workers,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
         pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
         persistent_workers=args.dataloader_persistent_workers,
         prefetch_factor=args.dataloader_prefetch_factor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCal
 from ..data import default_collator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
+from ..data.sample_sizes import SizeSource, size_source
 from ..modeling.adapters import add_to_whole
 from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..runtime import checkpoint, optimizer_checkpoint
@@ -74,6 +75,9 @@ class MultimodalParallelTrainer(Trainer):
             A whole model that is equal on all ranks; or an id or folder, from which each rank reads only the weights
             that it holds.
         args ([`MultimodalTrainingArguments`]): The arguments, with the layout in `parallel`.
+        sample_tokens (`Callable[[Any], Mapping[str, int | Sequence[int]]]`, *optional*):
+            Sample of the training set -> module -> its tokens there, or the lengths of its images; what samples are
+            arranged by where neither their columns nor the processor say it.
 
     Raises:
         `ValueError`:
@@ -92,8 +96,11 @@ class MultimodalParallelTrainer(Trainer):
         self,
         model: PreTrainedModel | nn.Module | str | Path | None = None,
         args: MultimodalTrainingArguments | None = None,
+        *,
+        sample_tokens: Callable[[Any], Mapping[str, int | Sequence[int]]] | None = None,
         **kwargs: Any,
     ):
+        self.sample_tokens = sample_tokens
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
         self.engine: ParallelEngine | None = None
@@ -208,6 +215,18 @@ class MultimodalParallelTrainer(Trainer):
         super().log(logs, start_time)
 
     # Data
+
+    @functools.cached_property
+    def size_source(self) -> SizeSource | None:
+        """Dataset indices -> sizes of the training samples; `None` where nothing says them."""
+        return size_source(
+            self.train_dataset,
+            self.data_collator,
+            self._engine.spec,
+            self.args.token_columns,
+            self.sample_tokens,
+            self.processing_class,
+        )
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
