@@ -42,6 +42,11 @@ _REFUSED = {
         "the plan arranges the samples of a batch itself",
         'Use `"random"`, `"sequential"` or `"group_by_length"`.',
     ),
+    "dataloader_in_order": (
+        lambda a: not a.dataloader_in_order,
+        "each rank would take the steps in an order of its own",
+        "Leave it out.",
+    ),
     "save_on_each_node": (
         lambda a: a.save_on_each_node,
         "a checkpoint is one folder that all ranks write",

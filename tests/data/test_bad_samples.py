@@ -1,0 +1,175 @@
+"""Samples that can't be read: who finds them, what is said of them, and that the others are read as ever."""
+
+import errno
+import functools
+import pickle
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, Features, Image, Value
+from torch.utils.data import DataLoader, Subset
+
+from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
+from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.step_planner import StepPlanner
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from tests.plan.specs import model_spec
+
+SPEC = model_spec()
+PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
+
+
+class Files:
+    """Samples in files, of which some can't be opened and some can't be collated."""
+
+    def __init__(self, closed=(), odd=()):
+        self.closed = closed
+        self.odd = odd
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index in self.closed:
+            raise OSError(errno.EACCES, "Permission denied", f"charts/{index}.png")
+        return {"index": index, "odd": index in self.odd, "messages": [{"path": f"charts/{index}.png"}]}
+
+
+def collate(samples):
+    if any(sample["odd"] for sample in samples):
+        raise KeyError("images")
+    return {"index": [sample["index"] for sample in samples]}
+
+
+def make(rank, dataset, vision=None, sizes=None):
+    readers = {LANGUAGE_MODEL: Reader(dataset, collate), "vision": Reader(vision or dataset, collate)}
+    planner = StepPlanner(SPEC, PLAN, sync_groups(SPEC, PLAN), HARDWARE["cpu"], 3, sizes=sizes)
+    return StepDataset(readers, functools.partial(keys_of_rank, PLAN, rank=rank), 0, planner=planner, rank=rank)
+
+
+DRAW = Draw(tuple(range(20, 32)), 1, 24)
+
+
+def bad_of(batch):
+    return {batch.draw.samples[slot]: (bad.index, bad.file) for slot, bad in batch.bad.items()}
+
+
+def test_a_rank_notes_the_samples_that_it_cannot_read_and_says_which_files_they_are():
+    dataset = Files(closed=(21, 27, 30))
+    found = [make(rank, dataset).__getitems__(DRAW) for rank in range(PLAN.world_size)]
+    assert [sorted(bad_of(batch)) for batch in found] == [[21, 27], [30], [21, 27], [21, 27], [30], [30]]
+    assert all(not batch.batches and not batch.cuts and batch.draw is DRAW for batch in found)
+    bad = found[0].bad[1]
+    assert (bad.index, bad.file) == (21, "charts/21.png")
+    expected = (
+        "Sample 21 (charts/21.png) can't be read: PermissionError: [Errno 13] Permission denied: 'charts/21.png'. "
+        'Remove it, or use `on_bad_sample="skip"`.'
+    )
+    error = pickle.loads(pickle.dumps(bad)).error()
+    assert isinstance(error, BadSampleError) and isinstance(error, ValueError)
+    assert str(error) == expected and "__getitem__" in str(error.__cause__)
+
+
+def test_only_the_rank_whose_module_needs_the_image_finds_a_corrupt_one():
+    corrupt = Files(closed=(21,))
+    found = [make(rank, Files(), vision=corrupt).__getitems__(DRAW) for rank in range(PLAN.world_size)]
+    assert [bool(batch.bad) for batch in found] == [True, *[False] * 5]
+    assert all(batch.batches for batch in found[1:])
+
+
+def test_the_samples_that_a_collator_cannot_take_are_found_one_by_one():
+    batch = make(0, Files(odd=(20, 22))).__getitems__(DRAW)
+    assert bad_of(batch) == {20: (20, "charts/20.png"), 22: (22, "charts/22.png")}
+    assert str(batch.bad[0]) == "Sample 20 (charts/20.png) can't be read: KeyError: 'images'."
+
+
+def test_a_collator_that_only_fails_for_several_samples_together_is_no_bad_sample():
+    dataset = make(0, Files())
+
+    def fails_together(samples):
+        if len(samples) > 1:
+            raise RuntimeError("together")
+        return collate(samples)
+
+    dataset.readers = Reader(Files(), fails_together)
+    with pytest.raises(RuntimeError, match="together"):
+        dataset.__getitems__(DRAW)
+
+
+def test_a_draw_without_its_bad_samples_is_planned_and_read_like_any_other():
+    dataset = make(2, Files(closed=(21,)))
+    first = dataset.__getitems__(DRAW)
+    rest = DRAW.without(first.bad)
+    assert rest.samples == (20, *range(22, 32)) and (rest.epoch, rest.position) == (1, 24)
+    batch = dataset.__getitems__(rest)
+    assert not batch.bad and batch.step.samples == rest.samples and batch.step.epoch == 1
+    assert batch.batches == make(2, Files()).__getitems__(rest).batches
+
+
+def failing_sizes(indices):
+    if 23 in indices:
+        raise ValueError("no header")
+    return SampleSizes.uniform({"vision": 4, LANGUAGE_MODEL: 9}, len(indices))
+
+
+def test_a_sample_whose_size_cannot_be_told_is_bad_before_anything_is_read():
+    dataset = make(0, [Files()[index] for index in range(40)], sizes=failing_sizes)
+    batch = dataset.__getitems__(DRAW)
+    assert bad_of(batch) == {23: (23, "charts/23.png")} and not batch.batches
+    rest = dataset.__getitems__(DRAW.without(batch.bad))
+    assert not rest.bad and 23 not in rest.step.samples
+    none = make(0, Files(), sizes=lambda indices: failing_sizes([23, *indices]))
+    assert len(none.__getitems__(DRAW).bad) == len(DRAW.samples)
+
+
+def test_a_planner_that_fails_for_another_reason_says_so():
+    dataset = make(0, Files(), sizes=failing_sizes)
+    dataset.planner = StepPlanner(SPEC, PLAN, (), HARDWARE["cpu"], 3, method="none", sizes=failing_sizes)
+    with pytest.raises(KeyError, match="none"):
+        dataset.__getitems__(Draw((1, 2)))
+
+
+def test_a_worker_hands_bad_samples_over_like_the_main_process():
+    dataset = make(0, Files(closed=(21,)))
+    (batch,) = DataLoader(dataset, batch_sampler=[DRAW], collate_fn=as_is, num_workers=1)
+    assert batch.bad.keys() == dataset.__getitems__(DRAW).bad.keys() == {1}
+    assert batch.bad[1].file == "charts/21.png" and batch.draw == DRAW
+
+
+def test_files_are_found_in_rows_that_are_not_decoded(tmp_path):
+    (tmp_path / "2.png").write_bytes(b"no image")
+    rows = {"text": ["a", "b"], "image": [{"bytes": b"no image", "path": "1.png"}, str(tmp_path / "2.png")]}
+    dataset = Dataset.from_dict(rows, features=Features({"text": Value("string"), "image": Image()}))
+    for index, name in enumerate(("1.png", str(tmp_path / "2.png"))):
+        with pytest.raises(Exception, match="cannot identify") as caught:
+            dataset[index]
+        row = stored_row(Subset(dataset, [1, 0]), 1 - index)
+        assert BadSample.of(index, caught.value, row).file == name
+
+
+@pytest.mark.parametrize(
+    ("row", "file"),
+    [
+        (None, None),
+        ({"path": ""}, None),
+        ({"text": "a.png"}, None),
+        ({"image": "data:image/png;base64,abc"}, None),
+        ({"images": ["a.png", "b.png"], "audio": {"path": "c.wav"}, "video": "d.mp4"}, "a.png, b.png, c.wav, ..."),
+        ({"messages": [{"content": [{"type": "image", "url": "https://x/y.png"}]}]}, "https://x/y.png"),
+    ],
+)
+def test_names_of_files_in_a_row(row, file):
+    assert BadSample.of(0, ValueError("no"), row).file == file
+
+
+def test_the_file_of_the_first_cause_counts():
+    try:
+        try:
+            Path("none/a.png").read_bytes()
+        except OSError as error:
+            raise RuntimeError("decoding") from error
+    except RuntimeError as error:
+        bad = BadSample.of(3, error, {"path": "other.png"})
+    assert bad.file == "none/a.png" and bad.reason == "RuntimeError: decoding"
