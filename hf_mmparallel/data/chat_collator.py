@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -63,6 +63,24 @@ class PretokenizedCollator:
         self.pad_token_id = pad_token_id
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.decodes: frozenset[str] = frozenset()
+        self._left_out: Collection[str] | None = ()
+
+    def without_media(self, entries: Collection[str] | None = None) -> PretokenizedCollator:
+        """
+        A collator of the same batches without media.
+
+        Args:
+            entries (`Collection[str]`, *optional*):
+                Names of the floating-point entries to leave out; by default all but fields of tokens. Samples need
+                not have them.
+
+        Returns:
+            [`PretokenizedCollator`]: The collator.
+        """
+        bare = copy.copy(self)
+        bare._left_out = entries
+        return bare
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """
@@ -77,7 +95,10 @@ class PretokenizedCollator:
             `ValueError`: If a sample lacks a field of tokens, or such a field is not as long as its `input_ids`.
         """
         arrays = [{name: as_array(value) for name, value in sample.items()} for sample in samples]
-        arrays = [{name: array for name, array in sample.items() if array is not None} for sample in arrays]
+        arrays = [
+            {n: array for n, array in sample.items() if array is not None and not _left_out(n, array, self._left_out)}
+            for sample in arrays
+        ]
         for sample, given in zip(arrays, samples, strict=True):
             require_column(given, "input_ids", sample)
             sample.setdefault("attention_mask", torch.ones_like(sample["input_ids"]))
@@ -168,9 +189,11 @@ class ChatCollator:
             pad_token_id=0 if pad_token_id is None else pad_token_id, pad_to_multiple_of=pad_to_multiple_of
         )
         self._takes_parts = self._template_takes_parts()
+        self.decodes = frozenset(["Image"])
+        self._left_out: Collection[str] | None = ()
         self._with_media: ChatCollator | None = None
 
-    def without_media(self) -> ChatCollator:
+    def without_media(self, entries: Collection[str] | None = None) -> ChatCollator:
         """
         A collator of the same batches without pixels, which decodes no image.
 
@@ -179,11 +202,20 @@ class ChatCollator:
         image behind a URL or a processor that needs more than a size, the image is decoded after all, which is
         logged once.
 
+        Args:
+            entries (`Collection[str]`, *optional*):
+                Names of the floating-point entries to leave out; by default all but fields of tokens.
+
         Returns:
-            [`ChatCollator`]: Its batches lack the floating-point entries, and are otherwise equal.
+            [`ChatCollator`]: The collator; this one if pixels are not among `entries`.
         """
+        image_processor = getattr(self.processor, "image_processor", None)
+        if entries is not None and image_processor is not None and image_processor.model_input_names[0] not in entries:
+            return self
         bare = copy.copy(self)
         bare.processor = without_pixels(self.processor)
+        bare.decodes = frozenset()
+        bare._left_out = entries
         bare._with_media = self
         return bare
 
@@ -215,6 +247,9 @@ class ChatCollator:
             return self._encode(sample, index, decoded_image)
         try:
             fields = self._encode(sample, index, _blank_image)
+            fields = {name: value for name, value in fields.items() if not _left_out(name, value, self._left_out)}
+            if wanted := [name for name, value in fields.items() if _left_out(name, value, None)]:
+                raise ValueError(f"{wanted} are made of pixels, and read.")
         except Exception as error:  # processors raise errors of any type
             fields = self._with_media.encode(sample, index)  # if the sample is at fault, this raises, too
             logger.warning_once(
@@ -223,7 +258,7 @@ class ChatCollator:
                 type(error).__name__,
             )
             logger.debug("No size of an image in sample %d of a batch: %s", index, error)
-        return {name: value for name, value in fields.items() if not _is_pixels(name, value)}
+        return {name: value for name, value in fields.items() if not _left_out(name, value, self._left_out)}
 
     def _encode(self, sample: Mapping[str, Any], index: int, read: Callable[[Any], Any]) -> dict[str, Tensor]:
         """One sample as inputs of the model, of images as `read` reads them."""
@@ -239,7 +274,8 @@ class ChatCollator:
             options["images"] = images or None
         encoded = dict(self.processor(text=[text], **options))
         offsets = encoded.pop("offset_mapping")[0]
-        replacements = (encoded.pop("text_replacement_offsets", None) or [[]])[0]
+        replaced = encoded.pop("text_replacement_offsets", ())
+        replacements = list(replaced[0]) if len(replaced) else []
         if images and len(replacements) != len(images):
             raise ValueError(
                 f"`{type(self.processor).__name__}` does not say where it put the {len(images)} images of sample "
@@ -416,6 +452,7 @@ def _blank_image(value: Any) -> np.ndarray:
     return stand_in(image_size(value))
 
 
-def _is_pixels(name: str, value: Any) -> bool:
-    """Whether an entry of a sample is what only an encoder reads."""
-    return name not in TOKEN_FIELDS and isinstance(value, Tensor) and value.is_floating_point()
+def _left_out(name: str, value: Any, entries: Collection[str] | None) -> bool:
+    """Whether an entry is one of some floating-point ones, or of all but fields of tokens."""
+    chosen = name not in TOKEN_FIELDS if entries is None else name in entries
+    return chosen and isinstance(value, Tensor) and value.is_floating_point()

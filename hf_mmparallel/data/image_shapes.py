@@ -33,8 +33,13 @@ class BlankRun:
 
 
 def _zeros(size: tuple[int, int]) -> np.ndarray:
-    """A blank image `(3, height, width)`."""
-    return np.zeros((3, *size), dtype=np.uint8)
+    """A blank image `(3, height, width)`, laid out as Pillow has it."""
+    return np.zeros((*size, 3), dtype=np.uint8).transpose(2, 0, 1)
+
+
+def _grey(size: tuple[int, int]) -> np.ndarray:
+    """A blank image `(1, height, width)`."""
+    return np.zeros((*size, 1), dtype=np.uint8).transpose(2, 0, 1)
 
 
 def _meta(size: tuple[int, int]) -> Tensor:
@@ -43,7 +48,7 @@ def _meta(size: tuple[int, int]) -> Tensor:
 
 
 FULL = BlankRun(_zeros, {})
-CHEAPER = (BlankRun(_meta, NO_PIXEL_STEPS), BlankRun(_zeros, NO_PIXEL_STEPS))
+CHEAPER = (BlankRun(_meta, NO_PIXEL_STEPS), BlankRun(_grey, NO_PIXEL_STEPS), BlankRun(_zeros, NO_PIXEL_STEPS))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +72,24 @@ class PackingCollator:
         self.position_rule = PositionRule(config_or_model)
         if hasattr(collator, "tokenizer"):
             self.tokenizer: Any = collator.tokenizer  # the Trainer saves it beside a model
+
+    def without_media(self, entries: Collection[str] | None = None) -> PackingCollator:
+        """
+        A collator of the same rows without media.
+
+        Args:
+            entries (`Collection[str]`, *optional*): As the wrapped collator's `without_media` takes them.
+
+        Returns:
+            [`PackingCollator`]: The collator; this one if the wrapped one leaves nothing out.
+        """
+        without_media: Any = getattr(self.collator, "without_media", None)
+        collator = self.collator if without_media is None else without_media(entries)
+        if collator is self.collator:
+            return self
+        bare = copy.copy(self)
+        bare.collator = collator
+        return bare
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         """

@@ -1,0 +1,201 @@
+"""What each module reads of a sample: the language model no media, an encoder its own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Dataset, Subset
+from transformers.trainer_utils import RemoveColumnsCollator
+from transformers.utils import logging
+from transformers.utils.import_utils import is_datasets_available
+
+from ..plan import ModelSpec
+from .loader import Reader
+
+MEDIA_FEATURES = frozenset({"Image", "Audio", "Video"})
+
+logger = logging.get_logger(__name__)
+
+
+def readers(
+    dataset: Any,
+    collator: Callable[[list], Mapping[str, Any]],
+    spec: ModelSpec,
+    inputs: Mapping[str, frozenset[str]],
+) -> dict[str, Reader]:
+    """
+    How each module reads samples, so that it decodes and collates only what it needs.
+
+    A collator says how it leaves entries out by a method `without_media(entries)`, which returns the collator to use;
+    without one it gets whole samples for every module. Of a `datasets.Dataset`, columns of media that the collator
+    does not look at then stay undecoded (`collator.decodes` names the kinds that it does), and columns of
+    floating-point arrays that the module does not read are not read. Any other dataset may have a method
+    `without_media(index)`, which returns the sample without media; it serves the language model, with whatever
+    collator.
+
+    Args:
+        dataset: A map-style dataset; a `Subset` or `ConcatDataset` is looked into.
+        collator (`Callable[[list], Mapping[str, Any]]`): Of its samples.
+        spec ([`ModelSpec`]): The model.
+        inputs (`Mapping[str, frozenset[str]]`): Encoder -> the entries of a batch that it reads.
+
+    Returns:
+        `dict[str, Reader]`: Module -> its reader. Modules that read the same have the same one.
+    """
+    every = frozenset().union(*inputs.values())
+    made: dict[frozenset[str], Reader] = {}
+    found = {}
+    for module in spec.modules:
+        unused = every - frozenset(inputs.get(module, ()))
+        if unused not in made:
+            made[unused] = _reader(dataset, collator, unused, reads_media=bool(every - unused) or not every)
+        found[module] = made[unused]
+    return found
+
+
+def _reader(dataset: Any, collator: Any, unused: frozenset[str], reads_media: bool) -> Reader:
+    """How a module reads that has no use for some entries."""
+    lean = collator_without(collator, unused) if unused else collator
+    view = _View(
+        frozenset(getattr(_innermost(lean), "decodes", MEDIA_FEATURES)),
+        unused if lean is not collator else frozenset(),
+        reads_media,
+    )
+    return Reader(view.of(dataset), lean)
+
+
+def collator_without(collator: Any, entries: frozenset[str]) -> Any:
+    """
+    A collator that leaves out floating-point entries.
+
+    Args:
+        collator (`Callable`): Any, also in the Trainer's wrapper that removes columns.
+        entries (`frozenset[str]`): Their names.
+
+    Returns:
+        `Callable`: What its `without_media` gives; the same one if it has no such method.
+    """
+    if isinstance(collator, RemoveColumnsCollator):
+        inner = collator_without(collator.data_collator, entries)
+        if inner is collator.data_collator:
+            return collator
+        collator = copy.copy(collator)
+        collator.data_collator = inner
+        return collator
+    return collator.without_media(entries) if hasattr(collator, "without_media") else collator
+
+
+def _innermost(collator: Any) -> Any:
+    """The collator inside of those that wrap it."""
+    for name in ("collator", "data_collator"):
+        if hasattr(collator, name):
+            return _innermost(getattr(collator, name))
+    return collator
+
+
+@dataclasses.dataclass(frozen=True)
+class _View:
+    """
+    What a module sees of a dataset.
+
+    Args:
+        decodes: The kinds of media columns that are decoded.
+        unused: Names of columns that are left out if they hold floating-point arrays.
+        reads_media: Whether the module reads any media.
+    """
+
+    decodes: frozenset[str]
+    unused: frozenset[str]
+    reads_media: bool
+
+    def of(self, dataset: Any) -> Any:
+        """The view; the dataset itself where there is nothing to leave out."""
+        if isinstance(dataset, Subset):
+            base = self.of(dataset.dataset)
+            return dataset if base is dataset.dataset else Subset(base, dataset.indices)
+        if isinstance(dataset, ConcatDataset):
+            parts = [self.of(part) for part in dataset.datasets]
+            same = all(part is given for part, given in zip(parts, dataset.datasets, strict=True))
+            return dataset if same else ConcatDataset(parts)
+        if is_datasets_available():
+            from datasets import Dataset as ArrowDataset
+
+            if isinstance(dataset, ArrowDataset):
+                return self._of_columns(dataset)
+        if not self.reads_media and hasattr(dataset, "without_media"):
+            return _WithoutMedia(dataset)
+        return dataset
+
+    def _of_columns(self, dataset: Any) -> Any:
+        """The view of a `datasets.Dataset`."""
+        columns = [name for name in sorted(self.unused) if _is_floating(dataset.features.get(name))]
+        features = {name: self._undecoded(feature) for name, feature in dataset.features.items()}
+        changed = features != dict(dataset.features)
+        if (changed or columns) and dataset.format["type"] == "custom":
+            logger.warning_once(
+                "The dataset has a transform (`set_transform`), which may need every column, so media are decoded "
+                "for each module, also where only text is needed. Use `map`, or a collator of your own."
+            )
+            return dataset
+        if changed:
+            dataset = _with_features(dataset, features)
+        return dataset.remove_columns(columns) if columns else dataset
+
+    def _undecoded(self, feature: Any) -> Any:
+        """A feature whose media stay as they are stored."""
+        if isinstance(feature, dict):
+            return {name: self._undecoded(part) for name, part in feature.items()}
+        if isinstance(feature, (list, tuple)):
+            return [self._undecoded(part) for part in feature]
+        if hasattr(feature, "feature"):
+            return dataclasses.replace(feature, feature=self._undecoded(feature.feature))
+        if type(feature).__name__ in MEDIA_FEATURES - self.decodes:
+            return dataclasses.replace(feature, decode=False)
+        return feature
+
+
+class _WithoutMedia(Dataset):
+    """The samples of a dataset as its `without_media` gives them."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset.without_media(index)
+
+
+def _is_floating(feature: Any) -> bool:
+    """Whether a column holds arrays of floating-point numbers."""
+    if isinstance(feature, (list, tuple)):
+        return all(_is_floating(part) or _is_number(part) for part in feature)
+    if hasattr(feature, "shape"):
+        return _is_number(feature)
+    inner = getattr(feature, "feature", None)
+    return inner is not None and (_is_floating(inner) or _is_number(inner))
+
+
+def _is_number(feature: Any) -> bool:
+    """Whether a feature is of floating-point numbers."""
+    return str(getattr(feature, "dtype", "")).startswith("float")
+
+
+def _with_features(dataset: Any, features: Mapping[str, Any]) -> Any:
+    """
+    The same table with other features of the same storage types.
+
+    `Dataset.cast` would write a nested column anew.
+    """
+    from datasets import Features
+    from datasets.fingerprint import update_fingerprint
+
+    cast = copy.copy(dataset)
+    cast._info = dataset.info.copy()
+    cast._info.features = Features(features)
+    cast._fingerprint = update_fingerprint(dataset._fingerprint, "features", {"features": repr(features)})
+    return cast

@@ -1,0 +1,64 @@
+"""Conversations about random images, in the forms that datasets have them."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+Size = tuple[int, int]
+ORIENTATION = 0x112
+
+
+def say(role: str, *parts: str | None) -> dict:
+    """A message of text parts; None is an image."""
+    content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+    return {"role": role, "content": content}
+
+
+def random_image(size: Size, seed: int = 0) -> Image.Image:
+    """An image of a height and a width."""
+    values = np.random.default_rng((seed, *size)).integers(0, 256, (*size, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def conversation(sizes: Sequence[Size], seed: int = 0) -> dict:
+    """A question about each image."""
+    turns = [turn for _ in sizes for turn in (say("user", None, "which digit"), say("assistant", "three"))]
+    turns = turns or [say("user", "which"), say("assistant", "seven")]
+    return {"messages": turns, "images": [random_image(size, seed + i) for i, size in enumerate(sizes)]}
+
+
+def image_file(size: Size, kind: str = "PNG", orientation: int | None = None) -> bytes:
+    """An image as a file of some kind, with an EXIF orientation."""
+    buffer = io.BytesIO()
+    random_image(size).save(buffer, format=kind, **({} if orientation is None else {"exif": _exif(orientation)}))
+    return buffer.getvalue()
+
+
+def turned_at_the_end(size: Size, orientation: int) -> bytes:
+    """A PNG whose EXIF orientation comes after its pixels."""
+    data = b"eXIf" + _exif(orientation).tobytes().removeprefix(b"Exif\0\0")
+    chunk = (len(data) - 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
+    file = image_file(size)
+    return file[:-12] + chunk + file[-12:]
+
+
+def _exif(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    return exif
+
+
+def broken(file: bytes) -> bytes:
+    """A PNG whose header is fine and whose pixels are not."""
+    start = file.index(b"IDAT") + 4
+    return file[:start] + bytes(len(file) - start - 12) + file[-12:]
+
+
+def undecoded(file: bytes) -> dict:
+    """A file as an undecoded column of `datasets` has it."""
+    return {"bytes": file, "path": None}

@@ -1,0 +1,107 @@
+"""Blank images give the numbers, the tokens and the shapes that images give."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BatchFeature
+
+from hf_mmparallel.data import ChatCollator
+from hf_mmparallel.data.image_shapes import ImageShapes, stand_in, without_pixels
+
+from .conversations import conversation, random_image
+from .processors import PROCESSORS
+
+SIDES = st.integers(8, 100)
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def collators(request):
+    """A family's collator, and the one without media."""
+    try:
+        collator = ChatCollator(PROCESSORS[request.param]())
+    except ImportError as error:
+        pytest.skip(str(error).strip().splitlines()[0])
+    return collator, collator.without_media()
+
+
+@settings(max_examples=15, deadline=None)
+@given(sizes=st.lists(st.tuples(SIDES, SIDES).filter(lambda size: max(size) < 8 * min(size)), max_size=3))
+def test_batches_are_equal_but_for_pixels(collators, sizes):
+    collator, lean = collators
+    sample = conversation(sizes)
+    full, found = collator([sample]), lean([sample])
+    pixels = {name for name, value in full.items() if value.is_floating_point()}
+    assert bool(pixels) == bool(sizes)
+    assert found.keys() == full.keys() - pixels
+    for name, value in found.items():
+        assert value.dtype == full[name].dtype and torch.equal(value, full[name]), name
+    for run in lean.processor.image_processor._known.values():
+        assert run.run.options, "the processor runs in full on blank images"
+
+
+def test_pixels_take_no_memory_and_keep_their_shape():
+    processor = PROCESSORS["llava_next"]()
+    shapes = ImageShapes(processor.image_processor)
+    sizes = [(30, 40), (20, 60)]
+    expected = processor.image_processor([random_image(size) for size in sizes], return_tensors="pt")
+    found = shapes([stand_in(size) for size in sizes], return_tensors="pt")
+    again = shapes([stand_in(size) for size in sizes], return_tensors="pt")
+    assert found["pixel_values"].shape[:2] == expected["pixel_values"].shape[:2]
+    assert found["pixel_values"].shape[-2:] == expected["pixel_values"].shape[-2:]
+    assert found["pixel_values"].untyped_storage().nbytes() <= 4
+    assert torch.equal(found["image_sizes"], expected["image_sizes"])
+    found.pop("image_sizes")
+    assert "image_sizes" in again and shapes.size == processor.image_processor.size
+
+
+class Counting:
+    """An image processor that counts its calls, and whose numbers depend on `do_normalize` if it is told so."""
+
+    def __init__(self, depends: bool = False, mask: int = 1):
+        self.calls, self.depends, self.mask = [], depends, mask
+
+    def __call__(self, images, do_normalize=True, **options):
+        self.calls.append(do_normalize)
+        dtype = np.float32 if do_normalize else np.uint8
+        return BatchFeature(
+            {
+                "pixel_values": [np.asarray(image).astype(dtype) for image in images],
+                "rows": [[image.shape[-2] // 4 + (self.depends and do_normalize)] for image in images],
+                "mask": [np.ones(self.mask, dtype=np.int64) for _ in images],
+            }
+        )
+
+
+def test_sizes_are_run_once_and_cheaply():
+    processor = Counting()
+    shapes = ImageShapes(processor)
+    for _ in range(3):
+        assert shapes([stand_in((8, 12))])["rows"] == [[2]]
+    assert shapes([stand_in((16, 12)), stand_in((8, 12))])["rows"] == [[4], [2]]
+    assert processor.calls == [True, False, False, False]  # full, meta (which fails), grey; then grey
+    large = Counting(mask=1 << 16)
+    shapes = ImageShapes(large)
+    for _ in range(3):
+        shapes([stand_in((8, 12))])
+    assert len(large.calls) == 5, "masks of pixels are kept"
+
+
+def test_a_processor_whose_numbers_change_runs_in_full():
+    shapes = ImageShapes(Counting(depends=True))
+    for height in (8, 16):
+        found = shapes([stand_in((height, 12))])
+        assert found["rows"] == [[height // 4 + 1]] and found["pixel_values"][0].shape == (3, height, 12)
+
+
+def test_processors_without_pixels_can_be_copied():
+    processor = PROCESSORS["llava"]()
+    lean = without_pixels(processor)
+    assert processor.image_processor is not lean.image_processor and lean.tokenizer is processor.tokenizer
+    for other in (copy.deepcopy(lean), pickle.loads(pickle.dumps(lean.image_processor))):
+        assert other is not lean
+    assert without_pixels(lean.tokenizer) is lean.tokenizer

@@ -1,0 +1,62 @@
+"""Sizes are those of the decoded images, and nothing is decoded for them."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+
+from hf_mmparallel.data.image_sizes import decoded_image, image_size
+
+from .conversations import image_file, random_image, turned_at_the_end, undecoded
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """The kinds of the files whose pixels are read."""
+    kinds, load = [], ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: kinds.append(self.format) or load(self))
+    return kinds
+
+
+@pytest.mark.parametrize("orientation", [None, 1, 3, 6, 8])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_headers_say_what_decoding_gives(kind, orientation, loads, tmp_path):
+    value = undecoded(image_file((5, 9), kind, orientation))
+    path = tmp_path / "image"
+    path.write_bytes(value["bytes"])
+    found = image_size(value), image_size({"bytes": None, "path": str(path)}), image_size(str(path))
+    assert not loads
+    expected = datasets.Image().decode_example(value)
+    assert found == ((expected.height, expected.width),) * 3
+    assert np.array_equal(np.asarray(decoded_image(value)), np.asarray(expected))
+
+
+def test_an_orientation_after_the_pixels(loads):
+    turned = turned_at_the_end((5, 9), 6)
+    assert image_size(undecoded(image_file((5, 9)))) == (5, 9) and not loads
+    assert image_size(undecoded(turned)) == (9, 5) and loads == ["PNG"]
+    assert decoded_image(undecoded(turned)).size == (5, 9)
+
+
+def test_images_that_are_no_files(loads, tmp_path):
+    path = tmp_path / "image.png"
+    path.write_bytes(image_file((5, 9)))
+    for value in (
+        random_image((5, 9)),
+        Image.open(path),
+        np.zeros((5, 9)),
+        np.zeros((5, 9, 3)),
+        torch.zeros(3, 5, 9),
+        {"height": 5, "width": 9},
+    ):
+        assert image_size(value) == (5, 9)
+    assert not loads
+    image = random_image((5, 9))
+    assert decoded_image(image) is image and decoded_image("image.png") == "image.png"
+
+
+@pytest.mark.parametrize("value", ["https://example.org/image.png", None, {"bytes": None, "path": None}, np.zeros(3)])
+def test_sizes_that_take_more_than_a_header_are_errors(value):
+    with pytest.raises(ValueError, match="can't be read without|is no image"):
+        image_size(value)
