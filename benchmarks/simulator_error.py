@@ -19,7 +19,6 @@ import json
 import os
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,21 +28,18 @@ import common
 import numpy as np
 import torch
 import torch.distributed as dist
+from modelled import collate, gathered, message_ms, sleep_instead, timed_step, tiny_model, tiny_samples
 from rich.table import Table
-from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperModel
 
-from hf_mmparallel import MultimodalModel
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.runtime.transport import DistributedTransport
 from hf_mmparallel.schedule import Task, simulate
 
 REAL, MODELLED = "real", "modelled"
 GOALS = {REAL: 0.15, MODELLED: 0.10}
-IMAGE, AUDIO = 100, 101
 MICROBATCH = 4
 NUM_MICROBATCHES = 8
 
@@ -93,45 +89,6 @@ CASES = (
     Case("8 ranks, the same, uneven tasks, slow vision", 8, _DEEP, "1f1b", 0.5, {"vision": 45.0, "audio": 8.0}),
     Case("8 ranks, vision dp 3, LM dp 2 pp 2, uneven tasks", 8, _WIDE, "1f1b", 0.5),
 )
-
-
-# Measuring
-
-
-def message_ms(num_values: int, repeats: int = 100) -> float:
-    """The time of one message of float32 from rank 0 to rank 1, half a round trip; equal on all ranks."""
-    transport = DistributedTransport()
-    tensor, buffer = torch.zeros(num_values), torch.empty(num_values)
-    times = []
-    dist.barrier()
-    if transport.rank < 2:
-        other = 1 - transport.rank
-        for _ in range(2 * repeats):
-            start = time.perf_counter()
-            for sends in (transport.rank == 0, transport.rank == 1):
-                (transport.send(tensor, other) if sends else transport.recv(buffer, other)).wait()
-            times.append(1e3 * (time.perf_counter() - start) / 2)
-    shared = [statistics.median(times[repeats:]) if times else 0.0]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]
-
-
-def timed_step(engine: ParallelEngine, batch: StepBatch, index: int) -> float:
-    """Milliseconds from the common start to the end of the last rank; all ranks read one clock."""
-    dist.barrier()
-    start = time.perf_counter()
-    engine.train_step(batch, index)
-    ends = [(start, time.perf_counter())] * dist.get_world_size()
-    dist.all_gather_object(ends, (start, time.perf_counter()))
-    engine.module.zero_grad()
-    return 1e3 * (max(end for _, end in ends) - min(begin for begin, _ in ends))
-
-
-def gathered(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The entries of all ranks."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, dict(values))
-    return {key: value for part in parts for key, value in part.items()}
 
 
 # Real computation
@@ -217,119 +174,20 @@ def _batch_key(task: Task) -> tuple[str, int, int, int]:
 # Modelled durations
 
 
-class _Sleep(torch.autograd.Function):
-    """Sleeps, and gives zeros; its backward sleeps too."""
-
-    @staticmethod
-    def forward(ctx: Any, times_ms: tuple[float, float], shapes: Sequence[Any], *inputs: torch.Tensor) -> Any:
-        ctx.backward_ms = times_ms[1]
-        ctx.save_for_backward(*inputs)
-        time.sleep(times_ms[0] / 1e3)
-        return tuple(torch.zeros(shape) for shape in shapes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(ctx.backward_ms / 1e3)
-        return (None, None, *(torch.zeros_like(value) for value in ctx.saved_tensors))
-
-
-class SleepingStage:
-    """
-    A stage in the place of another: it computes once for each task, to learn the shapes of the outputs, and then
-    sleeps as long as the table says.
-
-    Args:
-        stage (`ModuleStage`): The stage.
-        engine (`ParallelEngine`): Where it is.
-        costs (`Mapping[Task, float]`): Task -> milliseconds.
-        current (`list[Task]`): Its only item is the task that runs.
-    """
-
-    def __init__(self, stage: Any, engine: ParallelEngine, costs: Mapping[Task, float], current: list[Task]):
-        self.stage = stage
-        self.costs = costs
-        self.current = current
-        self.anchor = next(p for p in engine.trained if p.requires_grad)
-        self.shapes: dict[Task, list[torch.Size]] = {}
-
-    def input_shapes(self, batch: Any) -> Any:
-        return self.stage.input_shapes(batch)
-
-    def __call__(self, batch: Any, hidden: Any, features: Mapping[str, Sequence[Any]]) -> list[torch.Tensor]:
-        (task,) = self.current
-        if task not in self.shapes:
-            outputs = self.stage(batch, hidden, features)
-            self.shapes[task] = [output.shape for output in outputs]
-            return outputs
-        inputs = [*(hidden or []), *(value for values in features.values() for value in values if value is not None)]
-        times = (self.costs[task], self.costs.get(Task("bwd", *task.key), 0.0))
-        return list(_Sleep.apply(times, self.shapes[task], self.anchor, *inputs))  # type: ignore[arg-type]
-
-
-def two_encoders() -> MultimodalModel:
-    """A tiny model that sees and hears; the language model has four layers, the encoders have two."""
-    torch.manual_seed(0)
-    vision = CLIPVisionModel(
-        CLIPVisionConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=16,
-            patch_size=8,
-        )
-    )
-    sizes = {"d_model": 16, "encoder_layers": 2, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
-    sizes |= {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 2, "vocab_size": 50}
-    hearing = WhisperModel(WhisperConfig(**sizes, num_mel_bins=8, max_source_positions=6, pad_token_id=0))
-    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-    decoder = LlamaForCausalLM(LlamaConfig(**language, vocab_size=120, pad_token_id=0))
-    return MultimodalModel.from_unimodal(
-        {"vision": vision, "audio": hearing}, decoder, token_ids={"vision": IMAGE, "audio": AUDIO}
-    )
-
-
-def sights_and_sounds(size: int) -> list[dict[str, torch.Tensor]]:
-    """Samples with an image and a clip each."""
-    ids = torch.tensor([5, *[IMAGE] * 5, 6, *[AUDIO] * 6, 7, 8])
-    sample = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": ids.masked_fill(ids >= IMAGE, common.IGNORE_INDEX),
-        "pixel_values": torch.randn(1, 3, 16, 16),
-        "input_features": torch.randn(1, 8, 12),
-    }
-    return [sample] * size
-
-
-def collate(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Samples of one length."""
-    joined = ("pixel_values", "input_features")
-    return {
-        name: (torch.cat if name in joined else torch.stack)([sample[name] for sample in samples])
-        for name in samples[0]
-    }
-
-
 def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: float) -> dict[str, Any]:
     """Predicted and measured times of steps whose tasks sleep."""
-    model = two_encoders().train()
+    model = tiny_model().train()
     spec = build_model_spec(model)
     plugin = MultimodalParallelPlugin(dict(case.modules), case.schedule)  # type: ignore[arg-type]
     plan = plan_for_model(plugin, spec, case.world_size, num_microbatches)
     engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
     size = 6 * num_microbatches * plan.modules["language_model"].dp_size
     step: StepPlan = contiguous_step(plan, range(size), 6)
-    batch = StepDataset(Reader(sights_and_sounds(size), collate), engine.keys, 0).read(step)
+    batch = StepDataset(Reader(tiny_samples(size), collate), engine.keys, 0).read(step)
     program = engine.program(step, training=True)
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale * cost_ms for task, cost_ms in case.costs(tasks).items()}
-    current: list[Task] = []
-    engine.executor.before_forward = lambda task: current.__setitem__(slice(None), [task])
-    engine.executor.loss_function = lambda logits, *_: (logits.sum(), torch.tensor(1))
-    engine.executor.stages = {
-        key: SleepingStage(stage, engine, costs, current) for key, stage in engine.executor.stages.items()
-    }
+    sleep_instead(engine, costs)
     travel_ms = message_ms(16)
     times, own_times = [], []
     for index in range(2 + num_steps):

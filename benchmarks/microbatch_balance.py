@@ -1,0 +1,337 @@
+"""
+All arrangements of the same global batches: how even microbatches are, how long a step takes, how much it keeps.
+
+In the simulator: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's encoder with Llama 3,
+four replicas with eight stages each, 32 microbatches, task times from operation counts. Each arrangement runs on the
+same plan, and DistTrain and DIP also on the plans that Entrain's tables give them. On gloo ranks: eight processes
+whose tasks sleep for the times of a small batch, over the real engine and its messages.
+
+A step is compared with two bounds, both of a batch whose samples could be divided at will: into equal microbatches,
+and into the best microbatches that there can be for that plan.
+
+```bash
+python benchmarks/microbatch_balance.py
+python benchmarks/microbatch_balance.py --quick --out out/bench  # seconds; the numbers mean little
+```
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+import torch
+import torch.distributed as dist
+from bounds import StageWork, busiest_ms, divisible_ms, even_ms
+from modelled import collate, gathered, message_ms, sleep_instead, timed_step, tiny_model, tiny_samples
+from rich.table import Table
+
+from hf_mmparallel.arrange import arrange_step
+from hf_mmparallel.arrange.balance import deferred_fraction, step_balance
+from hf_mmparallel.cost import activation_peaks
+from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
+from hf_mmparallel.data.loader import Reader, StepDataset
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlugin,
+    ParallelPlan,
+    SampleSizes,
+    StepPlan,
+    Workloads,
+    resolve_plan,
+)
+from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.schedule import Span, Task, build_program, microbatch_forward_ms, simulate
+
+GOAL_STD, GOAL_BOUND = 10.6, 1.03
+MICROBATCH = 4
+TP_SIZE = 2
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """
+    A way to run a batch.
+
+    Args:
+        name (`str`): What it is called in the table.
+        method (`str`): The arrangement.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule.
+        system (`str`, *optional*): Whose stage counts it has; `None` for those of Entrain.
+    """
+
+    name: str
+    method: str
+    schedule: str = "1f1b"
+    system: str = "entrain"
+
+
+SAME_PLAN = (
+    Variant("contiguous", "contiguous"),
+    Variant("batch_rebalance", "batch_rebalance"),
+    Variant("disttrain", "disttrain"),
+    Variant("sub_microbatches", "sub_microbatches"),
+    Variant("hierarchical", "hierarchical"),
+    Variant("hierarchical, eager", "hierarchical", "eager"),
+)
+OWN_PLAN = (
+    Variant("disttrain, its own plan", "disttrain", system="disttrain"),
+    Variant("sub_microbatches, DIP's own plan", "sub_microbatches", system="dip"),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """
+    How much is simulated and run.
+
+    Args:
+        batch (`int`): Samples of a global batch.
+        replicas (`int`): Of both modules.
+        num_batches (`int`): Global batches of each dataset.
+        slept (`int`): Samples of the batch whose tasks sleep.
+        step_ms (`float`): What such a step takes, about.
+        repeats (`int`): Such steps of each arrangement.
+    """
+
+    batch: int = 512
+    replicas: int = 4
+    num_batches: int = 5
+    slept: int = 64
+    step_ms: float = 2000.0
+    repeats: int = 5
+
+
+QUICK = Sizes(batch=64, replicas=2, num_batches=1, slept=16, step_ms=150.0, repeats=1)
+
+
+# In the simulator
+
+
+def make_plan(model: str, stages: tuple[int, int], replicas: int, schedule: str, colocated: bool) -> ParallelPlan:
+    """Encoder and language model on ranks of their own, or on the same; one rank stands for two of a stage."""
+    sizes = {
+        VISION: ModulePlugin(dp_size=replicas, pp_size=stages[0]),
+        LANGUAGE_MODEL: ModulePlugin(dp_size=replicas, pp_size=stages[1], colocate_with=VISION if colocated else None),
+    }
+    return resolve_plan(PUBLISHED_MODELS[model].spec, sizes, schedule=schedule)  # type: ignore[arg-type]
+
+
+class TaskTimes:
+    """Task -> ms: its samples' share of the stage, two forwards for a backward."""
+
+    def __init__(self, plan: ParallelPlan, step: StepPlan, workloads: Workloads, ranks: int = 1):
+        self.plan, self.step, self.workloads, self.ranks = plan, step, workloads, ranks
+
+    def __call__(self, task: Task) -> float:
+        module = self.plan.modules[task.module]
+        share = self.plan.stage(task.module, task.replica, task.stage).num_layers / module.num_layers / self.ranks
+        slots = list(self.step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        forward = share * float(self.workloads.forward_ms[task.module][slots].sum())
+        return forward if task.kind == "fwd" else self.workloads.backward_ratio[task.module] * forward
+
+
+def stage_work(plan: ParallelPlan, workloads: Workloads) -> list[StageWork]:
+    """What the stages of a replica have to do if replicas share a batch evenly."""
+    found = []
+    for index, (name, module) in enumerate(plan.modules.items()):
+        total = float(workloads.forward_ms[name].sum()) / module.dp_size / TP_SIZE
+        for stage in module.replicas[0]:
+            forward = total * stage.num_layers / module.num_layers
+            found.append(StageWork(forward, workloads.backward_ratio[name] * forward, index))
+    return found
+
+
+def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSizes) -> dict[str, Any]:
+    """One batch in one arrangement."""
+    spec = PUBLISHED_MODELS[model].spec
+    workloads = PUBLISHED_MODELS[model].workloads(sizes)
+    step = arrange_step(plan, range(sizes.num_samples), workloads, MICROBATCH, variant.method)
+    cost = TaskTimes(plan, step, workloads, TP_SIZE)
+    simulation = simulate(plan, build_program(plan, step, [], cost), cost)
+    forwards = microbatch_forward_ms(simulation.spans)
+    peaks = activation_peaks(spec, plan, step, sizes, simulation.spans)
+    return {
+        "iteration_ms": simulation.iteration_ms,
+        "bubble_fraction": simulation.bubble_fraction,
+        "std_ms": {name: spread_of(forwards, name) for name in plan.modules},
+        "replica_excess": max(step_balance(step, workloads).replica_excess(name) for name in plan.modules),
+        "deferred_fraction": deferred_fraction(step),
+        "num_microbatches": len(step.microbatches[LANGUAGE_MODEL][0]),
+        "peak_gib": [peak / TP_SIZE / GIB for _, peak in sorted(peaks.items())],
+    }
+
+
+def spread_of(forwards: Mapping[tuple[str, int], np.ndarray], module: str) -> float:
+    """Standard deviation of the forward over the microbatches of a replica, the mean over replicas."""
+    return float(np.mean([times.std() for (name, _), times in forwards.items() if name == module]))
+
+
+def mean_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The means of the numbers of several batches."""
+    first = rows[0]
+    if isinstance(first, dict):
+        return {key: mean_of([row[key] for row in rows]) for key in first}
+    return np.mean(rows, axis=0).tolist()  # type: ignore[return-value]
+
+
+def simulate_dataset(name: str, model: str, sizes: Sizes) -> dict[str, Any]:
+    """All arrangements of a dataset's batches."""
+    shape = PUBLISHED[name]
+    batches = [shape.draw(sizes.batch, seed) for seed in range(sizes.num_batches)]
+    stages = shape.stated.parallel_sizes[model]
+    count = sizes.batch // MICROBATCH // sizes.replicas
+    rows, bounds = {}, None
+    for variant in (*SAME_PLAN, *OWN_PLAN):
+        colocated = variant.system == "dip"
+        plan = make_plan(model, stages[variant.system], sizes.replicas, variant.schedule, colocated)
+        rows[variant.name] = mean_of([simulated(plan, variant, model, batch) for batch in batches])
+        if bounds is None:
+            works = [stage_work(plan, PUBLISHED_MODELS[model].workloads(batch)) for batch in batches]
+            bounds = mean_of(
+                [
+                    {"even": even_ms(w, count), "divisible": divisible_ms(w, count), "busiest": busiest_ms(w)}
+                    for w in works
+                ]
+            )
+    return {"dataset": name, "model": model, "stages": dict(stages), "bounds_ms": bounds, "arrangements": rows}
+
+
+# On ranks whose tasks sleep
+
+
+def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[str, Any]:
+    """Measured and predicted steps of one arrangement."""
+    plan = replace(engine.plan, schedule=variant.schedule)
+    shape, model = PUBLISHED["synthchartnet"], PUBLISHED_MODELS["llama3-1b"]
+    workloads = model.workloads(shape.draw(sizes.slept, seed=0))
+    step = arrange_step(plan, range(sizes.slept), workloads, MICROBATCH, variant.method)
+    times = TaskTimes(plan, step, workloads)
+    scale = sizes.step_ms / even_ms(stage_work(plan, workloads), sizes.slept // MICROBATCH // 2)
+    program = build_program(plan, step, engine.sync_groups, times)
+    tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
+    costs = {task: scale / TP_SIZE * times(task) for task in tasks}
+    batch = StepDataset(Reader(tiny_samples(sizes.slept, [VISION]), collate), engine.keys, 0).read(step)
+    batch.program = program.of_rank(engine.rank)
+    sleep_instead(engine, costs)
+    measured, deviations = [], []
+    for index in range(1 + sizes.repeats):
+        measured.append(timed_step(engine, batch, index))
+        assert engine.last_result is not None
+        own = gathered({(engine.rank, t.task): t for t in engine.last_result.timeline})
+        spans = [Span(rank, task, t.start_ms, t.end_ms) for (rank, task), t in own.items()]
+        forwards = microbatch_forward_ms(spans)
+        deviations.append({name: spread_of(forwards, name) for name in plan.modules})
+    predicted = simulate(plan, program, costs.__getitem__, message_ms(16))
+    return {
+        "arrangement": variant.name,
+        "predicted_ms": predicted.iteration_ms,
+        "measured_ms": statistics.median(measured[1:]),
+        "even_ms": sizes.step_ms,
+        "std_ms": mean_of(deviations[1:]),
+    }
+
+
+def run_ranks(options: argparse.Namespace, sizes: Sizes) -> None:
+    """What the ranks run; rank 0 writes the result."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = tiny_model([VISION]).train()
+    spec = build_model_spec(model)
+    layout = {name: ModulePlugin(dp_size=2, pp_size=2) for name in spec.modules}
+    engine = ParallelEngine(model, spec, resolve_plan(spec, layout), torch.device("cpu"))
+    result = [slept_steps(engine, variant, sizes) for variant in SAME_PLAN]
+    if dist.get_rank() == 0:
+        options.ranks.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# The script
+
+
+def dataset_table(result: dict[str, Any]) -> Table:
+    """A row for each arrangement of a dataset."""
+    bounds = result["bounds_ms"]
+    table = Table(
+        "arrangement", "std vision", "std LM", "step ms", "/ even", "/ best", "bubble", "deferred", "peak GiB"
+    )
+    table.title = (
+        f"{result['dataset']}, {result['model']}: equal microbatches {bounds['even']:.0f} ms, best microbatches "
+        f"{bounds['divisible']:.0f} ms, the busiest stage alone {bounds['busiest']:.0f} ms"
+    )
+    table.title_justify = "left"
+    for name, row in result["arrangements"].items():
+        table.add_row(
+            name,
+            *(f"{row['std_ms'][module]:.1f}" for module in (VISION, LANGUAGE_MODEL)),
+            f"{row['iteration_ms']:.0f}",
+            *(f"{row['iteration_ms'] / bounds[key]:.3f}" for key in ("even", "divisible")),
+            f"{row['bubble_fraction']:.1%}",
+            f"{row['deferred_fraction']:.1%}",
+            f"{max(row['peak_gib']):.1f}",
+        )
+    return table
+
+
+def slept_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A row for each arrangement of the batch whose tasks sleep."""
+    table = Table("arrangement", "predicted ms", "measured ms", "/ even", "std vision", "std LM")
+    table.title = "Eight gloo ranks with modelled durations"
+    table.title_justify = "left"
+    for row in rows:
+        numbers = (row["predicted_ms"], row["measured_ms"], row["measured_ms"] / row["even_ms"])
+        deviations = [f"{row['std_ms'][module]:.1f}" for module in (VISION, LANGUAGE_MODEL)]
+        table.add_row(row["arrangement"], *(f"{n:.0f}" for n in numbers[:2]), f"{numbers[2]:.3f}", *deviations)
+    return table
+
+
+def notes_of(results: Sequence[dict[str, Any]]) -> list[str]:
+    """What the goals compare."""
+    notes = []
+    for result in results:
+        rows, bounds = result["arrangements"], result["bounds_ms"]
+        ours = min((rows["hierarchical"], rows["hierarchical, eager"]), key=lambda row: row["iteration_ms"])
+        fewer = rows["disttrain"]["std_ms"][VISION] / rows["hierarchical"]["std_ms"][VISION]
+        faster = [rows[name]["iteration_ms"] / ours["iteration_ms"] for name in ("disttrain", OWN_PLAN[0].name)]
+        notes.append(
+            f"{result['dataset']}, {result['model']}: the encoder's deviation is {fewer:.1f}x below DistTrain's, the "
+            f"step {ours['iteration_ms'] / bounds['even']:.3f} of equal microbatches, {faster[0]:.2f}x faster than "
+            f"DistTrain's on the same plan and {faster[1]:.2f}x than on its own."
+        )
+    goals = f"Goals: {GOAL_STD}x for SynthChartNet, a step within {GOAL_BOUND:.2f} of the bound."
+    return [*notes, goals]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few small batches, to try the script itself")
+    parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
+    parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = QUICK if options.quick else Sizes()
+    if options.ranks is not None:
+        run_ranks(options, sizes)
+        return
+    load = os.getloadavg()
+    names = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
+    results = [simulate_dataset(name, model, sizes) for name, model in (names[:1] if options.quick else names)]
+    slept = common.launch(__file__, 8, ["--quick"] * options.quick)
+    tables = [*map(dataset_table, results), slept_table(slept)]
+    result = {"simulated": results, "slept": slept, "sizes": asdict(sizes), "goals": [GOAL_STD, GOAL_BOUND]}
+    result |= common.machine(common.Shapes(), load)
+    common.report("microbatch_balance", tables, notes_of(results), result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Steps of the engine whose tasks sleep for the time that a table says, on more ranks than there are cores."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperModel
+
+from hf_mmparallel import MultimodalModel
+from hf_mmparallel.data.loader import StepBatch
+from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.runtime.transport import DistributedTransport
+from hf_mmparallel.schedule import Task
+
+TOKENS = {"vision": 100, "audio": 101}
+
+
+def message_ms(num_values: int, repeats: int = 100) -> float:
+    """The time of one message of float32 from rank 0 to rank 1, half a round trip; equal on all ranks."""
+    transport = DistributedTransport()
+    tensor, buffer = torch.zeros(num_values), torch.empty(num_values)
+    times = []
+    dist.barrier()
+    if transport.rank < 2:
+        other = 1 - transport.rank
+        for _ in range(2 * repeats):
+            start = time.perf_counter()
+            for sends in (transport.rank == 0, transport.rank == 1):
+                (transport.send(tensor, other) if sends else transport.recv(buffer, other)).wait()
+            times.append(1e3 * (time.perf_counter() - start) / 2)
+    shared = [statistics.median(times[repeats:]) if times else 0.0]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def timed_step(engine: ParallelEngine, batch: StepBatch, index: int) -> float:
+    """Milliseconds from the common start to the end of the last rank; all ranks read one clock."""
+    dist.barrier()
+    start = time.perf_counter()
+    engine.train_step(batch, index)
+    ends = [(start, time.perf_counter())] * dist.get_world_size()
+    dist.all_gather_object(ends, (start, time.perf_counter()))
+    engine.module.zero_grad()
+    return 1e3 * (max(end for _, end in ends) - min(begin for begin, _ in ends))
+
+
+def gathered(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of all ranks."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, dict(values))
+    return {key: value for part in parts for key, value in part.items()}
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps, and gives zeros; its backward sleeps too."""
+
+    @staticmethod
+    def forward(ctx: Any, times_ms: tuple[float, float], shapes: Sequence[Any], *inputs: torch.Tensor) -> Any:
+        ctx.backward_ms = times_ms[1]
+        ctx.save_for_backward(*inputs)
+        time.sleep(times_ms[0] / 1e3)
+        return tuple(torch.zeros(shape) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        time.sleep(ctx.backward_ms / 1e3)
+        return (None, None, *(torch.zeros_like(value) for value in ctx.saved_tensors))
+
+
+class SleepingStage:
+    """
+    A stage in the place of another: it computes once for each task, to learn the shapes of the outputs, and then
+    sleeps as long as the table says.
+
+    Args:
+        stage (`ModuleStage`): The stage.
+        engine (`ParallelEngine`): Where it is.
+        costs (`Mapping[Task, float]`): Task -> milliseconds.
+        current (`list[Task]`): Its only item is the task that runs.
+    """
+
+    def __init__(self, stage: Any, engine: ParallelEngine, costs: Mapping[Task, float], current: list[Task]):
+        self.stage = stage
+        self.costs = costs
+        self.current = current
+        self.anchor = next(p for p in engine.trained if p.requires_grad)
+        self.shapes: dict[Task, list[torch.Size]] = {}
+
+    def input_shapes(self, batch: Any) -> Any:
+        return self.stage.input_shapes(batch)
+
+    def __call__(self, batch: Any, hidden: Any, features: Mapping[str, Sequence[Any]]) -> list[torch.Tensor]:
+        (task,) = self.current
+        if task not in self.shapes:
+            outputs = self.stage(batch, hidden, features)
+            self.shapes[task] = [output.shape for output in outputs]
+            return outputs
+        inputs = [*(hidden or []), *(value for values in features.values() for value in values if value is not None)]
+        times = (self.costs[task], self.costs.get(Task("bwd", *task.key), 0.0))
+        return list(_Sleep.apply(times, self.shapes[task], self.anchor, *inputs))  # type: ignore[arg-type]
+
+
+def sleep_instead(engine: ParallelEngine, costs: Mapping[Task, float]) -> None:
+    """
+    Lets the tasks of an engine sleep.
+
+    Args:
+        engine (`ParallelEngine`): The engine; its stages are replaced.
+        costs (`Mapping[Task, float]`): Task -> milliseconds.
+    """
+    current: list[Task] = []
+    engine.executor.before_forward = lambda task: current.__setitem__(slice(None), [task])
+    engine.executor.loss_function = lambda logits, *_: (logits.sum(), torch.tensor(1))
+    engine.executor.stages = {
+        key: SleepingStage(stage.stage if isinstance(stage, SleepingStage) else stage, engine, costs, current)
+        for key, stage in engine.executor.stages.items()
+    }
+
+
+def tiny_model(encoders: Sequence[str] = ("vision", "audio")) -> MultimodalModel:
+    """A tiny model that sees, hears, or both; the language model has four layers, the encoders have two."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=8))
+    sizes = {"d_model": 16, "encoder_layers": 2, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
+    sizes |= {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 2, "vocab_size": 50}
+    hearing = WhisperModel(WhisperConfig(**sizes, num_mel_bins=8, max_source_positions=6, pad_token_id=0))
+    language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
+    decoder = LlamaForCausalLM(LlamaConfig(**language, vocab_size=120, pad_token_id=0))
+    towers = {"vision": vision, "audio": hearing}
+    return MultimodalModel.from_unimodal(
+        {name: towers[name] for name in encoders}, decoder, token_ids={name: TOKENS[name] for name in encoders}
+    )
+
+
+def tiny_samples(size: int, encoders: Sequence[str] = ("vision", "audio")) -> list[dict[str, torch.Tensor]]:
+    """Samples with an image, a clip, or both."""
+    media = {"vision": ("pixel_values", (3, 16, 16), 5), "audio": ("input_features", (8, 12), 6)}
+    ids = [5]
+    for name in encoders:
+        ids += [TOKENS[name]] * media[name][2] + [6]
+    tokens = torch.tensor([*ids, 7, 8])
+    sample = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": tokens.masked_fill(tokens >= min(TOKENS.values()), common.IGNORE_INDEX),
+        **{media[name][0]: torch.randn(1, *media[name][1]) for name in encoders},
+    }
+    return [sample] * size
+
+
+def collate(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Samples of one length."""
+    joined = ("pixel_values", "input_features")
+    return {
+        name: (torch.cat if name in joined else torch.stack)([sample[name] for sample in samples])
+        for name in samples[0]
+    }
