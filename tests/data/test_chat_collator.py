@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hf_mmparallel.data import ChatCollator, PretokenizedCollator
+from hf_mmparallel.data import ChatCollator, PretokenizedCollator, chat_collator
 from hf_mmparallel.modeling.composed import MultimodalModel
 
 IGNORED = -100
@@ -331,3 +331,65 @@ def test_fields_of_tokens_must_match(changes, reason):
     first, *rest = token_samples()
     with pytest.raises(ValueError, match=reason):
         PretokenizedCollator()([{**first, **changes}, *rest])
+
+
+def assert_lacks_pixels(found, whole):
+    assert found.keys() == whole.keys() - {"pixel_values"}
+    assert all(torch.equal(found[name], whole[name]) for name in found)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_without_media_only_pixels_are_missing(name):
+    collator = ChatCollator(PROCESSORS[name][0](), pad_to_multiple_of=8)
+    lean = collator.without_media()
+    assert_lacks_pixels(lean(samples()), collator(samples()))
+    assert_lacks_pixels(collator.without_media(["pixel_values"])(samples()), collator(samples()))
+    assert lean.decodes == frozenset() and collator.decodes == {"Image"}
+    assert collator.without_media(["input_features"]) is collator
+    inside = {"messages": [{"role": "user", "content": [{"type": "image", "image": {"height": 9, "width": 7}}]}]}
+    assert lean.encode(inside)["input_ids"].shape[0] > 5
+
+
+def test_without_media_errors_are_the_same():
+    lean = ChatCollator(llava(), max_length=12).without_media()
+    for sample, reason in (
+        ({"messages": [say("user", None)], "images": []}, "1 image parts in `messages` and 0 images"),
+        ({"text": "hello"}, "no column `messages`"),
+        (samples()[1], r"Sample 0 of the batch has \d+ tokens, more than `max_length=12`"),
+        ({"messages": [say("user", None)], "images": [{"bytes": b"no image", "path": None}]}, "cannot identify"),
+    ):
+        with pytest.raises((ValueError, OSError), match=reason):
+            lean([sample])
+
+
+def test_what_sizes_do_not_tell_is_decoded_and_said_once(monkeypatch, caplog):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("no blank images")
+
+    collator = ChatCollator(llava())
+    lean = collator.without_media()
+    monkeypatch.setattr(type(lean.processor.image_processor), "__call__", refuse)
+    with caplog.at_level("WARNING", logger=chat_collator.logger.name):
+        for _ in range(2):
+            assert_lacks_pixels(lean(samples()), collator(samples()))
+    told = [record.getMessage() for record in caplog.records if "decoded where only text is needed" in record.message]
+    assert told == [
+        "`LlavaProcessor` can't place an image from its size, so it is decoded where only text is needed: RuntimeError"
+    ]
+
+
+def test_floats_that_are_read_are_those_of_the_images():
+    collator = ChatCollator(llava())
+    processor = collator.processor.image_processor
+    original = type(processor).__call__
+
+    class Weighing(type(processor)):
+        def __call__(self, images, **options):
+            found = original(self, images, **options)
+            found["weights"] = found["pixel_values"].float().flatten(1).mean(1)
+            return found
+
+    collator.processor.image_processor = Weighing(**processor.to_dict())
+    whole = collator(samples())
+    assert_lacks_pixels(collator.without_media(["pixel_values"])(samples()), whole)
+    assert "weights" not in collator.without_media()(samples())
