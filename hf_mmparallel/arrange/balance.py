@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
-from ..schedule import Task
+from ..schedule import Span, microbatch_forward_ms
 from .methods import arrange_step
 
 Times = tuple[np.ndarray, ...]
@@ -90,21 +90,21 @@ def deferred_fraction(step: StepPlan) -> float:
     return float(is_deferred(step).mean()) if step.samples else 0.0
 
 
-def measured_balance(step: StepPlan, tasks: Iterable[tuple[Task, float]]) -> Balance:
+def measured_balance(step: StepPlan, spans: Iterable[Span]) -> Balance:
     """
     The forwards of a step as they ran.
 
     Args:
         step (`StepPlan`): The arrangement.
-        tasks (`Iterable[tuple[Task, float]]`): Tasks with how long they took, in ms; each stage once.
+        spans (`Iterable[Span]`): Its tasks, see [`microbatch_forward_ms`].
     """
-    times = {
-        name: tuple(np.zeros(len(microbatches)) for microbatches in replicas)
-        for name, replicas in step.microbatches.items()
-    }
-    for task, took_ms in tasks:
-        if task.kind == "fwd":
-            times[task.module][task.replica][task.microbatch] += took_ms
+    found = microbatch_forward_ms(spans)
+    times: dict[str, Times] = {}
+    for name, replicas in step.microbatches.items():
+        times[name] = tuple(np.zeros(len(microbatches)) for microbatches in replicas)
+        for replica, all_times in enumerate(times[name]):
+            ran = found.get((name, replica), np.zeros(0))
+            all_times[: len(ran)] = ran
     return Balance(times, {}, deferred_fraction(step))
 
 

@@ -12,6 +12,7 @@ from ..schedule.draw import COLORS, tint
 from .balance import Balance, Times
 
 MAX_REPLICAS = 8
+BEFORE, MEASURED = "before, contiguous", "measured"
 _DEFERRED = "deferred from the microbatch before"
 _GREY, _INK = "#444444", "#222222"
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..arrange.balance import excess
 from ..cost import HARDWARE, Hardware
 from ..cost.analytic import is_lookup
 from ..runtime.executor import StepResult
+from .balance import RanStep, forward_metrics, last_step, mean_of, measure
 from .base import EngineCallback
 
 _MOST_STEPS = 1000  # of which a log tells, when the loss is logged seldom
@@ -29,7 +31,6 @@ class RankWindow:
         duration_ms (`float`): Time in the programs of steps.
         wall_ms (`float`): From the end of the step before the first to the end of the last, with data and optimizer.
         busy_ms (`float`): Of it in tasks.
-        forwards_ms (`dict[str, list[float]]`): Module -> its forwards on this rank, for the first rank of a stage.
         replicas_ms (`dict[tuple[str, int], float]`): (module, replica) -> time in its tasks.
         num_rows (`dict[str, int]`): Module -> tokens of the language model, or feature rows of an encoder.
     """
@@ -37,31 +38,22 @@ class RankWindow:
     duration_ms: float
     wall_ms: float
     busy_ms: float
-    forwards_ms: dict[str, list[float]]
     replicas_ms: dict[tuple[str, int], float]
     num_rows: dict[str, int]
 
     @classmethod
     def of(cls, results: Sequence[StepResult], wall_ms: float) -> RankWindow:
-        forwards, replicas, rows = defaultdict(list), defaultdict(float), defaultdict(int)
+        replicas, rows = defaultdict(float), defaultdict(int)
         busy = 0.0
         for result in results:
             for timed in result.timeline:
                 took = timed.end_ms - timed.start_ms
                 busy += took
                 replicas[timed.task.module, timed.task.replica] += took
-                if timed.task.kind == "fwd":
-                    forwards[timed.task.module].append(took)
             for module, count in result.num_rows.items():
                 rows[module] += count
         duration = sum(r.duration_ms for r in results)
-        return cls(duration, max(wall_ms, duration), busy, dict(forwards), dict(replicas), dict(rows))
-
-
-def _excess(values: Sequence[float]) -> float:
-    """How far the largest lies above the mean, as a share of the mean."""
-    mean = sum(values) / len(values)
-    return max(values) / mean - 1 if mean else 0.0
+        return cls(duration, max(wall_ms, duration), busy, dict(replicas), dict(rows))
 
 
 def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, float]:
@@ -74,8 +66,8 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
             their core away, and a bubble can't be seen.
 
     Returns:
-        `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`, and (largest over mean,
-        minus 1) `parallel/microbatch_imbalance/<module>` and `parallel/replica_imbalance/<module>`.
+        `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`, and
+        `parallel/replica_imbalance/<module>` (largest over mean, minus 1).
     """
     duration = max(window.duration_ms for window in windows)
     wall = max(window.wall_ms for window in windows)
@@ -84,24 +76,19 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
     metrics: dict[str, float] = {}
     rows: dict[str, int] = defaultdict(int)
     replicas: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    uneven: dict[str, list[float]] = defaultdict(list)
     for window in windows:
         for module, count in window.num_rows.items():
             rows[module] += count
         for (module, replica), took in window.replicas_ms.items():
             replicas[module][replica] += took
-        for module, forwards in window.forwards_ms.items():
-            uneven[module].append(_excess(forwards))
     for module, count in rows.items():
         metrics[f"parallel/tokens_per_second/{module}"] = 1e3 * count / wall
     if core_per_rank:
         busy = sum(window.busy_ms for window in windows)
         metrics["parallel/bubble_fraction"] = 1 - busy / (duration * len(windows))
-    for module, values in uneven.items():
-        metrics[f"parallel/microbatch_imbalance/{module}"] = sum(values) / len(values)
     for module, times in replicas.items():
         if len(times) > 1:
-            metrics[f"parallel/replica_imbalance/{module}"] = _excess(list(times.values()))
+            metrics[f"parallel/replica_imbalance/{module}"] = excess(times.values())
     return metrics
 
 
@@ -125,11 +112,15 @@ class ParallelMetricsCallback(EngineCallback):
     Adds to the log, under `parallel/`: tokens per second of each module, the bubble fraction, the imbalance between
     microbatches and between replicas of each module, and model FLOPs utilisation where the device's peak is known.
 
+    Of the arrangement, as the mean over the steps since the last log: the standard deviation of a microbatch's
+    measured forward in each module (`forward_ms_std`), and, where sizes of samples are known, of its workload as
+    arranged (`workload_std`) and in the sampler's order (`workload_std_before`), with the share of deferred samples.
+
     The Trainer has one by itself under a plan; remove it with `trainer.remove_callback(ParallelMetricsCallback)`.
     """
 
     def __init__(self):
-        self.results: deque[StepResult] = deque(maxlen=_MOST_STEPS)
+        self.steps: deque[RanStep] = deque(maxlen=_MOST_STEPS)
         self.ends_s: deque[float] = deque(maxlen=_MOST_STEPS + 1)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -137,18 +128,20 @@ class ParallelMetricsCallback(EngineCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.engine is not None and self.engine.last_result is not None:
-            self.results.append(self.engine.last_result)
+            self.steps.append(last_step(self.engine, args.per_device_train_batch_size))
             self.ends_s.append(time.perf_counter())
 
     def parallel_metrics(self) -> dict[str, float]:
-        if self.engine is None or not self.results:
+        if self.engine is None or not self.steps:
             return {}
-        mine = RankWindow.of(self.results, 1e3 * (self.ends_s[-1] - self.ends_s[0]))
-        self.results.clear()
-        self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
+        mine = RankWindow.of([ran.result for ran in self.steps], 1e3 * (self.ends_s[-1] - self.ends_s[0]))
         windows: list[RankWindow | None] = [None] * dist.get_world_size()
         dist.all_gather_object(windows, mine)
         metrics = efficiency([w for w in windows if w is not None], core_per_rank(self.engine.device))
+        metrics |= mean_of([forward_metrics(balance) for balance in measure(self.engine, self.steps)])
+        metrics |= mean_of([ran.arrangement for ran in self.steps])
+        self.steps.clear()
+        self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
         utilisation = self._utilisation(metrics)
         return metrics if utilisation is None else {**metrics, "parallel/model_flops_utilisation": utilisation}
 

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from ..schedule import Span, simulate
+from ..arrange.balance import Balance, measured_balance
+from ..arrange.draw import BEFORE, MEASURED, balance_png
+from ..cost import AnalyticCost
+from ..schedule import Simulation, Span, Task, simulate
 from ..schedule.draw import chrome_trace, gantt_png
+from .balance import last_balances
 from .base import EngineCallback
 
 
 class TimelineCallback(EngineCallback):
     """
     Writes what each rank did when in chosen steps: `timeline-<step>.png` and `timeline-<step>.json` (Chrome trace, for
-    `chrome://tracing` or Perfetto), the predicted schedule beside the measured one.
+    `chrome://tracing` or Perfetto), the predicted schedule beside the measured one; and `workloads-<step>.png`, the
+    forwards of each microbatch as measured, beside what they were arranged by where sizes of samples are known.
 
     Args:
         steps (`Collection[int]`): Optimizer steps, counted from 1 as in the log.
@@ -33,15 +39,38 @@ class TimelineCallback(EngineCallback):
         measured = self.gather()
         if not state.is_world_process_zero:
             return
-        assert self.engine.current_step is not None
         folder = Path(self.folder or args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        predicted = simulate(
-            self.engine.plan, self.engine.program(self.engine.current_step, training=True), cost_from(measured)
-        )
         name = f"timeline-{state.global_step}"
+        predicted = self.predicted(measured)
         gantt_png(predicted, folder / f"{name}.png", measured=measured)
         chrome_trace(predicted, folder / f"{name}.json", measured=measured)
+        panels = self.balances(measured, args.per_device_train_batch_size)
+        balance_png(
+            panels,
+            folder / f"workloads-{state.global_step}.png",
+            title=f"Forward of each microbatch in step {state.global_step}",
+            own_scale=[MEASURED],
+        )
+
+    def predicted(self, measured: Sequence[Span]) -> Simulation:
+        """The program of the last step with the durations of its stages as measured."""
+        engine = self.engine
+        assert engine is not None and engine.current_step is not None and engine.planner is not None
+        step, sizes = engine.current_step, engine.current_sizes
+        estimate = AnalyticCost(engine.spec, engine.plan, step, sizes, engine.hardware) if sizes is not None else None
+        return simulate(engine.plan, engine.planner.program(step, sizes), cost_from(measured, estimate))
+
+    def balances(self, measured: Sequence[Span], microbatch_size: int) -> dict[str, Balance]:
+        """Columns of the picture of workloads."""
+        engine = self.engine
+        assert engine is not None and engine.current_step is not None and engine.planner is not None
+        panels = {}
+        balances = last_balances(engine, microbatch_size)
+        if balances is not None:
+            panels = {BEFORE: balances[0], f"after, {engine.planner.method}": balances[1]}
+        leading = [span for span in measured if engine.first_rank(span.task) == span.rank]
+        return {**panels, MEASURED: measured_balance(engine.current_step, leading)}
 
     def gather(self) -> list[Span]:
         """The tasks of the last step on all ranks, on one clock that starts with the first of them. Collective."""
@@ -57,10 +86,21 @@ class TimelineCallback(EngineCallback):
         ]
 
 
-def cost_from(spans: Collection[Span]) -> Any:
-    """Task -> its mean measured duration in ms over the stage's tasks of the same kind, so that shapes compare."""
-    times: dict[tuple, list[float]] = {}
+def cost_from(spans: Collection[Span], estimate: Callable[[Task], float] | None = None) -> Callable[[Task], float]:
+    """
+    Task -> ms. What the tasks of one kind of a stage took together, shared by what each is estimated to take; by equal
+    parts without an estimate, so that shapes compare.
+    """
+    weight = estimate or (lambda _: 1.0)
+    took: dict[tuple, float] = defaultdict(float)
+    estimated: dict[tuple, float] = defaultdict(float)
     for span in spans:
-        times.setdefault((span.task.kind, *span.task.stage_key), []).append(span.end_ms - span.start_ms)
-    means = {key: sum(values) / len(values) for key, values in times.items()}
-    return lambda task: means[(task.kind, *task.stage_key)]
+        key = (span.task.kind, *span.task.stage_key)
+        took[key] += span.end_ms - span.start_ms
+        estimated[key] += weight(span.task)
+
+    def cost(task: Task) -> float:
+        key = (task.kind, *task.stage_key)
+        return took[key] * weight(task) / estimated[key] if estimated[key] else 0.0
+
+    return cost

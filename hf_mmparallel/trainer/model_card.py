@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from ..plan import ParallelPlan
 from ..runtime.engine import ParallelEngine
 
-PICTURE = "schedule.png"
+SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
 _SECTION = "### Parallel plan"
 _PREFIX = "parallel/"
 
@@ -59,8 +59,14 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, l
         "|" + "|".join(" --- " for _ in head) + "|",
         *("| " + " | ".join(str(row[name]) for name in head) + " |" for row in rows),
     ]
-    if (folder / PICTURE).is_file():
-        lines += ["", f"![Predicted schedule of one step]({PICTURE})"]
+    if engine.planner is not None:
+        lines += ["", f"The samples of a global batch are arranged by `{engine.planner.method}`."]
+    for picture, title in (
+        (SCHEDULE, "Predicted schedule of one step"),
+        (WORKLOADS, "Predicted forward of each microbatch of one step"),
+    ):
+        if (folder / picture).is_file():
+            lines += ["", f"![{title}]({picture})"]
     measured = {name: value for row in log_history for name, value in row.items() if name.startswith(_PREFIX)}
     if measured:
         lines += ["", "Measured in the last logged steps:", "", "| quantity | value |", "| --- | --- |"]

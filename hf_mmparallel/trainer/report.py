@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.console import Console
+from transformers import TrainingArguments
 
+from ..arrange.balance import Balance, compare_with_contiguous
+from ..arrange.draw import BEFORE, balance_png
 from ..callbacks.metrics import core_per_rank
 from ..cli.table import plan_table
 from ..cost import AnalyticCost, RankMemory, memory_per_rank
 from ..data.draws import Draw
 from ..data.loader import seeded
-from ..data.step_planner import PlannedStep
+from ..data.step_planner import PlannedStep, StepPlanner
 from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
+from .arguments import MultimodalTrainingArguments
 from .loaders import training_planner, without_unused_columns
-from .model_card import PICTURE
+from .model_card import SCHEDULE, WORKLOADS
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
 
+WITH_LIMITS = "hierarchical"
+"""The arrangement whose microbatches hold to limits of tokens and memory."""
+ARRANGEMENT_SETTINGS = (
+    "microbatch_assignment",
+    "token_columns",
+    "max_tokens_per_microbatch",
+    "memory_limit_gib",
+    "on_bad_sample",
+)
 _SAMPLES = 8
 _WIDTH = 120  # of the table in a file or a pipe
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of one full step."""
+    """What is expected of one full step; with its balance before and after where sizes of samples are known."""
 
     planned: PlannedStep
     simulation: Simulation
     memory: Mapping[int, RankMemory] | None
+    balances: tuple[Balance, Balance] | None
 
 
 def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str, int] | None:
-    """Module -> mean tokens of the first samples: sequence length, rows of an encoder. `None` without a dataset."""
-    if dataset is None or not len(dataset):
+    """
+    Module -> mean tokens of the first samples: sequence length, rows of an encoder. `None` without a dataset, and for
+    a stream.
+    """
+    if not hasattr(dataset, "__len__") or not len(dataset):
         return None
     samples = min(_SAMPLES, len(dataset))
     batch = collator([dataset[index] for index in range(samples)])
@@ -54,52 +72,128 @@ def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str
     return tokens
 
 
-def predict(trainer: MultimodalParallelTrainer) -> Prediction:
-    """Simulates a step with a full global batch, with costs from the first samples of the training set."""
+def predict(trainer: MultimodalParallelTrainer, planner: StepPlanner) -> Prediction:
+    """Simulates a step with a full global batch: samples from all over the training set where sizes are known."""
     engine = trainer._engine
     plan, spec, device = engine.plan, engine.spec, engine.hardware
-    planner = training_planner(trainer)
     num_samples = trainer.global_batch_size
-    if planner.sizes is not None:
-        num_samples = min(num_samples, len(trainer.train_dataset))
-    planned = planner(Draw(tuple(range(num_samples))))
-    sizes = planned.sizes
+    chosen = range(num_samples)
+    if planner.sizes is not None and hasattr(trainer.train_dataset, "__len__"):
+        length = len(trainer.train_dataset)
+        chosen = np.linspace(0, length - 1, min(num_samples, length)).astype(int).tolist()
+    planned = planner(Draw(tuple(chosen)))
+    sizes, balances = planned.sizes, None
     if sizes is None:
         tokens = sample_tokens(*without_unused_columns(trainer, trainer.train_dataset, "Training"), spec)
         if tokens is None:
-            return Prediction(planned, simulate(plan, planned.program), None)
+            return Prediction(planned, simulate(plan, planned.program), None, None)
         sizes = SampleSizes.uniform(tokens, num_samples)
+    elif sizes.known:
+        balances = compare_with_contiguous(plan, planned.step, planned.workloads, planner.microbatch_size)
     cost = AnalyticCost(spec, plan, planned.step, sizes, device)
     simulation = simulate(plan, planned.program, cost, cost.message_ms)
     memory = memory_per_rank(spec, plan, planned.step, sizes, simulation.peak_in_flight)
-    return Prediction(planned, simulation, memory)
+    return Prediction(planned, simulation, memory, balances)
+
+
+def size_origin(trainer: MultimodalParallelTrainer) -> str:
+    """Where the sizes of samples come from, in words."""
+    columns = trainer.args.token_columns
+    if columns is not None:
+        names = [columns] if isinstance(columns, str) else list(columns.values())
+        return f"the column{'s' if len(names) > 1 else ''} " + ", ".join(f"`{name}`" for name in names)
+    if trainer.sample_tokens is not None:
+        return "`sample_tokens`"
+    own = hasattr(trainer.train_dataset, "token_counts")
+    return "the dataset's `token_counts`" if own else "the dataset's metadata"
+
+
+def arrangement_lines(method: str, origin: str, balances: tuple[Balance, Balance] | None) -> list[str]:
+    """How the samples of a global batch come to microbatches, and how even these are."""
+    if balances is None:
+        return [
+            f"Sizes of samples are unknown, all count the same, and `{method}` arranges them by their number. Give "
+            "`token_columns`, or `sample_tokens` to the Trainer."
+        ]
+    before, after = balances
+    arranged = f"Samples are arranged by `{method}`, with sizes from {origin}."
+    if method == "contiguous":
+        spread = ", ".join(f"{name} {after.std_ms(name):.3g} ms" for name in after.forward_ms)
+        return [f"{arranged} Predicted standard deviation of a microbatch's forward: {spread}."]
+    spread = ", ".join(f"{name} {before.std_ms(name):.3g} -> {after.std_ms(name):.3g} ms" for name in after.forward_ms)
+    return [
+        arranged,
+        f"Predicted standard deviation of a microbatch's forward, in the sampler's order -> arranged: {spread}. "
+        f"{after.deferred_fraction:.0%} of samples are deferred.",
+    ]
+
+
+def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool) -> list[str]:
+    """A sentence for each setting of the arrangement that changes nothing under a plan."""
+    lines = []
+    limits = [name for name in ("max_tokens_per_microbatch", "memory_limit_gib") if getattr(args, name) is not None]
+    for name in limits:
+        value = getattr(args, name)
+        if not sizes_known:
+            lines.append(f"`{name}={value}` has no effect: sizes of samples are unknown.")
+        elif args.microbatch_assignment != WITH_LIMITS:
+            lines.append(
+                f"`{name}={value}` does not limit microbatches: `microbatch_assignment={args.microbatch_assignment!r}`"
+                f" fixes their number of samples. Use {WITH_LIMITS!r}."
+            )
+    return lines
+
+
+def settings_without_plan(args: TrainingArguments) -> str | None:
+    """A sentence about settings of the arrangement, which the stock Trainer does not have."""
+    defaults = {field.name: field.default for field in fields(args)}
+    names = [name for name in ARRANGEMENT_SETTINGS if name in defaults and getattr(args, name) != defaults[name]]
+    if not names:
+        return None
+    given = ", ".join(f"`{name}={getattr(args, name)!r}`" for name in names)
+    return f"No effect without a plan: {given}. The stock Trainer makes its own batches; give a layout in `parallel`."
 
 
 def report_plan(trainer: MultimodalParallelTrainer) -> None:
-    """Prints the plan with the predicted bubble, and draws the predicted step into the output folder."""
+    """Prints the plan with the predicted bubble and balance, and draws the predicted step into the output folder."""
     engine, args = trainer.engine, trainer.args
     assert engine is not None
+    planner = training_planner(trainer)
     with seeded(args.seed):  # only this rank reads samples here
-        prediction = predict(trainer)
-    plan, simulation = engine.plan, prediction.simulation
+        prediction = predict(trainer, planner)
     console = Console(stderr=True)
     if not console.is_terminal:
         console = Console(stderr=True, width=_WIDTH)
-    console.print(plan_table(plan, engine.spec, simulation, prediction.memory))
-    console.print(
-        f"Global batch of {trainer.global_batch_size} samples: {plan.num_microbatches} microbatches of up to "
-        f"{args.per_device_train_batch_size} samples on each language-model replica, schedule {plan.schedule}.",
-        highlight=False,
-    )
-    measured = "" if core_per_rank(engine.device) else " It is not measured here: the ranks share cores."
-    cp_size = plan.modules[LANGUAGE_MODEL].cp_size
-    if cp_size > 1:
-        console.print(
-            f"{cp_size} ranks share the tokens of each microbatch of `{LANGUAGE_MODEL}`: its samples are packed into "
-            'one row, and its attention function is "bitfield".',
-            highlight=False,
-        )
-    console.print(f"Predicted bubble: {simulation.bubble_fraction:.1%}.{measured}", highlight=False)
+    console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
+    for line in report_lines(trainer, planner, prediction):
+        console.print(line, highlight=False)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    gantt_png(simulation, folder / PICTURE, title="Predicted schedule of one step")
+    gantt_png(prediction.simulation, folder / SCHEDULE, title="Predicted schedule of one step")
+    if prediction.balances is not None:
+        before, after = prediction.balances
+        panels = {BEFORE: before, f"after, {planner.method}": after}
+        balance_png(panels, folder / WORKLOADS, title="Predicted forward of each microbatch of one step")
+
+
+def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, prediction: Prediction) -> list[str]:
+    """What is said below the table of a plan."""
+    args, plan = trainer.args, trainer._engine.plan
+    step, cp_size = prediction.planned.step, plan.modules[LANGUAGE_MODEL].cp_size
+    count = max(len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL])
+    size = args.per_device_train_batch_size
+    per_microbatch = f"up to {size}" if planner.method == "contiguous" else f"on average {size}"
+    lines = [
+        f"Global batch of {trainer.global_batch_size} samples: {count} microbatches of {per_microbatch} samples on "
+        f"each language-model replica, schedule {plan.schedule}."
+    ]
+    lines += arrangement_lines(planner.method, size_origin(trainer), prediction.balances)
+    lines += settings_without_effect(args, prediction.balances is not None)
+    if cp_size > 1:
+        lines.append(
+            f"{cp_size} ranks share the tokens of each microbatch of `{LANGUAGE_MODEL}`: its samples are packed into "
+            'one row, and its attention function is "bitfield".'
+        )
+    measured = "" if core_per_rank(trainer._engine.device) else " It is not measured here: the ranks share cores."
+    lines.append(f"Predicted bubble: {prediction.simulation.bubble_fraction:.1%}.{measured}")
+    return lines

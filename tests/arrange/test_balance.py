@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.arrange.balance import compare_with_contiguous, excess, measured_balance, step_balance
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, StepPlan, Workloads, resolve_plan
-from hf_mmparallel.schedule import Task
+from hf_mmparallel.schedule import Span, Task
 from tests.plan.specs import model_spec
 from tests.schedule.builders import cases, make_step
 
@@ -44,16 +44,16 @@ def test_replicas_are_compared_by_all_that_they_do():
 
 
 def test_forwards_that_ran_are_summed_over_stages_and_chunks():
-    tasks = [
-        (Task("fwd", "vision", 0, 0, 0, 0), 1.0),
-        (Task("fwd", "vision", 0, 0, 0, 1), 2.0),
-        (Task("bwd", "vision", 0, 0, 0, 1), 64.0),
-        (Task("fwd", LANGUAGE_MODEL, 0, 0, 1, 0), 4.0),
-        (Task("fwd", LANGUAGE_MODEL, 0, 1, 1, 0), 8.0),
+    spans = [
+        Span(0, Task("fwd", "vision", 0, 0, 0, 0), 1.0, 2.0),
+        Span(0, Task("fwd", "vision", 0, 0, 0, 1), 3.0, 5.0),
+        Span(0, Task("bwd", "vision", 0, 0, 0, 1), 5.0, 64.0),
+        Span(1, Task("fwd", LANGUAGE_MODEL, 0, 0, 0, 0), 4.0, 8.0),
+        Span(2, Task("fwd", LANGUAGE_MODEL, 0, 1, 0, 0), 9.0, 17.0),
     ]
-    balance = measured_balance(DEFERRED, tasks)
+    balance = measured_balance(DEFERRED, spans)
     assert balance.forward_ms["vision"][0].tolist() == [3, 0]
-    assert balance.forward_ms[LANGUAGE_MODEL][0].tolist() == [0, 12]
+    assert balance.forward_ms[LANGUAGE_MODEL][0].tolist() == [12, 0]
     assert balance.deferred_fraction == 0.25
 
 

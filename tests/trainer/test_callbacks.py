@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from PIL import Image
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
+from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.callbacks import LossProgressCallback
+from hf_mmparallel.callbacks.balance import arrangement_metrics, forward_metrics, mean_of
 from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, hardware_of
 from hf_mmparallel.callbacks.timeline import cost_from
 from hf_mmparallel.runtime.executor import StepResult, TimedTask
@@ -34,7 +37,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def window(duration: float, busy: float, wall: float | None = None, **changes: Any) -> RankWindow:
     wall = duration if wall is None else wall
-    return RankWindow(duration, wall, busy, **{"forwards_ms": {}, "replicas_ms": {}, "num_rows": {}, **changes})
+    return RankWindow(duration, wall, busy, **{"replicas_ms": {}, "num_rows": {}, **changes})
 
 
 # The numbers
@@ -54,18 +57,29 @@ def test_rows_of_all_ranks_per_second_of_the_slowest_with_all_it_does():
     assert metrics == {"parallel/tokens_per_second/vision": 100.0, "parallel/tokens_per_second/language_model": 200.0}
 
 
-def test_imbalance_is_the_largest_over_the_mean():
+def test_replicas_are_compared_by_the_time_in_their_tasks():
     windows = [
-        window(9, 9, forwards_ms={LM: [1.0, 1.0, 4.0]}, replicas_ms={(LM, 0): 6.0}),
-        window(9, 9, forwards_ms={LM: [2.0, 2.0, 2.0]}, replicas_ms={(LM, 1): 9.0}),
-        window(9, 9, forwards_ms={VISION: [3.0]}, replicas_ms={(VISION, 0): 3.0}),
+        window(9, 9, replicas_ms={(LM, 0): 6.0}),
+        window(9, 9, replicas_ms={(LM, 1): 9.0}),
+        window(9, 9, replicas_ms={(VISION, 0): 3.0}),
         window(9, 9, replicas_ms={(LM, 1): 9.0}),
     ]
     metrics = efficiency(windows, core_per_rank=False)
-    assert metrics == {
-        "parallel/microbatch_imbalance/language_model": pytest.approx(0.5),  # the mean of 1.0 and 0.0
-        "parallel/microbatch_imbalance/vision": 0.0,
-        "parallel/replica_imbalance/language_model": pytest.approx(0.5),  # 18 over the mean of 6 and 18
+    assert metrics == {"parallel/replica_imbalance/language_model": pytest.approx(0.5)}  # 18 over the mean of 6 and 18
+
+
+def test_microbatches_are_compared_in_each_step_then_steps_are_averaged():
+    steps = [Balance({VISION: (np.array(times),)}, {}) for times in ([1.0, 1.0, 4.0], [2.0, 2.0, 2.0])]
+    assert mean_of([forward_metrics(step) for step in steps]) == {
+        "parallel/microbatch_imbalance/vision": pytest.approx(0.5),  # the mean of 1.0 and 0.0
+        "parallel/forward_ms_std/vision": pytest.approx(2**0.5 / 2),
+    }
+    before = Balance({LM: (np.array([1.0, 5.0]),)}, {})
+    after = Balance({LM: (np.array([3.0, 3.0]),)}, {}, deferred_fraction=0.5)
+    assert mean_of([arrangement_metrics(before, after), {}]) == {
+        "parallel/workload_std/language_model": 0.0,
+        "parallel/workload_std_before/language_model": 2.0,
+        "parallel/deferred_fraction": 0.5,
     }
 
 
@@ -80,7 +94,7 @@ def test_a_window_adds_up_steps():
         step((first, 0, 2), (back, 3, 7), duration=8, rows=10),
         step((first, 0, 1), (second, 1, 4), duration=6, rows=5),
     ]
-    wanted = RankWindow(14, 20, 10, {LM: [2, 1, 3]}, {(LM, 0): 10}, {LM: 15})
+    wanted = RankWindow(14, 20, 10, {(LM, 0): 10}, {LM: 15})
     assert RankWindow.of(results, wall_ms=20) == wanted
     assert RankWindow.of(results, wall_ms=1).wall_ms == 14  # two clocks may differ a little
 
@@ -94,6 +108,8 @@ def test_costs_of_a_picture_are_mean_durations():
     spans = [Span(0, Task("fwd", LM, 0, 0, index), start, end) for index, start, end in ((0, 0, 2), (1, 5, 9))]
     cost = cost_from([*spans, Span(0, Task("bwd", LM, 0, 0, 0), 10, 17)])
     assert cost(Task("fwd", LM, 0, 0, 3)) == 3 and cost(Task("bwd", LM, 0, 0, 3)) == 7
+    cost = cost_from(spans, lambda task: [1.0, 3.0, 0.0, 2.0][task.microbatch])  # 6 ms for estimates of 1 and 3
+    assert [cost(Task("fwd", LM, 0, 0, index)) for index in range(4)] == [1.5, 4.5, 0.0, 3.0]
 
 
 # The progress bar
@@ -152,11 +168,18 @@ def test_efficiency_is_in_the_log_and_timelines_on_disk(tmp_path: Path):
             measured = {name: value for name, value in row.items() if name.startswith("parallel/")}
             assert measured == {name: value for name, value in first.items() if name.startswith("parallel/")}
             assert measured["parallel/tokens_per_second/language_model"] > 0
-            assert {f"parallel/microbatch_imbalance/{module}" for module in (VISION, LM)} <= measured.keys()
+            for module in (VISION, LM):
+                assert measured[f"parallel/microbatch_imbalance/{module}"] > 0
+                assert measured[f"parallel/forward_ms_std/{module}"] > 0
+                before = measured[f"parallel/workload_std_before/{module}"]
+                assert 0 <= measured[f"parallel/workload_std/{module}"] <= before
+            assert measured["parallel/deferred_fraction"] <= 1
             assert not any("replica_imbalance" in name for name in measured)  # one copy of each
     _check_timeline(tmp_path / "out" / "timeline-2")
     assert sorted(path.name for path in Path("elsewhere").iterdir()) == [
-        f"timeline-{step}.{kind}" for step in (1, 3) for kind in ("json", "png")
+        *(f"timeline-{step}.{kind}" for step in (1, 3) for kind in ("json", "png")),
+        "workloads-1.png",
+        "workloads-3.png",
     ]
     assert not (tmp_path / "out" / "timeline-1.png").exists()
 
@@ -165,7 +188,7 @@ def _check_timeline(stem: Path) -> None:
     """The picture is a picture; the trace has every task of every rank, measured and predicted."""
     with Image.open(stem.with_suffix(".png")) as picture:
         assert picture.width > 600 and picture.height > 200
-        assert len(set(picture.convert("RGB").resize((60, 40)).getdata())) > 20
+        assert len(picture.convert("RGB").resize((60, 40)).getcolors(60 * 40) or []) > 20
     events = json.loads(stem.with_suffix(".json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)

@@ -1,0 +1,115 @@
+"""How even microbatches are, in the Trainer's log: their workloads as arranged, their forwards as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..arrange.balance import Balance, compare_with_contiguous, measured_balance
+from ..plan import StepPlan
+from ..runtime.engine import ParallelEngine
+from ..runtime.executor import StepResult
+from ..schedule import Span
+
+
+@dataclass(frozen=True)
+class RanStep:
+    """
+    What a rank keeps of a step until the next log.
+
+    Args:
+        result (`StepResult`): What it left on this rank.
+        step (`StepPlan`): Its arrangement.
+        arrangement (`dict[str, float]`, *optional*): The numbers of [`arrangement_metrics`].
+    """
+
+    result: StepResult
+    step: StepPlan
+    arrangement: Mapping[str, float] = field(default_factory=dict)
+
+
+def last_balances(engine: ParallelEngine, microbatch_size: int) -> tuple[Balance, Balance] | None:
+    """
+    The workloads of the step that an engine ran last, in the sampler's order and as arranged; `None` where sizes of
+    samples are not known.
+    """
+    step, sizes, workloads = engine.current_step, engine.current_sizes, engine.current_workloads
+    if step is None or sizes is None or workloads is None or not sizes.known:
+        return None
+    return compare_with_contiguous(engine.plan, step, workloads, microbatch_size)
+
+
+def last_step(engine: ParallelEngine, microbatch_size: int) -> RanStep:
+    """The step that an engine ran last. All ranks know the arrangement, so that nothing is communicated."""
+    assert engine.last_result is not None and engine.current_step is not None
+    balances = last_balances(engine, microbatch_size)
+    metrics = {} if balances is None else arrangement_metrics(*balances)
+    return RanStep(engine.last_result, engine.current_step, metrics)
+
+
+def arrangement_metrics(before: Balance, after: Balance) -> dict[str, float]:
+    """
+    The numbers of an arrangement.
+
+    Args:
+        before (`Balance`): The samples in the sampler's order.
+        after (`Balance`): As they were arranged.
+
+    Returns:
+        `dict[str, float]`: `parallel/workload_std/<module>` and `parallel/workload_std_before/<module>` in ms, over
+        the microbatches of all replicas; and `parallel/deferred_fraction`.
+    """
+    metrics = {}
+    for module in after.forward_ms:
+        metrics[f"parallel/workload_std/{module}"] = after.std_ms(module)
+        metrics[f"parallel/workload_std_before/{module}"] = before.std_ms(module)
+    return {**metrics, "parallel/deferred_fraction": after.deferred_fraction}
+
+
+def forward_metrics(balance: Balance) -> dict[str, float]:
+    """
+    The numbers of a step's measured forwards.
+
+    Args:
+        balance (`Balance`): The forwards of all ranks.
+
+    Returns:
+        `dict[str, float]`: `parallel/forward_ms_std/<module>`, over the microbatches of all replicas, and
+        `parallel/microbatch_imbalance/<module>` (largest over mean, minus 1).
+    """
+    metrics = {}
+    for module in balance.forward_ms:
+        metrics[f"parallel/forward_ms_std/{module}"] = balance.std_ms(module)
+        metrics[f"parallel/microbatch_imbalance/{module}"] = balance.microbatch_excess(module)
+    return metrics
+
+
+def measure(engine: ParallelEngine, steps: Sequence[RanStep]) -> list[Balance]:
+    """The forwards of some steps, summed over the stages of each replica. Collective."""
+    balances = [
+        measured_balance(
+            ran.step,
+            [
+                Span(engine.rank, timed.task, timed.start_ms, timed.end_ms)
+                for timed in ran.result.timeline
+                if engine.first_rank(timed.task) == engine.rank
+            ],
+        )
+        for ran in steps
+    ]
+    parts = [times for balance in balances for replicas in balance.forward_ms.values() for times in replicas]
+    summed = torch.from_numpy(np.concatenate(parts)).to(engine.device)
+    dist.all_reduce(summed)
+    for part, total in zip(parts, summed.cpu().split([len(part) for part in parts]), strict=True):
+        part[:] = total.numpy()
+    return balances
+
+
+def mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each number over the steps that have it."""
+    names = dict.fromkeys(name for numbers in metrics for name in numbers)
+    return {name: float(np.mean([numbers[name] for numbers in metrics if name in numbers])) for name in names}
