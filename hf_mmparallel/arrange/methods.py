@@ -8,11 +8,13 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
 from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
+from .hierarchical import hierarchical
 
 Microbatches = Mapping[str, tuple[tuple[Slots, ...], ...]]
 Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 
 ARRANGEMENTS: Mapping[str, Arrangement] = {
+    "hierarchical": hierarchical,
     "contiguous": contiguous,
     "batch_rebalance": batch_rebalance,
     "disttrain": disttrain,
@@ -25,7 +27,7 @@ def arrange_step(
     samples: Sequence[int],
     workloads: Workloads,
     microbatch_size: int,
-    method: str = "contiguous",
+    method: str = "hierarchical",
     epoch: int = 0,
 ) -> StepPlan:
     """
@@ -36,7 +38,7 @@ def arrange_step(
         samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
         workloads (`Workloads`): What each of them costs.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
-        method (`str`): A name in [`ARRANGEMENTS`].
+        method (`str`, *optional*, defaults to `"hierarchical"`): A name in [`ARRANGEMENTS`].
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
     """
     found = ARRANGEMENTS[method](plan, workloads, microbatch_size)

@@ -1,0 +1,160 @@
+"""Which samples the language model takes one microbatch after the encoder."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .exchange import Room, padded
+from .matching import bottleneck_matching
+from .subset_sum import SubsetSums, subset_sums
+
+_CELLS = 1 << 16  # sums of all microbatches together
+_FEWEST, _MOST = 32, 256  # sums of one of them
+
+
+def _sums(members: NDArray, weights: NDArray, sizes: NDArray | None = None) -> SubsetSums:
+    """Sums of the items `[num_sets, places]` of some sets; `weights` has a last 0 for empty places."""
+    longest = _CELLS // max(1, len(members))
+    longest = 1 << min(max(longest, _FEWEST), _MOST).bit_length() - 1
+    return subset_sums(weights[members], longest, None if sizes is None else sizes[members])
+
+
+def _heaviest_first(bins: NDArray, weights: NDArray, num_bins: int) -> NDArray:
+    """The items of each bin `[num_bins, places]`, the heaviest first, so that empty places come last."""
+    order = np.argsort(-weights[: len(bins)], kind="stable")
+    return np.append(order, len(bins))[padded(bins[order], num_bins)]
+
+
+def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
+    """
+    Orders microbatches such that each overloaded one stands right before the underloaded one that it defers to.
+
+    The upper half by load is paired with the lower half. For each pair the subset of the overloaded microbatch is
+    looked up whose sum is nearest to half of the difference; the pairs are those whose heaviest microbatch is lightest
+    ([`bottleneck_matching`]; Entrain, section 4.5.2). Pairs follow each other such that what is left over of the pairs
+    so far stays small and is not negative, as far as it can: only then can later deferrals pass it on. With an odd
+    number of microbatches the middle one defers nothing and comes last.
+
+    Args:
+        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; problem `p` has those from
+            `p * num_microbatches`. Samples that belong to none have a number past the last.
+        weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
+        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): By how much each is above its target.
+        start (`numpy.ndarray` of shape `[num_problems]`): What comes over from microbatches before these.
+
+    Returns:
+        `numpy.ndarray`: int64 `[num_problems, num_microbatches]`, the microbatches of each problem in their order.
+    """
+    num_problems, count = surplus.shape
+    half = count // 2
+    descending = np.argsort(-surplus, axis=1, kind="stable")
+    if not half:
+        return descending
+    over, under = descending[:, :half], descending[:, count - half :]
+    above, below = np.take_along_axis(surplus, over, 1), np.take_along_axis(surplus, under, 1)
+    padded_weights = np.append(weights, 0.0)
+    first = np.arange(num_problems)[:, None] * count
+    inside = rows < num_problems * count
+    members = _heaviest_first(np.where(inside, rows, num_problems * count), padded_weights, num_problems * count + 1)
+    table = _sums(members[(over + first).ravel()], padded_weights)
+    wanted = ((above[:, :, None] - below[:, None, :]) / 2).reshape(num_problems * half, half)
+    moved = np.take_along_axis(table.sums, table.nearest(wanted), 1).reshape(num_problems, half, half)
+    costs = np.maximum(above[:, :, None] - moved, below[:, None, :] + moved)
+    partner = bottleneck_matching(costs - costs.min(initial=0.0))
+    totals = above + np.take_along_axis(below, partner, 1)
+    sequence = _running_order(totals, start)
+    pairs = np.stack([over, np.take_along_axis(under, partner, 1)], axis=2)
+    pairs = np.take_along_axis(pairs, sequence[:, :, None], 1).reshape(num_problems, 2 * half)
+    return np.append(pairs, descending[:, half : count - half], axis=1)
+
+
+def _running_order(values: NDArray, start: NDArray) -> NDArray:
+    """An order `[num_problems, count]` in which running sums stay small but not negative, as far as they can."""
+    num_problems, count = values.shape
+    problems, running, left = np.arange(num_problems), start.astype(float), values.copy()
+    order = np.empty((num_problems, count), np.int64)
+    for place in range(count):
+        after = running[:, None] + left
+        lowest = np.where(after >= 0, after, np.inf).argmin(axis=1)
+        highest = np.where(np.isnan(left), -np.inf, after).argmax(axis=1)
+        best = np.where(after[problems, lowest] >= 0, lowest, highest)
+        order[:, place] = best
+        running = running + values[problems, best]
+        left[problems, best] = np.nan
+    return order
+
+
+def defer(
+    places: NDArray,
+    weights: NDArray,
+    late: NDArray,
+    targets: NDArray,
+    sweeps: int,
+    room: Room | None = None,
+) -> NDArray:
+    """
+    Chooses for each item its own place or the next, such that the loads of all places come near their targets.
+
+    Each place in turn chooses anew which of its items go to the next place: of all subsets that keep to the limits,
+    the one after which both loads together are nearest to their targets (least squares). Places at even distance
+    choose together, since they do not touch.
+
+    Args:
+        places (`numpy.ndarray` of shape `[num_items]`): The place of each item; problem `p` has the places from
+            `p * num_places`.
+        weights (`numpy.ndarray` of shape `[num_items]`): Of each item, at least 0.
+        late (`numpy.ndarray` of shape `[num_items]`): Whether each goes to the next place at the start.
+        targets (`numpy.ndarray` of shape `[num_problems, num_places]`): Wanted loads.
+        sweeps (`int`): How often each place chooses at most.
+        room ([`Room`], *optional*): One limit that holds afterwards if it held before.
+
+    Returns:
+        `numpy.ndarray`: bool `[num_items]`, whether each goes to the next place.
+    """
+    num_problems, count = targets.shape
+    if count < 2 or not len(places):
+        return late
+    weights = np.append(weights, 0.0)
+    sizes = np.append(room.sizes[:, 0], 0.0) if room is not None else None
+    members = _heaviest_first(places, weights, num_problems * count)
+    table = _sums(members, weights, sizes)
+    late = np.append(late, False)
+
+    def by_place(values: NDArray) -> NDArray:
+        return values[members].sum(axis=1).reshape(num_problems, count)
+
+    own, gone = by_place(weights), by_place(weights * late)
+    own_size = by_place(sizes) if sizes is not None else own
+    gone_size = by_place(sizes * late) if sizes is not None else gone.copy()
+    chosen = np.full((num_problems, count), -1)
+    for sweep in range(2 * sweeps):
+        here = np.arange(sweep % 2, count - 1, 2)
+        before = np.pad(gone, ((0, 0), (1, 0)))[:, here]
+        surplus = before + own[:, here] - targets[:, here]
+        missing = targets[:, here + 1] - own[:, here + 1] + gone[:, here + 1]
+        wanted = (surplus + missing) / 2
+        sets = table.take((here + np.arange(num_problems)[:, None] * count).ravel())
+        distance = np.abs(sets.sums - wanted.reshape(-1, 1))
+        if room is not None and sizes is not None:
+            brought = np.pad(gone_size, ((0, 0), (1, 0)))[:, here] + own_size[:, here]
+            behind = own_size[:, here + 1] - gone_size[:, here + 1]
+            limit = room.limits[0]
+            distance[brought.reshape(-1, 1) - sets.extra > limit] = np.inf
+            distance[behind.reshape(-1, 1) + sets.extra > limit] = np.inf
+        best = distance.argmin(axis=1)
+        index = np.arange(len(best))
+        now = np.abs(gone[:, here] - wanted).ravel()
+        better = distance[index, best] < now - 1e-9 * np.abs(own[:, here]).ravel()
+        if not better.any() and sweep:
+            break
+        shape = (num_problems, len(here))
+        changed = better.reshape(shape)
+        gone[:, here] = np.where(changed, sets.sums[index, best].reshape(shape), gone[:, here])
+        gone_size[:, here] = np.where(changed, sets.extra[index, best].reshape(shape), gone_size[:, here])
+        chosen[:, here] = np.where(changed, best.reshape(shape), chosen[:, here])
+    bits = np.take_along_axis(table.subsets, np.maximum(chosen, 0).reshape(-1, 1), 1)
+    inside = (bits >> np.minimum(np.arange(members.shape[1]), 63)) & 1 > 0
+    decided = np.flatnonzero(chosen.ravel() >= 0)
+    late[members[decided]] = inside[decided]
+    return late[:-1]

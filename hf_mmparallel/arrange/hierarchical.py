@@ -1,0 +1,313 @@
+"""
+Every microbatch as heavy as it should be, in each module: the hierarchical arrangement.
+
+Samples go to replicas of the language model, then to microbatches by what they cost in the encoders, and the language
+model takes some of them one microbatch later, so that its microbatches are even, too (Entrain, sections 4.3 and 4.5).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
+from ..plan.step_plan import Slots
+from .contiguous import num_microbatches
+from .deferral import defer, pair_order
+from .estimate import Pipeline, stage_share
+from .exchange import Room, exchange, padded
+from .greedy import NoRoomError, fill_bins
+from .replicas import assign_replicas
+from .shapes import best_count, best_shape
+from .tracks import Track, tracks_of
+
+_LANGUAGE = 0.5  # what the language model counts in the exchanges between microbatches of encoders, which count 1
+_EXCHANGES = 20  # most rounds of them for each of the weights
+_SWEEPS = 3  # of deferral
+_HEAVIEST = 16  # samples of a replica that are looked at one by one
+
+
+@dataclass(frozen=True)
+class Placement:
+    """
+    Where each sample is.
+
+    Args:
+        count (`int`): Microbatches of each replica.
+        microbatch (`numpy.ndarray` of shape `[num_samples]`): In the language model.
+        encoder (`tuple[numpy.ndarray, ...]`): For each track, the microbatch `[num_samples]` of each sample.
+        copy (`tuple[numpy.ndarray, ...]`): For each track, the encoder replica `[num_samples]` of each sample.
+    """
+
+    count: int
+    microbatch: NDArray
+    encoder: tuple[NDArray, ...]
+    copy: tuple[NDArray, ...]
+
+
+class Batch:
+    """
+    A global batch whose samples have replicas, to be cut into microbatches.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): What samples cost.
+
+    Raises:
+        `ValueError`: If a sample alone has more tokens than a microbatch may have.
+    """
+
+    def __init__(self, plan: ParallelPlan, workloads: Workloads):
+        self.plan, self.workloads = plan, workloads
+        self.pipeline = Pipeline.of(plan, workloads.backward_ratio)
+        self.language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
+        self.dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+        self.tracks = tracks_of(plan, workloads, self.pipeline.bottleneck)
+        self.work = np.stack([np.zeros(len(self.language)), *(track.work for track in self.tracks)], axis=1)[:, 1:]
+        self.encoded = (self.work > 0).any(axis=1)
+        self.limits = {name: limit for name, limit in workloads.max_tokens.items() if name in plan.modules}
+        for name, limit in self.limits.items():
+            largest = int(workloads.tokens[name].max(initial=0))
+            if largest > limit:
+                raise ValueError(
+                    f"A sample has {largest} tokens in `{name}`, where a microbatch may have {limit}: samples are not "
+                    f"cut. Allow {largest} tokens or more, or leave such samples out."
+                )
+        paces = [
+            max(stage_share(plan, LANGUAGE_MODEL, stage) for stage in stages)
+            for stages in plan.modules[LANGUAGE_MODEL].replicas
+        ]
+        self.replica = assign_replicas(self.language, self.work, np.array(paces))
+
+    @cached_property
+    def totals(self) -> NDArray:
+        """Work `[replicas, 1 + tracks]` of the language model and of each track."""
+        columns = [self.language, *self.work.T]
+        return np.stack([np.bincount(self.replica, column, self.dp_size) for column in columns], axis=1)
+
+    @cached_property
+    def mean_ms(self) -> dict[str, float]:
+        """Module -> forward of the samples of a replica, on average."""
+        return {
+            name: float(np.sum(self.workloads.forward_ms[name])) / module.dp_size
+            for name, module in self.plan.modules.items()
+        }
+
+    def room(self, names: list[str], per_copy: bool = False) -> Room | None:
+        """
+        What a microbatch may hold of some modules: that of an encoder replica if `per_copy`, otherwise the share of it
+        that belongs to one replica of the language model.
+        """
+        names = [name for name in names if name in self.limits]
+        if not names:
+            return None
+        sizes = np.stack([self.workloads.tokens[name] for name in names], axis=1).astype(float)
+        limits = np.array([self.limits[name] for name in names], dtype=float)
+        if not per_copy:
+            limits *= [self.plan.modules[name].dp_size / self.dp_size for name in names]
+        return Room(sizes, np.maximum(limits, sizes.max(axis=0, initial=0)))
+
+    @property
+    def fewest(self) -> int:
+        """Microbatches that the limits need at least."""
+        room = self.room(list(self.limits))
+        if room is None:
+            return 1
+        needed = [np.bincount(self.replica, sizes, self.dp_size).max() for sizes in room.sizes.T]
+        return max(1, math.ceil((np.array(needed) / np.maximum(room.limits, 1)).max() - 1e-9))
+
+    def sizes(self, count: int) -> NDArray:
+        """The sizes that `count` microbatches should have, 1 on average."""
+        typical = float(np.median(self.language)) if len(self.language) else 1.0
+        smallest = typical * count / max(self.mean_ms[LANGUAGE_MODEL], 1e-300)
+        return best_shape(self.pipeline, self.mean_ms, count, smallest)[0]
+
+    def best_count(self, count: int) -> int:
+        """At most `count` microbatches: fewer where single samples are so large that others would wait for them."""
+        heaviest = {}
+        for name in (name for track in self.tracks for name in track.modules):
+            work = np.asarray(self.workloads.forward_ms[name], dtype=float)
+            order = np.argsort(-work, kind="stable")
+            own = np.append(work[order], 0.0)[padded(self.replica[order], self.dp_size)][:, :_HEAVIEST]
+            if own.size and own.max() * count > self.mean_ms[name]:
+                heaviest[name] = own
+        return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
+
+    def arrange(self, sizes: NDArray) -> Placement:
+        """
+        Cuts the batch into microbatches.
+
+        Args:
+            sizes (`numpy.ndarray` of shape `[num_microbatches]`): The size of each microbatch, 1 on average.
+
+        Raises:
+            `NoRoomError`: If the limits need more microbatches.
+        """
+        count = len(sizes)
+        bins = self._ordered(self._stratified(sizes), sizes)
+        targets = self.totals[:, :1] * sizes / count
+        nothing = np.zeros(len(bins), dtype=bool)
+        room = self.room([LANGUAGE_MODEL])
+        microbatch = bins + defer(self.replica * count + bins, self.language, nothing, targets, _SWEEPS, room)
+        encoder = tuple(self._balanced(track, bins, microbatch, sizes) for track in self.tracks)
+        copies = tuple(
+            track.copies(self.replica, own, count, self.room(list(track.modules), per_copy=True))
+            for track, own in zip(self.tracks, encoder, strict=True)
+        )
+        return Placement(count, microbatch, encoder, copies)
+
+    def _stratified(self, sizes: NDArray) -> NDArray:
+        """The microbatch of each sample by its work in encoders; samples without any fill up the language model."""
+        count, some = len(sizes), np.flatnonzero(self.encoded)
+        replica, work = self.replica[some], np.append(self.work[some], self.language[some, None], axis=1)
+        sums = np.stack([np.bincount(replica, column, self.dp_size) for column in work.T], axis=1)
+        work /= np.maximum(sums.max(axis=0), 1e-300)
+        sums /= np.maximum(sums.max(axis=0), 1e-300)
+        room = self.room(list(self.plan.modules))
+        inner = room and Room(room.sizes[some], room.limits)
+        order = np.lexsort((-work[:, :-1].sum(axis=1), _lower_half(work[:, -1], replica)))
+        loads = np.zeros((self.dp_size, count, work.shape[1] - 1))
+        found = replica * count + fill_bins(replica, work[:, :-1], order, sizes, loads, inner)
+        scale = np.append(np.ones(work.shape[1] - 1), _LANGUAGE)
+        targets = (sizes / count)[:, None] * (sums * scale)[:, None, :]
+        found = exchange(found, work * scale, targets, _EXCHANGES * len(scale), inner)
+        bins = np.zeros(len(self.replica), np.int64)
+        bins[some] = found - replica * count
+
+        rest = np.flatnonzero(~self.encoded)
+        loads = self._loads(found, self.language[some], count)[:, :, None]
+        used = None
+        if room is not None:
+            used = np.stack([self._loads(found, own, count) for own in room.sizes[some].T], axis=2)
+            room = Room(room.sizes[rest], room.limits)
+        order = np.argsort(-self.language[rest], kind="stable")
+        bins[rest] = fill_bins(self.replica[rest], self.language[rest, None], order, sizes, loads, room, used)
+        return bins
+
+    def _loads(self, places: NDArray, weights: NDArray, count: int) -> NDArray:
+        """Sums of weights `[replicas, count]`."""
+        return np.bincount(places, weights, self.dp_size * count).reshape(-1, count)
+
+    def _ordered(self, bins: NDArray, sizes: NDArray) -> NDArray:
+        """The same microbatches in an order that suits deferral; only the largest, which are equal, change places."""
+        count, full = len(sizes), np.flatnonzero(sizes == sizes.max())
+        surplus = self._loads(self.replica * count + bins, self.language, count) - self.totals[:, :1] * sizes / count
+        number = np.full(count, -1)
+        number[full] = np.arange(len(full))
+        rows = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
+        order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[0]].sum(axis=1))
+        place = np.tile(np.arange(count), (self.dp_size, 1))
+        np.put_along_axis(place, full[order], np.broadcast_to(full, order.shape), 1)
+        return place[self.replica, bins]
+
+    def _balanced(self, track: Track, bins: NDArray, microbatch: NDArray, sizes: NDArray) -> NDArray:
+        """
+        The microbatch of each sample in a track: the one before that of the language model or the same, whichever
+        makes the track's microbatches more even. They are even already when a track is alone and serves one replica.
+        """
+        if (len(self.tracks) == 1 and track.num_served == 1) or self.room(list(track.modules)) is not None:
+            return bins
+        count, some = len(sizes), np.flatnonzero(track.work > 0)
+        group, work = self.replica[some] // track.num_served, track.work[some]
+        targets = np.bincount(group, work, track.num_groups)[:, None] * sizes[::-1] / count
+        # Deferral in reverse: from the microbatch of the language model back to the one before.
+        place = group * count + count - 1 - microbatch[some]
+        result = bins.copy()
+        result[some] = microbatch[some] - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS)
+        return result
+
+    def iteration_ms(self, placement: Placement) -> float:
+        """The estimated time of a placement."""
+        count = placement.count
+
+        def loads(name: str, replica: NDArray, microbatch: NDArray) -> NDArray:
+            size = self.plan.modules[name].dp_size
+            places = replica * count + microbatch
+            return np.bincount(places, self.workloads.forward_ms[name], size * count).reshape(size, count)
+
+        language = loads(LANGUAGE_MODEL, self.replica, placement.microbatch)
+        forward, backward = {LANGUAGE_MODEL: language}, {LANGUAGE_MODEL: language}
+        for track, encoder, copy in zip(self.tracks, placement.encoder, placement.copy, strict=True):
+            for name in track.modules:
+                for found, microbatch in ((forward, encoder), (backward, placement.microbatch)):
+                    slowest = loads(name, copy, microbatch).reshape(track.num_groups, -1, count).max(axis=1)
+                    found[name] = np.repeat(slowest, track.num_served, axis=0)
+        return float(self.pipeline.iteration_ms(forward, backward).max())
+
+    def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[Slots, ...], ...]]:
+        """Module -> replica -> microbatch -> slots."""
+        count, result = placement.count, {}
+        for track, encoder, copy in zip(self.tracks, placement.encoder, placement.copy, strict=True):
+            some = np.flatnonzero(track.work > 0)
+            found = _cut(some, (copy * count + encoder)[some], track.dp_size, count)
+            result.update(dict.fromkeys(track.modules, found))
+        places = self.replica * count + placement.microbatch
+        result[LANGUAGE_MODEL] = _cut(np.arange(len(places)), places, self.dp_size, count)
+        return {name: result[name] for name in self.plan.modules}
+
+
+def _lower_half(weights: NDArray, replica: NDArray) -> NDArray:
+    """Whether each sample is among the lighter half of its replica."""
+    counts = np.bincount(replica)
+    place = np.empty(len(weights), np.int64)
+    descending = np.lexsort((-weights, replica))
+    place[descending] = np.arange(len(weights)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return 2 * place >= counts[replica]
+
+
+def _cut(slots: NDArray, places: NDArray, dp_size: int, count: int) -> tuple[tuple[Slots, ...], ...]:
+    """Replica -> microbatch -> slots, ascending."""
+    flat = slots[np.argsort(places, kind="stable")].tolist()
+    stops = np.cumsum(np.bincount(places, minlength=dp_size * count)).tolist()
+    found = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+    return tuple(tuple(found[first : first + count]) for first in range(0, dp_size * count, count))
+
+
+def hierarchical(
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int
+) -> dict[str, tuple[tuple[Slots, ...], ...]]:
+    """
+    Arranges a global batch such that each microbatch takes about the time that it should, in every module.
+
+    1. Samples go to replicas of the language model such that all have about as much work in each module.
+    2. Each replica divides its samples into microbatches of even work in the encoders, and as even as that allows in
+       the language model. Samples without work in encoders fill up the language model.
+    3. Microbatches are ordered in pairs of which the first has more work in the language model than the second, and
+       the language model takes some samples one microbatch later. Encoders on ranks of their own then choose anew for
+       each sample between its microbatch in the language model and the one before.
+
+    The number of microbatches is that of the contiguous arrangement, more where limits of tokens need it, fewer where
+    single samples are so large that an estimate of the step's time says so. Microbatches are smaller at the start and
+    the end of the step than between, where the estimate says that this shortens the filling and the draining of the
+    pipeline.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): What the samples cost.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+
+    Returns:
+        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> the slots it takes.
+        A sample is in its microbatch of the language model or one before in every module that has work for it.
+
+    Raises:
+        `ValueError`: If samples do not fit into microbatches of at most `workloads.max_tokens` tokens.
+    """
+    batch = Batch(plan, workloads)
+    least = batch.fewest
+    count = max(batch.best_count(num_microbatches(workloads.num_samples, microbatch_size, batch.dp_size)), least)
+    while True:
+        try:
+            return batch.microbatches(batch.arrange(batch.sizes(count)))
+        except NoRoomError:
+            if count > workloads.num_samples:
+                raise ValueError(
+                    f"Samples do not fit into microbatches of at most {dict(workloads.max_tokens)} tokens, since "
+                    f"replicas of the language model share replicas of an encoder. Allow more tokens there, or give "
+                    f"the encoder as many replicas as the language model has."
+                ) from None
+            count += max(1, count // 16)

@@ -1,0 +1,118 @@
+"""Encoders as the arrangement sees them: those on the same ranks count as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
+from .exchange import Room
+from .greedy import fill_bins
+
+
+@dataclass(frozen=True)
+class Track:
+    """
+    Encoders on the same ranks, which take turns there.
+
+    Replicas are in groups, as many as divide the numbers of replicas of the encoders and of the language model: the
+    encoder replicas of a group serve the language-model replicas of the same group, so that a rank has few partners.
+
+    Args:
+        modules (`tuple[str, ...]`): The encoders.
+        work (`numpy.ndarray` of shape `[num_samples]`): Time of each sample on their slowest stages.
+        dp_size (`int`): Replicas of each of them.
+        num_groups (`int`): Groups of replicas.
+        language_dp_size (`int`): Replicas of the language model.
+    """
+
+    modules: tuple[str, ...]
+    work: NDArray
+    dp_size: int
+    num_groups: int
+    language_dp_size: int
+
+    @property
+    def num_copies(self) -> int:
+        """Encoder replicas of a group."""
+        return self.dp_size // self.num_groups
+
+    @property
+    def num_served(self) -> int:
+        """Language-model replicas of a group."""
+        return self.language_dp_size // self.num_groups
+
+    def copies(self, replica: NDArray, microbatch: NDArray, count: int, room: Room | None) -> NDArray:
+        """
+        Divides the microbatches of each group among its encoder replicas.
+
+        Args:
+            replica (`numpy.ndarray` of shape `[num_samples]`): Language-model replica of each sample.
+            microbatch (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
+            count (`int`): Microbatches.
+            room ([`Room`], *optional*): Limits of a microbatch.
+
+        Returns:
+            `numpy.ndarray`: Encoder replica of each sample, int64 `[num_samples]`; of samples without work, any.
+
+        Raises:
+            `NoRoomError`: If a microbatch does not fit.
+        """
+        group = replica // self.num_served
+        if self.num_copies == 1 and room is None:
+            return group
+        some = np.flatnonzero(self.work > 0)
+        place, work = group[some] * count + microbatch[some], self.work[some]
+        inner = room and Room(room.sizes[some], room.limits)
+        loads = np.zeros((self.num_groups * count, self.num_copies, 1))
+        order = np.argsort(-work, kind="stable")
+        part = fill_bins(place, work[:, None], order, np.ones(self.num_copies), loads, inner)
+        sums = np.bincount(place * self.num_copies + part, work, loads.size).reshape(self.num_groups, count, -1)
+        taker = self._takers(sums).reshape(-1, self.num_copies)
+        result = group * self.num_copies
+        result[some] += taker[place, part]
+        return result
+
+    def _takers(self, sums: NDArray) -> NDArray:
+        """Who takes each part `[groups, count, copies]`: the heaviest of a microbatch goes to who has least so far."""
+        total, taker = np.zeros(sums[:, 0].shape), np.empty(sums.shape, np.int64)
+        for index in range(sums.shape[1]):
+            parts = np.argsort(-sums[:, index], axis=1, kind="stable")
+            takers = np.argsort(total, axis=1, kind="stable")
+            np.put_along_axis(taker[:, index], parts, takers, 1)
+            added = np.take_along_axis(sums[:, index], parts, 1)
+            np.put_along_axis(total, takers, np.take_along_axis(total, takers, 1) + added, 1)
+        return taker
+
+
+def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:
+    """
+    The tracks of a plan.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): What samples cost.
+        weight (`Mapping[str, float]`): Module -> what a millisecond of its forward counts.
+    """
+    language_dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    ranks = {
+        name: {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
+        for name, module in plan.modules.items()
+        if name != LANGUAGE_MODEL
+    }
+    found: list[list[str]] = []
+    for name in ranks:
+        joined = [names for names in found if any(ranks[name] & ranks[other] for other in names)]
+        found = [names for names in found if names not in joined]
+        found.append([*(other for names in joined for other in names), name])
+    tracks = []
+    for names in found:
+        work = np.sum([np.asarray(workloads.forward_ms[name], dtype=float) * weight[name] for name in names], axis=0)
+        dp_size = plan.modules[names[0]].dp_size
+        groups = math.gcd(language_dp_size, *(plan.modules[name].dp_size for name in names))
+        tracks.append(Track(tuple(names), work, dp_size, groups, language_dp_size))
+    return tuple(tracks)

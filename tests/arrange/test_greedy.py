@@ -1,0 +1,96 @@
+"""Greedy filling of bins against exact solutions."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.arrange.exchange import Room
+from hf_mmparallel.arrange.greedy import NoRoomError, fill_bins
+
+
+def least_largest_load(weights, num_bins: int) -> float:
+    """Over all ways to put the items into bins."""
+    ways = np.array(list(itertools.product(range(num_bins), repeat=len(weights))))
+    return min(np.bincount(way, weights, num_bins).max() for way in ways)
+
+
+def fill(weights, order, shares, **limits) -> np.ndarray:
+    """The bins of the items of one problem with one weight."""
+    weights = np.asarray(weights, dtype=float)
+    return fill_bins(np.zeros(len(weights), np.int64), weights[:, None], order, np.asarray(shares, float), **limits)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=7), st.integers(1, 3), st.randoms())
+def test_loads_are_within_grahams_bounds(weights, num_bins, random):
+    best = least_largest_load(weights, num_bins)
+    any_order = list(range(len(weights)))
+    random.shuffle(any_order)
+    found = fill(weights, np.array(any_order), np.ones(num_bins))
+    assert np.bincount(found, weights).max() <= (2 - 1 / num_bins) * best * (1 + 1e-9)
+    found = fill(weights, np.argsort(-np.array(weights)), np.ones(num_bins))
+    assert np.bincount(found, weights).max() <= (4 / 3 - 1 / (3 * num_bins)) * best * (1 + 1e-9)
+
+
+def test_two_strata_one_after_the_other_still_keep_grahams_bound():
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        weights, language = rng.lognormal(0, 1, 7), rng.random(7)
+        order = np.lexsort((-weights, language < np.median(language)))
+        found = fill(weights, order, np.ones(3))
+        assert np.bincount(found, weights).max() <= (2 - 1 / 3) * least_largest_load(weights, 3) * (1 + 1e-9)
+
+
+@given(st.lists(st.lists(st.floats(0.1, 10), max_size=9), min_size=1, max_size=4), st.integers(1, 4))
+def test_problems_side_by_side_are_as_each_by_itself(problems, num_bins):
+    problem = np.repeat(np.arange(len(problems)), [len(own) for own in problems])
+    weights = np.array([weight for own in problems for weight in own])
+    order = np.argsort(-weights, kind="stable")
+    loads = np.zeros((len(problems), num_bins, 1))
+    found = fill_bins(problem, weights[:, None], order, np.ones(num_bins), loads)
+    for number, own in enumerate(problems):
+        alone = fill(own, np.argsort(-np.array(own), kind="stable"), np.ones(num_bins)) if own else []
+        assert found[problem == number].tolist() == list(alone)
+
+
+def test_bins_fill_up_to_their_shares():
+    found = fill(np.ones(60), np.arange(60), [1, 2, 3])
+    assert np.bincount(found).tolist() == [10, 20, 30]
+
+
+def test_the_largest_load_that_an_item_adds_to_decides():
+    weights = np.array([[3.0, 0], [0, 3], [1, 1], [0, 1]])
+    found = fill_bins(np.zeros(4, np.int64), weights, np.arange(4), np.ones(2))
+    # The second does not add to the first weight, and goes to the first bin all the same.
+    assert found.tolist() == [0, 0, 1, 1]
+
+
+def test_loads_at_the_start_count():
+    loads = np.array([[[5.0], [0.0]]])
+    found = fill_bins(np.zeros(3, np.int64), np.ones((3, 1)), np.arange(3), np.ones(2), loads)
+    assert found.tolist() == [1, 1, 1] and loads.tolist() == [[[5.0], [0.0]]]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 5))
+def test_limits_hold_or_there_is_no_room(sizes, num_bins):
+    room = Room(np.array(sizes, dtype=float)[:, None], np.array([7.0]))
+    try:
+        found = fill(np.ones(len(sizes)), np.arange(len(sizes)), np.ones(num_bins), room=room)
+    except NoRoomError:
+        assert sum(sizes) > 7 * num_bins - (num_bins - 1) * max(sizes) or max(sizes) > 7
+    else:
+        assert np.bincount(found, sizes).max() <= 7
+
+
+def test_what_is_taken_already_counts_for_limits():
+    room, used = Room(np.ones((1, 1)), np.array([2.0])), np.array([[[2.0], [1.0]]])
+    assert fill([1.0], np.arange(1), np.ones(2), room=room, used=used).tolist() == [1]
+    with pytest.raises(NoRoomError):
+        fill([1.0], np.arange(1), np.ones(2), room=room, used=used + 1)
+
+
+def test_no_items_are_in_no_bins():
+    assert fill([], np.zeros(0, np.int64), np.ones(3)).tolist() == []

@@ -1,0 +1,80 @@
+"""Sums of subsets against all subsets."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.arrange.subset_sum import MAX_ITEMS, subset_sums
+
+REALS = st.lists(st.lists(st.floats(0, 100), min_size=7, max_size=7), min_size=1, max_size=4)
+
+
+def reachable(weights) -> np.ndarray:
+    """All sums of subsets."""
+    sums = np.zeros(1)
+    for weight in weights:
+        sums = np.concatenate([sums, sums + weight])
+    return sums
+
+
+def bits(subsets, num_items: int) -> np.ndarray:
+    return (subsets[..., None] >> np.arange(num_items)) & 1
+
+
+@given(REALS)
+def test_all_sums_are_there_when_the_list_is_long_enough(weights):
+    weights = np.array(weights)
+    table = subset_sums(weights, 128)
+    for row, sums in zip(weights, table.sums, strict=True):
+        np.testing.assert_allclose(np.sort(sums), np.sort(reachable(row)))
+
+
+@given(REALS, st.sampled_from([4, 16, 64]))
+def test_sums_are_those_of_their_subsets(weights, max_sums):
+    weights, extra = np.array(weights), np.arange(7.0) + np.zeros((len(weights), 1))
+    table = subset_sums(weights, max_sums, extra)
+    assert table.sums.shape[1] <= max_sums
+    chosen = bits(table.subsets, 7)
+    there = np.isfinite(table.sums)
+    np.testing.assert_allclose((chosen * weights[:, None]).sum(axis=2)[there], table.sums[there])
+    np.testing.assert_allclose((chosen * extra[:, None]).sum(axis=2)[there], table.extra[there])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 20), min_size=10, max_size=12), st.data())
+def test_whole_numbers_are_exact_up_to_the_length_of_the_list(weights, data):
+    weights = np.array([weights], dtype=float)
+    length = 1 << math.ceil(math.log2(weights.sum() + 2))
+    table = subset_sums(weights, length)
+    assert set(table.sums[np.isfinite(table.sums)]) == set(reachable(weights[0]))
+    target = data.draw(st.floats(0, 250))
+    best = np.abs(reachable(weights[0]) - target).min()
+    found = table.sums[0, table.nearest(np.array([[target]]))[0, 0]]
+    assert abs(found - target) == pytest.approx(best)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(0.01, 50), min_size=1, max_size=14), st.sampled_from([16, 32, 64]))
+def test_shorter_lists_miss_a_sum_by_no_more_than_their_bound(weights, max_sums):
+    row = np.array([weights])
+    table = subset_sums(row, max_sums)
+    bound = row.sum() / (max_sums - 1) * max(0, len(weights) - math.log2(max_sums))
+    missed = np.abs(reachable(weights)[:, None] - table.sums[0]).min(axis=1)
+    assert missed.max() <= bound * (1 + 1e-9) + 1e-9
+
+
+def test_a_subset_has_at_most_62_items():
+    table = subset_sums(np.ones((1, 70)), 256)
+    sums = table.sums[np.isfinite(table.sums)]
+    assert set(sums) == set(range(MAX_ITEMS + 1))
+
+
+def test_sets_without_items_reach_nothing():
+    table = subset_sums(np.zeros((3, 0)), 32)
+    assert table.sums.tolist() == [[0.0]] * 3
+    table = subset_sums(np.array([[0.0, 0.0], [2.0, 3.0]]), 4)
+    assert set(table.sums[0]) == {0.0} and set(table.sums[1]) == {0.0, 2.0, 3.0, 5.0}
+    assert table.take(np.array([1])).sums.tolist() == table.sums[1:].tolist()
