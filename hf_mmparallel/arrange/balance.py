@@ -40,8 +40,8 @@ class Balance:
         return max(len(times) for times in self.forward_ms[LANGUAGE_MODEL])
 
     def std_ms(self, module: str) -> float:
-        """Standard deviation over the microbatches of all replicas of a module."""
-        return float(np.concatenate(self.forward_ms[module]).std())
+        """Standard deviation over the microbatches of a replica, the mean over a module's replicas."""
+        return float(np.mean([times.std() for times in self.forward_ms[module]]))
 
     def microbatch_excess(self, module: str) -> float:
         """How far the largest microbatch lies above the mean, as a share of it; the mean over a module's replicas."""

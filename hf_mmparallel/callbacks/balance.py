@@ -61,7 +61,7 @@ def arrangement_metrics(before: Balance, after: Balance) -> dict[str, float]:
 
     Returns:
         `dict[str, float]`: `parallel/workload_std/<module>` and `parallel/workload_std_before/<module>` in ms, over
-        the microbatches of all replicas; and `parallel/deferred_fraction`.
+        the microbatches of a replica; and `parallel/deferred_fraction`.
     """
     metrics = {}
     for module in after.forward_ms:
@@ -78,7 +78,7 @@ def forward_metrics(balance: Balance) -> dict[str, float]:
         balance (`Balance`): The forwards of all ranks.
 
     Returns:
-        `dict[str, float]`: `parallel/forward_ms_std/<module>`, over the microbatches of all replicas, and
+        `dict[str, float]`: `parallel/forward_ms_std/<module>`, over the microbatches of a replica, and
         `parallel/microbatch_imbalance/<module>` (largest over mean, minus 1).
     """
     metrics = {}
