@@ -282,6 +282,14 @@ class _Step(MessageGeometry):
                 else:
                     handle = self.executor.transport.send(piece, target)
                     self.sends.setdefault((message.kind, task.key), []).append(handle)
+        self.forget_completed()
+
+    def forget_completed(self) -> None:
+        """Frees what has been sent: without a backward that waits for it, it would stay until the step ends."""
+        for key, handles in list(self.sends.items()):
+            self.sends[key] = [handle for handle in handles if not handle.is_completed()]
+            if not self.sends[key]:
+                del self.sends[key]
 
     def payload(self, message: Message) -> torch.Tensor:
         """All rows that this rank has at the source of a message, also those that others carry: `[rows, width]`."""
@@ -321,6 +329,7 @@ class _Step(MessageGeometry):
                 shapes = self.shapes(task)
                 pieces = rows.split([num_rows_of(shape) for shape in shapes])
                 hidden = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        self.check_encoded(task)
         features = self.features_of(task, incoming, leaves, needs_graph)
         self.executor.before_forward(task)
         stage = self.executor.stages[key]

@@ -174,6 +174,24 @@ class MessageGeometry:
             self._local[task.key] = {**cut.local(whole, row), WORDS: shard}
         return self._local[task.key]
 
+    def check_encoded(self, task: Task) -> None:
+        """Raises `ValueError` for a sample with placeholders of an encoder that has no part of it in this step."""
+        slots = self.slots(task)
+        for edge in self.plan.edges:
+            if edge.target != task.module or task.stage not in self.plan.edge_stages(edge, task.replica):
+                continue
+            absent = [index for index, slot in enumerate(slots) if (edge.source, slot) not in self.step.places]
+            for feature in self.spec.modules[edge.source].features:
+                for index in absent:
+                    count = self.rows(task)[feature.modality][index]
+                    if count:
+                        raise ValueError(
+                            f"Sample {self.step.samples[slots[index]]} has {count} placeholders of "
+                            f"`{feature.modality}` in `input_ids`, but the sizes of samples give it no tokens in "
+                            f"`{edge.source}`, so that nothing computes their features. Correct its size in the "
+                            "column or the function that they come from."
+                        )
+
     def is_last(self, task: Task) -> bool:
         """Whether the task's stage ends in the logits."""
         replica = self.plan.modules[task.module].replicas[task.replica]

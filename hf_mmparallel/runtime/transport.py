@@ -16,6 +16,8 @@ class Handle(Protocol):
 
     def wait(self) -> object: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class Transport(Protocol):
     """
@@ -71,13 +73,16 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 @dataclass
 class _Sent:
-    """Keeps the tensor of a send alive until it has left."""
+    """Keeps the tensor of a send alive until it has left, which gloo only says when it is waited for."""
 
     work: Handle
     tensor: torch.Tensor
 
     def wait(self) -> None:
         self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
 
 
 @dataclass
@@ -91,6 +96,9 @@ class _Copied:
     def wait(self) -> None:
         self.work.wait()
         self.buffer.copy_(self.host)
+
+    def is_completed(self) -> bool:
+        return False  # the copy is made in `wait`
 
 
 @dataclass
@@ -134,6 +142,9 @@ class _Done:
     def wait(self) -> None:
         pass
 
+    def is_completed(self) -> bool:
+        return True
+
 
 class _Posted:
     """A posted receive of a loopback channel; waiting for it first takes all that were posted before it."""
@@ -154,3 +165,6 @@ class _Posted:
             )
             first.buffer.copy_(tensor)
             first.done = True
+
+    def is_completed(self) -> bool:
+        return self.done

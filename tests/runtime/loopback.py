@@ -27,7 +27,7 @@ from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stage
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
 from hf_mmparallel.runtime.executor import Executor, StepResult
 from hf_mmparallel.runtime.groups import context_groups
-from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
+from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
 from hf_mmparallel.schedule import Program, build_program
 
 TIMEOUT_S = 5.0
@@ -162,6 +162,7 @@ def run_loopback(
     dataset: Any,
     collator: Callable[[list], Mapping[str, Any]],
     training: bool = True,
+    transport: Callable[[int, LoopbackWorld], Transport] = LoopbackTransport,
 ) -> Outcome:
     """
     Runs a step of `model` under `plan`, each rank on a pruned copy; gradients are summed over the ranks. The samples
@@ -183,7 +184,7 @@ def run_loopback(
             plan,
             spec,
             prepare_stages(own, spec, plan, rank),
-            world.transport(rank),
+            transport(rank, world),
             {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
             lambda logits, labels, shifted: token_loss(own, logits, labels, shifted=shifted),
             torch.device("cpu"),

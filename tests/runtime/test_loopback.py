@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ from hf_mmparallel.plan import (
     StepPlan,
 )
 from hf_mmparallel.plan.ownership import trainable_stages
+from hf_mmparallel.plan.parallel_plan import Schedule
+from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
 from tests import tiny
 from tests.runtime.loopback import assert_close, reference, run_loopback
 
@@ -32,6 +34,7 @@ CONTEXT = ContextSettings(block=8)
 FREEZE = {
     "nothing": [],
     "vision": ["vision", "visual"],
+    "encoders": ["vision", "visual", "projector", "audio"],
     "tower": ["vision_tower", "visual.blocks"],
     "language model": ["language_model", "lm_head"],
     "all but the projector": ["vision_tower", "visual.blocks", "visual.patch_embed", "language_model", "lm_head"],
@@ -101,7 +104,7 @@ def plans(draw, spec) -> ParallelPlan:
     """
     replicas, used = {}, 0
     shared = draw(st.booleans())
-    cp_size = draw(st.sampled_from([1, 1, 2, 3]))
+    cp_size = draw(st.sampled_from([1, 1, 2, 3])) if len(spec.encoders) == 1 else 1
     for name in (LANGUAGE_MODEL, *spec.encoders):
         module = spec.modules[name]
         most = 1 if module.inner_features else 2 if name != LANGUAGE_MODEL else 3
@@ -121,30 +124,46 @@ def plans(draw, spec) -> ParallelPlan:
             rows.append(row)
         replicas[name] = rows
     ordered = {name: replicas[name] for name in spec.modules}
-    return assemble(spec, ordered, draw(st.sampled_from(["1f1b", "gpipe"])))
+    return assemble(spec, ordered, draw(st.sampled_from(["1f1b", "gpipe", "eager"])))
+
+
+def has_items(module: str, slot: int, max_items: int) -> bool:
+    """Whether a sample of the tiny datasets has something for an encoder."""
+    return (slot + (module != "audio")) % (max_items + 1) > 0
 
 
 @st.composite
 def steps(draw, plan: ParallelPlan, dataset_size: int, max_items: int) -> StepPlan:
-    """The contiguous arrangement, or any other; samples without images may be left out of the encoder."""
-    if draw(st.booleans()):
+    """The contiguous arrangement; deferral, with what has nothing for an encoder left out of it; or any other."""
+    kind = draw(st.sampled_from(["contiguous", "deferral", "deferral", "any"]))
+    if kind == "contiguous":
         return contiguous_step(plan, range(dataset_size), draw(st.integers(1, 4)))
+    count = draw(st.integers(1, 4))
+    taken: dict[int, int] = {}
     microbatches = {}
-    for name, module in plan.modules.items():
-        rows = [[[] for _ in range(draw(st.integers(1, 3)))] for _ in range(module.dp_size)]
+    for name in (LANGUAGE_MODEL, *(name for name in plan.modules if name != LANGUAGE_MODEL)):
+        # An encoder may have more microbatches than the language model, of which the last ones may be empty.
+        count += draw(st.integers(0, 1)) if name != LANGUAGE_MODEL else 0
+        most = draw(st.integers(1, 3)) if kind == "any" else count
+        rows = [[[] for _ in range(most)] for _ in range(plan.modules[name].dp_size)]
         for slot in draw(st.permutations(range(dataset_size))):
-            text_only = (slot + 1) % (max_items + 1) == 0
-            if name == LANGUAGE_MODEL or not text_only or draw(st.booleans()):
-                row = draw(st.sampled_from(rows))
-                draw(st.sampled_from(row)).append(slot)
+            needed = name == LANGUAGE_MODEL or has_items(name, slot, max_items)
+            if not needed and (kind == "deferral" or draw(st.booleans())):
+                continue
+            index = draw(st.integers(0, most - 1))
+            if kind == "deferral" and name != LANGUAGE_MODEL:
+                index = max(0, taken[slot] - draw(st.integers(0, 1)))
+            elif name == LANGUAGE_MODEL:
+                taken[slot] = index
+            draw(st.sampled_from(rows))[index].append(slot)
         microbatches[name] = tuple(tuple(tuple(slots) for slots in row) for row in rows)
     targets = {edge.source: (edge.target,) for edge in plan.edges}
-    return StepPlan(tuple(range(dataset_size)), microbatches, targets)
+    return StepPlan(tuple(range(dataset_size)), {name: microbatches[name] for name in plan.modules}, targets)
 
 
 @st.composite
 def cases(draw) -> Case:
-    family = draw(st.sampled_from(["llava", "llava", "qwen3_vl", "gemma3"]))
+    family = draw(st.sampled_from(["llava", "llava", "qwen3_vl", "gemma3", "qwen2_5_omni"]))
     freeze = draw(st.sampled_from(list(FREEZE)))
     _, spec = frozen_model(family, freeze)
     plan = draw(plans(spec))
@@ -154,20 +173,22 @@ def cases(draw) -> Case:
     return Case(family, freeze, plan, step, max_items, draw(st.integers(0, 5)))
 
 
-@settings(max_examples=25, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=16, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_layout_equals_one_process(case):
     note(f"{case.family}, {case.freeze} frozen: {case.plan.to_json()}\n{case.step}")
     check(case)
 
 
-def case_of(family: str, freeze: str, rows: dict, microbatches: dict, max_items: int = 2) -> Case:
+def case_of(
+    family: str, freeze: str, rows: dict, microbatches: dict, max_items: int = 2, schedule: Schedule = "1f1b"
+) -> Case:
     """A fixed case: `rows` as in `assemble`, `microbatches[module][replica][microbatch]` slots."""
     _, spec = frozen_model(family, freeze)
-    plan = assemble(spec, {name: rows[name] for name in spec.modules}, "1f1b")
+    plan = assemble(spec, {name: rows[name] for name in spec.modules}, schedule)
     frozen = {n: tuple(tuple(tuple(m) for m in r) for r in rows) for n, rows in microbatches.items()}
     size = sum(len(slots) for replica in frozen[LANGUAGE_MODEL] for slots in replica)
-    step = StepPlan(tuple(range(size)), frozen, {"vision": (LANGUAGE_MODEL,)})
+    step = StepPlan(tuple(range(size)), frozen, dict.fromkeys(spec.encoders, (LANGUAGE_MODEL,)))
     step.check(plan)
     return Case(family, freeze, plan, step, max_items, 0)
 
@@ -212,6 +233,72 @@ FIXED = {
         {"vision": [[[0], [3]], [[1], [4]]], LANGUAGE_MODEL: [[[0], [1]], [[4, 2], [3]]]},
     ),
 }
+
+
+# Samples 2 and 5 have no image, samples 0 and 3 no sound; both encoders defer other samples.
+TWO_ENCODERS = (
+    {"vision": [ONE], "audio": [[((0, 2), 5), ((2, 4), 6)]], LANGUAGE_MODEL: [TWO, [((0, 4), 3)]]},
+    {
+        "vision": [[[0, 1, 3], [4], []]],
+        "audio": [[[1], [4, 2, 5], [], []]],
+        LANGUAGE_MODEL: [[[0], [1, 2]], [[], [3, 4], [5]]],
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "freeze"),
+    [("1f1b", "nothing"), ("1f1b", "language model"), ("gpipe", "vision"), ("eager", "tower"), ("eager", "encoders")],
+)
+def test_two_encoders_that_defer_equal_one_process(schedule, freeze):
+    check(case_of("qwen2_5_omni", freeze, *TWO_ENCODERS, schedule=schedule))
+
+
+class LoggingTransport(LoopbackTransport):
+    """Notes when something is sent, and when a send is waited for; a send is complete only then."""
+
+    def __init__(self, rank: int, world: LoopbackWorld, log: list[tuple[str, int]]):
+        super().__init__(rank, world)
+        self.log = log
+
+    def send(self, tensor: torch.Tensor, target: int) -> Any:
+        self.log.append(("send", self.rank))
+        super().send(tensor, target)
+        return self
+
+    def wait(self) -> None:
+        self.log.append(("wait", self.rank))
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_a_frozen_encoder_waits_for_no_send_before_its_last_one():
+    case = case_of("qwen2_5_omni", "encoders", *TWO_ENCODERS, schedule="eager")
+    model, _ = frozen_model(case.family, case.freeze)
+    log: list[tuple[str, int]] = []
+    run_loopback(
+        model,
+        case.plan,
+        case.step,
+        case.dataset,
+        tiny.collate(case.family),
+        transport=lambda rank, world: LoggingTransport(rank, world, log),
+    )
+    for rank in (0, 5, 6):
+        own = [kind for kind, other in log if other == rank]
+        count = own.count("send")
+        assert count >= 3 and own == ["send"] * count + ["wait"] * count
+
+
+def test_a_sample_that_no_encoder_takes_is_named():
+    rows = {"vision": [ONE], LANGUAGE_MODEL: [TWO]}
+    case = case_of("llava", "nothing", rows, {"vision": [[[0]]], LANGUAGE_MODEL: [[[0], [1, 2]]]})
+    case = replace(case, step=replace(case.step, samples=(7, 8, 9)))
+    model, _ = frozen_model(case.family, case.freeze)
+    dataset = dict(zip(case.step.samples, case.dataset, strict=True))
+    with pytest.raises(ValueError, match="Sample 8 has 8 placeholders of `image` .* no tokens in `vision`"):
+        run_loopback(model, case.plan, case.step, dataset, tiny.collate(case.family))
 
 
 @pytest.mark.parametrize("name", FIXED)
