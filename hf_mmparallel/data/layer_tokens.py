@@ -106,11 +106,10 @@ class _Probe:
         return LayerTokens(float(per_row), float(per_item), self.sequence(samples[0], [s for _, s in seen]))
 
     def sequence(self, sample: Any, seen: list[list[tuple[int, ...]]]) -> int | None:
-        """The length of sequences if all have the same, and twice the sample has twice as many."""
+        """The length of sequences, if it is the same for all samples and for twice a sample."""
         _, twice = self.shapes([_copied(sample), _copied(sample)])
         lengths = {shape[-2] for shapes in (*seen, twice) for shape in shapes}
-        is_batch = all(len(one) == 3 and two[0] == 2 * one[0] for one, two in zip(seen[0], twice, strict=True))
-        return lengths.pop() if is_batch and len(lengths) == 1 else None
+        return lengths.pop() if len(lengths) == 1 else None
 
     def shapes(self, samples: list[Any]) -> tuple[list[int], list[tuple[int, ...]]]:
         """Rows of the items of the first sample, and the shapes of what enters the first layer for each modality."""

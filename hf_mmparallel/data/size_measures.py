@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-import transformers
-from transformers import ProcessorMixin
 from transformers.utils import logging
 
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from ..plan.plugin import reject_unknown_keys
-from .chat_collator import TOKEN_FIELDS, ChatCollator
+from .chat_collator import TOKEN_FIELDS
 
 logger = logging.get_logger(__name__)
 
@@ -40,10 +36,6 @@ class SampleMeasure(Protocol):
         ...
 
     def __call__(self, sample: Any) -> Lengths: ...
-
-    def identity(self) -> Any:
-        """What a cache of its results depends on; raises for what can't be pickled."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,9 +85,6 @@ class ColumnMeasure:
             for module in self.modules
         }
 
-    def identity(self) -> Any:
-        return self.names, self.modules
-
 
 @dataclass(frozen=True)
 class FunctionMeasure:
@@ -126,13 +115,6 @@ class FunctionMeasure:
             )
         reject_unknown_keys("The model", list(found), self.modules)
         return {module: as_lengths(found.get(module), f"`{name}`") for module in self.modules}
-
-    def identity(self) -> Any:
-        try:
-            source = inspect.getsource(self.function)  # functions of modules are pickled by name
-        except (OSError, TypeError):
-            source = None
-        return self.function, source, self.modules
 
 
 @dataclass(frozen=True)
@@ -184,9 +166,6 @@ class TokenMeasure:
         }
         return {**lengths, LANGUAGE_MODEL: [len(ids)]}
 
-    def identity(self) -> Any:
-        return self.placeholders
-
 
 @dataclass(frozen=True)
 class ChatMeasure:
@@ -219,29 +198,6 @@ class ChatMeasure:
             logger.debug("A sample can't be measured: %s", error)
             return {module: [1] for module in self.tokens.placeholders}
         return self.tokens({name: value[0] if name in TOKEN_FIELDS else value for name, value in batch.items()})
-
-    def identity(self) -> Any:
-        return collator_identity(self.collator), self.tokens.identity()
-
-
-def collator_identity(collator: Any) -> Any:
-    """
-    What the lengths from a collator depend on, equal in every process.
-
-    A pickle of a tokenizer differs between runs, and its settings of padding change when it is used.
-    """
-    if not isinstance(collator, ChatCollator):
-        return collator
-    processor, tokenizer = collator.processor, collator.tokenizer
-    backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    return (
-        type(collator).__qualname__,
-        sorted((name, v) for name, v in vars(collator).items() if isinstance(v, (str, int, type(None)))),
-        processor.to_json_string() if isinstance(processor, ProcessorMixin) else type(processor).__qualname__,
-        {**backend, "truncation": None, "padding": None},
-        tokenizer.special_tokens_map,
-        transformers.__version__,
-    )
 
 
 def as_lengths(value: Any, source: str) -> list[int]:
