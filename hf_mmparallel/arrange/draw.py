@@ -78,8 +78,13 @@ def balance_png(
 
 
 def _heading(heading: str, balance: Balance) -> str:
-    share = f", {balance.deferred_fraction:.0%} of samples deferred" if balance.deferred_fraction else ""
+    share = f", {balance.deferred_fraction:.0%} deferred" if balance.deferred_fraction else ""
     return f"{heading}: {balance.num_microbatches} microbatches{share}"
+
+
+def number_text(value: float) -> str:
+    """Three digits of a number: `1,093`, `2.53`."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _is_deferred(balances: Any, name: str) -> bool:
@@ -110,8 +115,9 @@ def _draw_module(axes: list[Any], balance: Balance, name: str, color: str, limit
                 fontsize=7.5,
                 color=_GREY,
             )
-    spread = f", largest of {len(replicas)} replicas +{balance.replica_excess(name):.1%}" if len(replicas) > 1 else ""
-    text = f"{name}: mean {mean:.3g} ms, std {balance.std_ms(name):.2g} ms{spread}"
+    largest = "largest replica" if len(replicas) == len(axes) else f"largest of {len(replicas)} replicas"
+    spread = f", {largest} +{balance.replica_excess(name):.1%}" if len(replicas) > 1 else ""
+    text = f"{name}: mean {number_text(mean)} ms, std {number_text(balance.std_ms(name))} ms{spread}"
     axes[0].set_title(text, loc="left", fontsize=9, color=_INK, pad=4)
 
 

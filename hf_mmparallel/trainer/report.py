@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import TrainingArguments
 
 from ..arrange.balance import Balance, compare_with_contiguous
-from ..arrange.draw import BEFORE, balance_png
+from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.metrics import core_per_rank
 from ..cli.table import plan_table
 from ..cost import AnalyticCost, RankMemory, memory_per_rank
@@ -118,7 +118,7 @@ def arrangement_lines(method: str, origin: str, balances: tuple[Balance, Balance
     before, after = balances
     arranged = f"Samples are arranged by `{method}`, with sizes from {origin}."
     if method == "contiguous":
-        spread = ", ".join(f"{name} {after.std_ms(name):.3g} ms" for name in after.forward_ms)
+        spread = ", ".join(f"{name} {number_text(after.std_ms(name))} ms" for name in after.forward_ms)
         return [f"{arranged} Predicted standard deviation of a microbatch's forward: {spread}."]
     spread = ", ".join(f"{name} {before.std_ms(name):.3g} -> {after.std_ms(name):.3g} ms" for name in after.forward_ms)
     return [
