@@ -64,3 +64,14 @@ def test_attention_is_compared_in_both_passes(tmp_path):
     for row in result["rows"]:
         assert row["times_faster"] > 0 < row["memory_share"]
         assert all(times["min"] > 0 for times in row["time_ms"].values())
+
+
+def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
+    result = _quick("sampler_overhead", tmp_path)
+    methods = {row["method"] for row in result["arranging"]}
+    assert {"hierarchical", "contiguous", "batch_rebalance", "disttrain", "sub_microbatches"} <= methods
+    for row in result["arranging"]:
+        assert row["arrange_ms"]["min"] > 0 and row["step_ms"]["min"] > 0 and row["program_ms"]["min"] > 0
+    assert {(row["method"], row["workers"]) for row in result["hiding"]} == {(m, w) for m in methods for w in (0, 1)}
+    assert set(result["reading"]) == {"stock", "both", "encoder", "language model"}
+    assert all(row["ratio"] > 0 for row in result["reading"].values())
