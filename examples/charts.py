@@ -1,10 +1,10 @@
 """
 Charts with their tables: the data of `train_chart_vlm.py`.
 
-A sample shows a chart that matplotlib draws, or two, or gives a table as text, and asks for the table, for a value, or
-for what is drawn. The size of the picture and the number of rows of the table are drawn independently, both with heavy
-tails, so that samples differ widely in vision work and in text work. `python examples/charts.py` draws a set and says
-how wide it is.
+A sample shows a chart that matplotlib draws, or two, or a table as text, or a chart and its table, and asks for the
+table, for a value, or for what is drawn. The size of the picture and the number of rows of the table are drawn
+independently, both with heavy tails, so that samples differ widely in vision work and in text work. `python
+examples/charts.py` draws a set and says how wide it is.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image as PILImage
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PaddleOCRVLProcessor, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
 PATCH_SIZE = 14
 """Pixels of the side of a patch, in which the area of a picture is drawn."""
 NUM_PATCHES = (16, 64, 400)
 """Least, median and most patches of a picture."""
-NUM_ROWS = (2, 6, 60)
+NUM_ROWS = (2, 6, 50)
 """Least, median and most rows of a table."""
 SPREAD = 0.9
 """Standard deviation of the logarithm of both."""
@@ -55,9 +57,32 @@ QUESTIONS = {
     "rows": ("How many values are there?", "Count the values."),
     "highest": ("What is the highest value?", "Which value is higher than all others?"),
 }
-SHARES = {"table": 0.4, "drawn": 0.35, "rows": 0.1, "highest": 0.15}
+SHARES = {"table": 0.3, "drawn": 0.5, "rows": 0.08, "highest": 0.12}
 TEXT_ONLY_SHARE = 0.12
 TWO_CHARTS_SHARE = 0.1
+WITH_TABLE_SHARE = 0.5
+"""Of the charts whose question is another than for the table, those that have it beside them."""
+
+SPECIAL_TOKENS = {
+    "pad_token": "<|endoftext|>",
+    "eos_token": "<|im_end|>",
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+    "turn_token": "<|im_start|>",
+}
+VOCABULARY_SIZE = 640
+WHITE_SHARE = 0.8
+"""About the mean of all pixels, and so what images are normalised by."""
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['role'] == 'assistant' %}{% generation %}{{- message['content'][0]['text'] + '<|im_end|>' }}"
+    "{%- endgeneration %}{%- else %}{%- for part in message['content'] %}"
+    "{{- '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}"
+    "{%- endfor %}{{- '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
 FEATURES = Features(
     {
@@ -116,17 +141,13 @@ class Chart:
             values = (99 - abs(walk % 196 - 98)).astype(int)  # thrown back at 1 and at 99
         else:
             values = rng.integers(1, 100, num_rows)
-        if kind in ("bar", "pie"):
-            labels = rng.permutation(NAMES)[:num_rows].tolist()
-        else:
-            labels = [str(year) for year in range(int(rng.integers(1900, 1960)), 2100)][:num_rows]
         area = _heavy_tailed(rng, *NUM_PATCHES) * PATCH_SIZE**2
         height = max(LEAST_SIDE, round(float(np.sqrt(area / np.exp(rng.normal(0.2, 0.35))))))
         return cls(
             kind=kind,
             colour=str(rng.choice(COLOURS)),
             title=str(rng.choice(TITLES)),
-            labels=tuple(labels),
+            labels=tuple(rng.permutation(NAMES)[:num_rows].tolist()),
             values=tuple(values.tolist()),
             width=max(LEAST_SIDE, round(area / height)),
             height=height,
@@ -234,6 +255,8 @@ def make_sample(index: int, seed: int = 0) -> dict[str, Any]:
         question, answer = "What is drawn in each chart?", f"{chart.drawn}, {other.drawn}"
     else:
         charts, question, answer = [chart], str(rng.choice(QUESTIONS[task])), _answer(task, chart)
+        if task != "table" and rng.random() < WITH_TABLE_SHARE:
+            question = f"{chart.table}\n{question}"
     pictures = [{"type": "image", "text": None} for _ in charts]
     return {
         "images": [{"bytes": render(own), "path": None} for own in charts],
@@ -275,6 +298,50 @@ def chart_dataset(num_samples: int, seed: int = 0, cache_dir: str | None = None,
         gen_kwargs={"shards": shards, "seed": seed},
         num_proc=min(num_proc, len(shards)),
         fingerprint=hashlib.blake2b(recipe.encode(), digest_size=8).hexdigest(),
+    )
+
+
+def build_processor(dataset: Dataset) -> PaddleOCRVLProcessor:
+    """
+    A processor of Qwen2.5-VL's inputs: images at their own resolution, and a small tokenizer of the set's texts.
+
+    The class is that of PaddleOCR-VL, which is Qwen's without videos; those need torchvision.
+
+    Args:
+        dataset ([`~datasets.Dataset`]): From [`chart_dataset`].
+
+    Returns:
+        [`~transformers.PaddleOCRVLProcessor`]: With a chat template that marks what the assistant says.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (part["text"] or "" for turns in dataset["messages"] for turn in turns for part in turn["content"])
+    tokenizer.train_from_iterator(texts, trainer)
+    own = {name: token for name, token in SPECIAL_TOKENS.items() if name not in ("pad_token", "eos_token")}
+    return PaddleOCRVLProcessor(
+        image_processor=Qwen2VLImageProcessorPil(
+            patch_size=PATCH_SIZE,
+            image_mean=[WHITE_SHARE] * 3,
+            image_std=[1 - WHITE_SHARE] * 3,
+            size={
+                "shortest_edge": NUM_PATCHES[0] * PATCH_SIZE**2,
+                "longest_edge": NUM_PATCHES[-1] * PATCH_SIZE**2,
+            },
+        ),
+        tokenizer=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            pad_token=SPECIAL_TOKENS["pad_token"],
+            eos_token=SPECIAL_TOKENS["eos_token"],
+            extra_special_tokens=own,
+        ),
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -32,7 +32,7 @@ def charts() -> list[Chart]:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Dataset:
-    return chart_dataset(120, cache_dir=str(tmp_path_factory.mktemp("charts")))
+    return chart_dataset(60, cache_dir=str(tmp_path_factory.mktemp("charts")))
 
 
 def pixels(chart: Chart) -> np.ndarray:
@@ -93,9 +93,9 @@ def test_a_picture_does_not_depend_on_those_before(charts):
 
 
 def test_samples_are_functions_of_seed_and_index():
-    first, again = ([make_sample(index, seed=5) for index in order] for order in (range(6), reversed(range(6))))
+    first, again = ([make_sample(index, seed=5) for index in order] for order in (range(4), reversed(range(4))))
     assert first == again[::-1]
-    assert first != [make_sample(index, seed=6) for index in range(6)]
+    assert first != [make_sample(index, seed=6) for index in range(4)]
 
 
 def test_every_sample_asks_about_what_it_shows(dataset):
@@ -118,10 +118,10 @@ def test_every_sample_asks_about_what_it_shows(dataset):
 
 
 def test_a_set_is_drawn_once_and_alike_in_any_number_of_processes(tmp_path, monkeypatch):
-    first = chart_dataset(20, cache_dir=str(tmp_path / "a"), num_proc=1)
-    other = chart_dataset(20, cache_dir=str(tmp_path / "b"), num_proc=2)
+    first = chart_dataset(8, cache_dir=str(tmp_path / "a"), num_proc=1)
+    other = chart_dataset(8, cache_dir=str(tmp_path / "b"), num_proc=2)
     assert first.data.table == other.data.table
     monkeypatch.setattr("charts.render", None)
-    again = chart_dataset(20, cache_dir=str(tmp_path / "a"), num_proc=1)
+    again = chart_dataset(8, cache_dir=str(tmp_path / "a"), num_proc=1)
     assert again._fingerprint == first._fingerprint == other._fingerprint
     assert again.cache_files == first.cache_files
