@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from ..arrange import contiguous_step, num_microbatches
-from ..cost import AnalyticCost, Hardware, RankMemory, hardware, memory_per_rank
+from ..cost import AnalyticCost, Hardware, RankMemory, eager_caps, hardware, memory_per_rank
+from ..cost.memory import GIB
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -232,7 +233,9 @@ def predict(
     sizes = SampleSizes.uniform(tokens, global_batch_size)
     cost = AnalyticCost(spec, plan, step, sizes, device)
     groups = sync_groups(spec, plan)
-    program = build_program(plan, step, groups, cost)
+    memory_bytes = None if device.memory_gib is None else device.memory_gib * GIB
+    caps = eager_caps(spec, plan, step, sizes, memory_bytes) if plan.schedule == "eager" else None
+    program = build_program(plan, step, groups, cost, caps=caps)
     simulation = simulate(plan, program, cost, cost.message_ms)
     memory = memory_per_rank(spec, plan, step, sizes, simulation.peak_in_flight)
     return Prediction(plan, step, groups, program, simulation, memory)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -65,8 +66,10 @@ def test_plan_prints_and_writes(model, tmp_path, capsys):
     assert main(["simulate", str(files[0]), "--picture", str(tmp_path / "again.png")]) == 0
     out = squeezed(capsys.readouterr().out)
     assert "a forward is 1 ms" in out and (tmp_path / "again.png").exists()
+    ParallelPlan.save(replace(plan, schedule="eager"), files[0])
     assert main(["simulate", str(files[0]), "--model", str(model), "--gpu-type", "a100"]) == 0
-    assert "samples/s on a100" in squeezed(capsys.readouterr().out)
+    out = squeezed(capsys.readouterr().out)
+    assert "samples/s on a100" in out and "schedule eager" in out
 
 
 @pytest.mark.parametrize(

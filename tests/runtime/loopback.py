@@ -30,7 +30,7 @@ from hf_mmparallel.runtime.groups import context_groups
 from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
 from hf_mmparallel.schedule import Program, build_program
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 15.0
 
 
 def run_threads(fn: Callable[[int], Any], world_size: int) -> list[Any]:

@@ -71,7 +71,7 @@ def test_deferral_does_not_stall_1f1b():
 
 @pytest.mark.parametrize("stages", [(1, 3), (3, 3), (5, 3)])
 def test_eager_is_as_fast_as_unlimited_memory(stages):
-    case = deferred(*stages, 32)
+    case = deferred(stages[0], stages[1], 32)
     assert iteration_ms(case, "eager") == pytest.approx(last_end(case, {}))
     assert iteration_ms(case, "eager") <= iteration_ms(case, "1f1b")
     if stages == (5, 3):
