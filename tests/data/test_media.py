@@ -1,5 +1,6 @@
 """Each module's samples: what it needs, the same as of whole samples, and nothing else decoded."""
 
+import functools
 import pickle
 from dataclasses import replace
 
@@ -11,9 +12,11 @@ from PIL import ImageFile
 from torch.utils.data import ConcatDataset, Subset
 from transformers.trainer_utils import RemoveColumnsCollator
 
+from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data import ChatCollator, PackingCollator, PretokenizedCollator
+from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.data.media import readers
-from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from tests import tiny
 from tests.plan.specs import model_spec, vision_spec
 
@@ -239,9 +242,9 @@ def test_unknown_collators_get_whole_samples():
     made = readers(dataset, torch.utils.data.default_collate, spec(BOTH), BOTH)
     assert all(reader.dataset is dataset for reader in made.values())
     assert {reader.collator for reader in made.values()} == {torch.utils.data.default_collate}
-    images = chat_dataset()
-    made = readers(images, list, spec(VISION), VISION)
-    assert all(reader.dataset is images for reader in made.values())
+    for source in (chat_dataset(), datasets.Dataset.from_list(tokens())):
+        made = readers(source, list, spec(BOTH), BOTH)
+        assert all(reader.dataset is source for reader in made.values())
 
 
 def test_modules_that_read_the_same_have_the_same_reader(chat):
@@ -251,3 +254,18 @@ def test_modules_that_read_the_same_have_the_same_reader(chat):
         assert len({id(made[name]) for name in made if name != LANGUAGE_MODEL}) <= 1
         assert len({id(reader) for reader in made.values()}) == 1 + bool(inputs)
     assert readers(dataset, chat, spec({}), {})[LANGUAGE_MODEL].dataset is dataset
+
+
+def test_a_step_has_the_same_inputs_as_from_whole_samples(chat):
+    dataset = chat_dataset()
+    model = spec(VISION)
+    plan = resolve_plan(model, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin()})
+    step = contiguous_step(plan, [2, 0, 3, 1], 2)
+    unused = {LANGUAGE_MODEL: frozenset(["pixel_values"])}
+    for rank in range(plan.world_size):
+        keys = functools.partial(keys_of_rank, plan, rank=rank)
+        whole = StepDataset(Reader(dataset, chat), keys, 0, unused).read(step)
+        found = StepDataset(readers(dataset, chat, model, VISION), keys, 0, unused).read(step)
+        assert found.batches.keys() == whole.batches.keys() != set()
+        for key, expected in whole.batches.items():
+            assert_lacks_only(found.batches[key], expected)
