@@ -76,6 +76,8 @@ def stored_row(dataset: Any, index: int) -> Any:
     while isinstance(dataset, Subset):
         dataset, index = dataset.dataset, dataset.indices[index]
     try:
+        if hasattr(dataset, "stored"):
+            return dataset.stored(index)
         if hasattr(dataset, "with_format"):
             return dataset.with_format("arrow")[index].to_pylist()[0]
         return dataset[index] if isinstance(dataset, list) else None

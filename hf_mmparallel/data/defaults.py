@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from .chat_collator import ChatCollator, PretokenizedCollator
 
 
@@ -31,9 +33,9 @@ def default_collator(dataset: Any, processor: Any) -> tuple[Callable | None, boo
 
 def _columns(dataset: Any) -> list[str]:
     """The names of a sample's fields."""
-    if hasattr(dataset, "column_names"):
+    if getattr(dataset, "column_names", None) is not None:
         return list(dataset.column_names)
-    if dataset is None or not hasattr(dataset, "__getitem__") or not len(dataset):
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not len(dataset):
         return []
     first = dataset[0]
     return list(first) if hasattr(first, "keys") else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,15 +30,21 @@ class Draw:
 
 class DrawSampler:
     """
-    A batch sampler that yields a [`Draw`] for each global batch.
+    A batch sampler that yields a [`Draw`] for each global batch of an epoch.
 
     Args:
-        batches: A batch sampler of dataset indices, the same on all ranks.
+        sampler (`Iterable[int]`):
+            Dataset indices of an epoch, the same on all ranks. Its `set_epoch`, if it has one, says which.
+        batch_size (`int`): Samples of a global batch.
+        drop_last (`bool`, *optional*, defaults to `False`): Whether a last draw that is not full is dropped.
     """
 
-    def __init__(self, batches: Any):
-        self.batches = batches
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False):
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
         self.epoch = 0
+        self._resumed: tuple[int, int, int] | None = None
 
     @property
     def batch_sampler(self) -> DrawSampler:
@@ -46,15 +53,35 @@ class DrawSampler:
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        sampler: Any = getattr(self.batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def resume(self, epoch: int, position: int, num_draws: int) -> None:
+        """
+        Lets an epoch go on behind some of its samples, in draws that may have another size than before.
+
+        Args:
+            epoch (`int`): The epoch.
+            position (`int`): How many of its samples were drawn.
+            num_draws (`int`): How many empty draws stand for them, which the Trainer skips.
+        """
+        self._resumed = epoch, position, num_draws
+
+    def num_draws(self, num_samples: int) -> int:
+        """Draws of a number of samples."""
+        return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return self.num_draws(len(self.sampler))
 
     def __iter__(self) -> Iterator[Draw]:
         position = 0
-        for indices in self.batches:
-            position += len(indices)
-            yield Draw(tuple(indices), self.epoch, position)
+        if self._resumed is not None and self._resumed[0] == self.epoch:
+            _, position, num_draws = self._resumed
+            yield from [Draw((), self.epoch, position)] * num_draws
+        indices = itertools.islice(self.sampler, position, None)
+        while samples := tuple(itertools.islice(indices, self.batch_size)):
+            if self.drop_last and len(samples) < self.batch_size:
+                return
+            position += len(samples)
+            yield Draw(samples, self.epoch, position)

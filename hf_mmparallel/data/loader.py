@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -19,7 +15,9 @@ from ..schedule import Program
 from .bad_samples import BadSample, stored_row
 from .context import BatchKey, ContextCut, ContextCutter
 from .draws import Draw
+from .randomness import seeded, stable_seed
 from .step_planner import StepPlanner
+from .streams import StreamWindow
 
 
 @dataclass
@@ -39,6 +37,8 @@ class StepBatch:
         draw (`Draw`, *optional*): What it was planned for.
         bad (`dict[int, BadSample]`):
             Slot -> why this rank can't read its sample. A batch with bad samples has no inputs.
+        rows (`torch.Tensor`, *optional*): Rows of a stream, for the case that it has to be planned again.
+        digest (`int`, *optional*, defaults to 0): Of the rows of a stream; equal on all ranks that read the same.
     """
 
     step: StepPlan
@@ -49,6 +49,8 @@ class StepBatch:
     workloads: Workloads | None = None
     draw: Draw | None = None
     bad: dict[int, BadSample] = field(default_factory=dict)
+    rows: torch.Tensor | None = None
+    digest: int = 0
 
     def pin_memory(self) -> StepBatch:
         """Called by the data loader's pinning thread."""
@@ -57,27 +59,6 @@ class StepBatch:
                 if torch.is_tensor(value):
                     batch[name] = value.pin_memory()
         return self
-
-
-def stable_seed(*parts: object) -> int:
-    """A 63-bit seed that is the same in every process."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-@contextlib.contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, NumPy and torch on the host inside the block, and gives them their states back after it."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey, tuple[int, ...]]:
@@ -122,6 +103,7 @@ class StepDataset(Dataset):
         cutter ([`ContextCutter`], *optional*): Cuts the language model's microbatches.
         planner ([`StepPlanner`], *optional*): Plans the steps of draws; not used by [`~StepDataset.read`].
         rank (`int`, *optional*, defaults to 0): Of whose actions a batch has the program.
+        window ([`StreamWindow`], *optional*): What the readers read from, if that is a stream.
     """
 
     def __init__(
@@ -133,6 +115,7 @@ class StepDataset(Dataset):
         cutter: ContextCutter | None = None,
         planner: StepPlanner | None = None,
         rank: int = 0,
+        window: StreamWindow | None = None,
     ):
         self.readers = readers
         self.keys = keys
@@ -141,6 +124,7 @@ class StepDataset(Dataset):
         self.cutter = cutter
         self.planner = planner
         self.rank = rank
+        self.window = window
 
     def reader(self, module: str) -> Reader:
         """How `module` reads samples."""
@@ -149,11 +133,31 @@ class StepDataset(Dataset):
     def __len__(self) -> int:
         return len(self.reader(LANGUAGE_MODEL).dataset)
 
-    def __getitems__(self, draw: Draw) -> StepBatch:
+    def __getitems__(self, draw: Draw) -> StepBatch | None:
         """
-        Plans the step of a draw and reads it. Samples that can't be read are noted in the batch, so that the ranks can
-        agree on what to do with them.
+        Plans the step of a draw and reads it; `None` behind the end of a stream. Samples that can't be read are noted
+        in the batch, so that the ranks can agree on what to do with them.
         """
+        if self.window is None:
+            return self._planned(draw)
+        draw = self.window.fetch(draw)
+        if not draw.samples:
+            return None
+        batch = self._planned(draw)
+        batch.rows, batch.digest = self.window.packed_rows(), self.window.digest()
+        return batch
+
+    def again(self, batch: StepBatch, slots: Collection[int]) -> StepBatch:
+        """The step of a batch without some of its samples, planned and read again."""
+        assert batch.draw is not None
+        if self.window is not None and batch.rows is not None:
+            self.window.restore(batch.draw, batch.rows)
+        result = self._planned(batch.draw.without(slots))
+        result.rows, result.digest = batch.rows, batch.digest
+        return result
+
+    def _planned(self, draw: Draw) -> StepBatch:
+        """Plans and reads the step of a draw whose samples are there."""
         assert self.planner is not None
         try:
             planned = self.planner(draw)

@@ -29,18 +29,25 @@ class SampleAgreement:
         self.num_skipped = 0
         self._reported: set[str] = set()
 
-    def settle(self, batch: StepBatch, dataset: StepDataset) -> StepBatch:
+    def settle(self, batch: StepBatch | None, dataset: StepDataset) -> StepBatch | None:
         """
-        A batch without bad samples. Collective if `skip`: the ranks combine their bitmaps of bad samples, and while
-        there are any the step is planned and read again without them.
+        A batch without bad samples.
+
+        Collective if `skip`: the ranks combine their bitmaps of bad samples, and while there are any the step is
+        planned and read again without them. Collective for a stream, of which all ranks must read the same.
 
         Args:
-            batch (`StepBatch`): What the loader yields.
+            batch (`StepBatch` or `None`): What the loader yields, `None` at its end.
             dataset (`StepDataset`): What reads again.
 
         Raises:
             [`BadSampleError`]: For a bad sample unless `skip`, and when no sample of the step can be read.
+            `RuntimeError`: For streams that differ.
         """
+        if dataset.window is not None:
+            self._compare(batch)
+        if batch is None:
+            return None
         if not self.skip:
             for bad in batch.bad.values():
                 raise bad.error()
@@ -57,7 +64,7 @@ class SampleAgreement:
             for slot in slots:
                 self._report(found[slot])
             self.num_skipped += len(slots)
-            batch = dataset.__getitems__(rest)
+            batch = dataset.again(batch, slots)
         return batch
 
     def _bad_slots(self, batch: StepBatch) -> list[int]:
@@ -68,6 +75,19 @@ class SampleAgreement:
         flags = flags.to(self.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return flags.nonzero().flatten().tolist()
+
+    def _compare(self, batch: StepBatch | None) -> None:
+        """Raises `RuntimeError` if the ranks don't read the same rows of a stream."""
+        count = 0 if batch is None or batch.draw is None else len(batch.draw.samples)
+        digest = 0 if batch is None else batch.digest
+        extremes = torch.tensor([count, -count, digest, -digest], device=self.device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        most, least, high, low = extremes.tolist()
+        if (most, high) != (-least, -low):
+            raise RuntimeError(
+                f"The ranks read different samples from the stream, {-least} to {most} for this step (checksums from "
+                f"{-low} to {high}). Every rank reads all of it: seed its shuffling, and don't split it by rank."
+            )
 
     def _exchange(self, batch: StepBatch) -> dict[int, BadSample]:
         """Slot -> what the first rank that met it says."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -144,11 +144,21 @@ def check_trainer(trainer: Trainer, model: Any, given: dict[str, Any]) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raises `ValueError` for a dataset whose samples can't be picked."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    """Raises `ValueError` for a dataset whose samples neither have indices nor come in order."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        if getattr(dataset, "_distributed", None) is not None:
+            raise ValueError(
+                f"The `{name}` is split by node, but under a plan every rank reads the whole stream and takes what "
+                "its modules need. Leave out `split_dataset_by_node`."
+            )
+        return
+    if isinstance(dataset, Mapping):
+        raise ValueError(f"A `{name}` holds datasets or columns by name. Pass one of {sorted(map(str, dataset))}.")
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"A `{type(dataset).__name__}` is read in order, but under a plan each rank picks the samples that it "
-            "needs. Use a dataset with `__getitem__` and `__len__`."
+            f"A `{name}` has neither `__getitem__` and `__len__` nor an order that can be repeated. Use a dataset "
+            "with both, or an `IterableDataset`."
         )
 
 

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
 from ..data.draws import DrawSampler
-from ..data.loader import Reader, StepDataset, as_is, keys_of_rank
+from ..data.loader import StepDataset, as_is, keys_of_rank
+from ..data.media import readers
 from ..data.step_planner import StepPlanner
+from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL
 from .checks import check_dataset
 
@@ -30,11 +32,15 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
     if dataset is None:
         raise ValueError("Trainer: training requires a train_dataset.")
     check_dataset(dataset)
-    sampler = _seeded(trainer, trainer._get_train_sampler(dataset))
-    batches = BatchSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
+    dataset = _windowed(trainer, dataset, args.dataloader_drop_last)
+    if isinstance(dataset, StreamWindow):
+        sampler = StreamSampler(dataset)
+    else:
+        sampler = _seeded(trainer, trainer._get_train_sampler(dataset))
+    draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
     with args.main_process_first(desc="sizes of samples"):
-        planner = trainer._engine.planner = training_planner(trainer)
-    return _step_loader(trainer, dataset, batches, planner, "Training")
+        planner = trainer._engine.planner = training_planner(trainer, dataset)
+    return _step_loader(trainer, dataset, draws, planner, "Training")
 
 
 def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: str) -> DataLoader:
@@ -44,13 +50,18 @@ def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: s
     depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
     size = trainer.args.per_device_eval_batch_size
     count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
-    batches = BatchSampler(SequentialSampler(dataset), count, drop_last=False)
-    return _step_loader(trainer, dataset, batches, _planner(trainer, size, training=False), description)
+    dataset = _windowed(trainer, dataset, drop_last=False)
+    order = StreamSampler(dataset) if isinstance(dataset, StreamWindow) else SequentialSampler(dataset)
+    draws = DrawSampler(order, count)
+    return _step_loader(trainer, dataset, draws, _planner(trainer, size, training=False), description)
 
 
-def training_planner(trainer: MultimodalParallelTrainer) -> StepPlanner:
-    """Plans the training steps."""
+def training_planner(trainer: MultimodalParallelTrainer, dataset: Any = None) -> StepPlanner:
+    """Plans the training steps, of a stream by the sizes of the samples in its window `dataset`."""
     args, device = trainer.args, trainer._engine.device
+    sizes = trainer.size_source
+    if isinstance(dataset, StreamWindow):
+        sizes = trainer.sizes_of(dataset)
     memory_gib = args.memory_limit_gib
     memory_bytes = None if memory_gib is None else 2**30 * memory_gib
     if memory_bytes is None and device.type == "cuda":
@@ -59,7 +70,7 @@ def training_planner(trainer: MultimodalParallelTrainer) -> StepPlanner:
         trainer,
         args.per_device_train_batch_size,
         method=args.microbatch_assignment,
-        sizes=trainer.size_source,
+        sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
         memory_bytes=memory_bytes,
     )
@@ -68,6 +79,15 @@ def training_planner(trainer: MultimodalParallelTrainer) -> StepPlanner:
 def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:
     engine = trainer._engine
     return StepPlanner(engine.spec, engine.plan, engine.sync_groups, engine.hardware, microbatch_size, **settings)
+
+
+def _windowed(trainer: MultimodalParallelTrainer, dataset: Any, drop_last: bool) -> Any:
+    """The dataset, through a window if it is a stream."""
+    if not is_stream(dataset):
+        return dataset
+    args = trainer.args
+    carries_rows = args.on_bad_sample == "skip" and args.dataloader_num_workers > 0
+    return StreamWindow(dataset, args.seed, drop_last, carries_rows)
 
 
 def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
@@ -89,19 +109,20 @@ def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
 
 
 def _step_loader(
-    trainer: MultimodalParallelTrainer, dataset: Any, batches: Any, planner: StepPlanner, description: str
+    trainer: MultimodalParallelTrainer, dataset: Any, draws: DrawSampler, planner: StepPlanner, description: str
 ) -> DataLoader:
     """A loader that yields a [`StepBatch`] for each global batch."""
     engine, args = trainer._engine, trainer.args
     workers = args.dataloader_num_workers
     dataset, collator = without_unused_columns(trainer, dataset, description)
+    modules = readers(dataset, collator, engine.spec, engine.encoder_inputs)
     keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
-    steps: Any = DrawSampler(batches)
+    window = dataset if isinstance(dataset, StreamWindow) else None
+    steps = StepDataset(modules, keys, args.seed, engine.unused_inputs, engine.cutter, planner, engine.rank, window)
+    order: Any = draws
     return DataLoader(
-        StepDataset(
-            Reader(dataset, collator), keys, args.seed, engine.unused_inputs, engine.cutter, planner, engine.rank
-        ),
-        batch_sampler=steps,
+        steps,
+        batch_sampler=order,
         collate_fn=as_is,
         num_workers=workers,
         multiprocessing_context=args.dataloader_multiprocessing_context,

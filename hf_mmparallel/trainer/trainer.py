@@ -45,7 +45,7 @@ from .checks import check_arguments, check_launch, check_trainer
 from .evaluation import evaluate
 from .loaders import eval_loader, train_loader
 from .model_card import write_model_card
-from .report import report_plan
+from .report import report_plan, settings_without_plan
 
 logger = get_logger(__name__)
 
@@ -125,6 +125,9 @@ class MultimodalParallelTrainer(Trainer):
             self.loss_is_scaled_for_ga = None
             super().__init__(model=whole, args=args, **kwargs)
             self._pack()
+            idle = settings_without_plan(args)
+            if idle is not None:
+                logger.warning(idle)
             return
         check_arguments(args)
         check_trainer(self, model, kwargs)
@@ -219,8 +222,12 @@ class MultimodalParallelTrainer(Trainer):
     @functools.cached_property
     def size_source(self) -> SizeSource | None:
         """Dataset indices -> sizes of the training samples; `None` where nothing says them."""
+        return self.sizes_of(self.train_dataset)
+
+    def sizes_of(self, dataset: Any) -> SizeSource | None:
+        """Indices of a dataset -> sizes of its samples, measured as those of the training set."""
         return size_source(
-            self.train_dataset,
+            dataset,
             self.data_collator,
             self._engine.spec,
             self.args.token_columns,
@@ -263,15 +270,16 @@ class MultimodalParallelTrainer(Trainer):
     @planned
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
         with shared_failure():
-            batch = next(epoch_iterator, None)
-            if batch is not None:
-                batch = self._readable.settle(batch, self._train_steps)
+            batch = self._readable.settle(next(epoch_iterator, None), self._train_steps)
+        if batch is None:
+            self.control.should_epoch_stop = True  # a stream tells its end when it is there
         return ([] if batch is None else [batch]), None
 
     def _evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
         """The batches of a loader, without samples that can't be read."""
-        for batch in dataloader:
-            yield self._readable_in_evaluation.settle(batch, dataloader.dataset)
+        batches = iter(dataloader)
+        while (batch := self._readable_in_evaluation.settle(next(batches, None), dataloader.dataset)) is not None:
+            yield batch
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
         batches: Any = {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()}

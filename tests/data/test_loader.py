@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import HARDWARE
@@ -142,8 +142,8 @@ def test_seeds_are_the_same_in_every_process():
 
 
 def loader(rank: int, num_workers: int = 0, size: int = 40) -> DataLoader:
-    batches = BatchSampler(SeedableRandomSampler(range(size), data_seed=3), batch_size=9, drop_last=False)
-    return DataLoader(make(PLAN, rank), batch_sampler=DrawSampler(batches), collate_fn=as_is, num_workers=num_workers)
+    draws = DrawSampler(SeedableRandomSampler(range(size), data_seed=3), 9)
+    return DataLoader(make(PLAN, rank), batch_sampler=draws, collate_fn=as_is, num_workers=num_workers)
 
 
 def drawn(batches) -> list[tuple]:
@@ -170,7 +170,7 @@ def test_ranks_agree_on_the_steps():
 
 
 def test_an_epoch_can_be_set_where_the_order_has_none():
-    sampler = DrawSampler(BatchSampler(SequentialSampler(range(4)), 2, False))
+    sampler = DrawSampler(SequentialSampler(range(4)), 2)
     sampler.batch_sampler.set_epoch(4)
     assert list(sampler) == [Draw((0, 1), 4, 2), Draw((2, 3), 4, 4)]
 

@@ -1,0 +1,283 @@
+"""Datasets that are read in order: a window on the samples of one draw."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import pickle
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+from torch.utils.data._utils import worker as torch_worker
+from transformers.utils.import_utils import is_datasets_available
+
+from ..plan import SampleSizes
+from .bad_samples import BadSampleError
+from .draws import Draw
+from .randomness import OwnGenerators, stable_seed
+from .size_sources import LayerTokens, Ragged, sizes_of
+
+_DIGEST_ITEMS = 8  # of a sequence, at each end
+
+
+class StreamWindow:
+    """
+    The samples of one draw of a stream, by their places in it.
+
+    Every rank, and on it every worker of a data loader, goes through the same stream by itself, keeps the rows of the
+    draw that it serves, and drops all others. Media of a `datasets.IterableDataset` stay undecoded until a sample is
+    read, so that what a rank does not need costs it the reading of a row. A stream that gives a part of its samples
+    to each worker gives all of them here: it is not told that it runs in one.
+
+    Random numbers that the stream draws from the global generators are seeded by epoch, for all ranks alike. A
+    `generator` of a torch stream is seeded by the epoch, and `set_epoch` is called, as the Trainer does.
+
+    Args:
+        stream (`IterableDataset`): Of torch or of `datasets`; each `iter` starts it anew.
+        seed (`int`, *optional*, defaults to 0): Base of the seeds.
+        drop_last (`bool`, *optional*, defaults to `False`): Whether a draw that the stream can't fill is dropped.
+        carries_rows (`bool`, *optional*, defaults to `False`):
+            Whether a worker hands the rows on with each batch, so that the main process can plan it again.
+    """
+
+    def __init__(self, stream: Any, seed: int = 0, drop_last: bool = False, carries_rows: bool = False):
+        self.features = _media_features(stream)
+        self.stream = stream if self.features is None else stream.decode(False)
+        self.seed = seed
+        self.drop_last = drop_last
+        self.carries_rows = carries_rows
+        self.rows: dict[int, Any] = {}
+        self.epoch: int | None = None
+        self._next = 0
+        self._iterator: Iterator[Any] | None = None
+        self._generators = OwnGenerators(seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "rows": {}, "epoch": None, "_iterator": None}
+
+    def __len__(self) -> int:
+        return len(self.stream)
+
+    def __getitem__(self, position: int) -> Any:
+        """The sample at a place of the window, with its media decoded."""
+        return self.decoded(self.rows[position], self.features)
+
+    def stored(self, position: int) -> Any:
+        """The sample at a place of the window as it is stored."""
+        return self.rows[position]
+
+    def decoded(self, row: Any, features: Any) -> Any:
+        """A row whose media are decoded as far as `features` says."""
+        if features is None:
+            return row
+        return features.decode_example(dict(row), token_per_repo_id=getattr(self.stream, "_token_per_repo_id", None))
+
+    def with_features(self, features: Mapping[str, Any]) -> StreamView:
+        """The same window, decoded as `features` says."""
+        return StreamView(self, features)
+
+    def fetch(self, draw: Draw) -> Draw:
+        """
+        Moves the window to a draw.
+
+        Args:
+            draw (`Draw`): Its samples are places in the stream, in order.
+
+        Returns:
+            `Draw`: The part of it that the stream has; without samples behind its end.
+
+        Raises:
+            [`BadSampleError`]: If the stream itself raises, after which it can't go on.
+        """
+        wanted = draw.samples
+        if draw.epoch == self.epoch and all(position in self.rows for position in wanted):
+            return draw
+        if self._iterator is None or draw.epoch != self.epoch or wanted[0] < self._next:
+            self._start(draw.epoch, wanted[0])
+        with _outside_worker(), self._generators():
+            self.rows = dict(self._read(wanted[0], wanted[-1] + 1))
+        kept = tuple(position for position in wanted if position in self.rows)
+        if not kept or (self.drop_last and len(kept) < len(wanted)):
+            return replace(draw, samples=())
+        return replace(draw, samples=kept, position=kept[-1] + 1)
+
+    def _start(self, epoch: int, position: int) -> None:
+        """Starts the stream of an epoch, at a place if it can skip there in the same order."""
+        stream, self.epoch, self._next = self.stream, epoch, 0
+        self._generators = OwnGenerators(stable_seed(self.seed, "stream", epoch))
+        with _outside_worker(), self._generators():
+            if hasattr(stream, "set_epoch"):
+                stream.set_epoch(epoch)
+            if isinstance(getattr(stream, "generator", None), torch.Generator):
+                stream.generator.manual_seed(epoch)
+            if position and epoch == 0 and _is_datasets(stream):
+                stream, self._next = stream.skip(position), position  # in later epochs it would not shuffle shards
+            self._iterator = iter(stream)
+
+    def _read(self, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+        """Place and row of the samples from `start` to `stop`, as far as the stream goes."""
+        assert self._iterator is not None
+        while self._next < stop:
+            try:
+                row = next(self._iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise BadSampleError(
+                    f"Sample {self._next} of the stream can't be read: {type(error).__name__}: {error}. A stream does "
+                    "not go on after an error: catch it inside the stream, or mend the sample."
+                ) from error
+            if self._next >= start:
+                yield self._next, row
+            self._next += 1
+
+    def packed_rows(self) -> torch.Tensor | None:
+        """The rows as bytes that go to another process through shared memory, if they are to be handed on."""
+        if not self.carries_rows:
+            return None
+        return torch.frombuffer(bytearray(pickle.dumps(self.rows)), dtype=torch.uint8)
+
+    def restore(self, draw: Draw, packed: torch.Tensor) -> None:
+        """Takes over the rows of a draw that a worker handed on."""
+        self.rows, self.epoch, self._iterator = pickle.loads(packed.numpy().tobytes()), draw.epoch, None
+
+    def digest(self) -> int:
+        """A 31-bit number that tells windows with other rows apart."""
+        parts = [_sketch(self.rows[position]) for position in sorted(self.rows)]
+        return zlib.crc32(repr(parts).encode()) >> 1
+
+
+class StreamView:
+    """
+    A window as a module sees it.
+
+    Args:
+        window ([`StreamWindow`]): The window.
+        features (`Mapping[str, Any]`): Column -> feature; which media are decoded.
+    """
+
+    def __init__(self, window: StreamWindow, features: Mapping[str, Any]):
+        from datasets import Features
+
+        self.window = window
+        self.features = Features(features)
+
+    def __getitem__(self, position: int) -> Any:
+        row = self.window.stored(position)
+        return self.window.decoded({name: row[name] for name in row if name in self.features}, self.features)
+
+    def stored(self, position: int) -> Any:
+        """The sample at a place of the window as it is stored."""
+        return self.window.stored(position)
+
+
+class StreamSampler:
+    """
+    The places of a stream in order, without an end.
+
+    Args:
+        window ([`StreamWindow`]): The stream; its length, if it tells one, is that of an epoch.
+    """
+
+    def __init__(self, window: StreamWindow):
+        self.window = window
+
+    def __len__(self) -> int:
+        return len(self.window)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+class StreamSizes:
+    """
+    Sizes of the samples in a window. Rows of features count as tokens of an encoder's layers.
+
+    Args:
+        window ([`StreamWindow`]): The window.
+        choose (`Callable[[Sequence[str]], Any]`):
+            Names of a sample's fields -> how such samples are measured, `None` where nothing says it.
+        modules (`Sequence[str]`): Modules of the model.
+    """
+
+    counts_rows = False  # no samples are there to measure an encoder on before the stream is started
+
+    def __init__(self, window: StreamWindow, choose: Callable[[Sequence[str]], Any], modules: Sequence[str]):
+        self.window = window
+        self.choose = choose
+        self.modules = tuple(modules)
+        self._measure: Any = None
+
+    def __len__(self) -> int:
+        return len(self.window)
+
+    def __call__(self, indices: Sequence[int]) -> SampleSizes:
+        rows = [self.window.stored(position) for position in indices]
+        if self._measure is None:
+            names = list(rows[0]) if isinstance(rows[0], Mapping) else []
+            self._measure = self.choose(names)
+        if self._measure is None:
+            return SampleSizes.uniform(dict.fromkeys(self.modules, 1), len(rows))
+        found = [self._measure(row) for row in rows]
+        lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.modules}
+        return sizes_of(lengths, {})
+
+    def with_layers(self, layers: Mapping[str, LayerTokens]) -> StreamSizes:
+        """The same sizes, see `counts_rows`."""
+        return self
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset is read in order."""
+    return isinstance(dataset, IterableDataset)
+
+
+def _is_datasets(stream: Any) -> bool:
+    """Whether it is a `datasets.IterableDataset`; the package is not needed otherwise."""
+    if not is_datasets_available():
+        return False
+    from datasets import IterableDataset as StreamedDataset
+
+    return isinstance(stream, StreamedDataset)
+
+
+def _media_features(stream: Any) -> Any:
+    """The features of a stream whose media can be decoded later, `None` where nothing is decoded by them."""
+    features = getattr(stream, "features", None) if _is_datasets(stream) else None
+    if not features or getattr(stream, "_formatting", None) is not None:
+        return None
+    from datasets.features.features import require_decoding
+
+    return copy.deepcopy(features) if any(require_decoding(feature) for feature in features.values()) else None
+
+
+@contextlib.contextmanager
+def _outside_worker() -> Iterator[None]:
+    """Makes `get_worker_info()` say in the block that this is no worker, so that a stream does not split itself."""
+    info, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+def _sketch(value: Any) -> Any:
+    """What two equal values have in common in all processes, in a few bytes."""
+    if isinstance(value, Mapping):
+        return {str(key): _sketch(item) for key, item in value.items()}
+    if isinstance(value, (bytes, str)):
+        content = value if isinstance(value, bytes) else value.encode(errors="replace")
+        return len(content), zlib.crc32(content[:1024]), zlib.crc32(content[-1024:])
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        flat = value.reshape(-1)
+        return str(value.dtype), tuple(value.shape), flat[:_DIGEST_ITEMS].tolist(), flat[-_DIGEST_ITEMS:].tolist()
+    if isinstance(value, (list, tuple)):
+        ends = value if len(value) <= 2 * _DIGEST_ITEMS else [*value[:_DIGEST_ITEMS], *value[-_DIGEST_ITEMS:]]
+        return len(value), [_sketch(item) for item in ends]
+    return value if isinstance(value, (int, float, bool, type(None))) else type(value).__name__

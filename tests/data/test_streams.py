@@ -1,0 +1,299 @@
+"""Streams through a window: the same samples on every rank and in every worker, decoded only where they are read."""
+
+import functools
+import io
+import itertools
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, Features, Value
+from datasets import Image as ImageFeature
+from datasets import IterableDataset as StreamedDataset
+from PIL import Image
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.data.bad_samples import BadSampleError
+from hf_mmparallel.data.draws import Draw, DrawSampler
+from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.sample_sizes import size_source
+from hf_mmparallel.data.step_planner import StepPlanner
+from hf_mmparallel.data.streams import StreamSampler, StreamWindow
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
+from tests.plan.specs import model_spec
+
+SPEC = model_spec()
+PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(), LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
+
+
+class Numbers(IterableDataset):
+    """A stream that gives every worker a part, as its documentation advises."""
+
+    def __init__(self, size=40, fails_at=None):
+        self.size = size
+        self.fails_at = fails_at
+        self.epochs = []
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for number in range(first, self.size, step):
+            if number == self.fails_at:
+                raise OSError("connection reset")
+            epoch = self.epochs[-1] if self.epochs else 0
+            yield {
+                "number": number + 1000 * epoch,
+                "noise": (random.random(), np.random.rand(), torch.rand(()).item()),
+            }
+
+
+def collate(samples):
+    return {name: [sample[name] for sample in samples] for name in samples[0]}
+
+
+def make(window, rank=0, collator=collate, **settings):
+    planner = StepPlanner(SPEC, PLAN, sync_groups(SPEC, PLAN), HARDWARE["cpu"], 3, **settings)
+    keys = functools.partial(keys_of_rank, PLAN, rank=rank)
+    return StepDataset(Reader(window, collator), keys, 0, planner=planner, rank=rank, window=window)
+
+
+def draw(start, size=8, epoch=0):
+    return Draw(tuple(range(start, start + size)), epoch, start + size)
+
+
+def contents(batch):
+    return batch and (batch.draw, batch.step, batch.batches)
+
+
+def loaded(stream, num_workers=0, epoch=0, rank=0, **settings):
+    """The batches of an epoch up to the end of the stream."""
+    window = StreamWindow(stream, **settings)
+    sampler = DrawSampler(StreamSampler(window), 9)
+    sampler.set_epoch(epoch)
+    loader = DataLoader(
+        make(window, rank),
+        batch_sampler=sampler,  # type: ignore[arg-type]
+        collate_fn=as_is,
+        num_workers=num_workers,
+        multiprocessing_context="fork" if num_workers else None,
+    )
+    return [contents(batch) for batch in itertools.takewhile(lambda batch: batch is not None, loader)]
+
+
+def test_a_window_has_the_rows_of_its_draw_and_the_stream_ends_with_a_shorter_one():
+    window = StreamWindow(Numbers(20))
+    assert window.fetch(draw(0)) == draw(0)
+    assert sorted(window.rows) == list(range(8)) and window[3]["number"] == 3
+    assert window.fetch(draw(12, 4)) == draw(12, 4) and sorted(window.rows) == [12, 13, 14, 15]
+    assert window.fetch(draw(16)) == draw(16, 4)
+    assert window.fetch(draw(24)).samples == () and window.fetch(draw(32)).samples == ()
+    again = draw(4).without([1])
+    assert window.fetch(again) == again and window[7]["number"] == 7
+
+
+def test_a_draw_that_the_stream_cannot_fill_can_be_dropped():
+    window = StreamWindow(Numbers(20), drop_last=True)
+    assert window.fetch(draw(8)) == draw(8) and window.fetch(draw(16)).samples == ()
+    rest = draw(8).without([0, 3])
+    assert window.fetch(draw(8)) and window.fetch(rest) == rest
+
+
+def test_the_places_of_a_stream_have_no_end_unless_it_tells_its_length():
+    sampler = DrawSampler(StreamSampler(StreamWindow(Numbers())), 8)
+    assert list(itertools.islice(sampler, 3)) == [draw(0), draw(8), draw(16)]
+    with pytest.raises(TypeError):
+        len(sampler)
+    sized = type("Sized", (Numbers,), {"__len__": lambda self: self.size})(20)
+    assert len(DrawSampler(StreamSampler(StreamWindow(sized)), 8)) == 3
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("kind", ["torch", "datasets"])
+def test_workers_do_not_split_a_stream_and_read_what_the_main_process_reads(num_workers, kind):
+    stream = (
+        Numbers() if kind == "torch" else Dataset.from_dict({"number": range(40)}).to_iterable_dataset(num_shards=4)
+    )
+    inline = loaded(stream, epoch=1)
+    assert [len(d.samples) for d, _, _ in inline] == [9, 9, 9, 9, 4] and inline[-1][0].position == 40
+    numbers = [number % 1000 for _, _, batches in inline for batch in batches.values() for number in batch["number"]]
+    assert sorted(numbers) == list(range(40))
+    assert loaded(stream, num_workers, epoch=1) == inline
+
+
+def test_every_rank_draws_the_same_from_a_stream_and_leaves_the_generators_alone():
+    state = torch.get_rng_state()
+    StreamWindow(Numbers()).fetch(draw(0))
+    assert torch.equal(torch.get_rng_state(), state)
+    first = loaded(Numbers())
+    random.seed(7)
+    assert loaded(Numbers()) == first != loaded(Numbers(), seed=1)
+
+    def noise(rank):
+        return [
+            drawn for _, _, batches in loaded(Numbers(), rank=rank) for b in batches.values() for drawn in b["noise"]
+        ]
+
+    assert len(set(noise(0))) == 40 and set(noise(0)) == {*noise(1), *noise(2)}
+
+
+def shuffled():
+    def shard(shards):
+        for number in shards:
+            yield from ({"number": 10 * number + i} for i in range(10))
+
+    return StreamedDataset.from_generator(shard, gen_kwargs={"shards": [0, 1, 2, 3]}).shuffle(seed=5, buffer_size=7)
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+@pytest.mark.parametrize("position", [0, 11])
+def test_an_epoch_of_a_shuffled_stream_starts_anywhere_in_its_own_order(epoch, position):
+    stream = shuffled()
+    stream.set_epoch(epoch)
+    expected = [row["number"] for row in stream]
+    window = StreamWindow(shuffled())
+    window.fetch(draw(0, epoch=1))
+    window.fetch(draw(position, epoch=epoch))
+    assert [window[p]["number"] for p in range(position, position + 8)] == expected[position : position + 8]
+    if epoch:
+        stream.set_epoch(0)
+        assert [row["number"] for row in stream] != expected
+
+
+def test_the_generator_of_a_torch_stream_is_seeded_by_epoch():
+    class Shuffled(IterableDataset):
+        generator = torch.Generator()
+
+        def __iter__(self):
+            return iter(torch.randperm(8, generator=self.generator).tolist())
+
+    window, orders = StreamWindow(Shuffled()), []
+    for epoch in (0, 1, 0):
+        window.fetch(draw(0, epoch=epoch))
+        orders.append([window[p] for p in range(8)])
+    assert orders[0] == orders[2] != orders[1]
+
+
+def test_the_epoch_reaches_the_stream():
+    stream = Numbers()
+    window = StreamWindow(stream)
+    window.fetch(draw(0, epoch=3))
+    window.fetch(draw(8, epoch=3))
+    assert stream.epochs == [3] and window[8]["number"] == 3008
+
+
+def test_a_stream_that_raises_ends_the_run_with_the_place():
+    window = StreamWindow(Numbers(fails_at=12))
+    window.fetch(draw(0))
+    with pytest.raises(BadSampleError, match=r"Sample 12 of the stream can't be read: OSError: connection reset"):
+        window.fetch(draw(8))
+
+
+def png(color):
+    data = io.BytesIO()
+    Image.new("RGB", (6, 4), color).save(data, "png")
+    return data.getvalue()
+
+
+def with_images():
+    images = [{"bytes": png(number), "path": f"{number}.png"} for number in range(12)]
+    images[5] = {"bytes": b"corrupt", "path": "5.png"}
+    features = Features({"number": Value("int64"), "image": ImageFeature()})
+    return Dataset.from_dict({"number": range(12), "image": images}, features=features).to_iterable_dataset()
+
+
+def sizes_of_images(samples):
+    return {"size": [sample["image"].size for sample in samples]}
+
+
+def test_rows_of_a_window_are_decoded_where_they_are_read():
+    window = StreamWindow(with_images())
+    window.fetch(draw(0, 12))
+    assert window.stored(5)["image"]["bytes"] == b"corrupt"
+    assert window[4]["image"].size == (6, 4) and window.stored(4)["image"]["path"] == "4.png"
+    with pytest.raises(Exception, match="identify"):
+        window[5]
+    plain = window.with_features({"number": Value("int64"), "image": ImageFeature(decode=False)})
+    assert plain[5] == window.stored(5)
+    assert window.with_features({"number": Value("int64")})[5] == {"number": 5}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_of_a_stream_is_left_out_without_reading_the_stream_again(num_workers):
+    window = StreamWindow(with_images(), carries_rows=num_workers > 0)
+    dataset = make(window, collator=sizes_of_images)
+    sampler = DrawSampler(StreamSampler(window), 4)
+    context = "fork" if num_workers else None
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,  # type: ignore[arg-type]
+        collate_fn=as_is,
+        num_workers=num_workers,
+        multiprocessing_context=context,
+    )
+    batches = iter(loader)
+    next(batches)
+    batch = next(batches)
+    assert [(bad.index, bad.file) for bad in batch.bad.values()] == [(5, "5.png")]
+    window.stream = None  # what reads again has the rows
+    again = dataset.again(batch, list(batch.bad))
+    assert not again.bad and again.step.samples == (4, 6, 7) and again.draw.position == 8
+    assert sum(len(chunk["size"]) for chunk in again.batches.values()) == 3
+    assert again.digest == batch.digest
+
+
+def test_digests_tell_other_rows_apart():
+    def digest(stream):
+        window = StreamWindow(stream)
+        window.fetch(draw(0, 12))
+        return window.digest()
+
+    same = [{"a": "x" * 5000, "ids": list(range(300)), "t": torch.ones(3), "n": None}] * 12
+    other = [*same[:7], {**same[0], "a": "x" * 4999 + "y"}, *same[8:]]
+    assert digest(with_images()) == digest(with_images())
+    rows = [same, pickle.loads(pickle.dumps(same)), other, [{**row, "ids": [1]} for row in same]]
+    found = [digest(Rows(r)) for r in rows]
+    assert found[0] == found[1] and len(set(found)) == 3
+
+
+class Rows(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def tokens_of(row):
+    return {LANGUAGE_MODEL: row["number"] + 1, "vision": [2] * (row["number"] % 3)}
+
+
+def test_samples_of_a_window_have_sizes_by_a_function_a_column_or_their_tokens():
+    window = StreamWindow(Dataset.from_dict({"number": range(40)}).to_iterable_dataset())
+    source = size_source(window, collate, SPEC, function=tokens_of)
+    batch = make(window, sizes=source).__getitems__(draw(8))
+    assert batch.sizes.tokens[LANGUAGE_MODEL].tolist() == list(range(9, 17))
+    taken = {slot for replica in batch.step.microbatches["vision"] for slots in replica for slot in slots}
+    assert taken == {slot for slot in range(8) if (slot + 8) % 3}
+    by_column = size_source(window, collate, SPEC, columns="number")
+    assert by_column(range(8, 16)).tokens[LANGUAGE_MODEL].tolist() == list(range(8, 16))
+    with pytest.raises(ValueError, match="no column `length`"):
+        size_source(window, collate, SPEC, columns="length")([8])
+    tokens = StreamWindow(Rows([{"input_ids": [1] * (3 + n), "labels": [1]} for n in range(8)]))
+    tokens.fetch(draw(0))
+    measured = pickle.loads(pickle.dumps(size_source(tokens, collate, SPEC)))
+    measured.window = tokens
+    assert measured([0, 5]).tokens[LANGUAGE_MODEL].tolist() == [3, 8]
+
+
+def test_samples_of_which_nothing_is_known_count_alike():
+    window = StreamWindow(Numbers())
+    sizes = size_source(window, collate, SPEC)
+    batch = make(window, sizes=sizes).__getitems__(draw(0))
+    assert not batch.sizes.known and len(batch.step.samples) == 8
+    assert sum(len(slots) for replica in batch.step.microbatches["vision"] for slots in replica) == 8
