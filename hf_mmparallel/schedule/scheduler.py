@@ -78,48 +78,52 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     Returns:
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
     """
+    indices = {name: _microbatch_of_slot(replicas, len(step.samples)) for name, replicas in step.microbatches.items()}
     caps: dict[StageKey, float] = {}
     for name in reversed(list(plan.modules)):
         targets = [edge.target for edge in plan.edges if edge.source == name]
         for replica, stages in enumerate(plan.modules[name].replicas):
+            slots = np.fromiter(chain.from_iterable(step.microbatches[name][replica]), np.int64)
             behind = 0
             for target in targets:
                 depth = max(caps[target, d, 0] for d in range(plan.modules[target].dp_size))
-                behind = max(behind, _most_ahead(step, name, replica, target, int(depth)))
+                behind = max(behind, _most_ahead(indices[name][slots], indices[target][slots], int(depth)))
             for index in range(len(stages)):
                 caps[name, replica, index] = len(stages) - index + behind
     return caps
 
 
-def _most_ahead(step: StepPlan, name: str, replica: int, target: str, depth: int) -> int:
-    """The most microbatches that a replica must be ahead of `depth` microbatches of `target`, at any time."""
-    slots, indices = _by_slot(step.microbatches[name][replica])
-    taken = np.full(len(step.samples), -1)
-    for microbatches in step.microbatches[target]:
-        taken_slots, taken_indices = _by_slot(microbatches)
-        taken[taken_slots] = taken_indices
-    takers = taken[slots]
-    # Microbatches without samples have no tasks.
-    indices = np.unique(indices[takers >= 0], return_inverse=True)[1]
-    takers = takers[takers >= 0]
+def _microbatch_of_slot(replicas: Sequence[Sequence[Sequence[int]]], num_slots: int) -> np.ndarray:
+    """For each slot the index of the microbatch that takes it, in whatever replica; -1 where none does."""
+    result = np.full(num_slots, -1)
+    for microbatches in replicas:
+        for index, slots in enumerate(microbatches):
+            result[list(slots)] = index
+    return result
+
+
+def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:
+    """
+    The most microbatches that an encoder must be ahead of `depth` microbatches behind it, at any time.
+
+    Args:
+        indices (`np.ndarray`): int64 `[num_slots]`: for each of its samples, the microbatch that it is in.
+        takers (`np.ndarray`): int64 `[num_slots]`: the microbatch that takes it, -1 for none.
+        depth (`int`): Microbatches in flight behind it.
+    """
+    indices, takers = indices[takers >= 0], takers[takers >= 0]
     if not len(takers):
         return depth
-    wanted = np.zeros(takers.max() + 1, dtype=np.int64)  # of `name`, before each microbatch of `target`
+    indices = np.unique(indices, return_inverse=True)[1]  # microbatches without samples have no tasks
+    wanted = np.zeros(takers.max() + 1, dtype=np.int64)  # how many microbatches each taker waits for
     np.maximum.at(wanted, takers, indices + 1)
     wanted = np.maximum.accumulate(wanted)
-    last = np.zeros(indices.max() + 1, dtype=np.int64)  # of `target`, for each microbatch of `name`
+    last = np.zeros(indices.max() + 1, dtype=np.int64)  # the taker that the last gradient of each comes from
     np.maximum.at(last, indices, takers)
     first = np.arange(len(wanted))
     done = np.searchsorted(np.sort(last), first)
     ahead = wanted[np.minimum(first + depth - 1, len(wanted) - 1)] - done
     return max(depth, int(ahead.max()))
-
-
-def _by_slot(microbatches: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The slots of some microbatches, and the microbatch of each."""
-    slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
-    counts = np.fromiter((len(own) for own in microbatches), np.int64)
-    return slots, np.repeat(np.arange(len(counts)), counts)
 
 
 def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
