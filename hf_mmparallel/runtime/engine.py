@@ -87,11 +87,11 @@ class ParallelEngine(nn.Module):
         self.sync_groups = sync_groups(spec, plan)
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
-        self.unused_inputs = _unused_inputs(model)
+        self.encoder_inputs = _encoder_inputs(model)
         self.hardware = hardware or HARDWARE["cpu"]
         self.cutter = None
         if plan.modules[LANGUAGE_MODEL].cp_size > 1:
-            media = frozenset().union(*_encoder_inputs(model).values())
+            media = frozenset().union(*self.encoder_inputs.values())
             costs = layer_costs(spec, plan, self.hardware)
             windows = layer_windows(model.config.get_text_config(), spec.language_model.num_layers)
             self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media, costs, windows)
@@ -163,6 +163,12 @@ class ParallelEngine(nn.Module):
             row = self.plan.stage(task.module, task.replica, task.stage).row_of(self.rank)
             seed = stable_seed(self.seed, self.step_index, task.key, *([row] if row else []))
             torch.manual_seed(seed)
+
+    @property
+    def unused_inputs(self) -> dict[str, frozenset[str]]:
+        """Module -> names of entries of a batch that only other modules' encoders read."""
+        every = frozenset().union(*self.encoder_inputs.values())
+        return {name: every - own for name, own in self.encoder_inputs.items()}
 
     def keys(self, step: StepPlan) -> Mapping[tuple[str, int, int, int], tuple[int, ...]]:
         """The chunks that this rank works on."""
@@ -263,19 +269,12 @@ class ParallelEngine(nn.Module):
         return norm
 
 
-def _encoder_inputs(model: PreTrainedModel) -> dict[str, set[str]]:
+def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
     """Module -> names of entries of a batch that its encoders read."""
     return {
-        name: {entry for modality in part.modalities for entry in part.input_names(modality)}
+        name: frozenset(entry for modality in part.modalities for entry in part.input_names(modality))
         for name, part in module_parts(model).items()
     }
-
-
-def _unused_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Module -> names of entries of a batch that only other modules' encoders read."""
-    read = _encoder_inputs(model)
-    every = set().union(*read.values())
-    return {name: frozenset(every - own) for name, own in read.items()}
 
 
 def _leave() -> None:

@@ -77,7 +77,7 @@ class MultimodalTrainingArguments(TrainingArguments):
     )
 
     microbatch_assignment: str = field(
-        default="contiguous",
+        default="hierarchical",
         metadata={
             "help": "How samples come to replicas and microbatches under a plan: by what they cost in each module "
             "('hierarchical'), in the sampler's order ('contiguous'), or by a baseline. The global batch and its "
