@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from ..cli.table import plan_table
 from ..cost import AnalyticCost, RankMemory, memory_per_rank
 from ..data.draws import Draw
 from ..data.loader import seeded
-from ..data.step_planner import PlannedStep, StepPlanner
+from ..data.step_planner import PlannedStep, SizeSource, StepPlanner
+from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from ..schedule import Simulation, simulate
@@ -54,11 +55,8 @@ class Prediction:
 
 
 def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str, int] | None:
-    """
-    Module -> mean tokens of the first samples: sequence length, rows of an encoder. `None` without a dataset, and for
-    a stream.
-    """
-    if not hasattr(dataset, "__len__") or not len(dataset):
+    """Module -> mean tokens of the first samples: sequence length, rows of an encoder. `None` without a dataset."""
+    if dataset is None or not len(dataset):
         return None
     samples = min(_SAMPLES, len(dataset))
     batch = collator([dataset[index] for index in range(samples)])
@@ -72,28 +70,69 @@ def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str
     return tokens
 
 
-def predict(trainer: MultimodalParallelTrainer, planner: StepPlanner) -> Prediction:
-    """Simulates a step with a full global batch: samples from all over the training set where sizes are known."""
-    engine = trainer._engine
-    plan, spec, device = engine.plan, engine.spec, engine.hardware
-    num_samples = trainer.global_batch_size
-    chosen = range(num_samples)
-    if planner.sizes is not None and hasattr(trainer.train_dataset, "__len__"):
-        length = len(trainer.train_dataset)
-        chosen = np.linspace(0, length - 1, min(num_samples, length)).astype(int).tolist()
-    planned = planner(Draw(tuple(chosen)))
-    sizes, balances = planned.sizes, None
+def mean_tokens(trainer: MultimodalParallelTrainer) -> dict[str, int] | None:
+    """See [`sample_tokens`]; `None` for a stream, and where samples may be skipped and the first can't be read."""
+    if is_stream(trainer.train_dataset):
+        return None
+    dataset, collator = without_unused_columns(trainer, trainer.train_dataset, "Training")
+    try:
+        return sample_tokens(dataset, collator, trainer._engine.spec)
+    except Exception:
+        if trainer.args.on_bad_sample == "skip":
+            return None
+        raise
+
+
+def representative_draw(
+    trainer: MultimodalParallelTrainer, sizes: SizeSource | None, window: StreamWindow | None
+) -> Draw:
+    """
+    Samples for a full global batch: from all over the training set, without those that have no size if they may be
+    skipped; or the first of a stream. Empty if there are none.
+    """
+    first = Draw(tuple(range(trainer.global_batch_size)))
     if sizes is None:
-        tokens = sample_tokens(*without_unused_columns(trainer, trainer.train_dataset, "Training"), spec)
-        if tokens is None:
-            return Prediction(planned, simulate(plan, planned.program), None, None)
-        sizes = SampleSizes.uniform(tokens, num_samples)
-    elif sizes.known:
+        return first
+    if window is not None:
+        return window.fetch(first)
+    count, length = len(first.samples), len(trainer.train_dataset)
+    chosen = np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
+    if trainer.args.on_bad_sample == "skip":
+        chosen = [index for index in chosen if _has_size(sizes, index)]
+    return Draw(tuple(chosen))
+
+
+def _has_size(sizes: SizeSource, index: int) -> bool:
+    """Whether a sample can be measured."""
+    try:
+        sizes([index])
+    except Exception:  # it is told of when its turn comes
+        return False
+    return True
+
+
+def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, Prediction]:
+    """Simulates a step with a full global batch, as the planner of training steps arranges it."""
+    engine, stream = trainer._engine, is_stream(trainer.train_dataset)
+    plan, spec, device = engine.plan, engine.spec, engine.hardware
+    window = StreamWindow(trainer.train_dataset, trainer.args.seed) if stream else None
+    planner = training_planner(trainer, window)
+    draw = representative_draw(trainer, planner.sizes, window)
+    if not draw.samples:
+        planner, draw = replace(planner, sizes=None), Draw(tuple(range(trainer.global_batch_size)))
+    planned = planner(draw)
+    sizes, balances = planned.sizes, None
+    if sizes is not None and sizes.known:
         balances = compare_with_contiguous(plan, planned.step, planned.workloads, planner.microbatch_size)
+    else:
+        tokens = mean_tokens(trainer)
+        if tokens is None:
+            return planner, Prediction(planned, simulate(plan, planned.program), None, None)
+        sizes = SampleSizes.uniform(tokens, len(draw.samples))
     cost = AnalyticCost(spec, plan, planned.step, sizes, device)
     simulation = simulate(plan, planned.program, cost, cost.message_ms)
     memory = memory_per_rank(spec, plan, planned.step, sizes, simulation.peak_in_flight)
-    return Prediction(planned, simulation, memory, balances)
+    return planner, Prediction(planned, simulation, memory, balances)
 
 
 def size_origin(trainer: MultimodalParallelTrainer) -> str:
@@ -104,27 +143,29 @@ def size_origin(trainer: MultimodalParallelTrainer) -> str:
         return f"the column{'s' if len(names) > 1 else ''} " + ", ".join(f"`{name}`" for name in names)
     if trainer.sample_tokens is not None:
         return "`sample_tokens`"
-    own = hasattr(trainer.train_dataset, "token_counts")
+    own = hasattr(trainer.train_dataset, "token_counts") and not is_stream(trainer.train_dataset)
     return "the dataset's `token_counts`" if own else "the dataset's metadata"
 
 
 def arrangement_lines(method: str, origin: str, balances: tuple[Balance, Balance] | None) -> list[str]:
     """How the samples of a global batch come to microbatches, and how even these are."""
+    if balances is None and method == "contiguous":
+        return ["Samples are in the sampler's order, `contiguous`. Their sizes are unknown."]
     if balances is None:
         return [
             f"Sizes of samples are unknown, all count the same, and `{method}` arranges them by their number. Give "
             "`token_columns`, or `sample_tokens` to the Trainer."
         ]
-    before, after = balances
     arranged = f"Samples are arranged by `{method}`, with sizes from {origin}."
+    old, new = ({name: number_text(own.std_ms(name)) for name in own.forward_ms} for own in balances)
     if method == "contiguous":
-        spread = ", ".join(f"{name} {number_text(after.std_ms(name))} ms" for name in after.forward_ms)
+        spread = ", ".join(f"{name} {std} ms" for name, std in new.items())
         return [f"{arranged} Predicted standard deviation of a microbatch's forward: {spread}."]
-    spread = ", ".join(f"{name} {before.std_ms(name):.3g} -> {after.std_ms(name):.3g} ms" for name in after.forward_ms)
+    spread = ", ".join(f"{name} {old[name]} -> {std} ms" for name, std in new.items())
     return [
         arranged,
         f"Predicted standard deviation of a microbatch's forward, in the sampler's order -> arranged: {spread}. "
-        f"{after.deferred_fraction:.0%} of samples are deferred.",
+        f"{balances[1].deferred_fraction:.0%} of samples are deferred.",
     ]
 
 
@@ -158,9 +199,8 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
     """Prints the plan with the predicted bubble and balance, and draws the predicted step into the output folder."""
     engine, args = trainer.engine, trainer.args
     assert engine is not None
-    planner = training_planner(trainer)
     with seeded(args.seed):  # only this rank reads samples here
-        prediction = predict(trainer, planner)
+        planner, prediction = predict(trainer)
     console = Console(stderr=True)
     if not console.is_terminal:
         console = Console(stderr=True, width=_WIDTH)
