@@ -18,13 +18,16 @@ from ..modeling.hollow import hidden_of
 from ..modeling.spec import find_stack, layers_of, module_parts
 from ..plan import ModelSpec
 from .chat_collator import TOKEN_FIELDS
+from .draws import Draw
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
 from .size_sources import LayerTokens
+from .streams import StreamSizes, StreamWindow
 
 logger = logging.get_logger(__name__)
 
 NUM_CANDIDATES = 512
+NUM_STREAMED = 64
 NUM_PROBES = 4
 PROPORTIONAL = 0.01
 """Largest relative error with which tokens count as proportional to rows."""
@@ -45,9 +48,10 @@ def measure_layers(
     one rank and give the result to all.
 
     Args:
-        model ([`~transformers.PreTrainedModel`]): The whole model, on any device (`meta` too). It is not changed.
+        model ([`~transformers.PreTrainedModel`]):
+            The whole model on any device (`meta` too), or what a rank keeps of it. It is not changed.
         spec ([`ModelSpec`]): The same model.
-        dataset: A map-style dataset.
+        dataset: The training dataset, or the [`StreamWindow`] of a stream, of which the first samples are looked at.
         collator (`Callable[[list], Mapping[str, Any]]`): Collates its samples.
         source (`Callable[[Sequence[int]], SampleSizes]` or `None`): What [`size_source`] made for the dataset.
 
@@ -57,12 +61,15 @@ def measure_layers(
     """
     if source is None or not source.counts_rows:
         return {}
-    candidates = np.unique(np.linspace(0, len(source) - 1, min(len(source), NUM_CANDIDATES)).astype(np.int64))
-    rows = source(candidates.tolist()).tokens
+    if isinstance(source, StreamSizes):
+        dataset, source, candidates = _first_of_stream(dataset, source)
+    else:
+        candidates = np.unique(np.linspace(0, len(source) - 1, min(len(source), NUM_CANDIDATES)).astype(np.int64))
+    rows = source(candidates.tolist()).tokens if len(candidates) else {}
     skeleton = _skeleton(model)
     found = {}
     for name in spec.encoders:
-        sizes, first = np.unique(rows[name], return_index=True)
+        sizes, first = np.unique(rows.get(name, []), return_index=True)
         chosen = first[sizes > 0]
         if not len(chosen):
             continue
@@ -76,6 +83,13 @@ def measure_layers(
                 "counts as one token."
             )
     return found
+
+
+def _first_of_stream(window: StreamWindow, source: StreamSizes) -> tuple[StreamWindow, StreamSizes, np.ndarray]:
+    """A window of its own on the first samples of a stream, their sizes, and their places."""
+    window = copy.copy(window)
+    kept = window.fetch(Draw(tuple(range(NUM_STREAMED)))).samples
+    return window, StreamSizes(window, source.choose, source.modules), np.array(kept, dtype=np.int64)
 
 
 class _Entered(Exception):

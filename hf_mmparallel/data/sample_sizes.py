@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,9 @@ from .defaults import default_collator
 from .loader import seeded
 from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, SampleMeasure, TokenMeasure
 from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
+from .streams import StreamSizes, StreamWindow, is_stream
 
-SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes
+SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes | StreamSizes
 """Dataset indices -> [`SampleSizes`]. Can be pickled, for the workers of a data loader."""
 
 
@@ -46,7 +46,7 @@ def size_source(
     `set_transform`) are not read for 4 and 5.
 
     Args:
-        dataset: A map-style dataset.
+        dataset: A map-style dataset, or the [`StreamWindow`] of a stream, whose samples are measured when they come.
         collator (`Callable`, *optional*):
             Of its samples; wrapped ones are found in `collator.collator`. By default what the Trainer would choose.
         spec ([`ModelSpec`]): The model.
@@ -97,9 +97,11 @@ class _Choice:
         if isinstance(dataset, ConcatDataset):
             parts = [part for part in map(self.source, dataset.datasets) if part is not None]
             return ConcatSizes(parts) if len(parts) == len(dataset.datasets) else None
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            return None
         modules = tuple(self.spec.modules)
+        if isinstance(dataset, StreamWindow):
+            return StreamSizes(dataset, self._of_rows, modules, counts_rows=self.given is None)
+        if is_stream(dataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            return None
         if self.given is None and hasattr(dataset, "token_counts"):
             counts = FunctionMeasure(dataset.token_counts, modules)
             return LazySizes(len(dataset), counts, modules, counts.counts_rows)
@@ -117,6 +119,10 @@ class _Choice:
         if measure is None:
             return None
         return LazySizes(len(dataset), _Reader(dataset, measure), modules, measure.counts_rows)
+
+    def _of_rows(self, names: Sequence[str]) -> SampleMeasure | None:
+        """How rows of a stream with these fields can be measured."""
+        return self.given or self.measure(None, names)
 
     def measure(self, dataset: Any, names: Sequence[str]) -> SampleMeasure | None:
         """How samples with these fields can be measured without the user's help."""
@@ -145,10 +151,11 @@ class _Reader:
 
 @dataclass(frozen=True)
 class _TableMeasure:
-    """Rows of an Arrow table -> module -> lengths of each, for `Dataset.map`."""
+    """Rows of an Arrow table -> module -> lengths of each, for `Dataset.map`, which hashes all that it holds."""
 
     measure: SampleMeasure
     modules: tuple[str, ...]
+    version: str = __version__
 
     def __call__(self, table: Any) -> dict[str, list[list[int]]]:
         found = [self.measure(row) for row in table.to_pylist()]
@@ -188,19 +195,12 @@ def _measured_table(
 def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...], num_proc: int | None) -> Any:
     """Lengths of all rows as a `datasets.Dataset`, from its cache if they were measured before."""
     from datasets import Features, List, Value
-    from datasets.fingerprint import Hasher
 
-    try:
-        key = (view._fingerprint, __version__, type(measure).__name__, modules, measure.identity())
-        fingerprint = Hasher.hash(key)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        fingerprint = None  # `map` then warns that nothing is cached
     return view.map(
         _TableMeasure(measure, modules),
         batched=True,
         remove_columns=view.column_names,
         features=Features({name: List(Value("int64")) for name in modules}),
-        new_fingerprint=fingerprint,
         num_proc=num_proc,
         desc="Measuring samples",
     )

@@ -197,21 +197,30 @@ class StreamSampler:
 
 class StreamSizes:
     """
-    Sizes of the samples in a window. Rows of features count as tokens of an encoder's layers.
+    Sizes of the samples in a window.
 
     Args:
         window ([`StreamWindow`]): The window.
         choose (`Callable[[Sequence[str]], Any]`):
             Names of a sample's fields -> how such samples are measured, `None` where nothing says it.
         modules (`Sequence[str]`): Modules of the model.
+        counts_rows (`bool`, *optional*, defaults to `True`): Whether lengths in encoders are rows of features.
+        layers (`Mapping[str, LayerTokens]`, *optional*): What the encoders' layers see of these rows.
     """
 
-    counts_rows = False  # no samples are there to measure an encoder on before the stream is started
-
-    def __init__(self, window: StreamWindow, choose: Callable[[Sequence[str]], Any], modules: Sequence[str]):
+    def __init__(
+        self,
+        window: StreamWindow,
+        choose: Callable[[Sequence[str]], Any],
+        modules: Sequence[str],
+        counts_rows: bool = True,
+        layers: Mapping[str, LayerTokens] | None = None,
+    ):
         self.window = window
         self.choose = choose
         self.modules = tuple(modules)
+        self.counts_rows = counts_rows
+        self.layers = layers or {}
         self._measure: Any = None
 
     def __len__(self) -> int:
@@ -226,11 +235,11 @@ class StreamSizes:
             return SampleSizes.uniform(dict.fromkeys(self.modules, 1), len(rows))
         found = [self._measure(row) for row in rows]
         lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.modules}
-        return sizes_of(lengths, {})
+        return sizes_of(lengths, self.layers)
 
     def with_layers(self, layers: Mapping[str, LayerTokens]) -> StreamSizes:
-        """The same sizes, see `counts_rows`."""
-        return self
+        """The same in tokens of the encoders' layers."""
+        return StreamSizes(self.window, self.choose, self.modules, True, layers) if self.counts_rows else self
 
 
 def is_stream(dataset: Any) -> bool:

@@ -10,16 +10,20 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers import AudioFlamingo3Config, AudioFlamingo3ForConditionalGeneration
 
 from hf_mmparallel.data import PretokenizedCollator
+from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.layer_tokens import measure_layers
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_sources import LayerTokens
+from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.hollow import hidden_of
 from hf_mmparallel.modeling.spec import layers_of
+from hf_mmparallel.modeling.stages import prepare_stages
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset
 
 
@@ -78,6 +82,45 @@ def test_a_model_on_the_meta_device_is_measured(family):
     on_cpu, on_meta = FAMILIES[family](), FAMILIES[family]().to("meta")
     spec = build_model_spec(on_cpu)
     assert measured(on_meta, spec, samples, collator) == measured(on_cpu, spec, samples, collator)
+
+
+def test_what_a_rank_keeps_of_a_model_will_do():
+    samples, collator = make_dataset("llava", 5), collate("llava")
+    whole, kept = FAMILIES["llava"](), FAMILIES["llava"]()
+    spec = build_model_spec(whole)
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
+    prepare_stages(kept, spec, plan, rank=2)
+    assert measured(kept, spec, samples, collator) == measured(whole, spec, samples, collator)
+
+
+class Stream(IterableDataset):
+    """Samples in order; counts how many were read."""
+
+    def __init__(self, samples: list[dict]):
+        self.samples = samples
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        for sample in self.samples:
+            self.num_read += 1
+            yield sample
+
+
+def test_the_first_samples_of_a_stream_are_measured():
+    model, collator = FAMILIES["llava"](), collate("llava")
+    spec = build_model_spec(model)
+    stream = Stream(make_dataset("llava", 100))
+    window = StreamWindow(stream)
+    source = size_source(window, collator, spec)
+    layers = measure_layers(model, spec, window, collator, source)
+    assert layers == {"vision": LayerTokens(1.25, 0.0, 5)}
+    assert stream.num_read <= 64 and not window.rows
+    window.fetch(Draw((0, 1, 2)))
+    assert source.with_layers(layers)([0, 1, 2]).tokens["vision"].tolist() == [5, 10, 0]
+    assert measure_layers(model, spec, StreamWindow(Stream([])), collator, source) == {}
+    given = size_source(window, collator, spec, function=lambda sample: {LANGUAGE_MODEL: 7, "vision": 3})
+    assert measure_layers(model, spec, window, collator, given) == {}
+    assert given.with_layers(layers)([0]).tokens["vision"].tolist() == [3]
 
 
 def clips(*rows: int) -> list[dict[str, Any]]:
