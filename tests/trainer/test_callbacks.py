@@ -171,9 +171,9 @@ def test_efficiency_is_in_the_log_and_timelines_on_disk(tmp_path: Path):
             for module in (VISION, LM):
                 assert measured[f"parallel/microbatch_imbalance/{module}"] > 0
                 assert measured[f"parallel/forward_ms_std/{module}"] > 0
-                before = measured[f"parallel/workload_std_before/{module}"]
-                assert 0 <= measured[f"parallel/workload_std/{module}"] <= before
-            assert measured["parallel/deferred_fraction"] <= 1
+                assert measured[f"parallel/workload_std/{module}"] >= 0
+                assert measured[f"parallel/workload_std_before/{module}"] >= 0
+            assert 0 <= measured["parallel/deferred_fraction"] <= 1
             assert not any("replica_imbalance" in name for name in measured)  # one copy of each
     _check_timeline(tmp_path / "out" / "timeline-2")
     assert sorted(path.name for path in Path("elsewhere").iterdir()) == [
