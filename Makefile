@@ -10,6 +10,8 @@ TORCH_VERSION ?= 2.13.0
 TORCH_INDEX ?=
 DEMO_OUT ?= out/digits
 DEMO_ARGS ?=
+CHARTS_OUT ?= out/charts
+CHARTS_ARGS ?=
 PYTEST_ARGS ?=
 
 VENV := .venv
@@ -20,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo test quick lint format bench clean
+.PHONY: help venv demo charts test quick lint format bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -37,6 +39,10 @@ $(INSTALLED): setup.cfg pyproject.toml
 demo: $(INSTALLED) ## train the digits model on four CPU processes
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
 	    examples/train_digits_vlm.py --output_dir $(DEMO_OUT) $(DEMO_ARGS)
+
+charts: $(INSTALLED) ## train the chart model on four CPU processes, arranged by workload
+	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
+	    examples/train_chart_vlm.py --output_dir $(CHARTS_OUT) $(CHARTS_ARGS)
 
 test: lint ## all gates and all tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

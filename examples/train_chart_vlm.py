@@ -20,11 +20,14 @@ The output folder gets the checkpoints, the model and its processor for plain tr
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from charts import SPECIAL_TOKENS, build_processor, chart_dataset
+from datasets import Dataset
 from transformers import (
+    AutoProcessor,
     EvalPrediction,
     HfArgumentParser,
     ProcessorMixin,
@@ -52,6 +55,9 @@ DEFAULTS = {
     "report_to": "none",
     "remove_unused_columns": False,
 }
+STD_BEFORE, STD_AFTER = "parallel/workload_std_before/", "parallel/workload_std/"
+NUM_SHOWN = 4
+MOST_NEW_TOKENS = 40
 FOUR_RANKS = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 
 
@@ -128,9 +134,43 @@ class AnswersRight:
         self.tasks = np.array(tasks)
 
     def __call__(self, evaluated: EvalPrediction) -> dict[str, float]:
-        predictions, labels = evaluated.predictions[:, :-1], evaluated.label_ids[:, 1:]
+        predictions, labels = np.asarray(evaluated.predictions)[:, :-1], np.asarray(evaluated.label_ids)[:, 1:]
         right = ((predictions == labels) | (labels == -100)).all(1)
         return {f"right/{task}": float(right[self.tasks == task].mean()) for task in sorted(set(self.tasks.tolist()))}
+
+
+def balance_lines(assignment: str, log_history: list[dict[str, float]]) -> list[str]:
+    """How even the microbatches of the run were, from its log; nothing without a plan, where there are none."""
+    logged = [entry for entry in log_history if "parallel/deferred_fraction" in entry]
+    if not logged:
+        return []
+    mean = {name: float(np.mean([entry.get(name, np.nan) for entry in logged])) for name in logged[-1]}
+    modules = [name.removeprefix(STD_AFTER) for name in mean if name.startswith(STD_AFTER)]
+    return [
+        f"Samples arranged by `{assignment}`, {mean['parallel/deferred_fraction']:.1%} of them deferred.",
+        *(
+            f"Standard deviation of the predicted forward of a microbatch of {module}: "
+            f"{mean[STD_BEFORE + module]:.3f} ms in the sampler's order, {mean[STD_AFTER + module]:.3f} ms arranged."
+            for module in modules
+        ),
+    ]
+
+
+@torch.no_grad()
+def answer_some(folder: str, dataset: Dataset) -> None:
+    """Asks the saved model about the first held-out charts, with plain transformers."""
+    processor = AutoProcessor.from_pretrained(folder)
+    model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder).eval()
+    for index in range(min(NUM_SHOWN, len(dataset))):
+        sample: Any = dataset[index]
+        question, answer = sample["messages"]
+        text = processor.apply_chat_template([question], add_generation_prompt=True)
+        inputs = processor(text=[text], images=sample["images"] or None, return_tensors="pt")
+        length = inputs["input_ids"].shape[1]
+        given = model.generate(**inputs, max_new_tokens=MOST_NEW_TOKENS, do_sample=False)[0, length:]
+        asked = question["content"][-1]["text"].split("\n")[-1]
+        said, right = processor.decode(given, skip_special_tokens=True), answer["content"][0]["text"]
+        print(f"{asked} {said!r}, right is {right!r}.")
 
 
 def main() -> None:
@@ -139,7 +179,7 @@ def main() -> None:
     script_args, args = parser.parse_args_into_dataclasses()
     if args.parallel is None and args.world_size == 4:
         args.parallel = FOUR_RANKS
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # those of loading and saving; the Trainer's own stays
 
     train_dataset = chart_dataset(script_args.num_train_samples)
     eval_dataset = chart_dataset(script_args.num_eval_samples, seed=1)
@@ -161,6 +201,9 @@ def main() -> None:
     trainer.save_metrics("eval", metrics)
     trainer.save_model()
     trainer.create_model_card(model_name="chart-vlm", tasks="image-text-to-text", dataset="charts")
+    if trainer.is_world_process_zero():
+        print("\n".join(balance_lines(args.microbatch_assignment, trainer.state.log_history)))
+        answer_some(args.output_dir, eval_dataset)
 
 
 if __name__ == "__main__":

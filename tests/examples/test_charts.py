@@ -1,15 +1,20 @@
-"""The data of the chart example: what is drawn, how much samples differ, and that a set is drawn once."""
+"""The chart example: what is drawn, how much samples differ, that a set is drawn once, and that the script runs."""
 
 import io
+import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from PIL import Image
+from transformers import AutoProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+import train_chart_vlm as script  # noqa: E402
 from charts import (  # noqa: E402
     COLOURS,
     KINDS,
@@ -17,10 +22,13 @@ from charts import (  # noqa: E402
     NUM_ROWS,
     PATCH_SIZE,
     Chart,
+    build_processor,
     chart_dataset,
     make_sample,
     render,
 )
+
+from hf_mmparallel.data import ChatCollator  # noqa: E402
 
 NUM_CHARTS = 400
 
@@ -125,3 +133,61 @@ def test_a_set_is_drawn_once_and_alike_in_any_number_of_processes(tmp_path, monk
     again = chart_dataset(8, cache_dir=str(tmp_path / "a"), num_proc=1)
     assert again._fingerprint == first._fingerprint == other._fingerprint
     assert again.cache_files == first.cache_files
+
+
+def test_the_processor_keeps_texts_and_sizes_and_can_be_loaded(dataset, tmp_path):
+    processor = build_processor(dataset)
+    collator = ChatCollator(processor)
+    assert build_processor(dataset).tokenizer.get_vocab() == processor.tokenizer.get_vocab()
+    processor.save_pretrained(tmp_path)
+    loaded = AutoProcessor.from_pretrained(tmp_path)
+    for sample in dataset.select(range(12)):
+        encoded = collator.encode(sample)
+        said = encoded["labels"][encoded["labels"] != -100]
+        assert processor.tokenizer.decode(said) == f"{texts(sample)[1]}<|im_end|>"
+        grids = encoded.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
+        for grid, image in zip(grids, sample["images"], strict=True):
+            assert NUM_PATCHES[0] <= int(grid.prod()) <= NUM_PATCHES[2]
+            ratio = image.size[0] * int(grid[1]) / (image.size[1] * int(grid[2]))
+            assert 0.5 < ratio < 2
+        again = ChatCollator(loaded).encode(sample)
+        assert all(torch.equal(value, again[name]) for name, value in encoded.items())
+
+
+def test_the_script_trains_evaluates_and_asks_what_it_saved(monkeypatch, capsys, tmp_path):
+    sizes = "--num_train_samples 8 --num_eval_samples 6 --hidden_size 48 --vision_hidden_size 32 --num_hidden_layers 2"
+    flags = f"{sizes} --global_batch_size 4 --max_steps 2 --logging_steps 1 --use_cpu --disable_tqdm true"
+    monkeypatch.setattr(sys, "argv", ["train_chart_vlm.py", *flags.split(), "--output_dir", str(tmp_path / "out")])
+    monkeypatch.setattr(script, "chart_dataset", partial(chart_dataset, cache_dir=str(tmp_path / "data"), num_proc=1))
+    monkeypatch.setattr(script, "MOST_NEW_TOKENS", 3)
+    torch.set_num_threads(1)
+    script.main()
+    printed = capsys.readouterr().out
+    assert printed.count(", right is '") == script.NUM_SHOWN
+    metrics = json.loads((tmp_path / "out" / "eval_results.json").read_text())
+    assert 0 < metrics["eval_loss"] < 8
+    assert {f"eval_right/{task}" for task in chart_dataset(6, 1, str(tmp_path / "data"), 1)["task"]} <= set(metrics)
+    assert (tmp_path / "out" / "README.md").exists()
+
+
+def test_answers_are_right_only_as_a_whole():
+    labels = np.array([[-100, -100, 5, 6], [-100, 4, 7, -100], [-100, -100, 5, 6]])
+    predictions = np.array([[0, 5, 6, 9], [4, 7, 1, 1], [0, 5, 8, 9]])
+    metric = script.AnswersRight(["drawn", "rows", "drawn"])
+    assert metric(script.EvalPrediction(predictions, labels)) == {"right/drawn": 0.5, "right/rows": 1.0}
+
+
+def test_the_balance_is_the_mean_of_the_log():
+    log = [
+        {
+            "loss": 1.0,
+            "parallel/deferred_fraction": share,
+            "parallel/workload_std/vision": 1.0 + share,
+            "parallel/workload_std_before/vision": 3.0,
+        }
+        for share in (0.0, 0.5)
+    ]
+    lines = script.balance_lines("hierarchical", [*log, {"eval_loss": 1.0}])
+    assert lines[0] == "Samples arranged by `hierarchical`, 25.0% of them deferred."
+    assert lines[1].endswith("of vision: 3.000 ms in the sampler's order, 1.250 ms arranged.") and len(lines) == 2
+    assert script.balance_lines("hierarchical", [{"loss": 1.0}]) == []
