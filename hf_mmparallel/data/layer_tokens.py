@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.hollow import hidden_of
+from ..modeling.hollow import hidden_of, placeholder
 from ..modeling.spec import find_stack, layers_of, module_parts
 from ..plan import ModelSpec
 from .chat_collator import TOKEN_FIELDS
@@ -26,6 +26,7 @@ from .streams import StreamSizes, StreamWindow
 
 logger = logging.get_logger(__name__)
 
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 NUM_CANDIDATES = 512
 NUM_STREAMED = 64
 NUM_PROBES = 4
@@ -66,8 +67,7 @@ def measure_layers(
     else:
         candidates = np.unique(np.linspace(0, len(source) - 1, min(len(source), NUM_CANDIDATES)).astype(np.int64))
     rows = source(candidates.tolist()).tokens if len(candidates) else {}
-    skeleton = _skeleton(model)
-    found = {}
+    skeleton, found = None, {}
     for name in spec.encoders:
         sizes, first = np.unique(rows.get(name, []), return_index=True)
         chosen = first[sizes > 0]
@@ -75,6 +75,7 @@ def measure_layers(
             continue
         spread = np.unique(np.linspace(0, len(chosen) - 1, NUM_PROBES).astype(np.int64))
         try:
+            skeleton = skeleton or _skeleton(model, spec)
             probe = _Probe(skeleton, name, TokenMeasure.of(spec), collator)
             found[name] = probe.fit([dataset[int(index)] for index in candidates[chosen[spread]]])
         except Exception as error:  # whatever a dataset, a collator or a model's code raises
@@ -166,9 +167,17 @@ def _copied(sample: Any) -> Any:
     return dict(sample) if isinstance(sample, Mapping) else sample
 
 
-def _skeleton(model: PreTrainedModel) -> Any:
-    """A copy of a model on the CPU whose parameters take no memory; each is one zero expanded to its shape."""
+def _skeleton(model: PreTrainedModel, spec: ModelSpec) -> Any:
+    """
+    A copy of a model on the CPU, without hooks and with stand-ins for its layers.
+
+    Its parameters take no memory: each is one zero expanded to its shape.
+    """
     memo: dict[int, Any] = {}
+    for module in spec.modules.values():
+        memo |= {id(layer): placeholder(layer) for layer in layers_of(model, module.stack)}
+    for module in model.modules():  # hooks may hold process groups, which can't be copied
+        memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith(_HOOKS)}
     for parameter in model.parameters():
         zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
         memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)

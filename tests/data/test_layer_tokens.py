@@ -24,6 +24,7 @@ from hf_mmparallel.modeling.hollow import hidden_of
 from hf_mmparallel.modeling.spec import layers_of
 from hf_mmparallel.modeling.stages import prepare_stages
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from tests.runtime.test_engine import mixed_dataset, two_encoders
 from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset
 
 
@@ -152,6 +153,12 @@ def test_padded_sound_counts_as_what_it_is_padded_to():
     spec, samples = build_model_spec(model), clips(2, 8, 5, 1, 5)
     found = measured(model, spec, samples, PretokenizedCollator())
     assert found == truth(model, spec, samples, PretokenizedCollator()) == {"audio": [(16, 256.0)] * 5}
+
+
+def test_encoders_of_a_composed_model_are_measured():
+    model, samples, collator = two_encoders().eval(), mixed_dataset(6), PretokenizedCollator()
+    spec = build_model_spec(model)
+    assert measured(model, spec, samples, collator) == truth(model, spec, samples, collator)
 
 
 def test_media_late_in_the_dataset_are_found():
