@@ -143,4 +143,4 @@ def _draw_legend(figure: Any, deferring: list[str]) -> None:
 
     handles: list[Any] = [Patch(facecolor=color, label=_DEFERRED) for color in deferring]
     handles.append(Line2D([], [], color=_INK, linewidth=0.9, linestyle=(0, (4, 3)), label="mean"))
-    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=9, borderaxespad=0.4)
+    figure.legend(handles=handles, loc="upper right", ncols=len(handles), frameon=False, fontsize=9, borderaxespad=0.8)

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from transformers import TrainingArguments
 
-from ..arrange.balance import Balance, compare_with_contiguous
+from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.metrics import core_per_rank
 from ..cli.table import plan_table
@@ -46,12 +46,16 @@ _WIDTH = 120  # of the table in a file or a pipe
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is expected of one full step; with its balance before and after where sizes of samples are known."""
+    """
+    What is expected of one full step. Where sizes of samples are known, also its balance in the sampler's order and as
+    arranged, and what it would take in the sampler's order.
+    """
 
     planned: PlannedStep
     simulation: Simulation
     memory: Mapping[int, RankMemory] | None
-    balances: tuple[Balance, Balance] | None
+    balances: tuple[Balance, Balance] | None = None
+    before_ms: float | None = None
 
 
 def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str, int] | None:
@@ -113,26 +117,31 @@ def _has_size(sizes: SizeSource, index: int) -> bool:
 
 def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, Prediction]:
     """Simulates a step with a full global batch, as the planner of training steps arranges it."""
-    engine, stream = trainer._engine, is_stream(trainer.train_dataset)
-    plan, spec, device = engine.plan, engine.spec, engine.hardware
+    plan, stream = trainer._engine.plan, is_stream(trainer.train_dataset)
     window = StreamWindow(trainer.train_dataset, trainer.args.seed) if stream else None
     planner = training_planner(trainer, window)
     draw = representative_draw(trainer, planner.sizes, window)
     if not draw.samples:
         planner, draw = replace(planner, sizes=None), Draw(tuple(range(trainer.global_batch_size)))
     planned = planner(draw)
-    sizes, balances = planned.sizes, None
-    if sizes is not None and sizes.known:
-        balances = compare_with_contiguous(plan, planned.step, planned.workloads, planner.microbatch_size)
-    else:
+    sizes = planned.sizes
+    if sizes is None or not sizes.known:
         tokens = mean_tokens(trainer)
         if tokens is None:
-            return planner, Prediction(planned, simulate(plan, planned.program), None, None)
-        sizes = SampleSizes.uniform(tokens, len(draw.samples))
-    cost = AnalyticCost(spec, plan, planned.step, sizes, device)
-    simulation = simulate(plan, planned.program, cost, cost.message_ms)
-    memory = memory_per_rank(spec, plan, planned.step, sizes, simulation.peak_in_flight)
-    return planner, Prediction(planned, simulation, memory, balances)
+            return planner, Prediction(planned, simulate(plan, planned.program), None)
+        return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(draw.samples)))
+    before = replace(planner, method="contiguous")(draw)
+    balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
+    before_ms = _costed(planner, before, sizes).simulation.iteration_ms
+    return planner, replace(_costed(planner, planned, sizes), balances=balances, before_ms=before_ms)
+
+
+def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes) -> Prediction:
+    """A step with costs from sizes of its samples."""
+    cost = AnalyticCost(planner.spec, planner.plan, planned.step, sizes, planner.device)
+    simulation = simulate(planner.plan, planned.program, cost, cost.message_ms)
+    memory = memory_per_rank(planner.spec, planner.plan, planned.step, sizes, simulation.peak_in_flight)
+    return Prediction(planned, simulation, memory)
 
 
 def size_origin(trainer: MultimodalParallelTrainer) -> str:
@@ -147,25 +156,29 @@ def size_origin(trainer: MultimodalParallelTrainer) -> str:
     return "the dataset's `token_counts`" if own else "the dataset's metadata"
 
 
-def arrangement_lines(method: str, origin: str, balances: tuple[Balance, Balance] | None) -> list[str]:
+def arrangement_lines(method: str, origin: str, prediction: Prediction) -> list[str]:
     """How the samples of a global batch come to microbatches, and how even these are."""
-    if balances is None and method == "contiguous":
+    if prediction.balances is None and method == "contiguous":
         return ["Samples are in the sampler's order, `contiguous`. Their sizes are unknown."]
-    if balances is None:
+    if prediction.balances is None:
         return [
             f"Sizes of samples are unknown, all count the same, and `{method}` arranges them by their number. Give "
             "`token_columns`, or `sample_tokens` to the Trainer."
         ]
-    arranged = f"Samples are arranged by `{method}`, with sizes from {origin}."
-    old, new = ({name: number_text(own.std_ms(name)) for name in own.forward_ms} for own in balances)
+    old, new = ({name: number_text(own.std_ms(name)) for name in own.forward_ms} for own in prediction.balances)
+    step_ms, before_ms = number_text(prediction.simulation.iteration_ms), number_text(prediction.before_ms or 0.0)
+    deviation = "standard deviation of a microbatch's forward"
     if method == "contiguous":
         spread = ", ".join(f"{name} {std} ms" for name, std in new.items())
-        return [f"{arranged} Predicted standard deviation of a microbatch's forward: {spread}."]
+        return [
+            "Samples are in the sampler's order, `contiguous`.",
+            f"Predicted by sizes from {origin}: a step {step_ms} ms; {deviation} {spread}.",
+        ]
     spread = ", ".join(f"{name} {old[name]} -> {std} ms" for name, std in new.items())
     return [
-        arranged,
-        f"Predicted standard deviation of a microbatch's forward, in the sampler's order -> arranged: {spread}. "
-        f"{balances[1].deferred_fraction:.0%} of samples are deferred.",
+        f"Samples are arranged by `{method}`, with sizes from {origin}.",
+        f"Predicted, in the sampler's order -> arranged: a step {before_ms} -> {step_ms} ms; {deviation} {spread}. "
+        f"{prediction.balances[1].deferred_fraction:.0%} of samples are deferred.",
     ]
 
 
@@ -227,7 +240,7 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
         f"Global batch of {trainer.global_batch_size} samples: {count} microbatches of {per_microbatch} samples on "
         f"each language-model replica, schedule {plan.schedule}."
     ]
-    lines += arrangement_lines(planner.method, size_origin(trainer), prediction.balances)
+    lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     lines += settings_without_effect(args, prediction.balances is not None)
     if cp_size > 1:
         lines.append(

@@ -11,7 +11,9 @@ from transformers import TrainingArguments
 
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange.balance import Balance
+from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.trainer.report import (
+    Prediction,
     arrangement_lines,
     settings_without_effect,
     settings_without_plan,
@@ -27,23 +29,31 @@ def arguments(**changes: Any) -> MultimodalTrainingArguments:
     return MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **changes)
 
 
+def prediction(before: Balance, after: Balance) -> Prediction:
+    """Only what the sentences tell of."""
+    planned: Any = None
+    return Prediction(planned, Simulation((), 12.5, 2, {}), None, (before, after), before_ms=20.25)
+
+
 def test_the_report_says_what_the_arrangement_evens_out():
-    lines = arrangement_lines("disttrain", "the column `length`", (BEFORE, AFTER))
+    lines = arrangement_lines("disttrain", "the column `length`", prediction(BEFORE, AFTER))
     assert lines == [
         "Samples are arranged by `disttrain`, with sizes from the column `length`.",
-        "Predicted standard deviation of a microbatch's forward, in the sampler's order -> arranged: "
-        "vision 1 -> 0 ms, language_model 3 -> 0.5 ms. 25% of samples are deferred.",
+        "Predicted, in the sampler's order -> arranged: a step 20.2 -> 12.5 ms; standard deviation of a microbatch's "
+        "forward vision 1 -> 0 ms, language_model 3 -> 0.5 ms. 25% of samples are deferred.",
     ]
-    (line,) = arrangement_lines("contiguous", "`sample_tokens`", (BEFORE, BEFORE))
-    assert line.endswith(
-        "with sizes from `sample_tokens`. Predicted standard deviation of a microbatch's forward: "
-        "vision 1 ms, language_model 3 ms."
-    )
+    assert arrangement_lines("contiguous", "`sample_tokens`", prediction(BEFORE, BEFORE)) == [
+        "Samples are in the sampler's order, `contiguous`.",
+        "Predicted by sizes from `sample_tokens`: a step 12.5 ms; standard deviation of a microbatch's forward "
+        "vision 1 ms, language_model 3 ms.",
+    ]
 
 
 def test_unknown_sizes_are_said_with_what_would_help():
-    (line,) = arrangement_lines("disttrain", "the dataset's metadata", None)
+    unknown = Prediction(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None)
+    (line,) = arrangement_lines("disttrain", "the dataset's metadata", unknown)
     assert line.startswith("Sizes of samples are unknown, all count the same") and "`token_columns`" in line
+    assert arrangement_lines("contiguous", "the dataset's metadata", unknown)[0].endswith("Their sizes are unknown.")
 
 
 @pytest.mark.parametrize(
