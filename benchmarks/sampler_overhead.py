@@ -11,7 +11,7 @@ what it waits.
 
 Reading: charts drawn by matplotlib, with Qwen's image processor and a chat template, by the loader of an encoder rank,
 of a language-model rank and of a rank that has both, against torch's own `DataLoader` with the same collator and as
-many workers.
+many workers. The processor time is that of a loader without workers.
 
 ```bash
 python benchmarks/sampler_overhead.py
@@ -50,6 +50,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resol
 sys.path.append(str(common.ROOT / "examples"))
 from charts import build_processor, chart_dataset  # pyright: ignore[reportMissingImports]
 
+MICROBATCH = 4
 DATASET, MODEL = "synthchartnet", "llama3-3b"
 IMAGE_INPUTS = frozenset(("pixel_values", "image_grid_thw"))
 PUBLISHED_MS = {"DistTrain, 1,920 over 30": 7.69, "DistTrain, 1,920 over 60": 4.89, "DistTrain, 1,920 over 120": 3.60}
@@ -95,15 +96,15 @@ class Sizes:
     """
 
     batches: tuple[Batch, ...] = (
-        Batch("512 over 4", 512, 4, 4, (4, 4), 10.0),
-        Batch("1,920 over 120", 1920, 120, 4, (1, 3), 20.0),
+        Batch("512 over 4", 512, 4, MICROBATCH, (4, 4), 10.0),
+        Batch("1,920 over 120", 1920, 120, MICROBATCH, (1, 3), 20.0),
         Batch("1,920 over 120, single samples", 1920, 120, 1, (1, 3), 20.0),
     )
     repeats: int = 31
     programs: int = 5
-    step_ms: float = 1000.0
-    num_steps: int = 12
-    num_charts: int = 768
+    step_ms: float = 500.0
+    num_steps: int = 10
+    num_charts: int = 512
     chart_batch: int = 64
     rounds: int = 5
     workers: int = 2
@@ -216,54 +217,61 @@ class Charts:
     dataset: Any
     collator: ChatCollator
 
-    def stock(self, batch_size: int, workers: int) -> DataLoader:
+    def stock(self, workers: int) -> DataLoader:
         """Torch's own loader of whole samples."""
         return DataLoader(
-            self.dataset, batch_size, collate_fn=self.collator, num_workers=workers, persistent_workers=workers > 0
+            self.dataset, MICROBATCH, collate_fn=self.collator, num_workers=workers, persistent_workers=workers > 0
         )
 
-    def steps(self, plan: ParallelPlan, rank: int, sizes: Sizes, microbatch_size: int) -> DataLoader:
+    def steps(self, plan: ParallelPlan, rank: int, batch_size: int, workers: int) -> DataLoader:
         """The loader of one rank of a plan."""
         spec = PUBLISHED_MODELS[MODEL].spec
-        planner = StepPlanner(spec, plan, sync_groups(spec, plan), hardware("cpu"), microbatch_size, "contiguous")
+        planner = StepPlanner(spec, plan, sync_groups(spec, plan), hardware("cpu"), MICROBATCH, "contiguous")
         made = readers(self.dataset, self.collator, spec, {VISION: IMAGE_INPUTS})
         keys = functools.partial(keys_of_rank, plan, rank=rank)
-        unused = {LANGUAGE_MODEL: IMAGE_INPUTS} if len(plan.stages_of_rank(rank)) == 1 else {}
-        dataset = StepDataset(made, keys, 0, unused, planner=planner, rank=rank)
-        order, size = range(len(self.dataset)), sizes.chart_batch
-        draws: Any = [Draw(tuple(order[start : start + size])) for start in range(0, len(order), size)]
-        workers = sizes.workers
+        dataset = StepDataset(made, keys, 0, {LANGUAGE_MODEL: IMAGE_INPUTS}, planner=planner, rank=rank)
+        order = range(len(self.dataset))
+        draws: Any = [Draw(tuple(order[start : start + batch_size])) for start in order[::batch_size]]
         return DataLoader(
             dataset, batch_sampler=draws, collate_fn=as_is, num_workers=workers, persistent_workers=workers > 0
         )
+
+    def loaders(self, batch_size: int, workers: int) -> dict[str, DataLoader]:
+        """All loaders."""
+        spec = PUBLISHED_MODELS[MODEL].spec
+        apart = resolve_plan(spec, {VISION: ModulePlugin(), LANGUAGE_MODEL: ModulePlugin()})
+        together = resolve_plan(spec, {VISION: ModulePlugin(), LANGUAGE_MODEL: ModulePlugin(colocate_with=VISION)})
+        return {
+            "stock": self.stock(workers),
+            "both": self.steps(together, 0, batch_size, workers),
+            "encoder": self.steps(apart, 0, batch_size, workers),
+            "language model": self.steps(apart, 1, batch_size, workers),
+        }
 
 
 def reading(sizes: Sizes) -> dict[str, Any]:
     """Samples per second of the loaders, which read the same charts in turns."""
     dataset = chart_dataset(sizes.num_charts)
     charts = Charts(dataset, ChatCollator(build_processor(dataset)))
-    spec, size = PUBLISHED_MODELS[MODEL].spec, 4
-    apart = resolve_plan(spec, {VISION: ModulePlugin(), LANGUAGE_MODEL: ModulePlugin()})
-    together = resolve_plan(spec, {VISION: ModulePlugin(), LANGUAGE_MODEL: ModulePlugin(colocate_with=VISION)})
-    loaders = {
-        "stock": charts.stock(size, sizes.workers),
-        "both": charts.steps(together, 0, sizes, size),
-        "encoder": charts.steps(apart, 0, sizes, size),
-        "language model": charts.steps(apart, 1, sizes, size),
+    processor_ms = {
+        name: measured(lambda loader=loader: list(loader), 1)["processor"] / len(dataset)
+        for name, loader in charts.loaders(sizes.chart_batch, 0).items()
     }
-    rates: dict[str, list[float]] = {name: [] for name in loaders}
+    rates: dict[str, list[float]] = {name: [] for name in processor_ms}
+    loaders = charts.loaders(sizes.chart_batch, sizes.workers)
     for turn in range(sizes.rounds + 1):
         for name, loader in loaders.items():
             begin = time.perf_counter()
             for _ in loader:
                 pass
-            # The first turn starts the workers.
-            if turn or not sizes.rounds:
+            if turn:  # the first one starts the workers
                 rates[name].append(len(dataset) / (time.perf_counter() - begin))
     return {
         name: {
             "samples_per_second": common.spread(values),
             "ratio": round(statistics.median(a / b for a, b in zip(values, rates["stock"], strict=True)), 3),
+            "processor_ms": round(processor_ms[name], 3),
+            "processor_ratio": round(processor_ms["stock"] / processor_ms[name], 3),
         }
         for name, values in rates.items()
     }
@@ -286,10 +294,12 @@ def tables(result: dict[str, Any]) -> list[Table]:
     for row in result["hiding"]:
         waits = [f"{row['waits_ms'][key]:.1f}" for key in ("median", "max")]
         waited.add_row(row["method"], str(row["workers"]), *waits)
-    read = Table("loader", "samples/s", "min", "max", "against stock", title="Reading charts")
+    columns = ("samples/s", "min", "max", "against stock", "processor ms a sample", "against stock")
+    read = Table("loader", *columns, title="Reading charts")
     for name, row in result["reading"].items():
-        rates = [f"{row['samples_per_second'][key]:.0f}" for key in ("median", "min", "max")]
-        read.add_row(name, *rates, f"{row['ratio']:.2f}")
+        cells = [f"{row['samples_per_second'][key]:.0f}" for key in ("median", "min", "max")]
+        cells += [f"{row['ratio']:.2f}", f"{row['processor_ms']:.2f}", f"{row['processor_ratio']:.2f}"]
+        read.add_row(name, *cells)
     return [arranged, waited, read]
 
 

@@ -10,6 +10,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
 from hf_mmparallel.arrange.baselines import _Gaps, batch_rebalance, coupled, disttrain, interleaved_order
+from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import build_program, simulate
@@ -188,6 +189,20 @@ def test_disttrain_gives_the_next_larger_sample_to_the_copy_with_the_smallest_su
     found = disttrain(make_plan((2, 1), (2, 1)), make_workloads(sizes * 0.75, sizes * 0.25), 2)
     assert [sorted(flat([replica])) for replica in found[LANGUAGE_MODEL]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found[LANGUAGE_MODEL] == (((0, 2), (4, 6)), ((1, 3), (5, 7)))
+
+
+def test_disttrain_varies_as_much_as_entrain_measured_on_the_most_variable_dataset():
+    shape, model = PUBLISHED["synthchartnet"], PUBLISHED_MODELS["llama3-3b"]
+    plan = resolve_plan(model.spec, {name: ModulePlugin(dp_size=4, pp_size=4) for name in model.spec.modules})
+    spread = {"vision": [], "llama3-3b": []}
+    for seed in range(4):
+        workloads = model.workloads(shape.draw(512, seed))
+        found = disttrain(plan, workloads, 4)
+        for name, key in (("vision", "vision"), (LANGUAGE_MODEL, "llama3-3b")):
+            times = [workloads.forward_ms[name][list(slots)].sum() for replica in found[name] for slots in replica]
+            spread[key].append(np.std(times) / 2)  # on pairs of GPUs
+    published = shape.stated.forward_std_ms["disttrain"]
+    assert all(np.mean(values) == pytest.approx(published[key], rel=0.15) for key, values in spread.items())
 
 
 def test_sub_microbatches_balance_the_encoder_inside_of_a_microbatch():
