@@ -166,14 +166,22 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     count = num_microbatches(len(sizes), microbatch_size, dp_size)
     pipeline = _Pipeline.longest(plan, workloads)
-    measures = np.vstack([pipeline.stage_ms, sizes])
+    groups = _least_loaded(sizes, dp_size)
+    cuts = np.array([_even_cuts(len(slots), count) for slots in groups])
+    starts = np.cumsum([0, *map(len, groups)])[:-1, None]
+    measures = np.vstack([pipeline.stage_ms, sizes])[:, [slot for slots in groups for slot in slots]]
+    sums = np.diff(np.cumsum(np.pad(measures, ((0, 0), (1, 0))), axis=1)[:, cuts + starts])
     language = []
-    for slots in _least_loaded(sizes, dp_size):
-        cuts = np.arange(count + 1) * (len(slots) // count) + np.minimum(np.arange(count + 1), len(slots) % count)
-        sums = np.diff(np.cumsum(np.pad(measures[:, slots], ((0, 0), (1, 0))), axis=1)[:, cuts])
-        order = interleaved_order(sums[:-1].T, pipeline.backward_ratio, sums[-1])
-        language.append([tuple(slots[cuts[index] : cuts[index + 1]]) for index in order])
+    for replica, slots in enumerate(groups):
+        order = interleaved_order(sums[:-1, replica].T, pipeline.backward_ratio, sums[-1, replica])
+        language.append([tuple(slots[cuts[replica, index] : cuts[replica, index + 1]]) for index in order])
     return coupled(plan, language)
+
+
+def _even_cuts(num_slots: int, count: int) -> list[int]:
+    """Where `count` parts of nearly the same size begin and end, the larger ones first."""
+    size, rest = divmod(num_slots, count)
+    return [size * part + min(part, rest) for part in range(count + 1)]
 
 
 def _least_loaded(sizes: np.ndarray, num_groups: int) -> list[list[int]]:
@@ -228,10 +236,9 @@ def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes:
     Returns:
         `list[int]`: The microbatches in their order.
     """
-    num_stages = forward_ms.shape[1]
-    smallest = np.argsort(sizes, kind="stable").tolist()
+    num_stages, rows = forward_ms.shape[1], forward_ms.tolist()
+    smallest = sorted(range(len(rows)), key=sizes.tolist().__getitem__)
     order, rear, pending = smallest[:1], smallest[1:num_stages], smallest[num_stages:]
-    rows = forward_ms.tolist()
     pending.sort(key=lambda index: rows[index][0])
     gaps = _Gaps(rows, backward_ratio.tolist(), order)
     width = max(1, num_stages - 1)
