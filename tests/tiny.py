@@ -7,8 +7,8 @@ Tiny random models of many families, with datasets and collators to match.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -244,28 +244,41 @@ def _omni_audio(count: int, generator: torch.Generator) -> tuple[list[Tensor], d
     return [run] * count, {"input_features": frames, "feature_attention_mask": torch.ones(count, 16).long()}
 
 
-def _pieces(family: str, index: int, max_items: int, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+class Shape(NamedTuple):
+    """Images (or clips, where a family has no images), further clips of the omni family, and words of a sample."""
+
+    num_items: int
+    num_clips: int
+    num_words: int
+
+
+def _pieces(family: str, index: int, shape: Shape, generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
     """Token ids and media entries of one sample: text, each item with text after it, text."""
-    count = (index + 1) % (max_items + 1)
-    tokens, entries = _media(family, list(range(index, index + count)), generator)
+    tokens, entries = _media(family, list(range(index, index + shape.num_items)), generator)
     runs = [torch.full((number,), MEDIA_TOKEN) for number in tokens]
     if family == "qwen2_5_omni":
         runs = [torch.cat([torch.tensor([102]), run, torch.tensor([103])]) for run in runs]
-        clips, audio = _omni_audio(index % (max_items + 1), generator)
+        clips, audio = _omni_audio(shape.num_clips, generator)
         runs, entries = runs + clips, {**entries, **audio}
     pieces = [torch.randint(1, 90, (4 + index % 3,), generator=generator)]
     for run in runs:
         pieces += [run, torch.randint(1, 90, (2,), generator=generator)]
-    pieces.append(torch.randint(1, 90, (6 + index % 4,), generator=generator))
+    pieces.append(torch.randint(1, 90, (shape.num_words,), generator=generator))
     return torch.cat(pieces), entries
 
 
-def make_dataset(family: str, size: int, seed: int = 0, max_items: int = 2) -> list[dict[str, Tensor]]:
-    """Samples of several lengths with 0 to `max_items` images (or clips); placeholders and a prompt are no targets."""
+def make_dataset(
+    family: str, size: int, seed: int = 0, max_items: int = 2, shapes: Sequence[Shape] | None = None
+) -> list[dict[str, Tensor]]:
+    """
+    Samples of several lengths with 0 to `max_items` images (or clips), or of the given shapes; placeholders and a
+    prompt are no targets.
+    """
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for index in range(size):
-        input_ids, entries = _pieces(family, index, max_items, generator)
+        shape = Shape((index + 1) % (max_items + 1), index % (max_items + 1), 6 + index % 4)
+        input_ids, entries = _pieces(family, index, shape if shapes is None else shapes[index], generator)
         labels = input_ids.masked_fill((input_ids == MEDIA_TOKEN) | (input_ids == AUDIO_TOKEN), -100)
         labels[: 2 + index % 2] = -100
         sample = {"input_ids": input_ids, "labels": labels, "attention_mask": torch.ones_like(input_ids), **entries}

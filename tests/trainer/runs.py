@@ -51,6 +51,11 @@ def step_logs(trainer: Trainer) -> list[dict[str, float]]:
     return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history if "loss" in row]
 
 
+def frozen(parallel: dict[str, Any]) -> dict[str, Any]:
+    """Module -> what of it a layout freezes, which changes the result on one process too."""
+    return {name: module["freeze"] for name, module in parallel.get("modules", parallel).items() if "freeze" in module}
+
+
 def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -> Run:
     """The stock Trainer on this process."""
     model = tiny.FAMILIES[family]()
@@ -60,10 +65,10 @@ def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -
             model.get_parameter(parameter.name).requires_grad_(parameter.trainable)
     arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
     evaluate = arguments.pop("evaluate", False)
+    data: Any = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
     args = TrainingArguments(
         output_dir=arguments.pop("output_dir", None) or tempfile.mkdtemp(prefix="run-"), **arguments
     )
-    data = tiny.make_dataset(family, SAMPLES)
     trainer = Trainer(
         model=model, args=args, train_dataset=data, eval_dataset=data[:7], data_collator=tiny.collate(family)
     )
@@ -77,9 +82,9 @@ def make_trainer(family: str, parallel: dict[str, Any] | None, output_dir: str |
     torch.set_num_threads(1)
     arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
     extra = {name: arguments.pop(name) for name in ("callbacks", "compute_metrics", "model") if name in arguments}
+    data: Any = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
     output_dir = output_dir or tempfile.mkdtemp(prefix="run-")
     args = MultimodalTrainingArguments(output_dir=output_dir, parallel=parallel, ddp_backend="gloo", **arguments)
-    data = tiny.make_dataset(family, SAMPLES)
     return MultimodalParallelTrainer(
         model=extra.pop("model", None) or tiny.FAMILIES[family](),
         args=args,
@@ -92,7 +97,11 @@ def make_trainer(family: str, parallel: dict[str, Any] | None, output_dir: str |
 
 def parallel_run(family: str, parallel: dict[str, Any], evaluate: bool = False, **arguments: Any) -> Run:
     """Our Trainer on this rank, trained; weights on rank 0."""
-    trainer = make_trainer(family, parallel, **arguments)
+    return run_of(make_trainer(family, parallel, **arguments), evaluate)
+
+
+def run_of(trainer: Any, evaluate: bool = False) -> Run:
+    """Trains on this rank; weights on rank 0."""
     trainer.train()
     metrics = trainer.evaluate() if evaluate else {}
     whole = trainer.gather_model()
@@ -108,6 +117,7 @@ def assert_same_run(run: Run, reference: Run, rtol: float = 2e-5, atol: float = 
         assert got.keys() == want.keys()
         for name in want:
             assert abs(got[name] - want[name]) <= atol + rtol * abs(want[name]), (name, got, want)
-    assert run.weights is not None and run.weights.keys() == reference.weights.keys()
+    assert run.weights is not None and reference.weights is not None
+    assert run.weights.keys() == reference.weights.keys()
     for name, want in reference.weights.items():
         torch.testing.assert_close(run.weights[name], want, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")

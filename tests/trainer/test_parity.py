@@ -61,15 +61,12 @@ LAYOUTS = {
 }
 
 
-def _frozen(parallel: dict[str, Any]) -> dict[str, Any]:
-    """Settings that change the result on one process too, for the reference."""
-    return {name: module["freeze"] for name, module in parallel.get("modules", parallel).items() if "freeze" in module}
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_equals_the_stock_trainer(name: str):
     family, world_size, parallel, arguments = LAYOUTS[name]
-    reference = runs.stock(family, freeze=_frozen(parallel), evaluate=True, per_device_eval_batch_size=2, **arguments)
+    reference = runs.stock(
+        family, freeze=runs.frozen(parallel), evaluate=True, per_device_eval_batch_size=2, **arguments
+    )
     ranks = run_distributed(
         runs.parallel_run, world_size, family, parallel, evaluate=True, per_device_eval_batch_size=2, **arguments
     )

@@ -1,0 +1,155 @@
+"""Runs whose samples are arranged by workload, with deferral, give what the stock Trainer gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import TrainerCallback
+
+from hf_mmparallel.plan import LANGUAGE_MODEL, StepPlan
+from tests import tiny
+from tests.distributed import run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+VISION, LM = "vision", LANGUAGE_MODEL
+NUM_SAMPLES, GLOBAL_BATCH, MICROBATCH = 30, 20, 3
+STEPS = {"max_steps": 3, "warmup_steps": 0}  # the second ends an epoch with what is left, half a global batch
+
+
+def long_tailed() -> list[tiny.Shape]:
+    """Samples of which some have no image or clip, some have many, and a few have many words."""
+    rng = np.random.default_rng(4)
+    items = np.minimum(rng.geometric(0.35, NUM_SAMPLES), 9) * (rng.random(NUM_SAMPLES) > 0.25)
+    clips = np.minimum(rng.geometric(0.35, NUM_SAMPLES), 9) * (rng.random(NUM_SAMPLES) > 0.4)
+    words = np.minimum(4 + rng.lognormal(2.0, 1.2, NUM_SAMPLES), 120)
+    return [tiny.Shape(int(i), int(c), int(w)) for i, c, w in zip(items, clips, words, strict=True)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    A run.
+
+    Args:
+        family (`str`): The model.
+        world_size (`int`): Ranks.
+        parallel (`dict`): The layout.
+        arguments (`dict`): Of our Trainer.
+        limit (`int`, *optional*): Tokens that a microbatch of the language model may have.
+        defers (`bool`): Whether the language model takes samples of an encoder's microbatch a microbatch later.
+    """
+
+    family: str
+    world_size: int
+    parallel: dict[str, Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    limit: int | None = None
+    defers: bool = True
+
+
+CASES = {
+    "trained, eager as far as memory goes, copies of vision, stages of the LM": Case(
+        "llava",
+        4,
+        {"modules": {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, "schedule": "eager"},
+        {"memory_limit_gib": 3 / 2**10},
+    ),
+    "a frozen tower, packed to a budget of tokens, copies of the LM": Case(
+        "qwen2_vl",
+        3,
+        {VISION: {"freeze": "tower"}, LM: {"dp_size": 2}},
+        {"packing": True, "max_tokens_per_microbatch": 170},
+        limit=170,
+    ),
+    "a frozen LM, two encoders, all forwards first": Case(
+        "qwen2_5_omni", 3, {"modules": {LM: {"freeze": True}}, "schedule": "gpipe"}
+    ),
+    "frozen vision, copies of both, as many ahead as there are": Case(
+        "gemma3", 4, {"modules": {VISION: {"freeze": True, "dp_size": 2}, LM: {"dp_size": 2}}, "schedule": "eager"}
+    ),
+    "two encoders, sub-microbatches, copies of the LM": Case(
+        "qwen2_5_omni", 4, {LM: {"dp_size": 2}}, {"microbatch_assignment": "sub_microbatches"}, defers=False
+    ),
+    "reordered, both modules on the same ranks": Case(
+        "llava",
+        2,
+        {"modules": {VISION: {"dp_size": 2}, LM: {"colocate_with": VISION}}, "schedule": "gpipe"},
+        {"microbatch_assignment": "disttrain"},
+        defers=False,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """
+    A step.
+
+    Args:
+        num_chunks (`list[int]`): Of each microbatch of the encoders.
+        lags (`set[int]`): By how many microbatches the language model takes samples later than their encoders.
+        num_tokens (`int`): In the largest microbatch of the language model.
+    """
+
+    num_chunks: list[int]
+    lags: set[int]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, step: StepPlan, tokens: np.ndarray) -> Arranged:
+        lags = {step.places[LM, slot][1] - own[1] for (name, slot), own in step.places.items() if name != LM}
+        num_chunks = [len(chunks) for (name, _, _), chunks in step.chunks.items() if name != LM]
+        sums = [tokens[list(slots)].sum() for replica in step.microbatches[LM] for slots in replica]
+        return cls(num_chunks, lags, int(max(sums)))
+
+
+class Recorder(TrainerCallback):
+    """Keeps the arrangement of every step."""
+
+    def __init__(self):
+        self.engine: Any = None
+        self.steps: list[Arranged] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.engine.planner.sizes is not None
+        self.steps.append(Arranged.of(self.engine.current_step, self.engine.current_workloads.tokens[LM]))
+
+
+def arranged_run(case: Case) -> tuple[runs.Run, list[Arranged], list[float]]:
+    """A run on this rank, its steps, and the share of deferred samples in its log."""
+    recorder = Recorder()
+    sizes = {"global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": MICROBATCH}
+    data = tiny.make_dataset(case.family, NUM_SAMPLES, shapes=long_tailed())
+    given = {**sizes, **STEPS, **case.arguments}
+    trainer = runs.make_trainer(case.family, case.parallel, data=data, callbacks=[recorder], **given)
+    recorder.engine = trainer.engine
+    run = runs.run_of(trainer)
+    shares = [row["parallel/deferred_fraction"] for row in trainer.state.log_history if "loss" in row]
+    return run, recorder.steps, shares
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_arranged_run_equals_the_stock_trainer(name: str):
+    case = CASES[name]
+    data = tiny.make_dataset(case.family, NUM_SAMPLES, shapes=long_tailed())
+    freeze = runs.frozen(case.parallel)
+    reference = runs.stock(case.family, freeze, data=data, per_device_train_batch_size=GLOBAL_BATCH, **STEPS)
+    ranks = run_distributed(arranged_run, case.world_size, case)
+    run, steps, shares = ranks[0]
+    runs.assert_same_run(run, reference)
+    assert all(other.logs == run.logs for other, _, _ in ranks)
+    assert all((others, seen) == (steps, shares) for _, others, seen in ranks)
+    assert len(steps) == len(shares) == 3
+    if case.defers:
+        assert set().union(*(step.lags for step in steps)) == {0, 1}
+        assert shares[0] > 0 and max(steps[0].num_chunks) == 2
+    else:
+        assert shares == [0, 0, 0]
+    if case.limit is not None:
+        assert all(step.num_tokens <= case.limit for step in steps)
