@@ -72,7 +72,7 @@ def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray
 def _running_order(values: NDArray, start: NDArray) -> NDArray:
     """An order `[num_problems, count]` in which running sums stay small but not negative, as far as they can."""
     num_problems, count = values.shape
-    problems, running, left = np.arange(num_problems), start.astype(float), values.copy()
+    problems, running, left = np.arange(num_problems), start.astype(float), values.astype(float)
     order = np.empty((num_problems, count), np.int64)
     for place in range(count):
         after = running[:, None] + left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,18 +26,20 @@ class Pipeline:
     before the language model. A stage on ranks that another module uses, too, adds to the time of that module's stage.
 
     Args:
+        modules (`tuple[str, ...]`): Names.
+        ratios (`tuple[float, ...]`): For each module, the time of a backward over that of a forward.
+        shares (`tuple[tuple[float, ...], ...]`):
+            For each module and stage, what the stage takes for one millisecond of the whole module on one rank.
         depth (`tuple[int, ...]`): How far each stage is from the start of the longest chain.
         before (`tuple[tuple[int, ...], ...]`): The stages that each stage gets its inputs from.
-        shares (`Mapping[str, tuple[float, ...]]`):
-            Module -> for each stage, what it takes for one millisecond of the whole module on one rank.
-        backward_ratio (`Mapping[str, float]`): Module -> time of a backward over that of a forward.
         gpipe (`bool`): Whether all forwards go first.
     """
 
+    modules: tuple[str, ...]
+    ratios: tuple[float, ...]
+    shares: tuple[tuple[float, ...], ...]
     depth: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
-    shares: Mapping[str, tuple[float, ...]]
-    backward_ratio: Mapping[str, float]
     gpipe: bool
 
     @classmethod
@@ -73,8 +75,14 @@ class Pipeline:
                 depth[place] = start + index
                 before[place] = tuple(chain[index - 1 : index])
         before[language[0]] = tuple(chain[-1] for chain in encoders)
-        frozen_shares = {name: tuple(values) for name, values in shares.items()}
-        return cls(tuple(depth), tuple(before), frozen_shares, dict(backward_ratio), plan.schedule == "gpipe")
+        return cls(
+            tuple(plan.modules),
+            tuple(float(backward_ratio[name]) for name in plan.modules),
+            tuple(tuple(shares[name]) for name in plan.modules),
+            tuple(depth),
+            tuple(before),
+            plan.schedule == "gpipe",
+        )
 
     @property
     def num_stages(self) -> int:
@@ -84,16 +92,40 @@ class Pipeline:
     @cached_property
     def bottleneck(self) -> dict[str, float]:
         """Module -> what its slowest stage takes, forward and backward, for one millisecond of its forward."""
-        return {name: max(shares) * (1 + self.backward_ratio[name]) for name, shares in self.shares.items()}
+        return {
+            name: max(shares) * (1 + ratio)
+            for name, shares, ratio in zip(self.modules, self.shares, self.ratios, strict=True)
+        }
+
+    @cached_property
+    def costs(self) -> NDArray:
+        """What a forward and a backward take `[2, modules, stages]` for one millisecond of a module's forward."""
+        shares = np.array(self.shares)
+        return np.stack([shares, shares * np.array(self.ratios)[:, None]])
+
+    @cached_property
+    def backwards(self) -> tuple[bool, ...]:
+        """Whether each stage has backwards."""
+        return tuple(bool(found) for found in self.costs[1].any(axis=0))
+
+    def slots(self, count: int) -> NDArray:
+        """
+        When each stage does what: the slot `[2, count, stages]` of each forward and backward.
+
+        Under 1F1B stage `s` of `S` does its forward of microbatch `k` in slot `2 k + s` and its backward in slot
+        `2 k + 2 S - 1 - s`, so that it never does two things in one slot, and what both wait for was done one slot
+        before. Under GPipe all forwards are before all backwards.
+        """
+        depth, microbatch = np.array(self.depth), np.arange(count)[:, None]
+        if self.gpipe:
+            return np.stack([microbatch + depth, count + 2 * self.num_stages - 2 - depth + microbatch])
+        return np.stack([2 * microbatch + depth, 2 * microbatch + 2 * self.num_stages - 1 - depth])
 
     def iteration_ms(self, forward: Mapping[str, NDArray], backward: Mapping[str, NDArray] | None = None) -> NDArray:
         """
-        The end of the last backward of some arrangements, where every stage does forwards and backwards in the order
-        that microbatches of equal size would give it.
+        The end of the last task of some arrangements, where every stage keeps to the order of [`Pipeline.slots`].
 
-        In that order stage `s` does its forward of microbatch `k` in slot `2 k + s` and its backward in slot
-        `2 k + 2 S - 1 - s` (1F1B), and what both wait for has been done one slot before. All stages of all
-        arrangements therefore go through a slot together.
+        All stages of all arrangements go through a slot together.
 
         Args:
             forward (`Mapping[str, numpy.ndarray]`):
@@ -104,43 +136,31 @@ class Pipeline:
         Returns:
             `numpy.ndarray`: Milliseconds, float64 `[arrangements]`.
         """
-        backward = forward if backward is None else backward
-        names = list(self.shares)
-        shares = np.array([self.shares[name] for name in names])
-        ratio = np.array([self.backward_ratio[name] for name in names])
-        costs = np.stack(
-            [
-                np.einsum("ms,mqk->ksq", shares, np.stack([forward[name] for name in names])),
-                np.einsum("ms,mqk->ksq", shares * ratio[:, None], np.stack([backward[name] for name in names])),
-            ]
-        )
-        count, _, width = costs.shape[1:]
-        slots, waits = self._slots(count, shares, ratio)
-        by_slot = np.zeros((int(slots.max()) + 1, len(self.depth), width))
+        ways = (forward, forward if backward is None else backward)
+        loads = np.stack([[own[name] for name in self.modules] for own in ways])
+        costs = np.einsum("wms,wmqk->wksq", self.costs, loads)
+        slots, waits = _waits(self, loads.shape[3])
+        by_slot = np.zeros((len(waits), len(self.depth), loads.shape[2]))
         for way in range(2):
             by_slot[slots[way], np.arange(len(self.depth))] += costs[way]
-        done = np.zeros((len(self.depth), width))
+        done = np.zeros(by_slot.shape[1:])
         for wait, cost in zip(waits, by_slot, strict=True):
             done = np.maximum.reduce(done[wait], axis=0) + cost
         return done.max(axis=0)
 
-    def _slots(self, count: int, shares: NDArray, ratio: NDArray) -> tuple[NDArray, NDArray]:
-        """
-        Slots `[2, count, num_stages]` of forwards and backwards, and for each slot what each stage waits for
-        `[num_slots, num_waits, num_stages]`, which is itself where it has nothing to do.
-        """
-        stages, depth, length = np.arange(len(self.depth)), np.array(self.depth), self.num_stages
-        microbatch = np.arange(count)[:, None]
-        if self.gpipe:
-            slots = np.stack([microbatch + depth, count + 2 * length - 2 - depth + microbatch])
-        else:
-            slots = np.stack([2 * microbatch + depth, 2 * microbatch + 2 * length - 1 - depth])
-        inputs = max(2, 1 + max(map(len, self.before)))
-        waits = np.broadcast_to(stages, (int(slots.max()) + 1, inputs, len(stages))).copy()
-        backwards = (shares > 0).T @ (ratio > 0)
-        for stage, sources in enumerate(self.before):
-            for number, source in enumerate(sources):
-                waits[slots[0, :, stage], 1 + number, stage] = source
-                if backwards[source]:
-                    waits[slots[1, :, source], 1, source] = stage
-        return slots, waits
+
+@lru_cache(maxsize=64)
+def _waits(pipeline: Pipeline, count: int) -> tuple[NDArray, NDArray]:
+    """
+    The slots, and what each stage waits for in each of them `[num_slots, num_waits, stages]`: itself, and those that
+    are next to it on the way of the microbatch.
+    """
+    slots, stages = pipeline.slots(count), np.arange(len(pipeline.depth))
+    inputs = max(2, 1 + max(map(len, pipeline.before)))
+    waits = np.broadcast_to(stages, (int(slots.max()) + 1, inputs, len(stages))).copy()
+    for stage, sources in enumerate(pipeline.before):
+        for number, source in enumerate(sources):
+            waits[slots[0, :, stage], 1 + number, stage] = source
+            if pipeline.backwards[source]:
+                waits[slots[1, :, source], 1, source] = stage
+    return slots, waits

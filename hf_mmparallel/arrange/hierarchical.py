@@ -22,12 +22,13 @@ from .estimate import Pipeline, stage_share
 from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
 from .replicas import assign_replicas
-from .shapes import best_count, best_shape
+from .sizes import LARGEST, Sizes, best_count, best_sizes
 from .tracks import Track, tracks_of
 
 _LANGUAGE = 0.5  # what the language model counts in the exchanges between microbatches of encoders, which count 1
 _EXCHANGES = 20  # most rounds of them for each of the weights
 _SWEEPS = 3  # of deferral
+_EQUAL = 0.02  # of their size: by how much microbatches that change places may differ
 _HEAVIEST = 16  # samples of a replica that are looked at one by one
 
 
@@ -120,11 +121,11 @@ class Batch:
         needed = [np.bincount(self.replica, sizes, self.dp_size).max() for sizes in room.sizes.T]
         return max(1, math.ceil((np.array(needed) / np.maximum(room.limits, 1)).max() - 1e-9))
 
-    def sizes(self, count: int) -> NDArray:
-        """The sizes that `count` microbatches should have, 1 on average."""
-        typical = float(np.median(self.language)) if len(self.language) else 1.0
+    def sizes(self, count: int) -> Sizes:
+        """The sizes that `count` microbatches should have."""
+        typical = float(np.median(self.language)) if len(self.language) else 0.0
         smallest = typical * count / max(self.mean_ms[LANGUAGE_MODEL], 1e-300)
-        return best_shape(self.pipeline, self.mean_ms, count, smallest)[0]
+        return best_sizes(self.pipeline, self.mean_ms, count, smallest, min(LARGEST, count / self.fewest))
 
     def best_count(self, count: int) -> int:
         """At most `count` microbatches: fewer where single samples are so large that others would wait for them."""
@@ -137,44 +138,50 @@ class Batch:
                 heaviest[name] = own
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
 
-    def arrange(self, sizes: NDArray) -> Placement:
+    def arrange(self, sizes: Sizes) -> Placement:
         """
         Cuts the batch into microbatches.
 
         Args:
-            sizes (`numpy.ndarray` of shape `[num_microbatches]`): The size of each microbatch, 1 on average.
+            sizes ([`Sizes`]): How much each microbatch should have.
 
         Raises:
             `NoRoomError`: If the limits need more microbatches.
         """
-        count = len(sizes)
-        bins = self._ordered(self._stratified(sizes), sizes)
-        targets = self.totals[:, :1] * sizes / count
+        encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
+        count = len(encoder_sizes)
+        bins = self._ordered(self._stratified(encoder_sizes, language_sizes), encoder_sizes, language_sizes)
+        targets = self.totals[:, :1] * language_sizes / count
         nothing = np.zeros(len(bins), dtype=bool)
         room = self.room([LANGUAGE_MODEL])
         microbatch = bins + defer(self.replica * count + bins, self.language, nothing, targets, _SWEEPS, room)
-        encoder = tuple(self._balanced(track, bins, microbatch, sizes) for track in self.tracks)
+        encoder = tuple(self._balanced(track, bins, microbatch, encoder_sizes) for track in self.tracks)
         copies = tuple(
             track.copies(self.replica, own, count, self.room(list(track.modules), per_copy=True))
             for track, own in zip(self.tracks, encoder, strict=True)
         )
         return Placement(count, microbatch, encoder, copies)
 
-    def _stratified(self, sizes: NDArray) -> NDArray:
+    def _stratified(self, sizes: NDArray, language_sizes: NDArray) -> NDArray:
         """The microbatch of each sample by its work in encoders; samples without any fill up the language model."""
         count, some = len(sizes), np.flatnonzero(self.encoded)
         replica, work = self.replica[some], np.append(self.work[some], self.language[some, None], axis=1)
-        sums = np.stack([np.bincount(replica, column, self.dp_size) for column in work.T], axis=1)
+        sums = np.stack([_sums(replica, column, self.dp_size) for column in work.T], axis=1)
         work /= np.maximum(sums.max(axis=0), 1e-300)
         sums /= np.maximum(sums.max(axis=0), 1e-300)
         room = self.room(list(self.plan.modules))
         inner = room and Room(room.sizes[some], room.limits)
         order = np.lexsort((-work[:, :-1].sum(axis=1), _lower_half(work[:, -1], replica)))
-        loads = np.zeros((self.dp_size, count, work.shape[1] - 1))
-        found = replica * count + fill_bins(replica, work[:, :-1], order, sizes, loads, inner)
+        # Where several encoder replicas work for one of the language model, a microbatch is as many bins.
+        parts = self.tracks[0].num_copies if self._each_alone and room is None else 1
         scale = np.append(np.ones(work.shape[1] - 1), _LANGUAGE)
-        targets = (sizes / count)[:, None] * (sums * scale)[:, None, :]
-        found = exchange(found, work * scale, targets, _EXCHANGES * len(scale), inner)
+        shares = (
+            np.stack([*[sizes] * (work.shape[1] - 1), language_sizes], axis=1).repeat(parts, axis=0) / count / parts
+        )
+        loads = np.zeros((self.dp_size, count * parts, work.shape[1] - 1))
+        found = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * parts
+        targets = shares * (sums * scale)[:, None, :]
+        found = exchange(found, work * scale, targets, _EXCHANGES * len(scale), inner) // parts
         bins = np.zeros(len(self.replica), np.int64)
         bins[some] = found - replica * count
 
@@ -185,21 +192,28 @@ class Batch:
             used = np.stack([self._loads(found, own, count) for own in room.sizes[some].T], axis=2)
             room = Room(room.sizes[rest], room.limits)
         order = np.argsort(-self.language[rest], kind="stable")
-        bins[rest] = fill_bins(self.replica[rest], self.language[rest, None], order, sizes, loads, room, used)
+        bins[rest] = fill_bins(self.replica[rest], self.language[rest, None], order, language_sizes, loads, room, used)
         return bins
+
+    @property
+    def _each_alone(self) -> bool:
+        """Whether no two replicas of the language model share an encoder replica."""
+        return len(self.tracks) == 1 and self.tracks[0].num_served == 1
 
     def _loads(self, places: NDArray, weights: NDArray, count: int) -> NDArray:
         """Sums of weights `[replicas, count]`."""
-        return np.bincount(places, weights, self.dp_size * count).reshape(-1, count)
+        return _sums(places, weights, self.dp_size * count).reshape(-1, count)
 
-    def _ordered(self, bins: NDArray, sizes: NDArray) -> NDArray:
+    def _ordered(self, bins: NDArray, sizes: NDArray, language_sizes: NDArray) -> NDArray:
         """The same microbatches in an order that suits deferral; only the largest, which are equal, change places."""
-        count, full = len(sizes), np.flatnonzero(sizes == sizes.max())
-        surplus = self._loads(self.replica * count + bins, self.language, count) - self.totals[:, :1] * sizes / count
+        count, large = len(sizes), np.stack([sizes / sizes.max(), language_sizes / language_sizes.max()])
+        full = np.flatnonzero((large >= 1 - _EQUAL).all(axis=0))
+        loads = self._loads(self.replica * count + bins, self.language, count)
+        surplus = loads - self.totals[:, :1] * language_sizes / count
         number = np.full(count, -1)
         number[full] = np.arange(len(full))
         rows = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
-        order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[0]].sum(axis=1))
+        order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
         place = np.tile(np.arange(count), (self.dp_size, 1))
         np.put_along_axis(place, full[order], np.broadcast_to(full, order.shape), 1)
         return place[self.replica, bins]
@@ -209,7 +223,7 @@ class Batch:
         The microbatch of each sample in a track: the one before that of the language model or the same, whichever
         makes the track's microbatches more even. They are even already when a track is alone and serves one replica.
         """
-        if (len(self.tracks) == 1 and track.num_served == 1) or self.room(list(track.modules)) is not None:
+        if self._each_alone or self.room(list(track.modules)) is not None:
             return bins
         count, some = len(sizes), np.flatnonzero(track.work > 0)
         group, work = self.replica[some] // track.num_served, track.work[some]
@@ -250,6 +264,11 @@ class Batch:
         return {name: result[name] for name in self.plan.modules}
 
 
+def _sums(places: NDArray, weights: NDArray, size: int) -> NDArray:
+    """float64 `[size]`: the weights at each place."""
+    return np.bincount(places, weights, size).astype(float)  # NumPy counts with integers where there is nothing
+
+
 def _lower_half(weights: NDArray, replica: NDArray) -> NDArray:
     """Whether each sample is among the lighter half of its replica."""
     counts = np.bincount(replica)
@@ -268,27 +287,27 @@ def _cut(slots: NDArray, places: NDArray, dp_size: int, count: int) -> tuple[tup
 
 
 def hierarchical(
-    plan: ParallelPlan, workloads: Workloads, microbatch_size: int
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, even: bool = False
 ) -> dict[str, tuple[tuple[Slots, ...], ...]]:
     """
     Arranges a global batch such that each microbatch takes about the time that it should, in every module.
 
     1. Samples go to replicas of the language model such that all have about as much work in each module.
-    2. Each replica divides its samples into microbatches of even work in the encoders, and as even as that allows in
-       the language model. Samples without work in encoders fill up the language model.
+    2. Each replica divides its samples into microbatches whose work in the encoders is near a target, and near one in
+       the language model as far as that allows. Samples without work in encoders fill up the language model.
     3. Microbatches are ordered in pairs of which the first has more work in the language model than the second, and
        the language model takes some samples one microbatch later. Encoders on ranks of their own then choose anew for
        each sample between its microbatch in the language model and the one before.
 
     The number of microbatches is that of the contiguous arrangement, more where limits of tokens need it, fewer where
-    single samples are so large that an estimate of the step's time says so. Microbatches are smaller at the start and
-    the end of the step than between, where the estimate says that this shortens the filling and the draining of the
-    pipeline.
+    single samples are so large that an estimate of the step's time says so. Targets are those with which the pipeline
+    fills and drains soonest, see [`best_sizes`].
 
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): What the samples cost.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+        even (`bool`, *optional*, defaults to `False`): Have equal targets, as Entrain does.
 
     Returns:
         `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> the slots it takes.
@@ -298,11 +317,12 @@ def hierarchical(
         `ValueError`: If samples do not fit into microbatches of at most `workloads.max_tokens` tokens.
     """
     batch = Batch(plan, workloads)
-    least = batch.fewest
-    count = max(batch.best_count(num_microbatches(workloads.num_samples, microbatch_size, batch.dp_size)), least)
+    count = batch.best_count(num_microbatches(workloads.num_samples, microbatch_size, batch.dp_size))
+    count = max(count, batch.fewest)
     while True:
         try:
-            return batch.microbatches(batch.arrange(batch.sizes(count)))
+            sizes = Sizes.even(count) if even else batch.sizes(count)
+            return batch.microbatches(batch.arrange(sizes))
         except NoRoomError:
             if count > workloads.num_samples:
                 raise ValueError(
@@ -311,3 +331,10 @@ def hierarchical(
                     f"the encoder as many replicas as the language model has."
                 ) from None
             count += max(1, count // 16)
+
+
+def hierarchical_even(
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int
+) -> dict[str, tuple[tuple[Slots, ...], ...]]:
+    """[`hierarchical`] with microbatches of equal size, as Entrain has them."""
+    return hierarchical(plan, workloads, microbatch_size, even=True)

@@ -8,13 +8,14 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
 from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
-from .hierarchical import hierarchical
+from .hierarchical import hierarchical, hierarchical_even
 
 Microbatches = Mapping[str, tuple[tuple[Slots, ...], ...]]
 Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     "hierarchical": hierarchical,
+    "hierarchical_even": hierarchical_even,
     "contiguous": contiguous,
     "batch_rebalance": batch_rebalance,
     "disttrain": disttrain,

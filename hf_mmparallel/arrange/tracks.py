@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from .exchange import Room
+from .exchange import Room, exchange
 from .greedy import fill_bins
+
+_EXCHANGES = 4  # rounds between the replicas that share a microbatch
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,9 @@ class Track:
         loads = np.zeros((self.num_groups * count, self.num_copies, 1))
         order = np.argsort(-work, kind="stable")
         part = fill_bins(place, work[:, None], order, np.ones(self.num_copies), loads, inner)
+        means = np.bincount(place, work, len(loads))[:, None, None] / self.num_copies
+        targets = np.broadcast_to(means, loads.shape)
+        part = exchange(place * self.num_copies + part, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
         sums = np.bincount(place * self.num_copies + part, work, loads.size).reshape(self.num_groups, count, -1)
         taker = self._takers(sums).reshape(-1, self.num_copies)
         result = group * self.num_copies

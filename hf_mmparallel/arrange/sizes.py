@@ -1,0 +1,207 @@
+"""How many microbatches a step should have, and how large they should be one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import coo_array
+
+from ..plan import LANGUAGE_MODEL
+from .estimate import Pipeline
+
+LARGEST = 1.35  # of the mean: what a microbatch may grow to, so that memory stays near that of equal ones
+_STEP = 0.05  # of the logarithm of a module's share of the work; within it sizes are the same
+_SMOOTH, _ALIKE = 2e-4, 1e-3  # what a step of sizes, and a deferred share of a microbatch, must save of the time
+_WORTH = 0.01  # what other than equal sizes, or fewer microbatches, must save of the time
+_FEWER = (0.75, 0.5, 0.375, 0.25)
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """
+    How much of the work each microbatch should have, 1 on average.
+
+    Args:
+        encoder (`tuple[float, ...]`): In the encoders.
+        language (`tuple[float, ...]`): In the language model.
+    """
+
+    encoder: tuple[float, ...]
+    language: tuple[float, ...]
+
+    @classmethod
+    def even(cls, count: int) -> Sizes:
+        """Equal ones."""
+        return cls((1.0,) * count, (1.0,) * count)
+
+
+def best_sizes(
+    pipeline: Pipeline, totals: Mapping[str, float], count: int, smallest: float = 0.0, largest: float = LARGEST
+) -> Sizes:
+    """
+    The sizes for which a step would end first if samples could be divided at will.
+
+    Microbatches are small at the start, while the pipeline fills, and at the end, while it drains, because stages wait
+    for them there. Sizes and the times of all tasks are the solution of a linear program for the order of
+    [`Pipeline.slots`], where the language model takes samples in the encoder's microbatch or one later. Solutions are
+    kept, since batches of a dataset are much alike. Of many microbatches those in the middle are equal.
+
+    Args:
+        pipeline ([`Pipeline`]): The stages.
+        totals (`Mapping[str, float]`): Module -> milliseconds of one replica's samples in it.
+        count (`int`): Microbatches.
+        smallest (`float`, *optional*, defaults to 0): The least size, of what a microbatch has on average.
+        largest (`float`, *optional*, defaults to 1.35): The largest size.
+
+    Returns:
+        [`Sizes`]: Of each microbatch.
+    """
+    if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3:
+        return Sizes.even(count)
+    weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * max(totals.values())
+    work = weights * np.array(list(pipeline.bottleneck.values()))
+    steps = np.rint(np.log(work / work.max()) / _STEP).astype(int)
+    solved = min(count, 4 * pipeline.num_stages + 16)
+    found = _solve(pipeline, tuple(steps.tolist()), solved, math.ceil(10 * smallest) / 10, round(largest, 2))
+    return Sizes(_stretched(found.encoder, count), _stretched(found.language, count))
+
+
+def _stretched(sizes: Sequence[float], count: int) -> tuple[float, ...]:
+    """More of the largest size until there are `count`, 1 on average again."""
+    middle = int(np.argmax(sizes))
+    longer = np.insert(np.array(sizes), middle, np.full(count - len(sizes), sizes[middle]))
+    return tuple((longer * count / longer.sum()).tolist())
+
+
+class _Rows:
+    """The rows `sum of coefficients <= 0` of a linear program."""
+
+    def __init__(self):
+        self.entries: list[tuple[int, int, float]] = []
+        self.count = 0
+
+    def add(self, *terms: tuple[int, float]) -> None:
+        self.entries += [(self.count, variable, value) for variable, value in terms]
+        self.count += 1
+
+    def matrix(self, num_variables: int) -> coo_array:
+        rows, columns, values = zip(*self.entries, strict=True)
+        return coo_array((values, (rows, columns)), shape=(self.count, num_variables)).tocsr()
+
+
+@lru_cache(maxsize=256)
+def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: float, largest: float) -> Sizes:
+    """
+    The linear program. Its variables are the sizes in the encoders and in the language model, the starts of all tasks,
+    the end, and what smooths the sizes: their changes, and their differences between encoders and language model.
+    """
+    work = np.exp(_STEP * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
+    costs = pipeline.costs * work[:, None]
+    kinds = [int(name == LANGUAGE_MODEL) for name in pipeline.modules]
+    by_kind = np.stack([costs[:, [kind == own for own in kinds]].sum(axis=1) for kind in range(2)], axis=1)
+    slots, num_stages = pipeline.slots(count), len(pipeline.depth)
+    end = 2 * count + 2 * num_stages * count
+    change, other = end + 1, end + 1 + 2 * count
+    rows = _Rows()
+
+    def start(way: int, microbatch: int, stage: int) -> int:
+        return 2 * count + (way * count + microbatch) * num_stages + stage
+
+    def after(way: int, microbatch: int, stage: int, following: int) -> None:
+        taken = [(kind * count + microbatch, float(by_kind[way, kind, stage])) for kind in range(2)]
+        rows.add((start(way, microbatch, stage), 1.0), *(term for term in taken if term[1]), (following, -1.0))
+
+    for stage, sources in enumerate(pipeline.before):
+        for microbatch in range(count):
+            for source in sources:
+                after(0, microbatch, source, start(0, microbatch, stage))
+                if pipeline.backwards[source]:
+                    after(1, microbatch, stage, start(1, microbatch, source))
+        ways = range(1 + pipeline.backwards[stage])
+        order = sorted((int(slots[way, index, stage]), way, index) for way in ways for index in range(count))
+        for (_, way, index), (_, next_way, next_index) in zip(order, order[1:], strict=False):
+            after(way, index, stage, start(next_way, next_index, stage))
+        after(order[-1][1], order[-1][2], stage, end)
+    encoded = [(index, 1.0) for index in range(count)]
+    taken = [(count + index, 1.0) for index in range(count)]
+    for index in range(count):
+        rows.add(*taken[: index + 1], *((variable, -1.0) for variable, _ in encoded[: index + 1]))
+        rows.add(*encoded[:index], *((variable, -1.0) for variable, _ in taken[: index + 1]))
+        for kind in range(2 * (index > 0)):
+            here, extra = kind * count + index, change + kind * count + index
+            rows.add((here, 1.0), (here - 1, -1.0), (extra, -1.0))
+            rows.add((here, -1.0), (here - 1, 1.0), (extra, -1.0))
+        rows.add((index, 1.0), (count + index, -1.0), (other + index, -1.0))
+        rows.add((index, -1.0), (count + index, 1.0), (other + index, -1.0))
+
+    num_variables = other + count
+    whole = np.zeros((2, num_variables))
+    whole[0, :count] = whole[1, count : 2 * count] = 1.0
+    objective = np.zeros(num_variables)
+    objective[end], objective[change:other], objective[other:] = 1.0, _SMOOTH, _ALIKE
+    lowest, highest = np.zeros(num_variables), np.full(num_variables, np.inf)
+    lowest[: 2 * count], highest[: 2 * count] = smallest, largest
+    solution = linprog(
+        objective,
+        A_ub=rows.matrix(num_variables),
+        b_ub=np.zeros(rows.count),
+        A_eq=whole,
+        b_eq=[count, count],
+        bounds=np.stack([lowest, highest], axis=1),
+        method="highs",
+    )
+    alike = {name: np.full((1, count), own) for name, own in zip(pipeline.modules, work, strict=True)}
+    if solution.x is None or solution.x[end] > (1 - _WORTH) * pipeline.iteration_ms(alike)[0]:
+        return Sizes.even(count)
+    found = np.round(solution.x[: 2 * count], 3)
+    return Sizes(tuple(found[:count].tolist()), tuple(found[count:].tolist()))
+
+
+def best_count(pipeline: Pipeline, totals: Mapping[str, float], count: int, heaviest: Mapping[str, NDArray]) -> int:
+    """
+    How many microbatches to make, at most `count`, when single samples are heavier than a microbatch should be.
+
+    With fewer microbatches such a sample weighs less beside the others, but the pipeline takes longer to fill and to
+    drain; which counts more is estimated. (Entrain, section 4.5.1, takes the work of all samples over that of the
+    largest, whatever the pipeline.)
+
+    Args:
+        pipeline ([`Pipeline`]): The stages.
+        totals (`Mapping[str, float]`): Module -> milliseconds of one replica's samples in it.
+        count (`int`): Most microbatches.
+        heaviest (`Mapping[str, numpy.ndarray]`): Encoder -> milliseconds `[replicas, any]` of the heaviest samples of
+            each replica, descending.
+
+    Returns:
+        `int`: Microbatches.
+    """
+    best, best_ms = count, math.inf
+    for trial in (count, *(max(1, round(share * count)) for share in _FEWER)):
+        loads = {name: np.full((1, trial), total / trial) for name, total in totals.items()}
+        loads |= {name: _around(samples, totals[name], trial) for name, samples in heaviest.items()}
+        rows = max(map(len, loads.values()))
+        loads = {name: np.broadcast_to(values, (rows, trial)) for name, values in loads.items()}
+        time_ms = float(pipeline.iteration_ms(loads).max())
+        if time_ms < (1 - _WORTH) * best_ms:
+            best, best_ms = trial, time_ms
+    return best
+
+
+def _around(samples: NDArray, total: float, count: int) -> NDArray:
+    """Loads `[replicas, count]` when samples above the mean have microbatches of their own and all others are even."""
+    samples = samples[:, : count - 1]
+    rest = total - np.pad(np.cumsum(samples, axis=1), ((0, 0), (1, 0)))
+    level = np.maximum(rest, 0) / (count - np.arange(rest.shape[1]))
+    alone = np.cumprod(samples > level[:, :-1], axis=1)
+    even = np.take_along_axis(level, alone.sum(axis=1, keepdims=True), 1)
+    loads = np.repeat(even, count, axis=1)
+    loads[:, : samples.shape[1]] = np.where(alone > 0, samples, even)
+    # Spread out, so that they do not stand at the start, where they would count most.
+    return loads[:, np.argsort((np.arange(count) * _GOLDEN + 0.5) % 1, kind="stable")]

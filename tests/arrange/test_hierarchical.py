@@ -1,0 +1,195 @@
+"""The hierarchical arrangement as a whole."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
+from hf_mmparallel.arrange.hierarchical import hierarchical
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
+from hf_mmparallel.schedule import build_program, simulate
+from tests.plan.specs import language_spec, model_spec, vision_spec
+
+LARGEST = 4.0
+TWO_ENCODERS = ModelSpec({"audio": vision_spec(), "vision": vision_spec(), LANGUAGE_MODEL: language_spec()})
+
+
+def make_plan(vision: int, language: int, stages: int = 1, schedule="1f1b") -> ParallelPlan:
+    """Replicas of both modules, each of `stages` stages."""
+    plugins = {"vision": ModulePlugin(vision, stages), LANGUAGE_MODEL: ModulePlugin(language, stages)}
+    return resolve_plan(model_spec(), plugins, schedule=schedule)
+
+
+def draw(plan: ParallelPlan, num_samples: int, seed: int = 0, text: float = 0.2, **max_tokens: int) -> Workloads:
+    """Work with a tail up to `LARGEST`, independent in all modules; a part `text` has none in each encoder."""
+    rng = np.random.default_rng(seed)
+    forward = {name: np.minimum(rng.lognormal(0, 0.7, num_samples), LARGEST) for name in plan.modules}
+    for name in list(forward)[:-1]:
+        forward[name][rng.random(num_samples) < text] = 0
+    tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in forward.items()}
+    return Workloads(forward, dict.fromkeys(forward, 2.0), tokens, max_tokens)
+
+
+def loads(microbatches, weights) -> np.ndarray:
+    """Sums `[replicas, microbatches]`."""
+    return np.array([[weights[list(slots)].sum() for slots in replica] for replica in microbatches])
+
+
+def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
+    """What holds for every step: all samples once where they have work, and nothing later than one microbatch."""
+    step.check(plan)
+    counts = {len(replica) for replicas in step.microbatches.values() for replica in replicas}
+    assert len(counts) == 1
+    for name, replicas in step.microbatches.items():
+        slots = sorted(slot for replica in replicas for own in replica for slot in own)
+        assert slots == [s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0]
+        for slot in slots:
+            later = step.places[LANGUAGE_MODEL, slot][1] - step.places[name, slot][1]
+            assert later in (0, 1)
+        if name in work.max_tokens:
+            assert loads(replicas, work.tokens[name]).max(initial=0) <= work.max_tokens[name]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 40),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.booleans(),
+)
+def test_any_sizes_of_anything(vision, language, num_samples, microbatch_size, text, whole):
+    plan = make_plan(vision, language)
+    work = draw(plan, num_samples, num_samples, text)
+    if whole:
+        work = dataclasses.replace(work, forward_ms={name: np.ceil(own) for name, own in work.forward_ms.items()})
+    step = arrange_step(plan, range(num_samples), work, microbatch_size)
+    check(plan, work, step)
+    assert len(step.microbatches[LANGUAGE_MODEL][0]) <= num_microbatches(num_samples, microbatch_size, language)
+    assert hierarchical(plan, work, microbatch_size) == hierarchical(plan, work, microbatch_size)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.floats(1.0, 3.0))
+def test_limits_hold(seed, vision, language, num_samples, room):
+    plan = make_plan(vision, language)
+    work = draw(plan, num_samples, seed)
+    # With fewer replicas than the language model an encoder takes the samples of several.
+    several = max(1, -(-language // vision))
+    limits = {"vision": several, LANGUAGE_MODEL: 1}
+    limits = {name: max(1, int(room * several * work.tokens[name].max())) for name, several in limits.items()}
+    work = dataclasses.replace(work, max_tokens=limits)
+    check(plan, work, arrange_step(plan, range(num_samples), work, 4))
+
+
+def test_limits_make_more_microbatches():
+    plan = make_plan(2, 2, 2)
+    work = draw(plan, 64)
+    limit = int(1.2 * work.tokens[LANGUAGE_MODEL].max())
+    step = arrange_step(plan, range(64), dataclasses.replace(work, max_tokens={LANGUAGE_MODEL: limit}), 16)
+    count = len(step.microbatches[LANGUAGE_MODEL][0])
+    assert count > 2 and work.tokens[LANGUAGE_MODEL].sum() / limit / 2 <= count
+
+
+def test_a_sample_above_the_limit_is_an_error_with_a_remedy():
+    plan = make_plan(1, 1)
+    work = draw(plan, 8)
+    largest = int(work.tokens["vision"].max())
+    with pytest.raises(ValueError, match=f"{largest} tokens in `vision`, where a microbatch may have {largest - 1}"):
+        hierarchical(plan, dataclasses.replace(work, max_tokens={"vision": largest - 1}), 2)
+
+
+def test_an_encoder_that_serves_too_many_replicas_is_an_error_with_a_remedy():
+    plan = make_plan(1, 4)
+    work = draw(plan, 8, text=0.0)
+    work = dataclasses.replace(work, tokens={name: np.full(8, 10) for name in work.tokens}, max_tokens={"vision": 15})
+    with pytest.raises(ValueError, match="give the encoder as many replicas"):
+        hierarchical(plan, work, 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_text_alone_is_spread_evenly(seed):
+    plan = make_plan(2, 2)
+    work = draw(plan, 120, seed, text=1.0)
+    step = arrange_step(plan, range(120), work, 6, "hierarchical_even")
+    sums = loads(step.microbatches[LANGUAGE_MODEL], work.forward_ms[LANGUAGE_MODEL])
+    assert sums.shape == (2, 10) and sums.max() < 1.05 * sums.mean()
+    assert not any(slots for replica in step.microbatches["vision"] for slots in replica)
+
+
+@pytest.mark.parametrize(("vision", "language"), [(2, 2), (1, 2), (4, 2), (3, 2)])
+@pytest.mark.parametrize("seed", range(2))
+def test_microbatches_and_replicas_are_more_even_than_contiguous_ones(vision, language, seed):
+    plan = make_plan(vision, language, 2)
+    work = draw(plan, 128, seed)
+    found = arrange_step(plan, range(128), work, 4, "hierarchical_even").microbatches
+    other = arrange_step(plan, range(128), work, 4, "contiguous").microbatches
+    for name in plan.modules:
+        mine, theirs = (loads(kind[name], work.forward_ms[name]) for kind in (found, other))
+        assert mine.max() <= theirs.max() and mine.std() < 0.5 * theirs.std()
+        assert mine.sum(axis=1).max() <= theirs.sum(axis=1).max() * (1 + 1e-9)
+
+
+def test_deferral_evens_out_what_the_encoder_leaves():
+    # Encoder work is equal, so that the strata alone decide; one microbatch has all the long texts.
+    plan = make_plan(1, 1)
+    work = draw(plan, 12, text=0.0)
+    forward = {"vision": np.array([4.0, 4, 2, 2, 2, 2]), LANGUAGE_MODEL: np.array([1.0, 1, 3, 3, 2, 2])}
+    tokens = {name: np.ones(6, np.int64) for name in forward}
+    work = Workloads(forward, work.backward_ratio, tokens, {})
+    step = arrange_step(plan, range(6), work, 3, "hierarchical_even")
+    assert loads(step.microbatches["vision"], forward["vision"]).tolist() == [[8.0, 8.0]]
+    assert loads(step.microbatches[LANGUAGE_MODEL], forward[LANGUAGE_MODEL]).tolist() == [[6.0, 6.0]]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_several_encoders(merged):
+    vision = ModulePlugin(colocate_with="audio") if merged else ModulePlugin(dp_size=3)
+    plan = resolve_plan(
+        TWO_ENCODERS,
+        {"audio": ModulePlugin(dp_size=2), "vision": vision, LANGUAGE_MODEL: ModulePlugin(dp_size=2)},
+    )
+    work = draw(plan, 128, text=0.3)
+    step = arrange_step(plan, range(128), work, 8, "hierarchical_even")
+    check(plan, work, step)
+    contiguous = arrange_step(plan, range(128), work, 8, "contiguous")
+    names = [("audio", "vision")] if merged else [("audio",), ("vision",)]
+    for group in names:
+        mine, theirs = (
+            sum(loads(kind.microbatches[name], work.forward_ms[name]) for name in group) for kind in (step, contiguous)
+        )
+        assert mine.std() < 0.5 * theirs.std()
+    places = {name: [step.places.get((name, slot)) for slot in range(128)] for name in ("audio", "vision")}
+    both = [(a, v) for a, v in zip(places["audio"], places["vision"], strict=True) if a and v]
+    assert all(a == v for a, v in both) or not merged
+
+
+def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_ends():
+    plan = make_plan(1, 1, 2)
+    work = draw(plan, 96, text=0.0)
+
+    def time_ms(method: str) -> float:
+        step = arrange_step(plan, range(96), work, 6, method)
+        check(plan, work, step)
+
+        def cost(task) -> float:
+            slots = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+            return work.forward_ms[task.module][slots].sum() / 2 * (1 if task.kind == "fwd" else 2)
+
+        return simulate(plan, build_program(plan, step, (), cost), cost).iteration_ms
+
+    assert time_ms("hierarchical") < time_ms("hierarchical_even") < time_ms("contiguous")
+
+
+def test_it_is_the_default_and_has_a_form_with_equal_sizes():
+    assert next(iter(ARRANGEMENTS)) == "hierarchical" and "hierarchical_even" in ARRANGEMENTS
+    plan = make_plan(1, 1, 3)
+    work = draw(plan, 128, text=0.0)
+    default = arrange_step(plan, range(128), work, 4)
+    assert default == arrange_step(plan, range(128), work, 4, "hierarchical")
+    sums = loads(default.microbatches["vision"], work.forward_ms["vision"])[0]
+    assert sums[0] < 0.7 * sums.mean() and sums[-1] < 0.7 * sums.mean()

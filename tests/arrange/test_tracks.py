@@ -1,0 +1,66 @@
+"""Encoders on the same ranks as one, and their microbatches over their replicas."""
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.arrange.exchange import Room
+from hf_mmparallel.arrange.greedy import NoRoomError
+from hf_mmparallel.arrange.tracks import Track, tracks_of
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, Workloads, resolve_plan
+from tests.plan.specs import language_spec, vision_spec
+
+SPEC = ModelSpec({"audio": vision_spec(), "vision": vision_spec(), LANGUAGE_MODEL: language_spec()})
+
+
+def workloads() -> Workloads:
+    """Three samples: images, sound, and both."""
+    forward = {"audio": np.array([0.0, 2, 4]), "vision": np.array([1.0, 0, 3]), LANGUAGE_MODEL: np.ones(3)}
+    tokens = {name: own.astype(int) for name, own in forward.items()}
+    return Workloads(forward, dict.fromkeys(forward, 2.0), tokens, {})
+
+
+def test_encoders_on_ranks_of_their_own_are_separate():
+    plan = resolve_plan(SPEC, {"audio": ModulePlugin(dp_size=4), LANGUAGE_MODEL: ModulePlugin(dp_size=6)})
+    audio, vision = tracks_of(plan, workloads(), {"audio": 1.0, "vision": 2.0, LANGUAGE_MODEL: 1.0})
+    assert (audio.modules, vision.modules) == (("audio",), ("vision",))
+    assert audio.work.tolist() == [0, 2, 4] and vision.work.tolist() == [2, 0, 6]
+    assert (audio.num_groups, audio.num_copies, audio.num_served) == (2, 2, 3)
+    assert (vision.num_groups, vision.num_copies, vision.num_served) == (1, 1, 6)
+
+
+def test_encoders_on_the_same_ranks_add_up():
+    plan = resolve_plan(SPEC, {"audio": ModulePlugin(dp_size=2), "vision": ModulePlugin(colocate_with="audio")})
+    (track,) = tracks_of(plan, workloads(), {"audio": 1.0, "vision": 2.0, LANGUAGE_MODEL: 1.0})
+    assert track.modules == ("audio", "vision") and track.work.tolist() == [2, 2, 10]
+    assert (track.num_groups, track.num_copies, track.num_served) == (1, 2, 1)
+
+
+def test_replicas_share_each_microbatch_and_the_step():
+    rng = np.random.default_rng(0)
+    work = rng.lognormal(0, 0.5, 240) * (rng.random(240) < 0.9)
+    track = Track(("vision",), work, 6, 2, 4)
+    replica, microbatch = rng.integers(0, 4, 240), rng.integers(0, 5, 240)
+    copy = track.copies(replica, microbatch, 5, None)
+    assert (copy // 3 == replica // 2).all()
+    for group in range(2):
+        own = copy // 3 == group
+        for index in range(5):
+            loads = np.bincount(copy[own & (microbatch == index)], work[own & (microbatch == index)], 6)[3 * group :][
+                :3
+            ]
+            assert loads.max() < 1.15 * loads.mean()
+        totals = np.bincount(copy[own], work[own], 6)[3 * group :][:3]
+        assert totals.max() < 1.02 * totals.mean()
+
+
+def test_a_replica_for_each_serves_its_own():
+    track = Track(("vision",), np.ones(4), 2, 2, 2)
+    assert track.copies(np.array([0, 1, 1, 0]), np.zeros(4, np.int64), 1, None).tolist() == [0, 1, 1, 0]
+
+
+def test_limits_are_those_of_each_replica():
+    track, room = Track(("vision",), np.ones(4), 2, 1, 1), Room(np.ones((4, 1)), np.array([2.0]))
+    copy = track.copies(np.zeros(4, np.int64), np.zeros(4, np.int64), 1, room)
+    assert np.bincount(copy).tolist() == [2, 2]
+    with pytest.raises(NoRoomError):
+        track.copies(np.zeros(4, np.int64), np.zeros(4, np.int64), 1, Room(np.ones((4, 1)), np.array([1.0])))
