@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange.balance import Balance
+from hf_mmparallel.data.streams import StreamWindow
+from hf_mmparallel.plan import SampleSizes
 from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.trainer.report import (
     Prediction,
     arrangement_lines,
+    representative_draw,
     settings_without_effect,
     settings_without_plan,
     size_origin,
@@ -70,6 +75,31 @@ def test_the_origin_of_sizes_has_a_name(token_columns, function, dataset, wanted
     args = arguments(token_columns=token_columns)
     trainer: Any = SimpleNamespace(args=args, sample_tokens=function, train_dataset=dataset)
     assert size_origin(trainer) == wanted
+
+
+class Numbers(IterableDataset):
+    """A stream of three rows."""
+
+    def __iter__(self):
+        yield from ({"n": number} for number in range(3))
+
+
+def test_the_prediction_is_for_samples_from_all_over_the_dataset():
+    def trainer(dataset: Any, **changes: Any) -> Any:
+        return SimpleNamespace(global_batch_size=4, train_dataset=dataset, args=arguments(**changes))
+
+    def sizes(indices: Sequence[int]) -> SampleSizes:
+        if 33 in indices:
+            raise OSError("no header")
+        return SampleSizes.uniform({LM: 1}, len(indices))
+
+    assert representative_draw(trainer(range(100)), None, None).samples == (0, 1, 2, 3)  # unknown, all the same
+    assert representative_draw(trainer(range(100)), sizes, None).samples == (0, 33, 66, 99)
+    assert representative_draw(trainer(range(100), on_bad_sample="skip"), sizes, None).samples == (0, 66, 99)
+    assert representative_draw(trainer([0, 1]), sizes, None).samples == (0, 1)
+    assert representative_draw(trainer([]), sizes, None).samples == ()
+    stream = Numbers()
+    assert representative_draw(trainer(stream), sizes, StreamWindow(stream)).samples == (0, 1, 2)
 
 
 def test_settings_that_change_nothing_say_so():
