@@ -255,7 +255,8 @@ def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes:
 def _closest(times_ms: list[float], width: int, gap_ms: float) -> int:
     """Where the run of `width` ascending times begins whose sum is closest to the gap."""
     if width > 1:
-        times_ms = np.convolve(times_ms, np.ones(width), "valid").tolist()
+        # Added up from left to right, so that ranks with other processors find the same.
+        times_ms = [sum(times_ms[start : start + width]) for start in range(len(times_ms) - width + 1)]
     place = bisect.bisect_left(times_ms, gap_ms)
     if place and (place == len(times_ms) or gap_ms - times_ms[place - 1] <= times_ms[place] - gap_ms):
         place -= 1
