@@ -1,0 +1,40 @@
+"""
+Draws the picture of `arrangement.md`: samples of a published shape, in the sampler's order and arranged.
+
+```bash
+python docs/draw_workloads.py
+```
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_mmparallel.arrange import arrange_step
+from hf_mmparallel.arrange.balance import step_balance
+from hf_mmparallel.arrange.draw import BEFORE, balance_png
+from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+
+PICTURE = Path(__file__).parent / "images" / "workloads.png"
+HEADINGS = {BEFORE: "contiguous", "hierarchical_even": "hierarchical_even", "hierarchical": "hierarchical"}
+DP_SIZE, NUM_MICROBATCHES, MICROBATCH_SIZE = 2, 16, 4
+
+
+def main() -> None:
+    """Two replicas with sixteen microbatches each."""
+    model = PUBLISHED_MODELS["llama3-3b"]
+    module = ModulePlugin(dp_size=DP_SIZE, pp_size=2)
+    plan = resolve_plan(model.spec, {VISION: module, LANGUAGE_MODEL: module})
+    num_samples = DP_SIZE * NUM_MICROBATCHES * MICROBATCH_SIZE
+    workloads = model.workloads(PUBLISHED["synthchartnet"].draw(num_samples, seed=0))
+    panels = {}
+    for heading, method in HEADINGS.items():
+        panels[heading] = step_balance(
+            arrange_step(plan, range(num_samples), workloads, MICROBATCH_SIZE, method), workloads
+        )
+    balance_png(panels, PICTURE, "Predicted forward of each microbatch")
+
+
+if __name__ == "__main__":
+    main()
