@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -56,7 +58,7 @@ class DrawSampler:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def resume(self, epoch: int, position: int, num_draws: int) -> None:
+    def resume(self, epoch: int, position: int, num_draws: int, batch_size: int | None = None) -> None:
         """
         Lets an epoch go on behind some of its samples, in draws that may have another size than before.
 
@@ -64,8 +66,11 @@ class DrawSampler:
             epoch (`int`): The epoch.
             position (`int`): How many of its samples were drawn.
             num_draws (`int`): How many empty draws stand for them, which the Trainer skips.
+            batch_size (`int`, *optional*): The size of draws when the epoch began, by which its order was made.
         """
         self._resumed = epoch, position, num_draws
+        if batch_size is not None and isinstance(self.sampler, LengthGroups):
+            self.sampler.batch_sizes[epoch] = batch_size
 
     def num_draws(self, num_samples: int) -> int:
         """Draws of a number of samples."""
@@ -85,3 +90,32 @@ class DrawSampler:
                 return
             position += len(samples)
             yield Draw(samples, self.epoch, position)
+
+
+class LengthGroups:
+    """
+    Orders in which samples of about the same length are neighbours, each epoch another one.
+
+    Args:
+        sampler (`LengthGroupedSampler`): Makes the order of one epoch by its `batch_size` and `generator`.
+        batch_size (`int`): Samples of a global batch.
+        seed (`int`): The order of an epoch depends on this and its number.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, seed: int):
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
+        self.batch_sizes: dict[int, int] = {}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        self.sampler.batch_size = self.batch_sizes.get(self.epoch, self.batch_size)
+        self.sampler.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(self.sampler)

@@ -52,6 +52,12 @@ class StepBatch:
     rows: torch.Tensor | None = None
     digest: int = 0
 
+    @property
+    def drawn(self) -> Draw:
+        """Its draw, in batches of a loader."""
+        assert self.draw is not None
+        return self.draw
+
     def pin_memory(self) -> StepBatch:
         """Called by the data loader's pinning thread."""
         for batch in self.batches.values():
@@ -149,10 +155,9 @@ class StepDataset(Dataset):
 
     def again(self, batch: StepBatch, slots: Collection[int]) -> StepBatch:
         """The step of a batch without some of its samples, planned and read again."""
-        assert batch.draw is not None
         if self.window is not None and batch.rows is not None:
-            self.window.restore(batch.draw, batch.rows)
-        result = self._planned(batch.draw.without(slots))
+            self.window.restore(batch.drawn, batch.rows)
+        result = self._planned(batch.drawn.without(slots))
         result.rows, result.digest = batch.rows, batch.digest
         return result
 

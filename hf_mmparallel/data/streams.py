@@ -64,6 +64,9 @@ class StreamWindow:
     def __len__(self) -> int:
         return len(self.stream)
 
+    def __bool__(self) -> bool:
+        return True  # also where the stream does not tell its length
+
     def __getitem__(self, position: int) -> Any:
         """The sample at a place of the window, with its media decoded."""
         return self.decoded(self.rows[position], self.features)
@@ -225,6 +228,9 @@ class StreamSizes:
 
     def __len__(self) -> int:
         return len(self.window)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __call__(self, indices: Sequence[int]) -> SampleSizes:
         rows = [self.window.stored(position) for position in indices]

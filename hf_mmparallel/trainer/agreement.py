@@ -53,10 +53,8 @@ class SampleAgreement:
                 raise bad.error()
             return batch
         while slots := self._bad_slots(batch):
-            assert batch.draw is not None
             found = self._exchange(batch)
-            rest = batch.draw.without(slots)
-            if not rest.samples:
+            if len(slots) == len(batch.drawn.samples):
                 raise BadSampleError(
                     f"None of the last {len(slots)} samples of a global batch can be read, the first because of: "
                     f"{found[slots[0]]} Check the files and the collator."
@@ -69,8 +67,7 @@ class SampleAgreement:
 
     def _bad_slots(self, batch: StepBatch) -> list[int]:
         """The slots that are bad on any rank."""
-        assert batch.draw is not None
-        flags = torch.zeros(len(batch.draw.samples), dtype=torch.uint8)
+        flags = torch.zeros(len(batch.drawn.samples), dtype=torch.uint8)
         flags[list(batch.bad)] = 1
         flags = flags.to(self.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -78,7 +75,7 @@ class SampleAgreement:
 
     def _compare(self, batch: StepBatch | None) -> None:
         """Raises `RuntimeError` if the ranks don't read the same rows of a stream."""
-        count = 0 if batch is None or batch.draw is None else len(batch.draw.samples)
+        count = 0 if batch is None else len(batch.drawn.samples)
         digest = 0 if batch is None else batch.digest
         extremes = torch.tensor([count, -count, digest, -digest], device=self.device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler
+from datasets import IterableDataset as StreamedDataset
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from tests import tiny
@@ -122,3 +127,141 @@ def _without_any() -> None:
 
 def test_a_step_without_a_readable_sample_is_an_error():
     assert_ranks_raise(_without_any, 3, match="None of the last . samples of a global batch can be read.*charts/")
+
+
+class Stream(IterableDataset):
+    """The tiny samples in order, of which a worker would take a part."""
+
+    def __init__(self, size: int = runs.SAMPLES, first: int = 0):
+        self.samples = tiny.make_dataset(FAMILY, size)[first:]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        info = get_worker_info()
+        return iter(self.samples if info is None else self.samples[info.id :: info.num_workers])
+
+
+def datasets_stream() -> Any:
+    """The same samples, in four shards."""
+    samples = tiny.make_dataset(FAMILY, runs.SAMPLES)
+
+    def rows(shards: list[int]) -> Iterator[dict[str, Any]]:
+        for shard in shards:
+            yield from samples[6 * shard : 6 * shard + 6]
+
+    return StreamedDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2, 3]})
+
+
+STREAMS = {"torch": Stream, "datasets": datasets_stream}
+
+
+def tokens_of(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"language_model": len(sample["input_ids"]), "vision": [4] * len(sample.get("pixel_values", ()))}
+
+
+def _streamed(kind: str, num_workers: int) -> runs.Run:
+    trainer = make_trainer(
+        STREAMS[kind](),
+        max_steps=5,
+        dataloader_num_workers=num_workers,
+        dataloader_multiprocessing_context="fork" if num_workers else None,
+    )
+    trainer.sample_tokens = tokens_of
+    trainer.train()
+    whole = trainer.gather_model()
+    metrics = trainer.evaluate(Stream(7))
+    same = trainer.evaluate(tiny.make_dataset(FAMILY, 7))
+    assert metrics["eval_loss"] == pytest.approx(same["eval_loss"], rel=1e-6)
+    return runs.Run(runs.step_logs(trainer), None if whole is None else dict(whole.state_dict()))
+
+
+@pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("datasets", 2)])
+def test_a_stream_is_trained_on_as_by_the_stock_trainer(kind: str, num_workers: int, tmp_path: Path):
+    run, *_ = run_distributed(_streamed, 3, kind, num_workers)
+    model, arguments = tiny.FAMILIES[FAMILY](), {**runs.COMMON, "per_device_train_batch_size": 8, "max_steps": 5}
+    # Batches that are dispatched are cut to as many images as samples.
+    args = TrainingArguments(str(tmp_path), accelerator_config={"dispatch_batches": False}, **arguments)
+    trainer = Trainer(model, args, train_dataset=STREAMS[kind](), data_collator=collate)
+    trainer.train()
+    runs.assert_same_run(run, runs.Run(runs.step_logs(trainer), dict(model.state_dict())))
+
+
+def _differing() -> None:
+    make_trainer(Stream(first=int(dist.get_rank() == 1))).train()
+
+
+def test_streams_that_differ_between_ranks_are_an_error_on_all():
+    assert_ranks_raise(_differing, 3, match="The ranks read different samples from the stream, 8 to 8")
+
+
+def _unlimited() -> None:
+    make_trainer(Stream(), max_steps=-1)
+
+
+def test_a_stream_needs_a_number_of_steps():
+    assert_ranks_raise(_unlimited, 3, match="max_steps has to be specified|max_steps must be set")
+
+
+def _drawn(trainer: Any, resume: str | None = None) -> list[tuple[int, ...]]:
+    """Trains; the samples of each step."""
+    steps, stock = [], trainer.get_batch_samples
+
+    def noting(*arguments: Any) -> Any:
+        batches, count = stock(*arguments)
+        steps.extend(batch.step.samples for batch in batches)
+        return batches, count
+
+    trainer.get_batch_samples = noting
+    trainer.train(resume_from_checkpoint=resume)
+    return steps
+
+
+def _interrupted(folder: Path, resume: str | None, parallel: dict[str, Any], size: int) -> tuple[list, dict[str, Any]]:
+    trainer = make_trainer(
+        Corrupt({}),
+        parallel,
+        output_dir=str(folder),
+        global_batch_size=None,
+        per_device_train_batch_size=size,
+        max_steps=-1,
+        num_train_epochs=1,
+        save_strategy="steps",
+        save_steps=2,
+        dataloader_num_workers=int(resume is not None),
+        dataloader_multiprocessing_context="fork" if resume else None,
+    )
+    steps = _drawn(trainer, resume)
+    state = trainer.state
+    return steps, {
+        "epoch": state.epoch,
+        "step": state.global_step,
+        "of": state.max_steps,
+        "rates": [row["learning_rate"] for row in runs.step_logs(trainer)],
+    }
+
+
+def test_an_epoch_goes_on_with_other_replicas_batches_and_workers_without_losing_or_repeating_a_sample(tmp_path: Path):
+    first, _ = run_distributed(_interrupted, 3, tmp_path, None, PLAN, 2)[0]
+    checkpoint = str(tmp_path / "checkpoint-2")
+    rest, state = run_distributed(_interrupted, 2, tmp_path / "rest", checkpoint, {"vision": {}}, 3)[0]
+    assert [len(step) for step in first] == [4, 4, 4, 4, 4, 2] and [len(step) for step in rest] == [3, 3, 3, 3, 2]
+    assert [index for step in first[:2] + rest for index in step] == ORDER
+    assert (state["epoch"], state["step"], state["of"]) == (1.0, 7, 7)
+    assert state["rates"][-1] < 0.2 * max(state["rates"])  # the schedule ends with the run
+
+
+def _stream_resumed(folder: Path) -> list[tuple[list, dict[str, torch.Tensor] | None]]:
+    found = []
+    for resume in (None, str(folder / "checkpoint-4")):
+        saving = {"save_strategy": "steps", "save_steps": 2}
+        trainer = make_trainer(Stream(), output_dir=str(folder), max_steps=6, **saving)
+        steps = _drawn(trainer, resume)
+        whole = trainer.gather_model()
+        found.append((steps, None if whole is None else dict(whole.state_dict())))
+    return found
+
+
+def test_a_stream_goes_on_in_the_middle_of_a_later_epoch(tmp_path: Path):
+    (steps, straight), (rest, resumed) = run_distributed(_stream_resumed, 3, tmp_path)[0]
+    assert rest == steps[4:] == [tuple(range(8, 16)), tuple(range(16, 22))]
+    assert straight is not None and resumed is not None
+    assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())

@@ -1,0 +1,81 @@
+"""How far a run has come in its data, in samples, so that it can go on with batches of another size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from .draws import Draw, DrawSampler
+
+FILE = "data_position.json"
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """
+    Where a run is in its training set.
+
+    Args:
+        epoch (`int`, *optional*, defaults to 0): The epoch.
+        num_samples (`int`, *optional*, defaults to 0): Its samples that were drawn, with those that were skipped.
+        num_steps (`int`, *optional*, defaults to 0): The steps that drew them.
+        global_step (`int`, *optional*, defaults to 0): Steps of the run.
+        batch_size (`int`, *optional*): The size of a global batch when the epoch began; orders may depend on it.
+        num_skipped (`int`, *optional*, defaults to 0): Samples of the run that could not be read and were left out.
+    """
+
+    epoch: int = 0
+    num_samples: int = 0
+    num_steps: int = 0
+    global_step: int = 0
+    batch_size: int | None = None
+    num_skipped: int = 0
+
+    @classmethod
+    def load(cls, folder: str | Path) -> DataPosition | None:
+        """The position of a checkpoint, `None` if it has none."""
+        path = Path(folder) / FILE
+        return cls(**json.loads(path.read_text())) if path.is_file() else None
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the position into a checkpoint."""
+        (Path(folder) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+
+    def after(self, draw: Draw, batch_size: int) -> DataPosition:
+        """
+        The position behind one more step.
+
+        Args:
+            draw (`Draw`): What the step drew.
+            batch_size (`int`): The size of a full global batch.
+        """
+        goes_on = draw.epoch == self.epoch and self.num_steps > 0
+        return dataclasses.replace(
+            self,
+            epoch=draw.epoch,
+            num_samples=draw.position,
+            num_steps=self.num_steps + 1 if goes_on else 1,
+            batch_size=self.batch_size if goes_on else batch_size,
+        )
+
+    def resume(self, draws: DrawSampler, num_samples: int | None) -> tuple[int, int]:
+        """
+        Lets draws go on from here.
+
+        Args:
+            draws ([`DrawSampler`]): Draws of the run that goes on.
+            num_samples (`int` or `None`): Samples of an epoch, `None` for a stream that does not say.
+
+        Returns:
+            `tuple[int, int]`: The epoch that goes on, and how many steps of it, of today's size, are behind.
+        """
+        num_steps = self.num_steps
+        if num_samples is not None:
+            left = draws.num_draws(max(0, num_samples - self.num_samples))
+            if not left:
+                return self.epoch + 1, 0
+            num_steps = draws.num_draws(num_samples) - left
+        draws.resume(self.epoch, self.num_samples, num_steps, self.batch_size)
+        return self.epoch, num_steps

@@ -1,0 +1,61 @@
+"""How the Trainer's loop goes on in the middle of an epoch, counted in samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
+
+from ..data.draws import Draw
+from ..data.position import DataPosition
+
+
+class DataProgress:
+    """
+    Where a training run is in its data.
+
+    Args:
+        batch_size (`int`): Samples of a global batch.
+        folder (`str`, *optional*): The checkpoint that the run goes on from.
+    """
+
+    def __init__(self, batch_size: int, folder: str | None = None):
+        self.batch_size = batch_size
+        saved = None if folder is None else DataPosition.load(folder)
+        self.position = saved or DataPosition()
+        self.resumed_at: tuple[int, int] | None = None
+
+    def step(self, draw: Draw) -> None:
+        """Goes on by the samples of a step."""
+        self.position = self.position.after(draw, self.batch_size)
+
+    def training_values(self, values: tuple, args: Any, dataloader: DataLoader) -> tuple:
+        """
+        What `Trainer.set_initial_training_values` returns, for a run that goes on, maybe with batches of another
+        size: as many steps as the samples take that are left.
+
+        Args:
+            values (`tuple`): What it returns for a run from the start.
+            args (`TrainingArguments`): The arguments.
+            dataloader (`DataLoader`): Of the training set; its draws are told where to go on.
+        """
+        position = self.position
+        if not position.global_step or args.ignore_data_skip:
+            return values
+        epochs, steps_per_epoch, *others, max_steps = values
+        draws: Any = dataloader.batch_sampler
+        num_samples = len(draws.sampler) if has_length(dataloader) else None
+        epoch, done = self.resumed_at = position.resume(draws, num_samples)
+        if num_samples is not None and args.max_steps > 0:
+            epochs = epoch + math.ceil((max_steps - position.global_step + done) / steps_per_epoch)
+        elif num_samples is not None:
+            max_steps += position.global_step - epoch * steps_per_epoch - done
+        return epochs, steps_per_epoch, *others, max_steps
+
+    def save(self, folder: Path, global_step: int, num_skipped: int) -> None:
+        """Writes the position into a checkpoint."""
+        dataclasses.replace(self.position, global_step=global_step, num_skipped=num_skipped).save(folder)

@@ -1,0 +1,107 @@
+"""Interrupted epochs: every sample once, whatever the size of the batches is after each interruption."""
+
+import itertools
+
+import pytest
+import torch
+from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from hf_mmparallel.data.draws import Draw, DrawSampler, LengthGroups
+from hf_mmparallel.data.position import DataPosition
+from hf_mmparallel.data.streams import StreamSampler, StreamWindow
+
+SEED = 3
+
+
+def shuffled(size: int, batch_size: int) -> SeedableRandomSampler:
+    return SeedableRandomSampler(range(size), data_seed=SEED)
+
+
+def grouped(size: int, batch_size: int) -> LengthGroups:
+    return LengthGroups(LengthGroupedSampler(batch_size, lengths=[i % 7 for i in range(size)]), batch_size, SEED)
+
+
+def run(make, size, batch_size, position, num_steps):
+    """Draws of one part of a run, as the Trainer's loop takes them, and where it ends."""
+    draws = DrawSampler(make(size, batch_size), batch_size)
+    epoch, done = position.resume(draws, size) if position.global_step else (0, 0)
+    taken: list[Draw] = []
+    while len(taken) < num_steps:
+        draws.set_epoch(epoch)
+        rest = list(SkipBatchSampler(draws, skip_batches=done))
+        assert len(rest) == len(draws) - done
+        taken += rest
+        epoch, done = epoch + 1, 0
+    for draw in taken[:num_steps]:
+        position = position.after(draw, batch_size)
+    return taken[:num_steps], DataPosition(**{**vars(position), "global_step": position.global_step + num_steps})
+
+
+parts = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 8)), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("make", [shuffled, grouped])
+@given(size=st.integers(1, 40), runs=parts)
+@example(size=22, runs=[(8, 1), (5, 1), (9, 2), (2, 8), (8, 2)])
+def test_every_sample_is_drawn_once_an_epoch_over_any_interruptions(make, size, runs):
+    position, taken = DataPosition(), []
+    for batch_size, num_steps in runs:
+        draws, position = run(make, size, batch_size, position, num_steps)
+        taken += draws
+    for epoch, group in itertools.groupby(taken, key=lambda draw: draw.epoch):
+        drawn = [index for draw in group for index in draw.samples]
+        assert len(set(drawn)) == len(drawn)
+        if epoch < taken[-1].epoch:
+            assert sorted(drawn) == list(range(size))
+    assert position.global_step == len(taken) == sum(steps for _, steps in runs)
+
+
+@given(size=st.integers(2, 40), batch_size=st.integers(1, 9), steps=st.integers(1, 12))
+def test_a_run_that_goes_on_with_the_same_batches_takes_the_steps_of_a_straight_one(size, batch_size, steps):
+    straight, _ = run(shuffled, size, batch_size, DataPosition(), steps + 5)
+    first, position = run(shuffled, size, batch_size, DataPosition(), steps)
+    rest, _ = run(shuffled, size, batch_size, position, 5)
+    assert first + rest == straight
+
+
+def test_a_last_draw_that_is_dropped_stays_dropped():
+    draws = DrawSampler(range(22), 3, drop_last=True)
+    assert DataPosition(0, 8, 1, 1, 8).resume(draws, 22) == (0, 3)
+    rest = list(SkipBatchSampler(draws, skip_batches=3))
+    assert [draw.samples for draw in rest] == [(8, 9, 10), (11, 12, 13), (14, 15, 16), (17, 18, 19)]
+    assert DataPosition(0, 20, 7, 7, 3).resume(draws, 22) == (1, 0)
+
+
+def test_a_stream_goes_on_in_its_epoch_although_its_end_is_not_known():
+    draws = DrawSampler(StreamSampler(StreamWindow(itertools.count())), 4)
+    assert DataPosition(2, 16, 2, 9, 8).resume(draws, None) == (2, 2)
+    draws.set_epoch(2)
+    first = next(iter(SkipBatchSampler(draws, skip_batches=2)))
+    assert first == Draw((16, 17, 18, 19), 2, 20)
+    draws.set_epoch(3)
+    assert next(iter(draws)) == Draw((0, 1, 2, 3), 3, 4)
+
+
+def test_groups_of_like_lengths_repeat_by_epoch_and_keep_the_size_that_their_epoch_began_with():
+    orders = {}
+    for epoch in (0, 1, 0):
+        sampler = grouped(30, 5)
+        sampler.set_epoch(epoch)
+        torch.manual_seed(len(orders))
+        order = list(sampler)
+        assert sorted(order) == list(range(30)) and orders.setdefault(epoch, order) == order
+    assert orders[0] != orders[1]
+    draws = DrawSampler(grouped(300, 2), 2)
+    assert list(grouped(300, 2)) != list(grouped(300, 5))
+    DataPosition(0, 10, 2, 2, 5).resume(draws, 300)
+    assert [index for draw in draws for index in draw.samples] == list(grouped(300, 5))[10:]
+
+
+def test_a_position_comes_back_from_its_folder(tmp_path):
+    position = DataPosition(1, 12, 2, 5, 8, 3)
+    position.save(tmp_path)
+    assert DataPosition.load(tmp_path) == position
+    assert DataPosition.load(tmp_path / "none") is None
