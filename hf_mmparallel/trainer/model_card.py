@@ -69,15 +69,18 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, l
             lines += ["", f"![{title}]({picture})"]
     measured = {name: value for row in log_history for name, value in row.items() if name.startswith(_PREFIX)}
     if measured:
-        lines += ["", "Measured in the last logged steps:", "", "| quantity | value |", "| --- | --- |"]
+        lines += ["", "In the last logged steps; workloads are estimates, the rest is measured:", ""]
+        lines += ["| quantity | value |", "| --- | --- |"]
         lines += [f"| {_readable(name)} | {value:.4g} |" for name, value in measured.items()]
     return "\n".join(lines) + "\n\n"
 
 
 def _readable(name: str) -> str:
-    """`parallel/tokens_per_second/vision` as `tokens per second, vision`."""
+    """`parallel/tokens_per_second/vision` as `tokens per second, vision`; deviations with their unit."""
     what, _, module = name.removeprefix(_PREFIX).partition("/")
-    return what.replace("_", " ") + (f", {module}" if module else "")
+    words = what.replace("_ms", "").replace("_", " ")
+    unit = " (ms)" if "_std" in what else ""
+    return words + (f", {module}" if module else "") + unit
 
 
 def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> None:

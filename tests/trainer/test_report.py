@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from transformers import TrainingArguments
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.data.streams import StreamWindow
-from hf_mmparallel.plan import SampleSizes
+from hf_mmparallel.plan import ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Simulation
+from hf_mmparallel.trainer.model_card import plan_section
 from hf_mmparallel.trainer.report import (
     Prediction,
     arrangement_lines,
@@ -24,6 +26,7 @@ from hf_mmparallel.trainer.report import (
     settings_without_plan,
     size_origin,
 )
+from tests.plan.specs import model_spec
 
 LM = "language_model"
 BEFORE = Balance({"vision": (np.array([1.0, 3.0]),), LM: (np.array([2.0, 8.0]),)}, {})
@@ -118,3 +121,15 @@ def test_settings_of_a_plan_are_idle_without_one():
     assert settings_without_plan(TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])) is None
     line = settings_without_plan(arguments(on_bad_sample="skip", token_columns="length"))
     assert line is not None and "`token_columns='length'`, `on_bad_sample='skip'`" in line
+
+
+def test_the_model_card_says_how_samples_were_arranged(tmp_path: Path):
+    plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin(pp_size=2)})
+    engine: Any = SimpleNamespace(plan=plan, planner=SimpleNamespace(method="disttrain"))
+    (tmp_path / "workloads.png").touch()
+    logs = [{"parallel/forward_ms_std/vision": 1.25, "loss": 2.0}, {"parallel/workload_std_before/vision": 12.0}]
+    lines = plan_section(tmp_path, engine, 8, logs).splitlines()
+    assert "The samples of a global batch are arranged by `disttrain`." in lines
+    assert "![Predicted forward of each microbatch of one step](workloads.png)" in lines
+    assert not any("schedule.png" in line for line in lines)
+    assert lines[-3:-1] == ["| forward std, vision (ms) | 1.25 |", "| workload std before, vision (ms) | 12 |"]
