@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 _PAIRS = 16_000  # pairs of items that are looked at in one round
 _FEWEST, _MOST = 12, 48  # items of a bin among them
 _SPARE = 2  # places in a bin for items to come
-_PATIENCE = 3  # rounds of each weight in which nothing is found
+_PROGRESS, _PATIENCE = 0.005, 3  # the least that counts, as a share of the sum of squares; for how long it may miss
 _CLOSE = 1e-3  # of the target; nearer is not worth a round
 
 
@@ -74,52 +74,55 @@ def exchange(bins: NDArray, weights: NDArray, targets: NDArray, rounds: int, roo
         return bins
     num_bins, half = num_problems * per_problem, per_problem // 2
     members = padded(bins, num_bins, _SPARE)
-    weights = np.append(weights, np.zeros((1, num_weights)), axis=0)
-    excess = weights[members].sum(axis=1) - targets.reshape(num_bins, num_weights)
-    sizes = np.zeros((len(weights), 0)) if room is None else np.append(room.sizes, room.sizes[:1] * 0, axis=0)
-    left = (np.zeros(0) if room is None else room.limits) - sizes[members].sum(axis=1)
+    values, goals = weights, targets.reshape(num_bins, num_weights)
+    if room is not None:
+        values = np.append(weights, room.sizes, axis=1)
+        goals = np.append(goals, np.broadcast_to(room.limits, (num_bins, len(room.limits))), axis=1)
+    values = np.append(values, np.zeros((1, values.shape[1])), axis=0)
+    excess = values[members].sum(axis=1) - goals
+    close, before, idle = _CLOSE * goals[:, :num_weights], np.inf, 0
     seen_at_once = min(max(math.isqrt(_PAIRS // (num_problems * half)), _FEWEST), _MOST)
-    first, stride, idle = np.arange(num_problems)[:, None] * per_problem, -(-members.shape[1] // seen_at_once), 0
-    close = _CLOSE * targets.reshape(num_bins, num_weights)
+    first, stride = np.arange(num_problems)[:, None] * per_problem, -(-members.shape[1] // seen_at_once)
     for turn in range(rounds):
-        if (excess <= close).all():
-            break
+        if turn % (num_weights * stride) == 0:
+            distance = float((excess[:, :num_weights] ** 2).sum())
+            idle, before = (idle + 1 if distance > (1 - _PROGRESS) * before else 0), distance
+            if idle == _PATIENCE or (excess[:, :num_weights] <= close).all():
+                break
         order = np.argsort(-excess[:, turn % num_weights].reshape(num_problems, -1), axis=1, kind="stable") + first
-        light = np.roll(order[:, : -half - 1 : -1], turn // num_weights, axis=1).ravel()
         heavy = order[:, :half].ravel()
+        light = order[:, -1 - (np.arange(half) + turn // num_weights) % half].ravel()
         seen = slice(turn % stride, None, stride)
         given, taken = members[heavy, seen], members[light, seen]
-        best, gain = _best(weights, excess[heavy] - excess[light], given, taken, sizes, (left[heavy], left[light]))
-        useful = np.flatnonzero(gain > 1e-9)
-        idle = 0 if len(useful) else idle + 1
-        if idle == _PATIENCE * num_weights * stride:
-            break
-        heavy, light, best = heavy[useful], light[useful], best[useful]
-        there, here = np.divmod(best, taken.shape[1])
+        best = _best(values, excess[heavy], excess[light], given, taken, num_weights)
+        useful = np.flatnonzero(best >= 0)
+        heavy, light = heavy[useful], light[useful]
+        there, here = np.divmod(best[useful], taken.shape[1])
         mine, theirs = given[useful, there], taken[useful, here]
         members[heavy, seen.start + stride * there], members[light, seen.start + stride * here] = theirs, mine
-        for state, change, sign in ((excess, weights, 1), (left, sizes, -1)):
-            moved = sign * (change[mine] - change[theirs])
-            state[heavy] -= moved
-            state[light] += moved
+        moved = values[mine] - values[theirs]
+        excess[heavy] -= moved
+        excess[light] += moved
     result = np.empty(len(bins) + 1, np.int64)
     result[members] = np.arange(num_bins)[:, None]
     return result[:-1]
 
 
 def _best(
-    weights: NDArray, gap: NDArray, given: NDArray, taken: NDArray, sizes: NDArray, left: tuple[NDArray, NDArray]
-) -> tuple[NDArray, NDArray]:
-    """For each pair of bins, the best pair of places (as one index) and by what it lowers the sum of squares."""
-    score = np.zeros((len(gap), given.shape[1], taken.shape[1]))
-    for number in range(weights.shape[1]):
-        values = weights[:, number]
-        distance = (values[given] - gap[:, number, None] / 2)[:, :, None] - values[taken][:, None, :]
+    values: NDArray, above: NDArray, below: NDArray, given: NDArray, taken: NDArray, num_weights: int
+) -> NDArray:
+    """For each pair of bins the places of the best exchange, as one index, or -1; limits come after the weights."""
+    half = (above - below) / 2
+    here, there = values[given], values[taken]
+    score = np.zeros((len(given), given.shape[1], taken.shape[1]))
+    for number in range(num_weights):
+        distance = (here[:, :, number] - half[:, number, None])[:, :, None] - there[:, None, :, number]
         score += distance * distance
-    for number in range(sizes.shape[1]):
-        moved = sizes[given, number][:, :, None] - sizes[taken, number][:, None, :]
-        score[(moved > left[1][:, number, None, None]) | (-moved > left[0][:, number, None, None])] = np.inf
-    flat = score.reshape(len(gap), -1)
+    for number in range(num_weights, values.shape[1]):
+        moved = here[:, :, None, number] - there[:, None, :, number]
+        full = (moved > -below[:, number, None, None]) | (-moved > -above[:, number, None, None])
+        score[full] = np.inf
+    flat = score.reshape(len(given), -1)
     best = flat.argmin(axis=1)
-    before = (gap * gap).sum(axis=1) / 4
-    return best, np.where(before > 0, 1 - flat[np.arange(len(gap)), best] / np.maximum(before, 1e-300), 0)
+    before = (half[:, :num_weights] ** 2).sum(axis=1)
+    return np.where(flat[np.arange(len(flat)), best] < (1 - 1e-9) * before, best, -1)

@@ -18,12 +18,12 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots
 from .contiguous import num_microbatches
 from .deferral import defer, pair_order
-from .estimate import Pipeline, stage_share
+from .estimate import Pipeline
 from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
 from .replicas import assign_replicas
 from .sizes import LARGEST, Sizes, best_count, best_sizes
-from .tracks import Track, tracks_of
+from .tracks import Track, paces_of, tracks_of
 
 _LANGUAGE = 0.5  # what the language model counts in the exchanges between microbatches of encoders, which count 1
 _EXCHANGES = 20  # most rounds of them for each of the weights
@@ -78,11 +78,7 @@ class Batch:
                     f"A sample has {largest} tokens in `{name}`, where a microbatch may have {limit}: samples are not "
                     f"cut. Allow {largest} tokens or more, or leave such samples out."
                 )
-        paces = [
-            max(stage_share(plan, LANGUAGE_MODEL, stage) for stage in stages)
-            for stages in plan.modules[LANGUAGE_MODEL].replicas
-        ]
-        self.replica = assign_replicas(self.language, self.work, np.array(paces))
+        self.replica = assign_replicas(self.language, self.work, paces_of(plan))
 
     @cached_property
     def totals(self) -> NDArray:

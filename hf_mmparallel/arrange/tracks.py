@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
+from .estimate import stage_share
 from .exchange import Room, exchange
 from .greedy import fill_bins
 
@@ -94,6 +96,49 @@ class Track:
         return taker
 
 
+class _ByIdentity:
+    """A plan as a key: plans can't be hashed, and to compare all ranks would take as long as what is remembered."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: ParallelPlan):
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.plan is other.plan
+
+
+@lru_cache(maxsize=16)
+def _together(key: _ByIdentity) -> tuple[tuple[str, ...], ...]:
+    """The encoders, those on the same ranks together."""
+    ranks = {
+        name: {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
+        for name, module in key.plan.modules.items()
+        if name != LANGUAGE_MODEL
+    }
+    found: list[tuple[str, ...]] = []
+    for name in ranks:
+        joined = [names for names in found if any(ranks[name] & ranks[other] for other in names)]
+        found = [names for names in found if names not in joined]
+        found.append((*(other for names in joined for other in names), name))
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _paces(key: _ByIdentity) -> tuple[float, ...]:
+    """What the slowest stage of each replica of the language model takes for a millisecond on one rank."""
+    replicas = key.plan.modules[LANGUAGE_MODEL].replicas
+    return tuple(max(stage_share(key.plan, LANGUAGE_MODEL, stage) for stage in stages) for stages in replicas)
+
+
+def paces_of(plan: ParallelPlan) -> NDArray:
+    """What the slowest stage of each language-model replica `[replicas]` takes for a millisecond on one rank."""
+    return np.array(_paces(_ByIdentity(plan)))
+
+
 def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:
     """
     The tracks of a plan.
@@ -104,20 +149,10 @@ def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, flo
         weight (`Mapping[str, float]`): Module -> what a millisecond of its forward counts.
     """
     language_dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    ranks = {
-        name: {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
-        for name, module in plan.modules.items()
-        if name != LANGUAGE_MODEL
-    }
-    found: list[list[str]] = []
-    for name in ranks:
-        joined = [names for names in found if any(ranks[name] & ranks[other] for other in names)]
-        found = [names for names in found if names not in joined]
-        found.append([*(other for names in joined for other in names), name])
     tracks = []
-    for names in found:
+    for names in _together(_ByIdentity(plan)):
         work = np.sum([np.asarray(workloads.forward_ms[name], dtype=float) * weight[name] for name in names], axis=0)
         dp_size = plan.modules[names[0]].dp_size
         groups = math.gcd(language_dp_size, *(plan.modules[name].dp_size for name in names))
-        tracks.append(Track(tuple(names), work, dp_size, groups, language_dp_size))
+        tracks.append(Track(names, work, dp_size, groups, language_dp_size))
     return tuple(tracks)

@@ -7,12 +7,13 @@ import pytest
 
 from hf_mmparallel.arrange.estimate import Pipeline, stage_share
 from hf_mmparallel.plan import LANGUAGE_MODEL, Edge, ModelSpec, ModulePlugin, ParallelPlan, resolve_plan
+from hf_mmparallel.plan.parallel_plan import Schedule
 from tests.plan.specs import language_spec, model_spec, vision_spec
 
 RATIOS = {"vision": 2.0, LANGUAGE_MODEL: 2.0}
 
 
-def make_plan(vision: int, language: int, schedule="1f1b", **settings) -> ParallelPlan:
+def make_plan(vision: int, language: int, schedule: Schedule = "1f1b", **settings) -> ParallelPlan:
     """Stages of both modules, with eight layers each."""
     plugins = {"vision": ModulePlugin(pp_size=vision, **settings), LANGUAGE_MODEL: ModulePlugin(pp_size=language)}
     return resolve_plan(model_spec(8, 8), plugins, schedule=schedule)

@@ -6,10 +6,11 @@ import pytest
 from hf_mmparallel.arrange.estimate import Pipeline
 from hf_mmparallel.arrange.sizes import LARGEST, Sizes, best_count, best_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from hf_mmparallel.plan.parallel_plan import Schedule
 from tests.plan.specs import model_spec
 
 
-def pipeline_of(vision: int, language: int, schedule="1f1b", ratio: float = 2.0) -> Pipeline:
+def pipeline_of(vision: int, language: int, schedule: Schedule = "1f1b", ratio: float = 2.0) -> Pipeline:
     """Stages of both modules; `ratio` is of the encoder."""
     plugins = {"vision": ModulePlugin(pp_size=vision), LANGUAGE_MODEL: ModulePlugin(pp_size=language)}
     plan = resolve_plan(model_spec(8, 8), plugins, schedule=schedule)
