@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import ModelSpec
 from .loader import Reader
+from .streams import StreamWindow
 
 MEDIA_FEATURES = frozenset({"Image", "Audio", "Video"})
 
@@ -37,7 +38,7 @@ def readers(
     collator.
 
     Args:
-        dataset: A map-style dataset; a `Subset` or `ConcatDataset` is looked into.
+        dataset: A map-style dataset or the window of a stream; a `Subset` or `ConcatDataset` is looked into.
         collator (`Callable[[list], Mapping[str, Any]]`): Of its samples.
         spec ([`ModelSpec`]): The model.
         inputs (`Mapping[str, frozenset[str]]`): Encoder -> the entries of a batch that it reads.
@@ -120,6 +121,8 @@ class _View:
             parts = [self.of(part) for part in dataset.datasets]
             same = all(part is given for part, given in zip(parts, dataset.datasets, strict=True))
             return dataset if same else ConcatDataset(parts)
+        if isinstance(dataset, StreamWindow):
+            return self._of_window(dataset)
         if is_datasets_available():
             from datasets import Dataset as ArrowDataset
 
@@ -143,6 +146,15 @@ class _View:
         if changed:
             dataset = _with_features(dataset, features)
         return dataset.remove_columns(columns) if columns else dataset
+
+    def _of_window(self, window: StreamWindow) -> Any:
+        """The view of a stream."""
+        known = dict(window.features or {})
+        kept = {
+            name: feature for name, feature in known.items() if name not in self.unused or not _is_floating(feature)
+        }
+        kept = {name: self._undecoded(feature) for name, feature in kept.items()}
+        return window if kept == known else window.with_features(kept)
 
     def _undecoded(self, feature: Any) -> Any:
         """A feature whose media stay as they are stored."""

@@ -6,16 +6,22 @@ import pickle
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, Features, Image, Value
+from datasets import Dataset, Features, Image, List, Value
 from torch.utils.data import DataLoader, Subset
 
 from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.media import readers
 from hf_mmparallel.data.step_planner import StepPlanner
+from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from tests.plan.specs import model_spec
+
+from .conversations import broken, conversation, image_file, undecoded
+from .processors import PROCESSORS
 
 SPEC = model_spec()
 PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
@@ -77,6 +83,26 @@ def test_only_the_rank_whose_module_needs_the_image_finds_a_corrupt_one():
     found = [make(rank, Files(), vision=corrupt).__getitems__(DRAW) for rank in range(PLAN.world_size)]
     assert [bool(batch.bad) for batch in found] == [True, *[False] * 5]
     assert all(batch.batches for batch in found[1:])
+
+
+def test_of_a_corrupt_image_the_ranks_of_the_language_model_read_the_header_only():
+    collator = ChatCollator(PROCESSORS["qwen2_vl"]())
+    inputs = {"vision": frozenset(["pixel_values", "image_grid_thw"])}
+    rows = [conversation([(40, 30)]) for _ in range(4)]
+    images = [[undecoded(image_file((40, 30)))] for _ in rows]
+    images[2] = [{**undecoded(broken(image_file((40, 30)))), "path": "charts/2.png"}]
+    dataset = Dataset.from_list([{**row, "images": own} for row, own in zip(rows, images, strict=True)])
+    dataset = dataset.cast(Features({**dataset.features, "images": List(Image())}))
+    for source in (dataset, StreamWindow(dataset.to_iterable_dataset())):
+        found = []
+        for rank in range(PLAN.world_size):
+            steps = make(rank, source)
+            steps.readers = readers(source, collator, SPEC, inputs)
+            steps.window = source if isinstance(source, StreamWindow) else None
+            found.append(steps.__getitems__(Draw((0, 1, 2, 3), 0, 4)))
+        assert [bad_of(batch) for batch in found] == [{}, {2: (2, "charts/2.png")}, *[{}] * 4]  # rank 1 has an encoder
+        taken = [index for batch in found for key in batch.batches for index in batch.step.chunks[key[:3]][key[3]]]
+        assert 2 in taken
 
 
 def test_the_samples_that_a_collator_cannot_take_are_found_one_by_one():
