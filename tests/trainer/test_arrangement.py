@@ -24,11 +24,11 @@ STEPS = {"max_steps": 3, "warmup_steps": 0}  # the second ends an epoch with wha
 
 def long_tailed() -> list[tiny.Shape]:
     """Samples of which some have no image or clip, some have many, and a few have many words."""
-    rng = np.random.default_rng(4)
-    items = np.minimum(rng.geometric(0.35, NUM_SAMPLES), 9) * (rng.random(NUM_SAMPLES) > 0.25)
-    clips = np.minimum(rng.geometric(0.35, NUM_SAMPLES), 9) * (rng.random(NUM_SAMPLES) > 0.4)
-    words = np.minimum(4 + rng.lognormal(2.0, 1.2, NUM_SAMPLES), 120)
-    return [tiny.Shape(int(i), int(c), int(w)) for i, c, w in zip(items, clips, words, strict=True)]
+    rng = np.random.default_rng(2)
+    items = rng.choice([0, 1, 5], NUM_SAMPLES, p=[0.15, 0.45, 0.4])
+    clips = rng.choice([0, 1, 2, 6], NUM_SAMPLES, p=[0.3, 0.4, 0.1, 0.2])
+    words = rng.choice([4, 12, 90], NUM_SAMPLES, p=[0.4, 0.35, 0.25]) + rng.integers(0, 4, NUM_SAMPLES)
+    return [tiny.Shape(*map(int, shape)) for shape in zip(items, clips, words, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def test_an_arranged_run_equals_the_stock_trainer(name: str):
     assert len(steps) == len(shares) == 3
     if case.defers:
         assert set().union(*(step.lags for step in steps)) == {0, 1}
-        assert shares[0] > 0 and max(steps[0].num_chunks) == 2
+        assert sum(shares) > 0 and max(max(step.num_chunks) for step in steps) == 2
     else:
         assert shares == [0, 0, 0]
     if case.limit is not None:
