@@ -12,10 +12,10 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
-from ..data.draws import DrawSampler
+from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
-from ..data.step_planner import StepPlanner
+from ..data.step_planner import SizeSource, StepPlanner
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL
 from .checks import check_dataset
@@ -38,8 +38,7 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
     else:
         sampler = _seeded(trainer, trainer._get_train_sampler(dataset))
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
-    with args.main_process_first(desc="sizes of samples"):
-        planner = trainer._engine.planner = training_planner(trainer, dataset)
+    planner = trainer._engine.planner = training_planner(trainer, trainer.training_sizes.shared(dataset))
     return _step_loader(trainer, dataset, draws, planner, "Training")
 
 
@@ -56,12 +55,9 @@ def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: s
     return _step_loader(trainer, dataset, draws, _planner(trainer, size, training=False), description)
 
 
-def training_planner(trainer: MultimodalParallelTrainer, dataset: Any = None) -> StepPlanner:
-    """Plans the training steps, of a stream by the sizes of the samples in its window `dataset`."""
+def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeSource | None) -> StepPlanner:
+    """Plans the training steps, by the sizes of samples."""
     args, device = trainer.args, trainer._engine.device
-    sizes = trainer.size_source
-    if isinstance(dataset, StreamWindow):
-        sizes = trainer.sizes_of(dataset)
     memory_gib = args.memory_limit_gib
     memory_bytes = None if memory_gib is None else 2**30 * memory_gib
     if memory_bytes is None and device.type == "cuda":
@@ -95,8 +91,7 @@ def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
     args = trainer.args
     seed = args.data_seed if args.data_seed is not None else args.seed
     if isinstance(sampler, LengthGroupedSampler):
-        sampler.batch_size = trainer.global_batch_size
-        sampler.generator = torch.Generator().manual_seed(seed)
+        return LengthGroups(sampler, trainer.global_batch_size, seed)
     if not isinstance(sampler, RandomSampler):
         return sampler
     return SeedableRandomSampler(

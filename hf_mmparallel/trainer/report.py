@@ -31,8 +31,8 @@ from .model_card import SCHEDULE, WORKLOADS
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
 
-WITH_LIMITS = "hierarchical"
-"""The arrangement whose microbatches hold to limits of tokens and memory."""
+WITH_LIMITS = ("hierarchical", "hierarchical_even")
+"""The arrangements whose microbatches hold to limits of tokens and memory."""
 ARRANGEMENT_SETTINGS = (
     "microbatch_assignment",
     "token_columns",
@@ -119,7 +119,9 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, Prediction
     """Simulates a step with a full global batch, as the planner of training steps arranges it."""
     plan, stream = trainer._engine.plan, is_stream(trainer.train_dataset)
     window = StreamWindow(trainer.train_dataset, trainer.args.seed) if stream else None
-    planner = training_planner(trainer, window)
+    dataset = trainer.train_dataset if window is None else window
+    source = None if dataset is None else trainer.training_sizes.of_rank(dataset)
+    planner = training_planner(trainer, source)
     draw = representative_draw(trainer, planner.sizes, window)
     if not draw.samples:
         planner, draw = replace(planner, sizes=None), Draw(tuple(range(trainer.global_batch_size)))
@@ -190,10 +192,10 @@ def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool
         value = getattr(args, name)
         if not sizes_known:
             lines.append(f"`{name}={value}` has no effect: sizes of samples are unknown.")
-        elif args.microbatch_assignment != WITH_LIMITS:
+        elif args.microbatch_assignment not in WITH_LIMITS:
             lines.append(
                 f"`{name}={value}` does not limit microbatches: `microbatch_assignment={args.microbatch_assignment!r}`"
-                f" fixes their number of samples. Use {WITH_LIMITS!r}."
+                f" fixes their number of samples. Use {WITH_LIMITS[0]!r}."
             )
     return lines
 

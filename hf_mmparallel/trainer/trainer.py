@@ -24,7 +24,6 @@ from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCal
 from ..data import default_collator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
-from ..data.sample_sizes import SizeSource, size_source
 from ..modeling.adapters import add_to_whole
 from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..runtime import checkpoint, optimizer_checkpoint
@@ -45,7 +44,9 @@ from .checks import check_arguments, check_launch, check_trainer
 from .evaluation import evaluate
 from .loaders import eval_loader, train_loader
 from .model_card import write_model_card
+from .progress import DataProgress
 from .report import report_plan, settings_without_plan
+from .sample_sizes import TrainingSizes
 
 logger = get_logger(__name__)
 
@@ -220,20 +221,9 @@ class MultimodalParallelTrainer(Trainer):
     # Data
 
     @functools.cached_property
-    def size_source(self) -> SizeSource | None:
-        """Dataset indices -> sizes of the training samples; `None` where nothing says them."""
-        return self.sizes_of(self.train_dataset)
-
-    def sizes_of(self, dataset: Any) -> SizeSource | None:
-        """Indices of a dataset -> sizes of its samples, measured as those of the training set."""
-        return size_source(
-            dataset,
-            self.data_collator,
-            self._engine.spec,
-            self.args.token_columns,
-            self.sample_tokens,
-            self.processing_class,
-        )
+    def training_sizes(self) -> TrainingSizes:
+        """Sizes of the training samples."""
+        return TrainingSizes(self)
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
@@ -273,13 +263,31 @@ class MultimodalParallelTrainer(Trainer):
             batch = self._readable.settle(next(epoch_iterator, None), self._train_steps)
         if batch is None:
             self.control.should_epoch_stop = True  # a stream tells its end when it is there
-        return ([] if batch is None else [batch]), None
+            return [], None
+        self._progress.step(batch.drawn)
+        return [batch], None
 
     def _evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
         """The batches of a loader, without samples that can't be read."""
         batches = iter(dataloader)
         while (batch := self._readable_in_evaluation.settle(next(batches, None), dataloader.dataset)) is not None:
             yield batch
+
+    @planned
+    def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        self._progress = DataProgress(self.global_batch_size, resume_from_checkpoint)
+        self._readable.num_skipped = self._progress.position.num_skipped
+        return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    @planned
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
+        values = super().set_initial_training_values(args, dataloader)
+        return self._progress.training_values(values, args, dataloader)
+
+    @planned
+    def _init_training_state(self, *args: Any) -> tuple[int, int]:
+        stock = super()._init_training_state(*args)
+        return self._progress.resumed_at or stock
 
     def _on_device(self, batch: StepBatch) -> StepBatch:
         batches: Any = {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()}
@@ -401,6 +409,7 @@ class MultimodalParallelTrainer(Trainer):
                 else:
                     states[name] = callback.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+        self._progress.save(folder, self.state.global_step, self._readable.num_skipped)
 
     @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
