@@ -25,7 +25,7 @@ from .replicas import assign_replicas
 from .sizes import LARGEST, Sizes, best_count, best_sizes
 from .tracks import Track, paces_of, tracks_of
 
-_LANGUAGE = 0.5  # what the language model counts in the exchanges between microbatches of encoders, which count 1
+_LANGUAGE_EVEN = 0.5  # what the language model counts between microbatches, where encoders come first and count 1
 _EXCHANGES = 20  # most rounds of them for each of the weights
 _SWEEPS = 3  # of deferral
 _EQUAL = 0.02  # of their size: by how much microbatches that change places may differ
@@ -134,19 +134,22 @@ class Batch:
                 heaviest[name] = own
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
 
-    def arrange(self, sizes: Sizes) -> Placement:
+    def arrange(self, sizes: Sizes, language_weight: float = 1.0) -> Placement:
         """
         Cuts the batch into microbatches.
 
         Args:
             sizes ([`Sizes`]): How much each microbatch should have.
+            language_weight (`float`, *optional*, defaults to 1):
+                What the language model counts beside an encoder when samples change microbatches.
 
         Raises:
             `NoRoomError`: If the limits need more microbatches.
         """
         encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
         count = len(encoder_sizes)
-        bins = self._ordered(self._stratified(encoder_sizes, language_sizes), encoder_sizes, language_sizes)
+        bins = self._stratified(encoder_sizes, language_sizes, language_weight)
+        bins = self._ordered(bins, encoder_sizes, language_sizes)
         targets = self.totals[:, :1] * language_sizes / count
         nothing = np.zeros(len(bins), dtype=bool)
         room = self.room([LANGUAGE_MODEL])
@@ -158,7 +161,7 @@ class Batch:
         )
         return Placement(count, microbatch, encoder, copies)
 
-    def _stratified(self, sizes: NDArray, language_sizes: NDArray) -> NDArray:
+    def _stratified(self, sizes: NDArray, language_sizes: NDArray, language_weight: float) -> NDArray:
         """The microbatch of each sample by its work in encoders; samples without any fill up the language model."""
         count, some = len(sizes), np.flatnonzero(self.encoded)
         replica, work = self.replica[some], np.append(self.work[some], self.language[some, None], axis=1)
@@ -170,7 +173,7 @@ class Batch:
         order = np.lexsort((-work[:, :-1].sum(axis=1), _lower_half(work[:, -1], replica)))
         # Where several encoder replicas work for one of the language model, a microbatch is as many bins.
         parts = self.tracks[0].num_copies if self._each_alone and room is None else 1
-        scale = np.append(np.ones(work.shape[1] - 1), _LANGUAGE)
+        scale = np.append(np.ones(work.shape[1] - 1), language_weight)
         shares = (
             np.stack([*[sizes] * (work.shape[1] - 1), language_sizes], axis=1).repeat(parts, axis=0) / count / parts
         )
@@ -303,7 +306,9 @@ def hierarchical(
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): What the samples cost.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
-        even (`bool`, *optional*, defaults to `False`): Have equal targets, as Entrain does.
+        even (`bool`, *optional*, defaults to `False`):
+            Have equal targets, and the encoders' first, as Entrain does. Microbatches then vary less, but the step
+            takes longer.
 
     Returns:
         `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> the slots it takes.
@@ -317,8 +322,9 @@ def hierarchical(
     count = max(count, batch.fewest)
     while True:
         try:
-            sizes = Sizes.even(count) if even else batch.sizes(count)
-            return batch.microbatches(batch.arrange(sizes))
+            if even:
+                return batch.microbatches(batch.arrange(Sizes.even(count), _LANGUAGE_EVEN))
+            return batch.microbatches(batch.arrange(batch.sizes(count)))
         except NoRoomError:
             if count > workloads.num_samples:
                 raise ValueError(

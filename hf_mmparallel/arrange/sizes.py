@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
-from scipy.sparse import coo_array
+from scipy.sparse import coo_array, csr_array
 
 from ..plan import LANGUAGE_MODEL
 from .estimate import Pipeline
@@ -63,9 +63,10 @@ def best_sizes(
     Returns:
         [`Sizes`]: Of each microbatch.
     """
-    if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3:
+    most = max(totals.values())
+    if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3 or most <= 0:
         return Sizes.even(count)
-    weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * max(totals.values())
+    weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * most
     work = weights * np.array(list(pipeline.bottleneck.values()))
     steps = np.rint(np.log(work / work.max()) / _STEP).astype(int)
     solved = min(count, 4 * pipeline.num_stages + 16)
@@ -91,7 +92,7 @@ class _Rows:
         self.entries += [(self.count, variable, value) for variable, value in terms]
         self.count += 1
 
-    def matrix(self, num_variables: int) -> coo_array:
+    def matrix(self, num_variables: int) -> csr_array:
         rows, columns, values = zip(*self.entries, strict=True)
         return coo_array((values, (rows, columns)), shape=(self.count, num_variables)).tocsr()
 
