@@ -18,6 +18,7 @@ from .draws import Draw
 from .randomness import seeded, stable_seed
 from .step_planner import StepPlanner
 from .streams import StreamWindow
+from .transfer import pack, unpack
 
 
 @dataclass
@@ -59,12 +60,26 @@ class StepBatch:
         return self.draw
 
     def pin_memory(self) -> StepBatch:
-        """Called by the data loader's pinning thread."""
+        """Called by the data loader's pinning thread. Tensors in one storage, as from a worker, stay in one."""
+        pinned: dict[int, torch.Tensor] = {}
         for batch in self.batches.values():
             for name, value in batch.items():
                 if torch.is_tensor(value):
-                    batch[name] = value.pin_memory()
+                    storage = value.untyped_storage()
+                    if storage.data_ptr() not in pinned:
+                        pinned[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8).set_(storage).pin_memory()
+                    copied = pinned[storage.data_ptr()].untyped_storage()
+                    place = value.storage_offset(), value.size(), value.stride()
+                    batch[name] = torch.empty(0, dtype=value.dtype).set_(copied, *place)
         return self
+
+    def __reduce__(self) -> tuple:
+        return _unpacked, pack(self.__dict__)
+
+
+def _unpacked(*packed: Any) -> StepBatch:
+    """A batch that was pickled."""
+    return StepBatch(**unpack(packed))
 
 
 def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey, tuple[int, ...]]:

@@ -150,10 +150,8 @@ class _View:
     def _of_window(self, window: StreamWindow) -> Any:
         """The view of a stream."""
         known = dict(window.features or {})
-        kept = {
-            name: feature for name, feature in known.items() if name not in self.unused or not _is_floating(feature)
-        }
-        kept = {name: self._undecoded(feature) for name, feature in kept.items()}
+        left_out = {name for name in self.unused if _is_floating(known.get(name))}
+        kept = {name: self._undecoded(feature) for name, feature in known.items() if name not in left_out}
         return window if kept == known else window.with_features(kept)
 
     def _undecoded(self, feature: Any) -> Any:

@@ -1,7 +1,9 @@
 """What each rank reads, with which randomness, and how an epoch goes on after a resume."""
 
 import functools
+import pickle
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +25,7 @@ from hf_mmparallel.data.loader import (
     stable_seed,
 )
 from hf_mmparallel.data.step_planner import StepPlanner
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from tests.plan.specs import model_spec
 
 SPEC = model_spec()
@@ -179,6 +181,38 @@ def test_workers_draw_what_the_main_process_draws():
     assert drawn(loader(3, num_workers=2)) == drawn(loader(3))
 
 
+def collate_tensors(samples: list[dict]) -> dict:
+    ids = torch.tensor([sample["index"] for sample in samples])
+    return {"input_ids": ids, "pixel_values": torch.rand(len(ids), 3), "grids": [tuple(ids.tolist())]}
+
+
+def sizes_of(indices) -> SampleSizes:
+    return SampleSizes.of_sequences({"vision": [[i % 3] for i in indices], LANGUAGE_MODEL: [[9 + i] for i in indices]})
+
+
+def test_arrangement_program_and_reading_take_place_in_the_worker_and_equal_the_inline_ones(monkeypatch):
+    def steps(num_workers: int):
+        dataset = make(PLAN, 1)
+        dataset.readers = Reader(Noisy(), collate_tensors)
+        dataset.planner = replace(dataset.planner, sizes=sizes_of)
+        draws = DrawSampler(range(40), 9)
+        return iter(DataLoader(dataset, batch_sampler=draws, collate_fn=as_is, num_workers=num_workers))  # type: ignore
+
+    inline, ahead = list(steps(0)), steps(1)
+    for name in ("hf_mmparallel.data.step_planner.StepPlanner.__call__", f"{__name__}.Noisy.__getitem__"):
+        monkeypatch.setattr(name, lambda *_: pytest.fail("the main process does a worker's work"))
+    for here, there in zip(inline, ahead, strict=True):
+        assert here.step == there.step and here.draw == there.draw and here.program == there.program
+        assert set(there.program.actions) == {1}
+        for module in PLAN.modules:
+            assert here.sizes.tokens[module].tolist() == there.sizes.tokens[module].tolist()
+            assert here.workloads.forward_ms[module].tolist() == there.workloads.forward_ms[module].tolist()
+        assert here.batches.keys() == there.batches.keys() and here.batches
+        for key, chunk in here.batches.items():
+            assert chunk["grids"] == there.batches[key]["grids"]
+            assert torch.equal(chunk["pixel_values"], there.batches[key]["pixel_values"])
+
+
 @pytest.mark.parametrize("skipped", [0, 1, 3])
 def test_a_resumed_epoch_goes_on_at_its_step(skipped):
     whole = loader(2)
@@ -194,8 +228,19 @@ def test_a_resumed_epoch_goes_on_at_its_step(skipped):
     }
 
 
-def test_pinning_keeps_what_is_no_tensor(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
-    batch = StepBatch(contiguous_step(PLAN, range(1), 1), {("vision", 0, 0, 0): {"a": torch.zeros(2), "b": [1]}})
-    (inputs,) = batch.pin_memory().batches.values()
-    assert inputs["a"].tolist() == [1, 1] and inputs["b"] == [1]
+def test_pinning_keeps_what_is_no_tensor_and_copies_a_storage_once(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.numel()) or tensor.clone())
+    batch = StepBatch(
+        contiguous_step(PLAN, range(1), 1),
+        {
+            ("vision", 0, 0, 0): {"a": torch.arange(6.0).view(2, 3).T, "b": [1]},
+            ("vision", 0, 1, 0): {"a": torch.arange(3), "none": torch.empty(0, 4)},
+        },
+    )
+    given = pickle.loads(pickle.dumps(batch))
+    first, second = given.pin_memory().batches.values()
+    assert torch.equal(first["a"], torch.arange(6.0).view(2, 3).T) and first["b"] == [1]
+    assert second["a"].tolist() == [0, 1, 2] and second["none"].shape == (0, 4)
+    assert len(pinned) == 1
+    assert given.step == batch.step
