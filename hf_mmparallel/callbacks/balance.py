@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ..arrange.balance import Balance, compare_with_contiguous, measured_balance
-from ..plan import StepPlan
 from ..runtime.engine import ParallelEngine
 from ..runtime.executor import StepResult
 from ..schedule import Span
@@ -23,12 +22,15 @@ class RanStep:
 
     Args:
         result (`StepResult`): What it left on this rank.
-        step (`StepPlan`): Its arrangement.
-        arrangement (`dict[str, float]`, *optional*): The numbers of [`arrangement_metrics`].
+        counts (`Mapping[str, tuple[int, ...]]`): Module -> microbatches of each of its replicas.
+        forward_ms (`np.ndarray` of shape `(microbatches of all replicas of all modules,)`):
+            The forwards of the stages that this rank speaks for.
+        arrangement (`Mapping[str, float]`, *optional*): The numbers of [`arrangement_metrics`].
     """
 
     result: StepResult
-    step: StepPlan
+    counts: Mapping[str, tuple[int, ...]]
+    forward_ms: np.ndarray
     arrangement: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -45,10 +47,14 @@ def last_balances(engine: ParallelEngine, microbatch_size: int) -> tuple[Balance
 
 def last_step(engine: ParallelEngine, microbatch_size: int) -> RanStep:
     """The step that an engine ran last. All ranks know the arrangement, so that nothing is communicated."""
-    assert engine.last_result is not None and engine.current_step is not None
+    result, step = engine.last_result, engine.current_step
+    assert result is not None and step is not None
+    spans = [Span(engine.rank, timed.task, timed.start_ms, timed.end_ms) for timed in result.timeline]
+    mine = measured_balance(step, [span for span in spans if engine.first_rank(span.task) == engine.rank])
+    counts = {name: tuple(map(len, replicas)) for name, replicas in mine.forward_ms.items()}
+    forward_ms = np.concatenate([times for replicas in mine.forward_ms.values() for times in replicas])
     balances = last_balances(engine, microbatch_size)
-    metrics = {} if balances is None else arrangement_metrics(*balances)
-    return RanStep(engine.last_result, engine.current_step, metrics)
+    return RanStep(result, counts, forward_ms, {} if balances is None else arrangement_metrics(*balances))
 
 
 def arrangement_metrics(before: Balance, after: Balance) -> dict[str, float]:
@@ -88,25 +94,18 @@ def forward_metrics(balance: Balance) -> dict[str, float]:
     return metrics
 
 
-def measure(engine: ParallelEngine, steps: Sequence[RanStep]) -> list[Balance]:
+def measure(steps: Sequence[RanStep], device: torch.device) -> list[Balance]:
     """The forwards of some steps, summed over the stages of each replica. Collective."""
-    balances = [
-        measured_balance(
-            ran.step,
-            [
-                Span(engine.rank, timed.task, timed.start_ms, timed.end_ms)
-                for timed in ran.result.timeline
-                if engine.first_rank(timed.task) == engine.rank
-            ],
-        )
-        for ran in steps
-    ]
-    parts = [times for balance in balances for replicas in balance.forward_ms.values() for times in replicas]
-    summed = torch.from_numpy(np.concatenate(parts)).to(engine.device)
+    summed = torch.from_numpy(np.concatenate([ran.forward_ms for ran in steps])).to(device)
     dist.all_reduce(summed)
-    for part, total in zip(parts, summed.cpu().split([len(part) for part in parts]), strict=True):
-        part[:] = total.numpy()
-    return balances
+    every = np.split(summed.cpu().numpy(), np.cumsum([len(ran.forward_ms) for ran in steps])[:-1])
+    return [_balance_of(times, ran.counts) for times, ran in zip(every, steps, strict=True)]
+
+
+def _balance_of(forward_ms: np.ndarray, counts: Mapping[str, tuple[int, ...]]) -> Balance:
+    """The forwards of all microbatches by module and replica."""
+    parts = iter(np.split(forward_ms, np.cumsum([count for replicas in counts.values() for count in replicas])[:-1]))
+    return Balance({name: tuple(next(parts) for _ in replicas) for name, replicas in counts.items()}, {})
 
 
 def mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

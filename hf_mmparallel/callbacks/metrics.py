@@ -138,7 +138,7 @@ class ParallelMetricsCallback(EngineCallback):
         windows: list[RankWindow | None] = [None] * dist.get_world_size()
         dist.all_gather_object(windows, mine)
         metrics = efficiency([w for w in windows if w is not None], core_per_rank(self.engine.device))
-        metrics |= mean_of([forward_metrics(balance) for balance in measure(self.engine, self.steps)])
+        metrics |= mean_of([forward_metrics(balance) for balance in measure(self.steps, self.engine.device)])
         metrics |= mean_of([ran.arrangement for ran in self.steps])
         self.steps.clear()
         self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)

@@ -16,7 +16,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.callbacks import LossProgressCallback
-from hf_mmparallel.callbacks.balance import arrangement_metrics, forward_metrics, mean_of
+from hf_mmparallel.callbacks.balance import RanStep, arrangement_metrics, forward_metrics, mean_of, measure
 from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, hardware_of
 from hf_mmparallel.callbacks.timeline import cost_from
 from hf_mmparallel.runtime.executor import StepResult, TimedTask
@@ -81,6 +81,16 @@ def test_microbatches_are_compared_in_each_step_then_steps_are_averaged():
         "parallel/workload_std_before/language_model": 2.0,
         "parallel/deferred_fraction": 0.5,
     }
+
+
+def test_forwards_of_all_ranks_are_summed_by_microbatch(monkeypatch: pytest.MonkeyPatch):
+    counts = {VISION: (2, 1), LM: (2,)}
+    steps = [RanStep(StepResult(), counts, np.arange(5.0)), RanStep(StepResult(), {LM: (1,)}, np.array([7.0]))]
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))  # two ranks that measured the same
+    first, second = measure(steps, torch.device("cpu"))
+    assert [times.tolist() for times in first.forward_ms[VISION]] == [[0, 2], [4]]
+    assert [times.tolist() for times in first.forward_ms[LM]] == [[6, 8]]
+    assert [times.tolist() for times in second.forward_ms[LM]] == [[14]] and steps[0].forward_ms[4] == 4
 
 
 def test_a_window_adds_up_steps():
