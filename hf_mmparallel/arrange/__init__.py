@@ -1,5 +1,6 @@
 """Arrangements of a global batch over replicas and microbatches, and of tokens over ranks, as pure functions."""
 
+from .balance import Balance, compare_with_contiguous, measured_balance, step_balance
 from .blocks import BLOCK, block_counts, block_workloads, distribute
 from .context import ContextAssignment, assign_rows, padded_length
 from .context_mode import ContextCosts, assign_context, choose_faster
@@ -11,6 +12,7 @@ __all__ = [
     "ARRANGEMENTS",
     "BLOCK",
     "Arrangement",
+    "Balance",
     "ContextAssignment",
     "ContextCosts",
     "Microbatches",
@@ -21,9 +23,12 @@ __all__ = [
     "block_counts",
     "block_workloads",
     "choose_faster",
+    "compare_with_contiguous",
     "contiguous_step",
     "distribute",
     "independent_segments",
+    "measured_balance",
     "num_microbatches",
     "padded_length",
+    "step_balance",
 ]
