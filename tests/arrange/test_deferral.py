@@ -61,6 +61,13 @@ def test_limits_that_held_still_hold(seed, count, num_items):
     assert np.bincount(places + found, sizes).max() <= limit
 
 
+def test_every_place_but_the_last_can_defer():
+    for place in range(3):
+        late = defer(np.full(2, place), np.ones(2), np.zeros(2, bool), np.full((1, 4), 0.5), 1)
+        assert late.sum() == 1
+    assert not defer(np.full(2, 3), np.ones(2), np.zeros(2, bool), np.full((1, 4), 0.5), 1).any()
+
+
 def test_limits_forbid_what_would_be_best():
     places, weights = np.zeros(2, np.int64), np.array([3.0, 1.0])
     targets = np.array([[2.0, 2.0]])

@@ -1,6 +1,7 @@
 """The hierarchical arrangement as a whole."""
 
 import dataclasses
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
-from hf_mmparallel.arrange.hierarchical import hierarchical
+from hf_mmparallel.arrange.hierarchical import Batch, hierarchical
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
 from hf_mmparallel.schedule import build_program, simulate
 from tests.plan.specs import language_spec, model_spec, vision_spec
@@ -144,6 +145,30 @@ def test_deferral_evens_out_what_the_encoder_leaves():
     step = arrange_step(plan, range(6), work, 3, "hierarchical_even")
     assert loads(step.microbatches["vision"], forward["vision"]).tolist() == [[8.0, 8.0]]
     assert loads(step.microbatches[LANGUAGE_MODEL], forward[LANGUAGE_MODEL]).tolist() == [[6.0, 6.0]]
+
+
+def test_deferral_makes_the_language_model_more_even_and_nothing_else_less(monkeypatch):
+    plan = make_plan(2, 2)
+    work = draw(plan, 128, text=0.0)
+
+    def spreads() -> dict[str, float]:
+        found = hierarchical(plan, work, 4, even=True)
+        return {name: loads(found[name], work.forward_ms[name]).std() for name in found}
+
+    deferred = spreads()
+    monkeypatch.setattr(sys.modules[Batch.__module__], "defer", lambda places, weights, late, *_: late)
+    without = spreads()
+    assert deferred[LANGUAGE_MODEL] < 0.9 * without[LANGUAGE_MODEL]
+    assert deferred["vision"] == pytest.approx(without["vision"])
+
+
+@pytest.mark.parametrize(("vision", "count"), [(4, 2), (2, 4)])
+def test_the_fewest_microbatches_are_those_that_all_tokens_need(vision, count):
+    plan = make_plan(vision, 4)
+    work = Workloads.alike(plan.modules, 16)
+    tokens = {name: 10 * own for name, own in work.tokens.items()}
+    assert Batch(plan, work).fewest == 1
+    assert Batch(plan, dataclasses.replace(work, tokens=tokens, max_tokens={"vision": 20})).fewest == count
 
 
 @pytest.mark.parametrize("merged", [False, True])

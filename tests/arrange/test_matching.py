@@ -32,6 +32,14 @@ def test_the_largest_cost_is_least_and_then_the_squares(num_problems, size, whol
         assert (values.max(), (values**2).sum()) == pytest.approx(brute(problem))
 
 
+def test_many_problems_in_step_are_each_at_their_own_optimum():
+    costs = np.random.default_rng(0).integers(0, 12, (400, 4, 4)).astype(float)
+    matched = bottleneck_matching(costs)
+    values = np.take_along_axis(costs, matched[:, :, None], 2)[:, :, 0]
+    found = list(zip(values.max(axis=1).tolist(), (values**2).sum(axis=1).tolist(), strict=True))
+    assert found == [brute(problem) for problem in costs]
+
+
 def test_large_problems_agree_with_thresholds_tried_one_by_one():
     costs = np.random.default_rng(0).random((3, 20, 20))
     matched = bottleneck_matching(costs)

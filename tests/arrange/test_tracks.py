@@ -53,6 +53,12 @@ def test_replicas_share_each_microbatch_and_the_step():
         assert totals.max() < 1.02 * totals.mean()
 
 
+def test_the_heaviest_part_goes_to_who_has_least_so_far():
+    track = Track(("vision",), np.array([3.0, 1, 3, 1, 3, 1, 3, 1]), 2, 1, 1)
+    copy = track.copies(np.zeros(8, np.int64), np.arange(8) // 2, 4, None)
+    assert np.bincount(copy, track.work).tolist() == [8.0, 8.0]
+
+
 def test_a_replica_for_each_serves_its_own():
     track = Track(("vision",), np.ones(4), 2, 2, 2)
     assert track.copies(np.array([0, 1, 1, 0]), np.zeros(4, np.int64), 1, None).tolist() == [0, 1, 1, 0]
