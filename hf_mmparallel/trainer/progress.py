@@ -44,6 +44,8 @@ class DataProgress:
             dataloader (`DataLoader`): Of the training set; its draws are told where to go on.
         """
         position = self.position
+        if args.ignore_data_skip:
+            self.position = DataPosition(num_skipped=position.num_skipped)
         if not position.global_step or args.ignore_data_skip:
             return values
         epochs, steps_per_epoch, *others, max_steps = values

@@ -5,6 +5,7 @@ import io
 import itertools
 import pickle
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,23 @@ def test_workers_do_not_split_a_stream_and_read_what_the_main_process_reads(num_
     numbers = [number % 1000 for _, _, batches in inline for batch in batches.values() for number in batch["number"]]
     assert sorted(numbers) == list(range(40))
     assert loaded(stream, num_workers, epoch=1) == inline
+
+
+def test_workers_that_stay_start_a_stream_anew_each_epoch():
+    window = StreamWindow(Numbers())
+    sampler: Any = DrawSampler(StreamSampler(window), 9)
+    loader = DataLoader(
+        make(window),
+        batch_sampler=sampler,
+        collate_fn=as_is,
+        num_workers=2,
+        multiprocessing_context="fork",
+        persistent_workers=True,
+    )
+    for epoch in (0, 1, 2):
+        sampler.set_epoch(epoch)
+        found = [contents(batch) for batch in itertools.takewhile(lambda batch: batch is not None, loader)]
+        assert found == loaded(Numbers(), epoch=epoch) and len(found) == 5
 
 
 def test_every_rank_draws_the_same_from_a_stream_and_leaves_the_generators_alone():
