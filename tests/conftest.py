@@ -1,5 +1,6 @@
 """Order of the tiers, and what a tier needs."""
 
+import gc
 import os
 
 import pytest
@@ -18,6 +19,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_tier)
     if any(_tier(item) >= TIERS.index("gpu") + 1 for item in items):
         _skip_without_devices(items)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """
+    Lets the server of ranks import its packages while cheaper tests run, and leaves those that are imported here out
+    of garbage collections, of which the Trainer asks for one in each run.
+    """
+    if not session.config.option.collectonly and any(item.get_closest_marker("distributed") for item in session.items):
+        from tests.distributed import start_server
+
+        start_server()
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Gives them back to the collector, which takes them apart when Python ends."""
+    gc.unfreeze()
 
 
 def _tier(item: pytest.Item) -> int:

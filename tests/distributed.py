@@ -13,8 +13,10 @@ Inside a rank `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are set 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import re
@@ -156,8 +158,14 @@ def _report(first: _Outcome, outcomes: list[_Outcome], tails: list[str], timeout
     return "\n".join(lines)
 
 
+def start_server() -> None:
+    """Starts the server of ranks, which goes on importing when this returns, and lives as long as this process."""
+    _context()
+    multiprocessing.forkserver.ensure_running()
+
+
 def _context() -> Any:
-    """The forkserver context; the server starts with the first launch and lives as long as this process."""
+    """The forkserver context; without [`start_server`] the server starts with the first launch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
@@ -284,6 +292,7 @@ def _set_up(rank: int, job: _Job) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # else each collection walks, and so copies, all that the server has imported
     os.environ.clear()
     os.environ.update(job.environment)
     os.environ.update(

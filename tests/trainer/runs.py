@@ -12,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.trainer import report
 from tests import tiny
 
 SAMPLES = 22
@@ -77,9 +78,22 @@ def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -
     return Run(step_logs(trainer), {k: v.detach().clone() for k, v in model.state_dict().items()}, metrics)
 
 
-def make_trainer(family: str, parallel: dict[str, Any] | None, output_dir: str | None = None, **arguments: Any) -> Any:
+def draw_nothing() -> None:
+    """Keeps rank 0 from drawing what is predicted, which takes longer than the steps of a tiny model."""
+    report.gantt_png = report.balance_png = lambda *args, **kwargs: None
+
+
+def make_trainer(
+    family: str,
+    parallel: dict[str, Any] | None,
+    output_dir: str | None = None,
+    pictures: bool = False,
+    **arguments: Any,
+) -> Any:
     """Our Trainer on this rank."""
     torch.set_num_threads(1)
+    if not pictures:
+        draw_nothing()
     arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
     extra = {name: arguments.pop(name) for name in ("callbacks", "compute_metrics", "model") if name in arguments}
     data: Any = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)

@@ -143,7 +143,7 @@ def test_a_model_given_as_a_folder_trains_like_a_live_one(tmp_path: Path):
 
 
 def _save_and_card(folder: Path) -> dict[str, Any]:
-    trainer = runs.make_trainer("llava", PLAN, str(folder))
+    trainer = runs.make_trainer("llava", PLAN, str(folder), pictures=True)
     trainer.train()
     trainer.save_model()
     trainer.create_model_card(model_name="tiny", tags="test")
@@ -185,7 +185,7 @@ def _push(folder: Path) -> list[dict[str, Any]]:
 
     hub = _Hub()
     transformers.trainer.hf_api = lambda: hub
-    trainer = runs.make_trainer("llava", PLAN, str(folder), hub_model_id="me/tiny")
+    trainer = runs.make_trainer("llava", PLAN, str(folder), pictures=True, hub_model_id="me/tiny")
     trainer.hub_model_id = "me/tiny"
     trainer.train()
     trainer.push_to_hub(tags="test")

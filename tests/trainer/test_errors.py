@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
@@ -138,8 +137,8 @@ class OwnLoss(MultimodalParallelTrainer):
         raise AssertionError("never reached")
 
 
-class InOrder(IterableDataset):
-    """A stream of samples."""
+class Bag:
+    """Samples without indices and without a length."""
 
     def __iter__(self):
         return iter(tiny.make_dataset("llava", 4))
@@ -163,8 +162,8 @@ def trainer_parts() -> dict[str, str]:
     attempt("optimizers", optimizers=(optimizer, None))
     attempt("model_init", model=None, model_init=tiny.FAMILIES["llava"])
     attempt("no model", model=None)
-    attempt("a stream", train_dataset=InOrder(), then=lambda trainer: trainer.train())
-    attempt("an evaluated stream", eval_dataset=InOrder(), then=lambda trainer: trainer.evaluate())
+    attempt("a bag", train_dataset=Bag(), then=lambda trainer: trainer.train())
+    attempt("an evaluated bag", eval_dataset=Bag(), then=lambda trainer: trainer.evaluate())
     attempt("nothing to train on", train_dataset=None, then=lambda trainer: trainer.train())
     attempt("nothing to evaluate on", then=lambda trainer: trainer.evaluate())
     attempt("forward", then=lambda trainer: refuses_forward(trainer))
@@ -185,8 +184,8 @@ PARTS = {
     "optimizers": r"`optimizers` can't be used with `parallel`: .* Use `optimizer_cls_and_kwargs` or `args.optim`",
     "model_init": r"`model_init` can't be used with `parallel`: .* Pass `model`",
     "no model": r"`model=None` .* `parallel`.* Pass",
-    "a stream": r"A `InOrder` is read in order, but .* Use a dataset with `__getitem__` and `__len__`",
-    "an evaluated stream": r"A `InOrder` is read in order",
+    "a bag": r"A `Bag` has neither `__getitem__` and `__len__` nor .* Use a dataset with both, or an `Iter",
+    "an evaluated bag": r"A `Bag` has neither",
     "nothing to train on": r"training requires a train_dataset",
     "nothing to evaluate on": r"evaluation requires an eval_dataset",
     "forward": r"no forward of its own, each rank holds a part. Use `trainer.gather_model\(\)`",
@@ -272,7 +271,7 @@ def a_sample_cannot_be_read(rank: int | None, workers: int = 0) -> None:
 def test_a_sample_that_cannot_be_read_ends_all_ranks(rank: int | None, workers: int):
     errors = assert_ranks_raise(a_sample_cannot_be_read, 3, rank, workers, match=r"images/5.png is truncated")
     if rank is not None:
-        assert all(f"rank {rank}: OSError" in error for other, error in enumerate(errors) if other != rank)
+        assert all(f"rank {rank}: BadSampleError" in error for other, error in enumerate(errors) if other != rank)
 
 
 def media_missing() -> None:

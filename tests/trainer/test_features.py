@@ -42,6 +42,7 @@ def stock_trainer(family: str = "llava", **given: Any) -> Trainer:
 def our_trainer(parallel: dict[str, Any], family: str = "llava", **given: Any) -> MultimodalParallelTrainer:
     """Our Trainer on this rank."""
     torch.set_num_threads(1)
+    runs.draw_nothing()
     words = {name: given.pop(name) for name in WORDS if name in given}
     given = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2, **given}
     args = MultimodalTrainingArguments(
