@@ -246,7 +246,7 @@ class ChatCollator:
         if self._with_media is None:
             return self._encode(sample, index, decoded_image)
         try:
-            fields = self._encode(sample, index, _blank_image)
+            fields = self.encode_by_size(sample, index)
             fields = {name: value for name, value in fields.items() if not _left_out(name, value, self._left_out)}
             if wanted := [name for name, value in fields.items() if _left_out(name, value, None)]:
                 raise ValueError(f"{wanted} are made of pixels, and read.")
@@ -259,6 +259,18 @@ class ChatCollator:
             )
             logger.debug("No size of an image in sample %d of a batch: %s", index, error)
         return {name: value for name, value in fields.items() if not _left_out(name, value, self._left_out)}
+
+    def encode_by_size(self, sample: Mapping[str, Any], index: int = 0) -> dict[str, Tensor]:
+        """
+        What [`~ChatCollator.encode`] gives, with zeros in place of pixels: no image is decoded or fetched.
+
+        Only for what [`~ChatCollator.without_media`] gives.
+
+        Raises:
+            `UnknownSizeError`: If the size of an image can't be known without more than the header of a local file.
+            `OSError`: If a local file can't be read.
+        """
+        return self._encode(sample, index, _blank_image)
 
     def _encode(self, sample: Mapping[str, Any], index: int, read: Callable[[Any], Any]) -> dict[str, Tensor]:
         """One sample as inputs of the model, of images as `read` reads them."""

@@ -15,6 +15,10 @@ PNG_TEXT = (b"iTXt", b"tEXt", b"zTXt")
 PNG_ORIENTATION = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")
 
 
+class UnknownSizeError(ValueError):
+    """Nothing says how large a sample is without reading it."""
+
+
 def decoded_image(value: Any) -> Any:
     """
     An image as a processor takes it.
@@ -27,6 +31,10 @@ def decoded_image(value: Any) -> Any:
     """
     if not _is_undecoded(value):
         return value
+    if _is_elsewhere(value):
+        from datasets import Image as StoredImage  # it reads from all that `datasets` knows
+
+        return StoredImage().decode_example({"path": value["path"], "bytes": None})
     image = _opened(value)
     image.load()
     return ImageOps.exif_transpose(image) if _orientation(image) is not None else image
@@ -45,21 +53,22 @@ def image_size(value: Any) -> tuple[int, int]:
         `tuple[int, int]`: Height and width.
 
     Raises:
-        `ValueError`: If the size can't be known without reading more than a header.
+        `UnknownSizeError`: If the size can't be known without reading more than the header of a local file.
+        `OSError`: If a local file can't be read.
     """
     if isinstance(value, Image.Image):
         return value.height, value.width
     if isinstance(value, (np.ndarray, Tensor)):
         return _array_size(tuple(value.shape))
-    if _is_undecoded(value):
+    if _is_undecoded(value) and not _is_elsewhere(value):
         with _opened(value) as image:
             return _upright_size(image)
     if isinstance(value, Mapping) and "height" in value and "width" in value:
         return int(value["height"]), int(value["width"])
-    if isinstance(value, (str, os.PathLike)) and os.path.isfile(value):
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and _is_local(value)):
         with Image.open(value) as image:
             return _upright_size(image)
-    raise ValueError(
+    raise UnknownSizeError(
         f"The size of an image of type `{type(value).__name__}` can't be read without decoding it. Give an image, its "
         "bytes, a local path, or `height` and `width`."
     )
@@ -68,6 +77,16 @@ def image_size(value: Any) -> tuple[int, int]:
 def _is_undecoded(value: Any) -> bool:
     """Whether a value is an image as an undecoded column of `datasets` has it."""
     return isinstance(value, Mapping) and (value.get("bytes") is not None or value.get("path") is not None)
+
+
+def _is_elsewhere(value: Mapping[str, Any]) -> bool:
+    """Whether an undecoded image has to be fetched."""
+    return value.get("bytes") is None and "://" in str(value["path"])
+
+
+def _is_local(path: str) -> bool:
+    """Whether a string is the path of a file, not a URL or an image in base64, which has no dots."""
+    return os.path.isfile(path) or ("." in path and "://" not in path and not path.startswith("data:"))
 
 
 def _opened(value: Mapping[str, Any]) -> ImageFile.ImageFile:

@@ -66,6 +66,7 @@ def measure_layers(
         dataset, source, candidates = _first_of_stream(dataset, source)
     else:
         candidates = np.unique(np.linspace(0, len(source) - 1, min(len(source), NUM_CANDIDATES)).astype(np.int64))
+    candidates = _measurable(source, candidates)
     rows = source(candidates.tolist()).tokens if len(candidates) else {}
     skeleton, found = None, {}
     for name in spec.encoders:
@@ -84,6 +85,20 @@ def measure_layers(
                 "counts as one token."
             )
     return found
+
+
+def _measurable(source: SizeSource, candidates: np.ndarray) -> np.ndarray:
+    """Those of some samples whose files can be read; of the others the loader tells when their turn comes."""
+    return np.array([index for index in candidates if _is_readable(source, int(index))], dtype=np.int64)
+
+
+def _is_readable(source: SizeSource, index: int) -> bool:
+    """Whether a sample can be measured."""
+    try:
+        source([index])
+    except OSError:
+        return False
+    return True
 
 
 def _first_of_stream(window: StreamWindow, source: StreamSizes) -> tuple[StreamWindow, StreamSizes, np.ndarray]:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch.utils.data import ConcatDataset, Subset
+from transformers.utils import logging
 
 from .. import __version__
-from ..plan import ModelSpec
+from ..plan import LANGUAGE_MODEL, ModelSpec
+from .chat_collator import ChatCollator
 from .defaults import default_collator
+from .image_sizes import UnknownSizeError
 from .loader import seeded
-from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, SampleMeasure, TokenMeasure
+from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, OrOne, SampleMeasure, TokenMeasure
 from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
 from .streams import StreamSizes, StreamWindow, is_stream
+
+logger = logging.get_logger(__name__)
 
 SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes | StreamSizes
 """Dataset indices -> [`SampleSizes`]. Can be pickled, for the workers of a data loader."""
@@ -113,16 +120,17 @@ class _Choice:
             return _measured_table(dataset, measure, modules, self.num_proc)
         measure = self.given
         if isinstance(dataset, Sequence) and len(dataset) and isinstance(dataset[0], Mapping):
-            measure = measure or self.measure(dataset, list(dataset[0]))
             if isinstance(measure, ColumnMeasure):
                 measure.check(list(dataset[0]))
+            measure = self._of_rows(list(dataset[0]), dataset)
         if measure is None:
             return None
         return LazySizes(len(dataset), _Reader(dataset, measure), modules, measure.counts_rows)
 
-    def _of_rows(self, names: Sequence[str]) -> SampleMeasure | None:
-        """How rows of a stream with these fields can be measured."""
-        return self.given or self.measure(None, names)
+    def _of_rows(self, names: Sequence[str], dataset: Any = None) -> SampleMeasure | None:
+        """How samples with these fields can be measured one by one."""
+        measure = self.given or self.measure(dataset, names)
+        return None if measure is None else OrOne(measure, tuple(self.spec.modules))
 
     def measure(self, dataset: Any, names: Sequence[str]) -> SampleMeasure | None:
         """How samples with these fields can be measured without the user's help."""
@@ -132,7 +140,7 @@ class _Choice:
         collator: Any = self.collator or default_collator(dataset, self.processor)[0]
         while hasattr(collator, "collator"):
             collator = collator.collator
-        if hasattr(collator, "without_media") and getattr(collator, "messages_column", None) in names:
+        if isinstance(collator, ChatCollator) and collator.messages_column in names:
             return ChatMeasure(collator, tokens)
         return None
 
@@ -157,9 +165,18 @@ class _TableMeasure:
     modules: tuple[str, ...]
     version: str = __version__
 
-    def __call__(self, table: Any) -> dict[str, list[list[int]]]:
-        found = [self.measure(row) for row in table.to_pylist()]
-        return {name: [lengths[name] for lengths in found] for name in self.modules}
+    def __call__(self, table: Any) -> dict[str, list[list[int] | None]]:
+        # One row after the other, since a whole batch of images does not have to fit into memory.
+        found = [self._lengths(table.slice(place, 1).to_pylist()[0]) for place in range(len(table))]
+        return {name: [lengths.get(name) for lengths in found] for name in self.modules}
+
+    def _lengths(self, row: Mapping[str, Any]) -> Lengths:
+        """Nothing where the row does not say it, or names a file that can't be read."""
+        try:
+            return self.measure(row)
+        except (UnknownSizeError, OSError) as error:
+            logger.debug("Nothing says the size of a sample: %s", error)
+            return {}
 
 
 def _is_datasets(dataset: Any) -> bool:
@@ -175,15 +192,17 @@ def _is_datasets(dataset: Any) -> bool:
 
 def _measured_table(
     dataset: Any, measure: SampleMeasure, modules: tuple[str, ...], num_proc: int | None
-) -> TableSizes:
-    """Sizes of all rows of a `datasets.Dataset`."""
+) -> TableSizes | None:
+    """Sizes of all rows of a `datasets.Dataset`, if there are any; a row without has those of the median row."""
     # Arrow rows hold media as they are stored; no other format leaves media inside of lists and dicts undecoded.
     view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
     if isinstance(measure, ColumnMeasure):
         found = view[:]
         columns: Mapping[str, str] = measure.names
     else:
-        found = _mapped(view, measure, modules, num_proc).with_format("arrow")[:]
+        found = _completed(_mapped(view, measure, modules, num_proc).with_format("arrow")[:])
+        if found is None:
+            return None
         columns = {name: name for name in modules}
     lengths = {
         name: Ragged.of_arrow(found[columns[name]], columns[name]) if name in columns else Ragged.ones(len(dataset))
@@ -196,11 +215,32 @@ def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...], num_pro
     """Lengths of all rows as a `datasets.Dataset`, from its cache if they were measured before."""
     from datasets import Features, List, Value
 
+    # A dataset may lie where nothing can be written.
+    in_memory = not all(os.access(os.path.dirname(file["filename"]), os.W_OK) for file in view.cache_files)
     return view.map(
         _TableMeasure(measure, modules),
         batched=True,
         remove_columns=view.column_names,
         features=Features({name: List(Value("int64")) for name in modules}),
+        keep_in_memory=in_memory,
         num_proc=num_proc,
         desc="Measuring samples",
     )
+
+
+def _completed(found: Any) -> Any:
+    """Lengths in which rows without any have those of the median row; `None` if all are without."""
+    column = found[LANGUAGE_MODEL].combine_chunks()
+    is_known = np.asarray(column.is_valid())
+    known = np.flatnonzero(is_known)
+    if len(known) == len(found):
+        return found
+    logger.warning(
+        f"Nothing says the sizes of {len(found) - len(known)} of {len(found)} samples: their images have to be "
+        "fetched or decoded, or the samples can't be read."
+    )
+    if not len(known):
+        return None
+    tokens, _ = Ragged.of_arrow(found[LANGUAGE_MODEL], LANGUAGE_MODEL).sums(None)
+    median = known[np.argsort(tokens[known], kind="stable")[len(known) // 2]]
+    return found.take(np.where(is_known, np.arange(len(found)), median))

@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from ..plan.plugin import reject_unknown_keys
-from .chat_collator import TOKEN_FIELDS
+from .chat_collator import ChatCollator
+from .image_sizes import UnknownSizeError
 
 logger = logging.get_logger(__name__)
 
@@ -172,32 +173,69 @@ class ChatMeasure:
     """
     Lengths of a conversation, with placeholders expanded without decoding media.
 
-    A sample that can't be measured counts one token in each module, and whoever reads it reports what is wrong.
-
     Args:
-        collator (`Any`): A [`ChatCollator`], or what else has `without_media()`.
+        collator ([`ChatCollator`]): Places the images.
         tokens ([`TokenMeasure`]): Counts the tokens of its batches.
     """
 
-    collator: Any
+    collator: ChatCollator
     tokens: TokenMeasure
     counts_rows: bool = field(default=True, init=False)
 
     @cached_property
-    def _bare(self) -> Callable[[list], Mapping[str, Any]]:
+    def _bare(self) -> ChatCollator:
         return self.collator.without_media()
 
     def reads(self, present: Sequence[str]) -> list[str]:
         return list(present)
 
     def __call__(self, sample: Mapping[str, Any]) -> Lengths:
+        """
+        Args:
+            sample (`Mapping[str, Any]`): A conversation.
+
+        Raises:
+            `UnknownSizeError`:
+                For images that have to be fetched or decoded to know their size, and for a conversation that can't be
+                collated. Equal on all ranks that have the sample.
+            `OSError`: For a file that can't be read, maybe by this rank only.
+        """
         try:
-            batch = self._bare([sample])
+            return self.tokens(self._bare.encode_by_size(sample))
+        except OSError:
+            raise
         except Exception as error:  # templates and processors raise errors of any type
-            logger.warning_once("Samples that can't be measured count one token a module: %s", type(error).__name__)
-            logger.debug("A sample can't be measured: %s", error)
-            return {module: [1] for module in self.tokens.placeholders}
-        return self.tokens({name: value[0] if name in TOKEN_FIELDS else value for name, value in batch.items()})
+            raise UnknownSizeError(f"A conversation can't be measured: {error}") from error
+
+
+@dataclass(frozen=True)
+class OrOne:
+    """
+    Another measure, where a sample of which nothing says the size counts one token in each module.
+
+    Args:
+        measure ([`SampleMeasure`]): The other one.
+        modules (`tuple[str, ...]`): All modules of the model.
+    """
+
+    measure: SampleMeasure
+    modules: tuple[str, ...]
+
+    @property
+    def counts_rows(self) -> bool:
+        return self.measure.counts_rows
+
+    def reads(self, present: Sequence[str]) -> list[str]:
+        return self.measure.reads(present)
+
+    def __call__(self, sample: Any) -> Lengths:
+        try:
+            return self.measure(sample)
+        except UnknownSizeError as error:
+            reason = type(error.__cause__ or error).__name__
+            logger.warning_once("Samples of which nothing says the size count one token a module: %s", reason)
+            logger.debug("Nothing says the size of a sample: %s", error)
+            return {module: [1] for module in self.modules}
 
 
 def as_lengths(value: Any, source: str) -> list[int]:

@@ -91,8 +91,8 @@ def representative_draw(
     trainer: MultimodalParallelTrainer, sizes: SizeSource | None, window: StreamWindow | None
 ) -> Draw:
     """
-    Samples for a full global batch: from all over the training set, without those that have no size if they may be
-    skipped; or the first of a stream. Empty if there are none.
+    Samples for a full global batch: from all over the training set, without those whose file can't be read, or that
+    have no size if they may be skipped; or the first of a stream. Empty if there are none.
     """
     first = Draw(tuple(range(trainer.global_batch_size)))
     if sizes is None:
@@ -101,17 +101,18 @@ def representative_draw(
         return window.fetch(first)
     count, length = len(first.samples), len(trainer.train_dataset)
     chosen = np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
-    if trainer.args.on_bad_sample == "skip":
-        chosen = [index for index in chosen if _has_size(sizes, index)]
-    return Draw(tuple(chosen))
+    skip = trainer.args.on_bad_sample == "skip"
+    return Draw(tuple(index for index in chosen if _has_size(sizes, index, skip)))
 
 
-def _has_size(sizes: SizeSource, index: int) -> bool:
+def _has_size(sizes: SizeSource, index: int, skip: bool) -> bool:
     """Whether a sample can be measured."""
     try:
         sizes([index])
-    except Exception:  # it is told of when its turn comes
-        return False
+    except Exception as error:
+        if skip or isinstance(error, OSError):  # it is told of when its turn comes
+            return False
+        raise
     return True
 
 

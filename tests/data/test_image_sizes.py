@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from hf_mmparallel.data.image_sizes import decoded_image, image_size
+from hf_mmparallel.data.image_sizes import UnknownSizeError, decoded_image, image_size
 
 from .conversations import image_file, random_image, turned_at_the_end, undecoded
 
@@ -56,7 +56,26 @@ def test_images_that_are_no_files(loads, tmp_path):
     assert decoded_image(image) is image and decoded_image("image.png") == "image.png"
 
 
-@pytest.mark.parametrize("value", ["https://example.org/image.png", None, {"bytes": None, "path": None}, np.zeros(3)])
-def test_sizes_that_take_more_than_a_header_are_errors(value):
-    with pytest.raises(ValueError, match="can't be read without|is no image"):
+REMOTE = "https://example.org/image.png"
+
+
+@pytest.mark.parametrize("value", [REMOTE, {"path": REMOTE}, "iVBORw0KGgo", "data:image/png;base64,a.b", None, {}])
+def test_sizes_that_take_more_than_a_header_are_unknown(value):
+    with pytest.raises(UnknownSizeError, match="can't be read without"):
         image_size(value)
+
+
+@pytest.mark.parametrize("value", ["no/image.png", {"path": "no/image.png"}])
+def test_a_file_that_is_not_there_is_an_error(value):
+    with pytest.raises(FileNotFoundError, match="no/image.png"):
+        image_size(value)
+
+
+def test_an_array_of_another_shape_is_no_image():
+    with pytest.raises(ValueError, match="is no image"):
+        image_size(np.zeros(3))
+
+
+def test_an_image_elsewhere_is_fetched_as_datasets_does_it(monkeypatch):
+    monkeypatch.setattr(datasets.Image, "decode_example", lambda self, value: value)
+    assert decoded_image({"path": REMOTE}) == {"path": REMOTE, "bytes": None}

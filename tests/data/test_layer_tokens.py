@@ -192,6 +192,21 @@ def test_what_can_not_be_measured_counts_rows():
     assert source.with_layers({})(range(4)).tokens["vision"].tolist() == [4, 8, 0, 4]
 
 
+def test_samples_that_can_not_be_read_are_passed_over():
+    model, samples, collator = FAMILIES["llava"](), make_dataset("llava", 4), collate("llava")
+    spec = build_model_spec(model)
+    source = size_source(samples, collator, spec)
+    read = source.read
+
+    def broken(index):
+        if index == 1:
+            raise OSError("gone")
+        return read(index)
+
+    source.read = broken
+    assert measure_layers(model, spec, samples, collator, source) == {"vision": LayerTokens(1.25, 0.0, 5)}
+
+
 def test_sizes_that_are_given_stay():
     model, samples = FAMILIES["llava"](), [{**sample, "n": 3} for sample in make_dataset("llava", 4)]
     spec = build_model_spec(model)

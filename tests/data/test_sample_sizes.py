@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image as PILImage
 from torch.utils.data import ConcatDataset, Subset
 
-from hf_mmparallel.data import ChatCollator, PretokenizedCollator, size_measures
+from hf_mmparallel.data import ChatCollator, PretokenizedCollator, sample_sizes, size_measures
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_measures import TokenMeasure
 from hf_mmparallel.data.size_sources import LayerTokens, Ragged
@@ -300,12 +300,61 @@ def test_a_wrapped_collator_and_a_default_one_are_found():
     assert lists(size_source(CHATS, None, CHAT_SPEC, processor=llava())([0, 1])) == expected
 
 
-def test_what_can_not_be_measured_is_left_to_the_reader():
-    bad = conversation({"bytes": b"no image", "path": None})
-    source = size_source([CHATS[0], bad], ChatCollator(llava()), CHAT_SPEC)
-    found = tokens(source, [0, 1])
-    assert found["vision"] == [5, 1]
-    assert found[LANGUAGE_MODEL][0] > 5 and found[LANGUAGE_MODEL][1] == 1
+UNREADABLE = conversation({"bytes": b"no image", "path": None})
+ELSEWHERE = conversation({"bytes": None, "path": "http://localhost:1/a.png"})
+MISPLACED = {**conversation(broken_png(8, 8)), "images": []}
+
+
+def test_a_file_that_can_not_be_read_is_told_of_and_the_rest_is_measured():
+    source = size_source([CHATS[0], UNREADABLE], ChatCollator(llava()), CHAT_SPEC)
+    with pytest.raises(OSError, match="cannot identify image"):
+        source([0, 1])
+    assert tokens(source, [0])["vision"] == [5]
+
+
+@pytest.mark.parametrize("unknown", [ELSEWHERE, MISPLACED], ids=["elsewhere", "misplaced"])
+def test_samples_of_which_nothing_says_the_size_count_one_token(unknown):
+    source = size_source([CHATS[0], unknown], ChatCollator(llava()), CHAT_SPEC)
+    assert tokens(source, [1]) == {"vision": [1], LANGUAGE_MODEL: [1]}
+
+
+def chat_table(*samples: dict) -> Dataset:
+    return Dataset.from_list(list(samples), features=CHAT_FEATURES)
+
+
+def test_rows_without_a_size_have_that_of_the_median_row():
+    def measured(*samples: dict) -> dict[str, list[int]]:
+        return tokens(size_source(chat_table(*samples), ChatCollator(llava()), CHAT_SPEC), range(len(samples)))
+
+    known = measured(*CHATS)
+    found = measured(CHATS[2], ELSEWHERE, CHATS[0], UNREADABLE, CHATS[1], MISPLACED)
+    for name, values in found.items():
+        assert values == [known[name][place] for place in (2, 0, 0, 0, 1, 0)]
+
+
+def test_a_table_without_any_size_is_unknown():
+    assert size_source(chat_table(ELSEWHERE, ELSEWHERE), ChatCollator(llava()), CHAT_SPEC) is None
+
+
+def test_measuring_fetches_nothing(monkeypatch):
+    def fetch(*args):
+        raise AssertionError("fetched")
+
+    monkeypatch.setattr(type(llava()), "fetch_images", fetch, raising=False)
+    monkeypatch.setattr(type(llava().image_processor), "fetch_images", fetch)
+    chat = {**ELSEWHERE, "images": ["http://localhost:1/a.png"]}
+    data = Dataset.from_list([chat])
+    assert size_source(data, ChatCollator(llava()), CHAT_SPEC) is None
+    assert tokens(size_source([CHATS[0], chat], ChatCollator(llava()), CHAT_SPEC), [1])["vision"] == [1]
+
+
+def test_where_nothing_can_be_written_sizes_are_kept_in_memory(tmp_path, monkeypatch):
+    Dataset.from_dict({"input_ids": [[1, 100], [2]]}).save_to_disk(tmp_path)
+    data = load_from_disk(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    monkeypatch.setattr(sample_sizes.os, "access", lambda *_: False)
+    assert tokens(size_source(data, None, SPEC), [0, 1])[LANGUAGE_MODEL] == [2, 1]
+    assert sorted(tmp_path.iterdir()) == files
 
 
 def test_parts_of_datasets():

@@ -94,11 +94,16 @@ def test_the_prediction_is_for_samples_from_all_over_the_dataset():
     def sizes(indices: Sequence[int]) -> SampleSizes:
         if 33 in indices:
             raise OSError("no header")
+        if 66 in indices:
+            raise ValueError("no length")
         return SampleSizes.uniform({LM: 1}, len(indices))
 
     assert representative_draw(trainer(range(100)), None, None).samples == (0, 1, 2, 3)  # unknown, all the same
-    assert representative_draw(trainer(range(100)), sizes, None).samples == (0, 33, 66, 99)
-    assert representative_draw(trainer(range(100), on_bad_sample="skip"), sizes, None).samples == (0, 66, 99)
+    assert representative_draw(trainer(range(67, 100)), sizes, None).samples == (0, 10, 21, 32)
+    assert representative_draw(trainer(range(34)), sizes, None).samples == (0, 11, 22)
+    assert representative_draw(trainer(range(100), on_bad_sample="skip"), sizes, None).samples == (0, 99)
+    with pytest.raises(ValueError, match="no length"):
+        representative_draw(trainer(range(100)), sizes, None)
     assert representative_draw(trainer([0, 1]), sizes, None).samples == (0, 1)
     assert representative_draw(trainer([]), sizes, None).samples == ()
     stream = Numbers()
