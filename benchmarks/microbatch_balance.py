@@ -83,6 +83,7 @@ SAME_PLAN = (
     Variant("sub_microbatches", "sub_microbatches"),
     Variant("hierarchical", "hierarchical"),
     Variant("hierarchical, eager", "hierarchical", "eager"),
+    Variant("tapered", "tapered"),
 )
 OWN_PLAN = (
     Variant("disttrain, its own plan", "disttrain", system="disttrain"),

@@ -17,7 +17,7 @@ from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 
 PICTURE = Path(__file__).parent / "images" / "workloads.png"
-HEADINGS = {BEFORE: "contiguous", "hierarchical_even": "hierarchical_even", "hierarchical": "hierarchical"}
+HEADINGS = {BEFORE: "contiguous", "hierarchical": "hierarchical", "tapered": "tapered"}
 DP_SIZE, NUM_MICROBATCHES, MICROBATCH_SIZE = 2, 16, 4
 
 

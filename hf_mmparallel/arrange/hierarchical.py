@@ -286,7 +286,7 @@ def _cut(slots: NDArray, places: NDArray, dp_size: int, count: int) -> tuple[tup
 
 
 def hierarchical(
-    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, even: bool = False
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, taper: bool = False
 ) -> dict[str, tuple[tuple[Slots, ...], ...]]:
     """
     Arranges a global batch such that each microbatch takes about the time that it should, in every module.
@@ -299,16 +299,16 @@ def hierarchical(
        each sample between its microbatch in the language model and the one before.
 
     The number of microbatches is that of the contiguous arrangement, more where limits of tokens need it, fewer where
-    single samples are so large that an estimate of the step's time says so. Targets are those with which the pipeline
-    fills and drains soonest, see [`best_sizes`].
+    single samples are so large that an estimate of the step's time says so. Targets are equal, and those of the
+    encoders come first, as in Entrain (sections 4.3 and 4.5).
 
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): What the samples cost.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
-        even (`bool`, *optional*, defaults to `False`):
-            Have equal targets, and the encoders' first, as Entrain does. Microbatches then vary less, but the step
-            takes longer.
+        taper (`bool`, *optional*, defaults to `False`):
+            Have the targets with which the pipeline fills and drains soonest, see [`best_sizes`], those of all
+            modules alike. The step is shorter, but the microbatches in its middle are larger.
 
     Returns:
         `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> the slots it takes.
@@ -322,9 +322,9 @@ def hierarchical(
     count = max(count, batch.fewest)
     while True:
         try:
-            if even:
-                return batch.microbatches(batch.arrange(Sizes.even(count), _LANGUAGE_EVEN))
-            return batch.microbatches(batch.arrange(batch.sizes(count)))
+            if taper:
+                return batch.microbatches(batch.arrange(batch.sizes(count)))
+            return batch.microbatches(batch.arrange(Sizes.even(count), _LANGUAGE_EVEN))
         except NoRoomError:
             if count > workloads.num_samples:
                 raise ValueError(
@@ -335,8 +335,8 @@ def hierarchical(
             count += max(1, count // 16)
 
 
-def hierarchical_even(
+def tapered(
     plan: ParallelPlan, workloads: Workloads, microbatch_size: int
 ) -> dict[str, tuple[tuple[Slots, ...], ...]]:
-    """[`hierarchical`] with microbatches of equal size, as Entrain has them."""
-    return hierarchical(plan, workloads, microbatch_size, even=True)
+    """[`hierarchical`] with small microbatches at the start and the end, where the pipeline fills and drains."""
+    return hierarchical(plan, workloads, microbatch_size, taper=True)

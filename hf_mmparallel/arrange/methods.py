@@ -8,14 +8,14 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
 from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
-from .hierarchical import hierarchical, hierarchical_even
+from .hierarchical import hierarchical, tapered
 
 Microbatches = Mapping[str, tuple[tuple[Slots, ...], ...]]
 Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     "hierarchical": hierarchical,
-    "hierarchical_even": hierarchical_even,
+    "tapered": tapered,
     "contiguous": contiguous,
     "batch_rebalance": batch_rebalance,
     "disttrain": disttrain,

@@ -37,7 +37,8 @@ class MultimodalTrainingArguments(TrainingArguments):
         microbatch_assignment (`str`, *optional*, defaults to `"hierarchical"`):
             How the samples of a global batch come to replicas and microbatches under a plan: by what they cost in
             each module, with work of the language model deferred by a microbatch where that evens it out
-            (`"hierarchical"`), in the sampler's order (`"contiguous"`), or as a baseline `"batch_rebalance"`,
+            (`"hierarchical"`), the same with small microbatches where the pipeline fills and drains (`"tapered"`), in
+            the sampler's order (`"contiguous"`), or as a baseline `"batch_rebalance"`,
             `"disttrain"` or `"sub_microbatches"`. The global batch and its gradient are the same with each.
         token_columns (`str` or `dict`, *optional*):
             The dataset's column with the tokens of a sample in the language model, or a dict from module to column; a

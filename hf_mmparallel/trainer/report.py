@@ -31,7 +31,7 @@ from .model_card import SCHEDULE, WORKLOADS
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
 
-WITH_LIMITS = ("hierarchical", "hierarchical_even")
+WITH_LIMITS = ("hierarchical", "tapered")
 """The arrangements whose microbatches hold to limits of tokens and memory."""
 ARRANGEMENT_SETTINGS = (
     "microbatch_assignment",

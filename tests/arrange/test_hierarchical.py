@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
-from hf_mmparallel.arrange.hierarchical import Batch, hierarchical
+from hf_mmparallel.arrange.hierarchical import Batch, hierarchical, tapered
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
 from hf_mmparallel.schedule import build_program, simulate
 from tests.plan.specs import language_spec, model_spec, vision_spec
@@ -71,7 +71,7 @@ def test_any_sizes_of_anything(vision, language, num_samples, microbatch_size, t
     step = arrange_step(plan, range(num_samples), work, microbatch_size)
     check(plan, work, step)
     assert len(step.microbatches[LANGUAGE_MODEL][0]) <= num_microbatches(num_samples, microbatch_size, language)
-    assert hierarchical(plan, work, microbatch_size) == hierarchical(plan, work, microbatch_size)
+    assert tapered(plan, work, microbatch_size) == tapered(plan, work, microbatch_size)
 
 
 @settings(max_examples=30, deadline=None)
@@ -101,7 +101,7 @@ def test_a_sample_above_the_limit_is_an_error_with_a_remedy():
     work = draw(plan, 8)
     largest = int(work.tokens["vision"].max())
     with pytest.raises(ValueError, match=f"{largest} tokens in `vision`, where a microbatch may have {largest - 1}"):
-        hierarchical(plan, dataclasses.replace(work, max_tokens={"vision": largest - 1}), 2)
+        tapered(plan, dataclasses.replace(work, max_tokens={"vision": largest - 1}), 2)
 
 
 def test_an_encoder_that_serves_too_many_replicas_is_an_error_with_a_remedy():
@@ -109,14 +109,14 @@ def test_an_encoder_that_serves_too_many_replicas_is_an_error_with_a_remedy():
     work = draw(plan, 8, text=0.0)
     work = dataclasses.replace(work, tokens={name: np.full(8, 10) for name in work.tokens}, max_tokens={"vision": 15})
     with pytest.raises(ValueError, match="give the encoder as many replicas"):
-        hierarchical(plan, work, 2)
+        tapered(plan, work, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_text_alone_is_spread_evenly(seed):
     plan = make_plan(2, 2)
     work = draw(plan, 120, seed, text=1.0)
-    step = arrange_step(plan, range(120), work, 6, "hierarchical_even")
+    step = arrange_step(plan, range(120), work, 6, "hierarchical")
     sums = loads(step.microbatches[LANGUAGE_MODEL], work.forward_ms[LANGUAGE_MODEL])
     assert sums.shape == (2, 10) and sums.max() < 1.05 * sums.mean()
     assert not any(slots for replica in step.microbatches["vision"] for slots in replica)
@@ -127,7 +127,7 @@ def test_text_alone_is_spread_evenly(seed):
 def test_microbatches_and_replicas_are_more_even_than_contiguous_ones(vision, language, seed):
     plan = make_plan(vision, language, 2)
     work = draw(plan, 128, seed)
-    found = arrange_step(plan, range(128), work, 4, "hierarchical_even").microbatches
+    found = arrange_step(plan, range(128), work, 4, "hierarchical").microbatches
     other = arrange_step(plan, range(128), work, 4, "contiguous").microbatches
     for name in plan.modules:
         mine, theirs = (loads(kind[name], work.forward_ms[name]) for kind in (found, other))
@@ -142,7 +142,7 @@ def test_deferral_evens_out_what_the_encoder_leaves():
     forward = {"vision": np.array([4.0, 4, 2, 2, 2, 2]), LANGUAGE_MODEL: np.array([1.0, 1, 3, 3, 2, 2])}
     tokens = {name: np.ones(6, np.int64) for name in forward}
     work = Workloads(forward, work.backward_ratio, tokens, {})
-    step = arrange_step(plan, range(6), work, 3, "hierarchical_even")
+    step = arrange_step(plan, range(6), work, 3, "hierarchical")
     assert loads(step.microbatches["vision"], forward["vision"]).tolist() == [[8.0, 8.0]]
     assert loads(step.microbatches[LANGUAGE_MODEL], forward[LANGUAGE_MODEL]).tolist() == [[6.0, 6.0]]
 
@@ -152,7 +152,7 @@ def test_deferral_makes_the_language_model_more_even_and_nothing_else_less(monke
     work = draw(plan, 128, text=0.0)
 
     def spreads() -> dict[str, float]:
-        found = hierarchical(plan, work, 4, even=True)
+        found = hierarchical(plan, work, 4)
         return {name: loads(found[name], work.forward_ms[name]).std() for name in found}
 
     deferred = spreads()
@@ -179,7 +179,7 @@ def test_several_encoders(merged):
         {"audio": ModulePlugin(dp_size=2), "vision": vision, LANGUAGE_MODEL: ModulePlugin(dp_size=2)},
     )
     work = draw(plan, 128, text=0.3)
-    step = arrange_step(plan, range(128), work, 8, "hierarchical_even")
+    step = arrange_step(plan, range(128), work, 8, "hierarchical")
     check(plan, work, step)
     contiguous = arrange_step(plan, range(128), work, 8, "contiguous")
     names = [("audio", "vision")] if merged else [("audio",), ("vision",)]
@@ -208,14 +208,15 @@ def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_e
 
         return simulate(plan, build_program(plan, step, (), cost), cost).iteration_ms
 
-    assert time_ms("hierarchical") < time_ms("hierarchical_even") < time_ms("contiguous")
+    assert time_ms("tapered") < time_ms("hierarchical") < time_ms("contiguous")
 
 
-def test_it_is_the_default_and_has_a_form_with_equal_sizes():
-    assert next(iter(ARRANGEMENTS)) == "hierarchical" and "hierarchical_even" in ARRANGEMENTS
+def test_it_is_the_default_and_has_a_tapered_form():
+    assert next(iter(ARRANGEMENTS)) == "hierarchical" and "tapered" in ARRANGEMENTS
     plan = make_plan(1, 1, 3)
     work = draw(plan, 128, text=0.0)
     default = arrange_step(plan, range(128), work, 4)
     assert default == arrange_step(plan, range(128), work, 4, "hierarchical")
-    sums = loads(default.microbatches["vision"], work.forward_ms["vision"])[0]
+    step = arrange_step(plan, range(128), work, 4, "tapered")
+    sums = loads(step.microbatches["vision"], work.forward_ms["vision"])[0]
     assert sums[0] < 0.7 * sums.mean() and sums[-1] < 0.7 * sums.mean()
