@@ -57,10 +57,10 @@ QUESTIONS = {
     "rows": ("How many values are there?", "Count the values."),
     "highest": ("What is the highest value?", "Which value is higher than all others?"),
 }
-SHARES = {"table": 0.3, "drawn": 0.5, "rows": 0.08, "highest": 0.12}
-TEXT_ONLY_SHARE = 0.12
+SHARES = {"table": 0.13, "drawn": 0.7, "rows": 0.07, "highest": 0.1}
+TEXT_ONLY_SHARE = 0.1
 TWO_CHARTS_SHARE = 0.1
-WITH_TABLE_SHARE = 0.5
+WITH_TABLE_SHARE = 0.4
 """Of the charts whose question is another than for the table, those that have it beside them."""
 
 SPECIAL_TOKENS = {

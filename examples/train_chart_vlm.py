@@ -46,7 +46,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 16,
     "num_train_epochs": 4,
-    "learning_rate": 3e-3,
+    "learning_rate": 2e-3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 30,
     "adam_beta2": 0.98,
