@@ -85,6 +85,43 @@ def _running_order(values: NDArray, start: NDArray) -> NDArray:
     return order
 
 
+def pair_means(order: NDArray, loads: NDArray) -> NDArray:
+    """
+    Loads as they are when pairs share their work.
+
+    Args:
+        order (`numpy.ndarray` of shape `[num_problems, any]`): From [`pair_order`].
+        loads (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Of all microbatches.
+
+    Returns:
+        `numpy.ndarray`: float64 `[num_problems, num_microbatches]`.
+    """
+    shared = loads.copy()
+    for first, second in order[:, : order.shape[1] // 2 * 2].reshape(len(order), -1, 2).transpose(1, 2, 0):
+        problems = np.arange(len(order))
+        shared[problems, first] = shared[problems, second] = (loads[problems, first] + loads[problems, second]) / 2
+    return shared
+
+
+def shuffled_pairs(order: NDArray, num_trials: int) -> NDArray:
+    """
+    An order, and others of the same pairs.
+
+    Args:
+        order (`numpy.ndarray` of shape `[num_problems, count]`): From [`pair_order`].
+        num_trials (`int`): How many orders.
+
+    Returns:
+        `numpy.ndarray`: int64 `[num_trials, num_problems, count]`, the given order first.
+    """
+    half = order.shape[1] // 2
+    rng = np.random.default_rng(half)  # the same on every rank
+    trials = np.stack([np.arange(half), *(rng.permutation(half) for _ in range(num_trials - 1))])
+    places = (2 * trials[:, :, None] + np.arange(2)).reshape(num_trials, -1)
+    rest = np.broadcast_to(np.arange(2 * half, order.shape[1]), (num_trials, order.shape[1] - 2 * half))
+    return order[:, np.append(places, rest, axis=1)].transpose(1, 0, 2)
+
+
 def defer(
     places: NDArray,
     weights: NDArray,

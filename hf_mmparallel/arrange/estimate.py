@@ -121,26 +121,24 @@ class Pipeline:
             return np.stack([microbatch + depth, count + 2 * self.num_stages - 2 - depth + microbatch])
         return np.stack([2 * microbatch + depth, 2 * microbatch + 2 * self.num_stages - 1 - depth])
 
-    def iteration_ms(self, forward: Mapping[str, NDArray], backward: Mapping[str, NDArray] | None = None) -> NDArray:
+    def iteration_ms(self, loads: Mapping[str, NDArray]) -> NDArray:
         """
         The end of the last task of some arrangements, where every stage keeps to the order of [`Pipeline.slots`].
 
-        All stages of all arrangements go through a slot together.
+        All stages of all arrangements go through a slot together. What is deferred counts as if it went backward with
+        its microbatch of the encoder.
 
         Args:
-            forward (`Mapping[str, numpy.ndarray]`):
+            loads (`Mapping[str, numpy.ndarray]`):
                 Module -> milliseconds `[arrangements, microbatches]` of the forward of the whole module on one rank.
-            backward (`Mapping[str, numpy.ndarray]`, *optional*): The same of what goes backward with each microbatch
-                of the language model; as `forward` when left out.
 
         Returns:
             `numpy.ndarray`: Milliseconds, float64 `[arrangements]`.
         """
-        ways = (forward, forward if backward is None else backward)
-        loads = np.stack([[own[name] for name in self.modules] for own in ways])
-        costs = np.einsum("wms,wmqk->wksq", self.costs, loads)
-        slots, waits = _waits(self, loads.shape[3])
-        by_slot = np.zeros((len(waits), len(self.depth), loads.shape[2]))
+        work = np.stack([loads[name] for name in self.modules])
+        costs = np.einsum("wms,mqk->wksq", self.costs, work)
+        slots, waits = _waits(self, work.shape[2])
+        by_slot = np.zeros((len(waits), len(self.depth), work.shape[1]))
         for way in range(2):
             by_slot[slots[way], np.arange(len(self.depth))] += costs[way]
         done = np.zeros(by_slot.shape[1:])

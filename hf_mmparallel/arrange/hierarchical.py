@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots
 from .contiguous import num_microbatches
-from .deferral import defer, pair_order
+from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
 from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
@@ -29,6 +29,8 @@ _LANGUAGE_EVEN = 0.5  # what the language model counts between microbatches, whe
 _EXCHANGES = 20  # most rounds of them for each of the weights
 _SWEEPS = 3  # of deferral
 _EQUAL = 0.02  # of their size: by how much microbatches that change places may differ
+_LARGE = 1.2  # times the mean: when a microbatch of full size holds up the others
+_TRIALS, _WIDTH = 16, 512  # orders of pairs that are tried, for one replica and for all together
 _HEAVIEST = 16  # samples of a replica that are looked at one by one
 
 
@@ -213,9 +215,34 @@ class Batch:
         number[full] = np.arange(len(full))
         rows = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
         order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
+        order = self._soonest(full[order], full, bins, loads)
         place = np.tile(np.arange(count), (self.dp_size, 1))
-        np.put_along_axis(place, full[order], np.broadcast_to(full, order.shape), 1)
+        np.put_along_axis(place, order, np.broadcast_to(full, order.shape), 1)
         return place[self.replica, bins]
+
+    def _soonest(self, order: NDArray, full: NDArray, bins: NDArray, language: NDArray) -> NDArray:
+        """
+        The order of pairs `[replicas, len(full)]` with which each replica is estimated to end first, of a few.
+
+        Microbatches with a sample that is larger than they should be hold up all stages. Where two of them, of
+        different modules, are computed at the same time, they hold them up once.
+        """
+        count, loads = language.shape[1], {}
+        for name in (name for track in self.tracks for name in track.modules):
+            scale = self.dp_size / self.plan.modules[name].dp_size
+            work = np.asarray(self.workloads.forward_ms[name], dtype=float)
+            loads[name] = scale * self._loads(self.replica * count + bins, work, count)
+        loads[LANGUAGE_MODEL] = pair_means(order, language)
+        num_trials = min(_TRIALS, _WIDTH // self.dp_size)
+        if num_trials < 2 or all(own[:, full].max() <= _LARGE * own[:, full].mean() for own in loads.values()):
+            return order
+        trials = shuffled_pairs(order, num_trials)
+        source = np.broadcast_to(np.arange(count), (*trials.shape[:2], count)).copy()
+        source[:, :, full] = trials
+        replica = np.arange(self.dp_size)[:, None]
+        rows = {name: own[replica, source].reshape(-1, count) for name, own in loads.items()}
+        best = self.pipeline.iteration_ms(rows).reshape(num_trials, -1).argmin(axis=0)
+        return trials[best, replica[:, 0]]
 
     def _balanced(self, track: Track, bins: NDArray, microbatch: NDArray, sizes: NDArray) -> NDArray:
         """
@@ -232,24 +259,6 @@ class Batch:
         result = bins.copy()
         result[some] = microbatch[some] - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS)
         return result
-
-    def iteration_ms(self, placement: Placement) -> float:
-        """The estimated time of a placement."""
-        count = placement.count
-
-        def loads(name: str, replica: NDArray, microbatch: NDArray) -> NDArray:
-            size = self.plan.modules[name].dp_size
-            places = replica * count + microbatch
-            return np.bincount(places, self.workloads.forward_ms[name], size * count).reshape(size, count)
-
-        language = loads(LANGUAGE_MODEL, self.replica, placement.microbatch)
-        forward, backward = {LANGUAGE_MODEL: language}, {LANGUAGE_MODEL: language}
-        for track, encoder, copy in zip(self.tracks, placement.encoder, placement.copy, strict=True):
-            for name in track.modules:
-                for found, microbatch in ((forward, encoder), (backward, placement.microbatch)):
-                    slowest = loads(name, copy, microbatch).reshape(track.num_groups, -1, count).max(axis=1)
-                    found[name] = np.repeat(slowest, track.num_served, axis=0)
-        return float(self.pipeline.iteration_ms(forward, backward).max())
 
     def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[Slots, ...], ...]]:
         """Module -> replica -> microbatch -> slots."""

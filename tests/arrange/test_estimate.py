@@ -87,16 +87,6 @@ def test_modules_on_the_same_ranks_are_one_stage():
     assert pipeline.bottleneck == {"vision": 1.5, LANGUAGE_MODEL: 1.5}
 
 
-def test_what_is_deferred_goes_backward_later():
-    pipeline = Pipeline.of(make_plan(1, 1), RATIOS)
-    forward = {"vision": np.array([[2.0, 0.0]]), LANGUAGE_MODEL: np.array([[1.0, 1.0]])}
-    backward = {**forward, "vision": np.array([[1.0, 1.0]])}
-    # The encoder's forwards take 2, the language model's first microbatch 3: then all of the encoder's backwards, or
-    # half of them and the rest after the second microbatch.
-    assert pipeline.iteration_ms(forward) == pytest.approx([2 + 3 + 4])
-    assert pipeline.iteration_ms(forward, backward) == pytest.approx([2 + 3 + 3 + 2])
-
-
 def test_tensor_parallel_ranks_share_a_stage():
     plan = make_plan(2, 1, tp_size=2)
     shares = [stage_share(plan, "vision", stage) for stage in plan.modules["vision"].replicas[0]]

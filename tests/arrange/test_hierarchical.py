@@ -162,6 +162,22 @@ def test_deferral_makes_the_language_model_more_even_and_nothing_else_less(monke
     assert deferred["vision"] == pytest.approx(without["vision"])
 
 
+def test_orders_of_pairs_are_tried_where_single_samples_hold_up_the_others(monkeypatch):
+    plan = make_plan(2, 2, 2)
+    work = draw(plan, 128, text=0.0)
+    for name, start in (("vision", 0), (LANGUAGE_MODEL, 4)):
+        work.forward_ms[name][start : start + 4] = 30.0
+
+    def estimates(trials: int) -> np.ndarray:
+        monkeypatch.setattr(sys.modules[Batch.__module__], "_TRIALS", trials)
+        found = hierarchical(plan, work, 4)
+        assert found == hierarchical(plan, work, 4)
+        own = {name: loads(found[name], work.forward_ms[name]) for name in found}
+        return Batch(plan, work).pipeline.iteration_ms(own)
+
+    assert estimates(16).max() < 0.97 * estimates(1).max()
+
+
 @pytest.mark.parametrize(("vision", "count"), [(4, 2), (2, 4)])
 def test_the_fewest_microbatches_are_those_that_all_tokens_need(vision, count):
     plan = make_plan(vision, 4)
