@@ -69,13 +69,22 @@ def test_deferral_does_not_stall_1f1b():
     assert last_end(case, stage_depths(case.plan)) > unlimited + 2
 
 
-@pytest.mark.parametrize("stages", [(1, 3), (3, 3), (5, 3)])
-def test_eager_is_as_fast_as_unlimited_memory(stages):
+@pytest.mark.parametrize(("stages", "loss"), [((1, 3), 1.0), ((3, 3), 1.04), ((5, 3), 1.06), ((8, 3), 1.07)])
+def test_eager_is_as_fast_as_unlimited_memory_and_1f1b_nearly(stages, loss):
     case = deferred(stages[0], stages[1], 32)
-    assert iteration_ms(case, "eager") == pytest.approx(last_end(case, {}))
-    assert iteration_ms(case, "eager") <= iteration_ms(case, "1f1b")
-    if stages == (5, 3):
-        assert iteration_ms(case, "eager") < 0.9 * iteration_ms(case, "1f1b")
+    unlimited = last_end(case, {})
+    assert iteration_ms(case, "eager") == pytest.approx(unlimited)
+    assert unlimited <= iteration_ms(case, "1f1b") <= loss * unlimited * (1 + 1e-9)
+    assert (iteration_ms(case, "1f1b") > unlimited) == (stages != (1, 3))
+
+
+def test_a_forward_runs_after_each_backward():
+    case = deferred(5, 3, 32)
+    actions = build_program(case.plan, case.step, case.groups, balanced(case)).actions[0]
+    ops = [action.op for action in actions if action.op in ("fwd", "bwd")]
+    last_forward = len(ops) - ops[::-1].index("fwd")
+    bunches = [len(bunch) for bunch in "".join(op[0] for op in ops[:last_forward]).split("f") if bunch]
+    assert max(bunches) == 2 and bunches.count(1) > bunches.count(2)
 
 
 def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
@@ -88,10 +97,10 @@ def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
     assert least["vision", 0, 0] < peaks["vision", 0, 0] < 10  # chunks of an admitted microbatch are not held back
     assert policy_caps(case.plan, case.step) == ahead_caps(case.plan, case.step)
     assert ahead_caps(case.plan, case.step) == {
-        ("vision", 0, 0): math.inf,
-        ("vision", 0, 1): math.inf,
-        (LANGUAGE_MODEL, 0, 0): 3,
-        (LANGUAGE_MODEL, 0, 1): 2,
+        ("vision", 0, 0): 7,
+        ("vision", 0, 1): 6,
+        (LANGUAGE_MODEL, 0, 0): 2,
+        (LANGUAGE_MODEL, 0, 1): 1,
     }
 
 
@@ -145,7 +154,7 @@ def test_an_encoder_never_waits_for_what_it_sent_to_be_taken(frozen):
     def cost(task):
         return 10.0 if task.module == LANGUAGE_MODEL else 1.0
 
-    program = build_program(plan, case.step, [], cost)
+    program = build_program(plan, case.step, [], cost, caps={("vision", 0, 0): math.inf})
     actions = program.actions[0]
     forwards = [index for index, action in enumerate(actions) if action.op == "fwd"]
     assert all(actions[index + 1].op == "send" for index in forwards)
