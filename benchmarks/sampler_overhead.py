@@ -279,15 +279,16 @@ def reading(sizes: Sizes) -> dict[str, Any]:
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """What is printed."""
-    arranged = Table("batch", "microbatches", "method", "arrange", "goal", "step", "program", title="Planning, ms")
+    parts = ("arrange", "step", "program")
+    title = "Planning: processor time (and time by the clock) in ms"
+    arranged = Table("batch", "microbatches", "method", *parts, "goal of arrange", title=title)
     for row in result["arranging"]:
         goal = "" if row["goal_ms"] is None else f"{row['goal_ms']:.0f}"
-        times = [
-            f"{row[key]['median']:.2f} ({row[key]['min']:.2f})" for key in ("arrange_ms", "step_ms", "program_ms")
-        ]
-        arranged.add_row(row["batch"], str(row["microbatches"]), row["method"], times[0], goal, *times[1:])
+        found = [row[f"{part}_ms"] for part in parts]
+        times = [f"{values['processor']:.1f} ({values['median']:.1f})" for values in found]
+        arranged.add_row(row["batch"], str(row["microbatches"]), row["method"], *times, goal)
     for name, value in PUBLISHED_MS.items():
-        arranged.add_row(name, "", "published", f"{value:.2f}", "", "", "")
+        arranged.add_row(name, "", "published", f"({value:.2f})", "", "", "")
     waited = Table(
         "method", "workers", "median ms", "max", title=f"Waiting, steps of {result['shapes']['step_ms']} ms"
     )
@@ -319,7 +320,7 @@ def main() -> None:
         **common.machine(common.QUICK, load),
         "shapes": asdict(sizes),
     }
-    notes = ["Medians, of processor time in brackets. `step` and `program` include what stands before them."]
+    notes = ["Medians. `step` and `program` include what stands before them."]
     common.report("sampler_overhead", tables(result), notes, result, options.out)
 
 
