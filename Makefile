@@ -64,6 +64,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of the simulator
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/simulator_error.py
 	$(BIN)/python benchmarks/context_parallel_balance.py
+	$(BIN)/python benchmarks/sampler_overhead.py
 
 clean: ## the environment and what the tools left
 	rm -rf $(VENV) build dist out runs *.egg-info .pytest_cache .ruff_cache .hypothesis
