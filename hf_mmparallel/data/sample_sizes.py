@@ -23,6 +23,8 @@ from .streams import StreamSizes, StreamWindow, is_stream
 
 logger = logging.get_logger(__name__)
 
+PARALLEL_FROM = 5_000  # samples; fewer take less time than processes take to start
+
 SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes | StreamSizes
 """Dataset indices -> [`SampleSizes`]. Can be pickled, for the workers of a data loader."""
 
@@ -64,7 +66,7 @@ def size_source(
             Sample -> module -> tokens, or a list of them (one for each image). An encoder that is left out has nothing
             to do for the sample.
         processor ([`~transformers.ProcessorMixin`], *optional*): The Trainer's `processing_class`.
-        num_proc (`int`, *optional*): Processes that measure a `datasets.Dataset`.
+        num_proc (`int`, *optional*): Processes that measure a `datasets.Dataset`, if it is large.
 
     Returns:
         `Callable[[Sequence[int]], SampleSizes]` or `None`: None where all samples have to count the same. Rows of
@@ -223,7 +225,7 @@ def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...], num_pro
         remove_columns=view.column_names,
         features=Features({name: List(Value("int64")) for name in modules}),
         keep_in_memory=in_memory,
-        num_proc=num_proc,
+        num_proc=num_proc if len(view) >= PARALLEL_FROM else None,
         desc="Measuring samples",
     )
 

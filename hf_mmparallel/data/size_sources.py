@@ -1,4 +1,8 @@
-"""Sizes of the samples of a dataset by their indices: from tables in memory, or measured when they are asked for."""
+"""
+Sizes of the samples of a dataset by their indices: from tables in memory, or measured when they are asked for.
+
+Each has `counts_rows`, whether lengths in encoders are rows of features, and `is_table`, whether it is numbers only.
+"""
 
 from __future__ import annotations
 
@@ -111,6 +115,8 @@ class TableSizes:
         counts_rows (`bool`): Whether lengths in encoders are rows of features.
     """
 
+    is_table = True
+
     def __init__(self, lengths: Mapping[str, Ragged], counts_rows: bool):
         self.counts_rows = counts_rows
         self.lengths: Mapping[str, Ragged] | None = lengths if counts_rows else None
@@ -141,6 +147,8 @@ class LazySizes:
         modules (`Sequence[str]`): Modules of the model.
         counts_rows (`bool`): Whether lengths in encoders are rows of features.
     """
+
+    is_table = False
 
     def __init__(self, num_samples: int, read: Callable[[int], Lengths], modules: Sequence[str], counts_rows: bool):
         self.read = read
@@ -184,6 +192,7 @@ class SubsetSizes:
         self.source = source
         self.indices = np.asarray(indices, dtype=np.int64)
         self.counts_rows: bool = source.counts_rows
+        self.is_table: bool = source.is_table
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -203,6 +212,7 @@ class ConcatSizes:
         self.sources = list(sources)
         self.ends = np.cumsum([len(source) for source in self.sources])
         self.counts_rows: bool = any(source.counts_rows for source in self.sources)
+        self.is_table: bool = all(source.is_table for source in self.sources)
 
     def __len__(self) -> int:
         return int(self.ends[-1])

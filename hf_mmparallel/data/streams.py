@@ -211,6 +211,8 @@ class StreamSizes:
         layers (`Mapping[str, LayerTokens]`, *optional*): What the encoders' layers see of these rows.
     """
 
+    is_table = False
+
     def __init__(
         self,
         window: StreamWindow,

@@ -206,8 +206,9 @@ class ParallelEngine(nn.Module):
         self.step_index = step_index
         self.current_step, self.current_sizes = batch.step, batch.sizes
         self.current_workloads = batch.workloads
-        if batch.step.epoch != self._agreed_epoch:
-            # Messages of two different steps have different sizes, which ends a rank without a sentence.
+        if batch.sizes is not None or batch.step.epoch != self._agreed_epoch:
+            # Messages of two different steps have different sizes, which ends a rank without a sentence. Ranks that
+            # measure samples by themselves can differ at any step.
             self._sum_and_agree(torch.zeros(0), batch.step)
             self._agreed_epoch = batch.step.epoch
         self.module.train()

@@ -23,8 +23,8 @@ def disagreement(check: int) -> str:
     dist.all_gather_object(values, check)
     rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
     return (
-        f"The ranks drew different global batches (checksums: {rows}). The dataset must have the same length and "
-        "order on all ranks, and `data_seed` the same value."
+        f"The ranks drew different global batches, or arranged them differently (checksums: {rows}). The dataset must "
+        "have the same length and order on all ranks, its samples the same sizes, and `data_seed` the same value."
     )
 
 

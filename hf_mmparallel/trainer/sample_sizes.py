@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from ..data.layer_tokens import measure_layers
+from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
+from ..data.size_sources import LayerTokens
+from ..runtime.failure import shared_failure
+from .loaders import without_unused_columns
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
 
 class TrainingSizes:
     """
-    Sizes of the training samples, found out once on each rank.
+    Sizes of the training samples, found out once.
 
     Args:
         trainer ([`MultimodalParallelTrainer`]): The Trainer.
@@ -23,8 +27,8 @@ class TrainingSizes:
 
     def __init__(self, trainer: MultimodalParallelTrainer):
         self.trainer = trainer
-        self._found: dict[int, SizeSource | None] = {}
-        self._layers: dict[str, Any] | None = None
+        self._found: tuple[Any, SizeSource | None] | None = None
+        self._layers: dict[str, LayerTokens] | None = None
 
     def of_rank(self, dataset: Any) -> SizeSource | None:
         """
@@ -34,35 +38,50 @@ class TrainingSizes:
             dataset: The training dataset, or the window of a stream.
         """
         source = self._rows(dataset)
-        return None if source is None else source.with_layers(self._measured(dataset))
+        return None if source is None else source.with_layers(self._measured(dataset, source))
 
     def shared(self, dataset: Any) -> SizeSource | None:
-        """The same on all ranks, as the first one measures the encoders. Collective."""
-        with self.trainer.args.main_process_first(desc="sizes of samples"):
-            source = self._rows(dataset)
-        layers = [self._measured(dataset) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(
-            layers, src=0, device=self.trainer._engine.device if dist.get_backend() == "nccl" else None
-        )
-        return None if source is None else source.with_layers(layers[0] or {})
+        """
+        The same on all ranks. Collective.
+
+        The first rank measures the encoders, and all samples that are measured in advance; ranks read a file with
+        different luck.
+        """
+        found: list[Any] = [None]
+        with shared_failure():
+            if dist.get_rank() == 0:
+                source = self.of_rank(dataset)
+                local = source is not None and not source.is_table
+                found = [(None, self._layers) if local else (source, None)]
+            device = self.trainer._engine.device if dist.get_backend() == "nccl" else None
+            dist.broadcast_object_list(found, src=0, device=device)
+            table, layers = found[0]
+            if layers is None:
+                return table
+            own = self._rows(dataset)
+        return None if own is None else own.with_layers(layers)
 
     def _rows(self, dataset: Any) -> SizeSource | None:
         """Sizes in which a row of features is a token of the encoder."""
-        if id(dataset) not in self._found:
+        if self._found is None or self._found[0] is not dataset:
             trainer = self.trainer
-            self._found[id(dataset)] = size_source(
+            source = size_source(
                 dataset,
                 trainer.data_collator,
                 trainer._engine.spec,
                 trainer.args.token_columns,
                 trainer.sample_tokens,
                 trainer.processing_class,
+                num_proc=trainer.args.dataloader_num_workers or None,
             )
-        return self._found[id(dataset)]
+            self._found = dataset, source
+        return self._found[1]
 
-    def _measured(self, dataset: Any) -> dict[str, Any]:
+    def _measured(self, dataset: Any, source: SizeSource) -> dict[str, LayerTokens]:
         """Encoder -> what its layers see of rows of features."""
         if self._layers is None:
-            trainer, source = self.trainer, self._rows(dataset)
-            self._layers = measure_layers(trainer.model, trainer._engine.spec, dataset, trainer.data_collator, source)
+            trainer = self.trainer
+            lean, collator = without_unused_columns(trainer, dataset, "Training")
+            with seeded(trainer.args.seed):  # only this rank reads samples here
+                self._layers = measure_layers(trainer.model, trainer._engine.spec, lean, collator, source)
         return self._layers

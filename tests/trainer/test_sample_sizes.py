@@ -1,0 +1,78 @@
+"""Sizes of samples are the same on all ranks, and a step that is arranged by others is refused before it runs."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+PLAN = {"vision": {"dp_size": 2}, "language_model": {"colocate_with": "vision"}}
+
+
+class Counted:
+    """Sizes of samples that are others on each rank, behind the first ones."""
+
+    def __init__(self, num_equal: int):
+        self.num_equal = num_equal
+
+    def __call__(self, sample: Any) -> dict[str, int]:
+        number = int(sample["number"])
+        differs = dist.get_rank() == 1 and number >= self.num_equal
+        return {"language_model": 10 + (number * 7 % 11 * 10 if differs else number), "vision": 5}
+
+
+def collate(samples: list[dict[str, Any]]) -> Any:
+    return tiny.collate("llava")([{name: sample[name] for name in sample if name != "number"} for sample in samples])
+
+
+def make_trainer(num_equal: int, data: Any) -> Any:
+    torch.set_num_threads(1)
+    runs.draw_nothing()
+    arguments = {**runs.COMMON, "global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
+    arguments |= {"output_dir": tempfile.mkdtemp(prefix="run-"), "train_sampling_strategy": "sequential"}
+    args = MultimodalTrainingArguments(parallel=PLAN, ddp_backend="gloo", **arguments)
+    return MultimodalParallelTrainer(
+        tiny.FAMILIES["llava"](),
+        args,
+        sample_tokens=Counted(num_equal),
+        train_dataset=data,
+        data_collator=collate,
+    )
+
+
+def sizes_of_a_table() -> list[int]:
+    trainer = make_trainer(2, Dataset.from_dict({"number": [0, 1, 2, 3]}))
+    source = trainer.training_sizes.shared(trainer.train_dataset)
+    return source([3, 0]).tokens["language_model"].tolist()
+
+
+def test_all_ranks_have_the_table_of_the_first():
+    assert run_distributed(sizes_of_a_table, 2) == [[13, 10], [13, 10]]
+
+
+def sizes_that_differ_later() -> None:
+    samples = [{**sample, "number": number} for number, sample in enumerate(tiny.make_dataset("llava", runs.SAMPLES))]
+    trainer = make_trainer(runs.GLOBAL_BATCH, samples)
+    steps = []
+    run = trainer._engine.executor.run
+    trainer._engine.executor.run = lambda *args: steps.append(args) or run(*args)
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        raise RuntimeError(f"{error} after {len(steps)} step") from error
+
+
+def test_a_step_that_ranks_arrange_differently_is_refused_before_it_runs():
+    assert_ranks_raise(sizes_that_differ_later, 2, match="arranged them differently.*after 1 step")
