@@ -1,4 +1,4 @@
-"""The shortest time that a pipeline can take for a batch, whatever the arrangement."""
+"""What a step of a pipeline is compared with: batches that could be divided at will, and the busiest stage alone."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ def even_ms(stages: Sequence[StageWork], num_microbatches: int) -> float:
 
 def divisible_ms(stages: Sequence[StageWork], num_microbatches: int) -> float:
     """
-    The step of a batch whose work may be divided over the microbatches at will, under 1F1B: a linear program over the
-    share of each microbatch in both modules and the start of each task.
+    The step of a batch of samples that are all alike and may be divided over the microbatches at will, under 1F1B: a
+    linear program over the share of each microbatch in both modules and the start of each task.
 
     Equal shares are not the optimum, as a pipeline fills and drains sooner with small microbatches at its ends. A
     sample is computed by the language model in the encoder's microbatch or in the next one.
+
+    It is exact for such a batch without deferral. Real samples can be faster: those with much text first keep the
+    language model busy sooner, and a microbatch of the language model does not wait for what the encoder's defers.
+    What no arrangement gets below is [`busiest_ms`].
     """
     program = _LinearProgram(stages, num_microbatches)
     program.order()
@@ -54,7 +58,7 @@ def divisible_ms(stages: Sequence[StageWork], num_microbatches: int) -> float:
 
 
 def busiest_ms(stages: Sequence[StageWork]) -> float:
-    """What the busiest stage has to do, without filling and draining."""
+    """What the busiest stage has to do, without filling and draining: no step is shorter."""
     return max(stage.total_ms for stage in stages)
 
 

@@ -75,3 +75,16 @@ def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     assert {(row["method"], row["workers"]) for row in result["hiding"]} == {(m, w) for m in methods for w in (0, 1)}
     assert set(result["reading"]) == {"stock", "both", "encoder", "language model"}
     assert all(row["ratio"] > 0 for row in result["reading"].values())
+
+
+def test_microbatch_balance_compares_every_arrangement_with_the_bounds(tmp_path):
+    result = _quick("microbatch_balance", tmp_path)
+    (dataset,) = result["simulated"]
+    methods = {"contiguous", "batch_rebalance", "disttrain", "sub_microbatches", "hierarchical", "hierarchical, eager"}
+    slept = {row["arrangement"] for row in result["slept"]}
+    assert methods <= slept < set(dataset["arrangements"])
+    for row in dataset["arrangements"].values():
+        assert row["iteration_ms"] >= row["bounds_ms"]["busiest"] * (1 - 1e-9)
+        assert min(row["peak_gib"]) > 0 < row["num_microbatches"]
+    for row in result["slept"]:
+        assert row["measured_ms"] > 0.9 * row["predicted_ms"]
