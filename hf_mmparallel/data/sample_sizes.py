@@ -54,6 +54,10 @@ def size_source(
     are made of. Samples that only the dataset's own code can make (of a plain torch dataset, or with a transform from
     `set_transform`) are not read for 4 and 5.
 
+    Nothing is fetched or decoded. A conversation that does not say its size, with an image behind a URL say, or whose
+    file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such. Where
+    samples are measured one by one, it counts one token in each module, and an unreadable file raises `OSError`.
+
     Args:
         dataset: A map-style dataset, or the [`StreamWindow`] of a stream, whose samples are measured when they come.
         collator (`Callable`, *optional*):
