@@ -188,10 +188,14 @@ class AnalyticCost:
 
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
-    """Tokens in the encoder of the samples that it hands from the chunk of `before` to that of `after`."""
+    """
+    At most so many rows of features go from the chunk of `before` to that of `after`: a row for each token of the
+    encoder's layers, which may merge into fewer, and no more than the module that takes them has tokens for.
+    """
     slots = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
     taken = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
-    return int(sizes.tokens[before.module][sorted(set(slots) & set(taken))].sum())
+    shared = sorted(set(slots) & set(taken))
+    return int(np.minimum(sizes.tokens[before.module][shared], sizes.tokens[after.module][shared]).sum())
 
 
 def chunk_sizes(step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, tuple[float, float]]:

@@ -23,7 +23,7 @@ def activation_peaks(
     A chunk keeps what its backward needs from the start of its forward to the end of that backward. Features wait on
     the encoder's ranks until they are taken, as those of deferred samples do, and longer where their own backward
     needs them; then they are on the ranks that took them. They count one row for each token of the encoder's layers,
-    more than there are where it merges neighbours.
+    as far as the sample has tokens in the language model: more than there are where an encoder merges neighbours.
 
     Args:
         spec (`ModelSpec`): The model.

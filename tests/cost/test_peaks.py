@@ -61,3 +61,15 @@ def test_peaks_grow_with_what_is_in_flight_and_each_rank_of_a_grid_has_them():
         features = 0 if key == (LANGUAGE_MODEL, 0, 1) else count * 8 * FEATURE
         # The last chunk in flight is still running: its features are not there yet.
         assert peaks[rank] == pytest.approx(kept + features, abs=8 * FEATURE)
+
+
+def test_features_are_no_more_than_the_tokens_that_take_them():
+    spec = model()
+    plan = resolve_plan(spec, {})
+    span = [
+        Span(rank, Task.parse(f"fwd {name}.r0.s0 mb0.c0"), rank, rank + 1) for rank, name in enumerate(plan.modules)
+    ]
+    rows = [[[0]]]
+    step = make_step({"vision": rows, LANGUAGE_MODEL: rows})
+    peaks = activation_peaks(spec, plan, step, SampleSizes.uniform({"vision": 40, LANGUAGE_MODEL: 10}, 1), span)
+    assert peaks[1] == 10 * (stage_memories(spec, plan)[LANGUAGE_MODEL, 0, 0].bytes_per_token + FEATURE)
