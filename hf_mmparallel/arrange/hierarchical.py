@@ -234,7 +234,11 @@ class Batch:
             loads[name] = scale * self._loads(self.replica * count + bins, work, count)
         loads[LANGUAGE_MODEL] = pair_means(order, language)
         num_trials = min(_TRIALS, _WIDTH // self.dp_size)
-        if num_trials < 2 or all(own[:, full].max() <= _LARGE * own[:, full].mean() for own in loads.values()):
+        if (
+            num_trials < 2
+            or len(full) < 4
+            or all(own[:, full].max() <= _LARGE * own[:, full].mean() for own in loads.values())
+        ):
             return order
         trials = shuffled_pairs(order, num_trials)
         source = np.broadcast_to(np.arange(count), (*trials.shape[:2], count)).copy()
