@@ -12,16 +12,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import accelerate
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from torch.nn.functional import pad
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+if TYPE_CHECKING:
+    from transformers import LlavaForConditionalGeneration
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE_TOKEN = 1
@@ -64,6 +65,8 @@ QUICK = Shapes(vision_width=32, vision_layers=2, width=32, layers=2, vocab_size=
 
 def build_model(shapes: Shapes) -> LlavaForConditionalGeneration:
     """The model, always with the same weights."""
+    from transformers import LlavaConfig, LlavaForConditionalGeneration  # processes without a model start without it
+
     config = LlavaConfig(
         vision_config={
             "model_type": "siglip_vision_model",
@@ -161,8 +164,8 @@ def machine(shapes: Shapes, load_before: Sequence[float]) -> dict[str, Any]:
         "load_after": [round(value, 2) for value in os.getloadavg()],
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
+        "transformers": version("transformers"),
+        "accelerate": version("accelerate"),
         "commit": commit + (" with changes" if changed else ""),
         "shapes": asdict(shapes),
     }
