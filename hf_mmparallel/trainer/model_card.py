@@ -8,6 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
+from .. import __version__
 from ..plan import ParallelPlan
 from ..runtime.engine import ParallelEngine
 
@@ -51,9 +52,9 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, l
     lines = [
         _SECTION,
         "",
-        f"Trained with [hf_mmparallel](https://pypi.org/project/hf_mmparallel/) on {plan.world_size} ranks, schedule "
-        f"`{plan.schedule}`, {plan.num_microbatches} microbatches, {global_batch_size} samples an optimizer step. The "
-        "plan is in `parallel_plan.json`.",
+        f"Trained with `hf_mmparallel` {__version__} on {plan.world_size} ranks, schedule `{plan.schedule}`, "
+        f"{plan.num_microbatches} microbatches, {global_batch_size} samples an optimizer step. The plan is in "
+        "`parallel_plan.json`.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "|".join(" --- " for _ in head) + "|",
