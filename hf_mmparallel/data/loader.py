@@ -297,6 +297,8 @@ def _failures(
     for slot, attempt in attempts.items():
         try:
             attempt()
+        except MemoryError:
+            raise
         except Exception as error:
             bad[slot] = describe(slot, error)
     return bad
