@@ -78,7 +78,7 @@ def measure_layers(
         try:
             skeleton = skeleton or _skeleton(model, spec)
             probe = _Probe(skeleton, name, TokenMeasure.of(spec), collator)
-            found[name] = probe.fit([dataset[int(index)] for index in candidates[chosen[spread]]])
+            found[name] = probe.fit(dataset, candidates[chosen[spread]].tolist())
         except Exception as error:  # whatever a dataset, a collator or a model's code raises
             logger.warning(
                 f"What the layers of `{name}` see of samples can't be measured ({error!r}); each row of its features "
@@ -124,9 +124,9 @@ class _Probe:
     tokens: TokenMeasure
     collator: Callable[[list], Mapping[str, Any]]
 
-    def fit(self, samples: list[Any]) -> LayerTokens:
-        """Tokens by rows alone, if they are proportional, else by rows and items."""
-        seen = [self.shapes([sample]) for sample in samples]
+    def fit(self, dataset: Any, indices: list[int]) -> LayerTokens:
+        """Tokens by rows alone, if they are proportional, else by rows and items; of the samples that can be read."""
+        samples, seen = self.readable(dataset, indices)
         tokens = np.array([sum(map(_num_tokens, shapes)) for _, shapes in seen], dtype=float)
         rows = np.array([sum(lengths) for lengths, _ in seen], dtype=float)
         items = np.array([len(lengths) for lengths, _ in seen], dtype=float)
@@ -134,6 +134,20 @@ class _Probe:
         if (np.abs(per_row * rows - tokens) > PROPORTIONAL * tokens).any():
             (per_row, per_item), _ = nnls(np.stack([rows, items], axis=1), tokens)
         return LayerTokens(float(per_row), float(per_item), self.sequence(samples[0], [s for _, s in seen]))
+
+    def readable(self, dataset: Any, indices: list[int]) -> tuple[list[Any], list[tuple[list[int], list[Any]]]]:
+        """Samples and their [`shapes`]. Raises what the last one raises if there is none."""
+        samples, seen, failure = [], [], None
+        for index in indices:
+            try:
+                sample = dataset[index]
+                seen.append(self.shapes([sample]))
+                samples.append(sample)
+            except Exception as error:  # the loader tells of it when its turn comes
+                failure = error
+        if failure is not None and not seen:
+            raise failure
+        return samples, seen
 
     def sequence(self, sample: Any, seen: list[list[tuple[int, ...]]]) -> int | None:
         """The length of sequences, if it is the same for all samples and for twice a sample."""

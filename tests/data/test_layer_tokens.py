@@ -207,6 +207,27 @@ def test_samples_that_can_not_be_read_are_passed_over():
     assert measure_layers(model, spec, samples, collator, source) == {"vision": LayerTokens(1.25, 0.0, 5)}
 
 
+@pytest.mark.parametrize("in_collator", [False, True])
+def test_samples_whose_media_are_broken_are_passed_over(in_collator):
+    model, samples, collator = FAMILIES["llava"](), make_dataset("llava", 4), collate("llava")
+    spec = build_model_spec(model)
+    source = size_source(samples, collator, spec)
+
+    class Broken(list):
+        def __getitem__(self, index):
+            if index == 1:
+                raise OSError("image file is truncated")
+            return super().__getitem__(index)
+
+    def refusing(batch):
+        if any(torch.equal(sample["input_ids"], samples[1]["input_ids"]) for sample in batch):
+            raise ValueError("no")
+        return collator(batch)
+
+    data, collator_given = (samples, refusing) if in_collator else (Broken(samples), collator)
+    assert measure_layers(model, spec, data, collator_given, source) == {"vision": LayerTokens(1.25, 0.0, 5)}
+
+
 def test_sizes_that_are_given_stay():
     model, samples = FAMILIES["llava"](), [{**sample, "n": 3} for sample in make_dataset("llava", 4)]
     spec = build_model_spec(model)
