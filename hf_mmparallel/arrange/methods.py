@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
 from .baselines import batch_rebalance, disttrain, sub_microbatches
@@ -41,7 +43,12 @@ def arrange_step(
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
         method (`str`, *optional*, defaults to `"hierarchical"`): A name in [`ARRANGEMENTS`].
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
+
+    Raises:
+        `ValueError`: If a workload is negative or no finite number, or if samples do not fit into microbatches of at
+            most `workloads.max_tokens` tokens.
     """
+    _check_workloads(samples, workloads)
     found = ARRANGEMENTS[method](plan, workloads, microbatch_size)
     busy = {name: workloads.forward_ms[name] > 0 for name in found if name != LANGUAGE_MODEL}
     microbatches = {
@@ -57,6 +64,17 @@ def arrange_step(
     step = StepPlan(tuple(samples), microbatches, targets, epoch)
     step.check(plan)
     return step
+
+
+def _check_workloads(samples: Sequence[int], workloads: Workloads) -> None:
+    """Refuses what no arrangement can weigh, before an encoder loses such a sample as one without work."""
+    for name, forward_ms in workloads.forward_ms.items():
+        wrong = np.flatnonzero(~(np.isfinite(forward_ms) & (np.asarray(forward_ms) >= 0)))
+        if len(wrong):
+            raise ValueError(
+                f"Sample {samples[wrong[0]]} has a workload of {forward_ms[wrong[0]]} ms in `{name}`; a workload is a "
+                f"finite number of at least 0. Correct the sizes that are given for it."
+            )
 
 
 def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size: int, epoch: int = 0) -> StepPlan:

@@ -16,6 +16,7 @@ from ..plan import LANGUAGE_MODEL
 from .estimate import Pipeline
 
 LARGEST = 1.35  # of the mean: what a microbatch may grow to, so that memory stays near that of equal ones
+_SMALLEST = 0.05  # of the mean, even where samples are tiny: a microbatch of no size has no place for any
 _STEP = 0.05  # of the logarithm of a module's share of the work; within it sizes are the same
 _SMOOTH, _ALIKE = 2e-4, 1e-3  # what a step of sizes, and a deferred share of a microbatch, must save of the time
 _WORTH = 0.01  # what other than equal sizes, or fewer microbatches, must save of the time
@@ -57,7 +58,8 @@ def best_sizes(
         pipeline ([`Pipeline`]): The stages.
         totals (`Mapping[str, float]`): Module -> milliseconds of one replica's samples in it.
         count (`int`): Microbatches.
-        smallest (`float`, *optional*, defaults to 0): The least size, of what a microbatch has on average.
+        smallest (`float`, *optional*, defaults to 0):
+            The least size, of what a microbatch has on average; 0.05 where it is less.
         largest (`float`, *optional*, defaults to 1.35): The largest size.
 
     Returns:
@@ -70,7 +72,8 @@ def best_sizes(
     work = weights * np.array(list(pipeline.bottleneck.values()))
     steps = np.rint(np.log(work / work.max()) / _STEP).astype(int)
     solved = min(count, 4 * pipeline.num_stages + 16)
-    found = _solve(pipeline, tuple(steps.tolist()), solved, math.ceil(10 * smallest) / 10, round(largest, 2))
+    smallest = max(_SMALLEST, math.ceil(10 * smallest) / 10)
+    found = _solve(pipeline, tuple(steps.tolist()), solved, smallest, round(largest, 2))
     return Sizes(_stretched(found.encoder, count), _stretched(found.language, count))
 
 

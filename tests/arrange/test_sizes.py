@@ -82,3 +82,9 @@ def test_fewer_microbatches_only_where_single_samples_are_very_large():
     # A long pipeline would take too long to fill.
     long = pipeline_of(8, 8)
     assert best_count(long, totals, 16, {"vision": np.array([[2.0, 1.5]])}) == 16
+
+
+def test_no_microbatch_has_no_size():
+    pipeline = pipeline_of(1, 6)
+    sizes = best_sizes(pipeline, {"vision": 1.0, LANGUAGE_MODEL: 0.4}, 12)
+    assert min(*sizes.encoder, *sizes.language) > 0.04
