@@ -139,5 +139,5 @@ def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:
     for microbatches in step.microbatches[module]:
         slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
         places = np.repeat(np.arange(len(microbatches)), [len(own) for own in microbatches])
-        result.append(np.bincount(places, values[slots], len(microbatches)))
+        result.append(np.bincount(places, values[slots], len(microbatches)).astype(float))
     return tuple(result)

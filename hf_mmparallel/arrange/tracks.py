@@ -1,4 +1,4 @@
-"""Encoders as the arrangement sees them: those on the same ranks count as one."""
+"""Encoders as the arrangement sees them: those on the same ranks, with as many replicas, count as one."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ class _ByIdentity:
 
 @lru_cache(maxsize=16)
 def _together(key: _ByIdentity) -> tuple[tuple[str, ...], ...]:
-    """The encoders, those on the same ranks together."""
+    """The encoders; those on the same ranks are together if they have as many replicas as each other."""
     ranks = {
-        name: {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
+        name: {(module.dp_size, rank) for _, _, stage in module.stages() for rank in stage.all_ranks}
         for name, module in key.plan.modules.items()
         if name != LANGUAGE_MODEL
     }
@@ -153,6 +153,6 @@ def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, flo
     for names in _together(_ByIdentity(plan)):
         work = np.sum([np.asarray(workloads.forward_ms[name], dtype=float) * weight[name] for name in names], axis=0)
         dp_size = plan.modules[names[0]].dp_size
-        groups = math.gcd(language_dp_size, *(plan.modules[name].dp_size for name in names))
+        groups = math.gcd(language_dp_size, dp_size)
         tracks.append(Track(names, work, dp_size, groups, language_dp_size))
     return tuple(tracks)

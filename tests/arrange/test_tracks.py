@@ -1,12 +1,15 @@
 """Encoders on the same ranks as one, and their microbatches over their replicas."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.exchange import Room
 from hf_mmparallel.arrange.greedy import NoRoomError
 from hf_mmparallel.arrange.tracks import Track, tracks_of
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, Workloads, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ModulePlugin, Stage, Workloads, resolve_plan
 from tests.plan.specs import language_spec, vision_spec
 
 SPEC = ModelSpec({"audio": vision_spec(), "vision": vision_spec(), LANGUAGE_MODEL: language_spec()})
@@ -33,6 +36,15 @@ def test_encoders_on_the_same_ranks_add_up():
     (track,) = tracks_of(plan, workloads(), {"audio": 1.0, "vision": 2.0, LANGUAGE_MODEL: 1.0})
     assert track.modules == ("audio", "vision") and track.work.tolist() == [2, 2, 10]
     assert (track.num_groups, track.num_copies, track.num_served) == (1, 2, 1)
+
+
+def test_encoders_on_the_same_ranks_with_other_numbers_of_replicas_are_separate():
+    plan = resolve_plan(SPEC, {"audio": ModulePlugin(dp_size=2), "vision": ModulePlugin()})
+    vision = ModulePlan(((Stage((0, 3), ((0,),)), Stage((3, 6), ((1,),))),))
+    plan = dataclasses.replace(plan, modules={**plan.modules, "vision": vision})
+    tracks = tracks_of(plan, workloads(), dict.fromkeys(plan.modules, 1.0))
+    assert [(track.modules, track.dp_size) for track in tracks] == [(("audio",), 2), (("vision",), 1)]
+    arrange_step(plan, range(3), workloads(), 1).check(plan)
 
 
 def test_replicas_share_each_microbatch_and_the_step():
