@@ -236,12 +236,14 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     """What is said below the table of a plan."""
     args, plan = trainer.args, trainer._engine.plan
     step, cp_size = prediction.planned.step, plan.modules[LANGUAGE_MODEL].cp_size
-    count = max(len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL])
-    size = args.per_device_train_batch_size
-    per_microbatch = f"up to {size}" if planner.method == "contiguous" else f"on average {size}"
+    counts = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
+    if planner.method == "contiguous":
+        per_microbatch = f"up to {args.per_device_train_batch_size}"
+    else:
+        per_microbatch = f"on average {len(step.samples) / sum(counts):.3g}"
     lines = [
-        f"Global batch of {trainer.global_batch_size} samples: {count} microbatches of {per_microbatch} samples on "
-        f"each language-model replica, schedule {plan.schedule}."
+        f"Global batch of {trainer.global_batch_size} samples: {max(counts)} microbatches of {per_microbatch} samples "
+        f"on each language-model replica, schedule {plan.schedule}."
     ]
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     lines += settings_without_effect(args, prediction.balances is not None)
