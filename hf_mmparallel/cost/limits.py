@@ -48,9 +48,9 @@ def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory
     if result[fullest] <= 0:
         names = list(dict.fromkeys(name for name, _, _ in plan.stages_of_rank(fullest)))
         raise ValueError(
-            f"Rank {fullest} ({', '.join(names)}) needs {(memory_bytes - result[fullest]) / GIB:.1f} GiB for weights, "
-            f"gradients and optimizer state alone, of {memory_bytes / GIB:.1f} GiB of memory. Raise `pp_size` or "
-            f"`tp_size` of `{names[-1]}`, or freeze more of it."
+            f"Rank {fullest} ({', '.join(names)}) needs {(memory_bytes - result[fullest]) / GIB:.3g} GiB for weights, "
+            f"gradients and optimizer state alone, of {memory_bytes / GIB:.3g} GiB of memory. Raise `pp_size` or "
+            f"`tp_size` of `{names[-1]}`, freeze more of it, or allow more memory."
         )
     return result
 
