@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,12 @@ from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Simulation
+from hf_mmparallel.trainer import report
 from hf_mmparallel.trainer.model_card import plan_section
 from hf_mmparallel.trainer.report import (
     Prediction,
     arrangement_lines,
+    report_lines,
     representative_draw,
     settings_without_effect,
     settings_without_plan,
@@ -55,6 +58,24 @@ def test_the_report_says_what_the_arrangement_evens_out():
         "Predicted by sizes from `sample_tokens`: a step 12.5 ms; standard deviation of a microbatch's forward "
         "vision 1 ms, language_model 3 ms.",
     ]
+
+
+def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "core_per_rank", lambda device: True)
+    plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=2)})
+    step = SimpleNamespace(samples=range(32), microbatches={LM: [[()] * 3, [()] * 3]})
+    trainer: Any = SimpleNamespace(
+        args=arguments(per_device_train_batch_size=4),
+        global_batch_size=32,
+        train_dataset=[],
+        sample_tokens=None,
+        _engine=SimpleNamespace(plan=plan, device="cpu"),
+    )
+    predicted: Any = replace(prediction(BEFORE, AFTER), planned=SimpleNamespace(step=step))
+    for method, size in (("hierarchical", "on average 5.33"), ("contiguous", "up to 4")):
+        planner: Any = SimpleNamespace(method=method)
+        first = report_lines(trainer, planner, predicted)[0]
+        assert first.startswith(f"Global batch of 32 samples: 3 microbatches of {size} samples on each")
 
 
 def test_unknown_sizes_are_said_with_what_would_help():
