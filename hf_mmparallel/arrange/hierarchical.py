@@ -8,6 +8,7 @@ model takes some of them one microbatch later, so that its microbatches are even
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -136,7 +137,7 @@ class Batch:
                 heaviest[name] = own
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
 
-    def arrange(self, sizes: Sizes, language_weight: float = 1.0) -> Placement:
+    def arrange(self, sizes: Sizes, language_weight: float = 1.0, spread: bool = False) -> Placement:
         """
         Cuts the batch into microbatches.
 
@@ -144,6 +145,8 @@ class Batch:
             sizes ([`Sizes`]): How much each microbatch should have.
             language_weight (`float`, *optional*, defaults to 1):
                 What the language model counts beside an encoder when samples change microbatches.
+            spread (`bool`, *optional*, defaults to `False`):
+                Order microbatches such that limits of encoders hold that several replicas share.
 
         Raises:
             `NoRoomError`: If the limits need more microbatches.
@@ -151,7 +154,7 @@ class Batch:
         encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
         count = len(encoder_sizes)
         bins = self._stratified(encoder_sizes, language_sizes, language_weight)
-        bins = self._ordered(bins, encoder_sizes, language_sizes)
+        bins = self._spread(bins, count) if spread else self._ordered(bins, encoder_sizes, language_sizes)
         targets = self.totals[:, :1] * language_sizes / count
         nothing = np.zeros(len(bins), dtype=bool)
         room = self.room([LANGUAGE_MODEL])
@@ -218,6 +221,34 @@ class Batch:
         order = self._soonest(full[order], full, bins, loads)
         place = np.tile(np.arange(count), (self.dp_size, 1))
         np.put_along_axis(place, order, np.broadcast_to(full, order.shape), 1)
+        return place[self.replica, bins]
+
+    def _spread(self, bins: NDArray, count: int) -> NDArray:
+        """
+        The same microbatches in an order where those of replicas that share an encoder fit beside each other: the
+        largest first, each to the place where its encoders have most room.
+        """
+        shared = [(name, track) for track in self.tracks for name in track.modules if name in self.limits]
+        if not shared:
+            return bins
+        places = self.replica * count + bins
+        # What each microbatch takes of all that an encoder has at one place `[encoders, replicas, count]`.
+        taken = np.stack(
+            [
+                self._loads(places, self.workloads.tokens[name], count) / (self.limits[name] * track.num_copies)
+                for name, track in shared
+            ]
+        )
+        groups = np.stack([np.arange(self.dp_size) // track.num_served for _, track in shared])
+        used, encoder = np.zeros((len(shared), self.dp_size, count)), np.arange(len(shared))
+        place, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
+        for index in np.argsort(-taken.max(axis=0), axis=None, kind="stable").tolist():
+            replica, number = divmod(index, count)
+            own = encoder, groups[:, replica]
+            after = (used[own] + taken[:, replica, number, None]).max(axis=0)
+            best = int(np.where(free[replica], after, np.inf).argmin())
+            used[(*own, best)] += taken[:, replica, number]
+            place[replica, number], free[replica, best] = best, False
         return place[self.replica, bins]
 
     def _soonest(self, order: NDArray, full: NDArray, bins: NDArray, language: NDArray) -> NDArray:
@@ -313,7 +344,8 @@ def hierarchical(
 
     The number of microbatches is that of the contiguous arrangement, more where limits of tokens need it, fewer where
     single samples are so large that an estimate of the step's time says so. Targets are equal, and those of the
-    encoders come first, as in Entrain (sections 4.3 and 4.5).
+    encoders come first, as in Entrain (sections 4.3 and 4.5). Where replicas share an encoder and do not fit beside
+    each other in it, microbatches are ordered by that instead of in pairs.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -334,18 +366,19 @@ def hierarchical(
     count = batch.best_count(num_microbatches(workloads.num_samples, microbatch_size, batch.dp_size))
     count = max(count, batch.fewest)
     while True:
-        try:
+        with suppress(NoRoomError):
             if taper:
                 return batch.microbatches(batch.arrange(batch.sizes(count)))
             return batch.microbatches(batch.arrange(Sizes.even(count), _LANGUAGE_EVEN))
-        except NoRoomError:
-            if count > workloads.num_samples:
-                raise ValueError(
-                    f"Samples do not fit into microbatches of at most {dict(workloads.max_tokens)} tokens, since "
-                    f"replicas of the language model share replicas of an encoder. Allow more tokens there, or give "
-                    f"the encoder as many replicas as the language model has."
-                ) from None
-            count += max(1, count // 16)
+        with suppress(NoRoomError):
+            return batch.microbatches(batch.arrange(Sizes.even(count), _LANGUAGE_EVEN, spread=True))
+        if count > workloads.num_samples:
+            raise ValueError(
+                f"Samples do not fit into microbatches of at most {dict(workloads.max_tokens)} tokens, since replicas "
+                f"of the language model share replicas of an encoder. Allow more tokens there, or give the encoder as "
+                f"many replicas as the language model has."
+            )
+        count += max(1, count // 16)
 
 
 def tapered(

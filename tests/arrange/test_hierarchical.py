@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
+from hf_mmparallel.arrange.greedy import NoRoomError
 from hf_mmparallel.arrange.hierarchical import Batch, hierarchical, tapered
+from hf_mmparallel.arrange.tracks import Track
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
 from hf_mmparallel.schedule import build_program, simulate
 from tests.plan.specs import language_spec, model_spec, vision_spec
@@ -104,12 +106,26 @@ def test_a_sample_above_the_limit_is_an_error_with_a_remedy():
         tapered(plan, dataclasses.replace(work, max_tokens={"vision": largest - 1}), 2)
 
 
-def test_an_encoder_that_serves_too_many_replicas_is_an_error_with_a_remedy():
+@pytest.mark.parametrize("arrangement", [hierarchical, tapered])
+@pytest.mark.parametrize("room", [1.0, 1.5, 2.0])
+def test_replicas_that_share_an_encoder_fit_beside_each_other_in_it(room, arrangement):
     plan = make_plan(1, 4)
-    work = draw(plan, 8, text=0.0)
-    work = dataclasses.replace(work, tokens={name: np.full(8, 10) for name in work.tokens}, max_tokens={"vision": 15})
+    work = draw(plan, 128)
+    limit = int(room * work.tokens["vision"].max())
+    work = dataclasses.replace(work, max_tokens={"vision": limit})
+    step = arrange_step(plan, range(128), work, 4, arrangement.__name__)
+    check(plan, work, step)
+    assert len(step.microbatches["vision"][0]) < 1.5 * work.tokens["vision"].sum() / limit
+
+
+def test_an_encoder_that_serves_too_many_replicas_is_an_error_with_a_remedy(monkeypatch):
+    def full(*_) -> None:
+        raise NoRoomError
+
+    monkeypatch.setattr(Track, "copies", full)
+    plan = make_plan(1, 4)
     with pytest.raises(ValueError, match="give the encoder as many replicas"):
-        tapered(plan, work, 2)
+        tapered(plan, draw(plan, 8, text=0.0, vision=1000), 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
