@@ -36,6 +36,7 @@ def _raise_first_only() -> None:
 
 
 def _hang_on(rank: int) -> None:
+    dist.barrier()  # a rank that leaves while others still connect fails them in another way
     while dist.get_rank() == rank:
         time.sleep(0.1)
 
