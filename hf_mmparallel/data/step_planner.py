@@ -11,7 +11,7 @@ from ..plan import ModelSpec, ParallelPlan, SampleSizes, StepPlan, SyncGroup, Wo
 from ..schedule import Program, build_program
 from .draws import Draw
 
-SizeSource = Callable[[Sequence[int]], SampleSizes]
+SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepPlanner:
     device: Hardware
     microbatch_size: int
     method: str = "contiguous"
-    sizes: SizeSource | None = None
+    sizes: SizeFunction | None = None
     max_tokens: int | None = None
     memory_bytes: float | None = None
     training: bool = True

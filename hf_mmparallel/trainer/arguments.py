@@ -47,7 +47,8 @@ class MultimodalTrainingArguments(TrainingArguments):
         max_tokens_per_microbatch (`int`, *optional*):
             Most tokens of a microbatch of the language model. There are as many microbatches as that takes.
         memory_limit_gib (`float`, *optional*):
-            Memory of each rank that microbatches are made to fit, by estimate; on a GPU 90 % of its memory.
+            Memory of each rank that microbatches are made to fit, by estimate; by default 90 % of that of a GPU whose
+            type is known.
         on_bad_sample (`str`, *optional*, defaults to `"raise"`):
             What happens to a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
             leaves it out on all ranks, counts it and logs it.
@@ -98,7 +99,7 @@ class MultimodalTrainingArguments(TrainingArguments):
     )
     memory_limit_gib: float | None = field(
         default=None,
-        metadata={"help": "Memory of each rank that microbatches are made to fit; on a GPU 90 %% of its memory."},
+        metadata={"help": "Memory of each rank that microbatches are made to fit; by default 90 %% of a known GPU's."},
     )
     on_bad_sample: str = field(
         default="raise",

@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_datasets_available
 from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
-from ..data.step_planner import SizeSource, StepPlanner
+from ..data.step_planner import SizeFunction, StepPlanner
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL
 from .checks import check_dataset
@@ -55,20 +55,19 @@ def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: s
     return _step_loader(trainer, dataset, draws, _planner(trainer, size, training=False), description)
 
 
-def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeSource | None) -> StepPlanner:
+def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | None) -> StepPlanner:
     """Plans the training steps, by the sizes of samples."""
-    args, device = trainer.args, trainer._engine.device
-    memory_gib = args.memory_limit_gib
-    memory_bytes = None if memory_gib is None else 2**30 * memory_gib
-    if memory_bytes is None and device.type == "cuda":
-        memory_bytes = _MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    args, memory_gib = trainer.args, trainer.args.memory_limit_gib
+    known_gib = trainer._engine.hardware.memory_gib  # the same on all ranks, which have to arrange alike
+    if memory_gib is None and known_gib is not None:
+        memory_gib = _MEMORY_SHARE * known_gib
     return _planner(
         trainer,
         args.per_device_train_batch_size,
         method=args.microbatch_assignment,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
-        memory_bytes=memory_bytes,
+        memory_bytes=None if memory_gib is None else 2**30 * memory_gib,
     )
 
 

@@ -18,7 +18,7 @@ from ..cli.table import plan_table
 from ..cost import AnalyticCost, RankMemory, memory_per_rank
 from ..data.draws import Draw
 from ..data.loader import seeded
-from ..data.step_planner import PlannedStep, SizeSource, StepPlanner
+from ..data.step_planner import PlannedStep, SizeFunction, StepPlanner
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
@@ -88,7 +88,7 @@ def mean_tokens(trainer: MultimodalParallelTrainer) -> dict[str, int] | None:
 
 
 def representative_draw(
-    trainer: MultimodalParallelTrainer, sizes: SizeSource | None, window: StreamWindow | None
+    trainer: MultimodalParallelTrainer, sizes: SizeFunction | None, window: StreamWindow | None
 ) -> Draw:
     """
     Samples for a full global batch: from all over the training set, without those whose file can't be read, or that
@@ -105,7 +105,7 @@ def representative_draw(
     return Draw(tuple(index for index in chosen if _has_size(sizes, index, skip)))
 
 
-def _has_size(sizes: SizeSource, index: int, skip: bool) -> bool:
+def _has_size(sizes: SizeFunction, index: int, skip: bool) -> bool:
     """Whether a sample can be measured."""
     try:
         sizes([index])

@@ -7,7 +7,6 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image as PILImage
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,
@@ -15,11 +14,11 @@ from transformers import (
     Gemma3Processor,
     LlamaConfig,
     LlavaProcessor,
-    PreTrainedTokenizerFast,
 )
 
 from hf_mmparallel.data import ChatCollator, PretokenizedCollator, chat_collator
 from hf_mmparallel.modeling.composed import MultimodalModel
+from tests.data.processors import tokenizer
 
 IGNORED = -100
 CONTENT = (
@@ -40,25 +39,10 @@ UNMARKED = {
 }
 
 
-def tokenizer(image_tokens: dict[str, str]) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=["<pad>", "<s>", "</s>", *image_tokens.values()],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(["which digit is this USER ASSISTANT three seven"] * 3, trainer)
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **special, extra_special_tokens=image_tokens)
-
-
 def llava(template: str | None = MARKED["<image>"]) -> LlavaProcessor:
     return LlavaProcessor(
         CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
-        tokenizer({"image_token": "<image>"}),
+        tokenizer(image_token="<image>"),
         patch_size=4,
         vision_feature_select_strategy="full",
         num_additional_image_tokens=1,
@@ -69,7 +53,7 @@ def llava(template: str | None = MARKED["<image>"]) -> LlavaProcessor:
 def gemma3(template: str = MARKED["<start_of_image>"]) -> Gemma3Processor:
     tokens = {"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     size = {"height": 8, "width": 8}
-    return Gemma3Processor(Gemma3ImageProcessor(size=size), tokenizer(tokens), template, image_seq_length=4)
+    return Gemma3Processor(Gemma3ImageProcessor(size=size), tokenizer(**tokens), template, image_seq_length=4)
 
 
 PROCESSORS = {
