@@ -36,7 +36,7 @@ from rich.table import Table
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import deferred_fraction, step_balance
-from hf_mmparallel.cost import activation_peaks
+from hf_mmparallel.cost import activation_peaks, analytic_costs, hardware
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
@@ -165,7 +165,7 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
     simulation = simulate(plan, build_program(plan, step, [], cost), cost)
     forwards = microbatch_forward_ms(simulation.spans)
-    peaks = activation_peaks(spec, plan, step, sizes, simulation.spans)
+    peaks = activation_peaks(analytic_costs(spec, hardware("a40")), plan, step, sizes, simulation.spans)
     return {
         "iteration_ms": simulation.iteration_ms,
         "bubble_fraction": simulation.bubble_fraction,

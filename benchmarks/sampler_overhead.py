@@ -38,7 +38,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
-from hf_mmparallel.cost import batch_workloads, hardware
+from hf_mmparallel.cost import analytic_costs, batch_workloads, hardware
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.draws import Draw
@@ -123,7 +123,7 @@ def make_planner(batch: Batch, method: str) -> StepPlanner:
     plan = resolve_plan(spec, plugins)
     sizes = PUBLISHED[DATASET].draw(batch.num_samples, 0)
     groups = sync_groups(spec, plan)
-    return StepPlanner(spec, plan, groups, hardware("a40"), batch.microbatch_size, method, sizes.take)
+    return StepPlanner(analytic_costs(spec, hardware("a40")), plan, groups, batch.microbatch_size, method, sizes.take)
 
 
 def measured(function: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -158,7 +158,7 @@ def _times(planner: StepPlanner, draw: Draw, sizes: Sizes) -> dict[str, Any]:
     source: Any = planner.sizes
 
     def workloads() -> Any:
-        return batch_workloads(planner.spec, planner.plan, source(draw.samples), planner.device)
+        return batch_workloads(planner.costs, planner.plan, source(draw.samples))
 
     known, arrange = workloads(), ARRANGEMENTS[planner.method]
     return {
@@ -226,7 +226,9 @@ class Charts:
     def steps(self, plan: ParallelPlan, rank: int, batch_size: int, workers: int) -> DataLoader:
         """The loader of one rank of a plan."""
         spec = PUBLISHED_MODELS[MODEL].spec
-        planner = StepPlanner(spec, plan, sync_groups(spec, plan), hardware("cpu"), MICROBATCH, "contiguous")
+        planner = StepPlanner(
+            analytic_costs(spec, hardware("cpu")), plan, sync_groups(spec, plan), MICROBATCH, "contiguous"
+        )
         made = readers(self.dataset, self.collator, spec, {VISION: IMAGE_INPUTS})
         keys = functools.partial(keys_of_rank, plan, rank=rank)
         dataset = StepDataset(made, keys, 0, {LANGUAGE_MODEL: IMAGE_INPUTS}, planner=planner, rank=rank)

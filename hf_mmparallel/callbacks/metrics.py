@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from ..arrange.balance import excess
 from ..cost import HARDWARE, Hardware
-from ..cost.analytic import is_lookup
 from ..runtime.executor import StepResult
 from .balance import RanStep, forward_metrics, last_step, mean_of, measure
 from .base import EngineCallback
@@ -157,7 +156,7 @@ class ParallelMetricsCallback(EngineCallback):
             per_token = sum(
                 2 * p.num_elements * (1 + (behind or p.trainable) + p.trainable)
                 for p in module.parameters
-                if len(p.shape) > 1 and not is_lookup(p)
+                if len(p.shape) > 1 and not p.is_lookup
             )
             flops += per_token * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
         return flops / (1e12 * hardware.peak_tflops * self.engine.plan.world_size)

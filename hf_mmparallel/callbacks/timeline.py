@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..arrange.balance import Balance, measured_balance
 from ..arrange.draw import BEFORE, MEASURED, balance_png
-from ..cost import AnalyticCost
+from ..cost import StepCost
 from ..schedule import Simulation, Span, Task, simulate
 from ..schedule.draw import chrome_trace, gantt_png
 from .balance import last_balances
@@ -58,7 +58,7 @@ class TimelineCallback(EngineCallback):
         engine = self.engine
         assert engine is not None and engine.current_step is not None and engine.planner is not None
         step, sizes = engine.current_step, engine.current_sizes
-        estimate = AnalyticCost(engine.spec, engine.plan, step, sizes, engine.hardware) if sizes is not None else None
+        estimate = StepCost(engine.costs, engine.plan, step, sizes) if sizes is not None else None
         return simulate(engine.plan, engine.planner.program(step, sizes), cost_from(measured, estimate))
 
     def balances(self, measured: Sequence[Span], microbatch_size: int) -> dict[str, Balance]:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from ..arrange import contiguous_step, num_microbatches
-from ..cost import AnalyticCost, Hardware, RankMemory, eager_caps, hardware, memory_per_rank
+from ..cost import Hardware, RankMemory, StepCost, analytic_costs, eager_caps, hardware, memory_per_rank
 from ..cost.memory import GIB
 from ..plan import (
     LANGUAGE_MODEL,
@@ -231,13 +231,13 @@ def predict(
         return Prediction(plan, step, [], program, simulate(plan, program))
     tokens = {name: args.seq_len if name == LANGUAGE_MODEL else args.image_tokens for name in plan.modules}
     sizes = SampleSizes.uniform(tokens, global_batch_size)
-    cost = AnalyticCost(spec, plan, step, sizes, device)
-    groups = sync_groups(spec, plan)
+    costs, groups = analytic_costs(spec, device), sync_groups(spec, plan)
+    cost = StepCost(costs, plan, step, sizes, groups)
     memory_bytes = None if device.memory_gib is None else device.memory_gib * GIB
-    caps = eager_caps(spec, plan, step, sizes, memory_bytes) if plan.schedule == "eager" else None
+    caps = eager_caps(costs, plan, step, sizes, memory_bytes) if plan.schedule == "eager" else None
     program = build_program(plan, step, groups, cost, caps=caps)
-    simulation = simulate(plan, program, cost, cost.message_ms)
-    memory = memory_per_rank(spec, plan, step, sizes, simulation.peak_in_flight)
+    simulation = simulate(plan, program, cost, cost.message_ms, cost.sync_ms)
+    memory = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
     return Prediction(plan, step, groups, program, simulation, memory)
 
 
@@ -260,7 +260,7 @@ def report(
         f"Predicted step: {time}, bubble {simulation.bubble_fraction:.1%}"
         + (
             f", {1e3 * global_batch_size / simulation.iteration_ms:,.1f} samples/s on {args.gpu_type} with "
-            f"{args.seq_len} tokens a sample; sums of gradients are not counted"
+            f"{args.seq_len} tokens a sample"
             if spec is not None and simulation.iteration_ms
             else " (a forward is 1 ms, a backward 2 ms on every stage)"
         ),

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from rich.table import Table
 
 from ..cost import RankMemory
-from ..cost.analytic import held_parameters
-from ..plan import ModelSpec, ParallelPlan
+from ..plan import ModelSpec, ParallelPlan, stage_parameters
 from ..schedule import GradientFlow, Simulation
 from ..schedule.draw import rank_ranges
 
@@ -83,7 +82,7 @@ def _stage_rows(
         if key not in rows:
             cells = ("yes" if flow.has_backward(name, replica, index) else "no",)
             if spec is not None:
-                held = [parameter for parameter, _ in held_parameters(spec, name, stage)]
+                held = stage_parameters(spec, name, stage)
                 trainable = sum(p.num_elements for p in held if p.trainable)
                 cells = (_count(sum(p.num_elements for p in held)), _count(trainable))
             rows[key] = _Row(index, index, stage.layers, cells)

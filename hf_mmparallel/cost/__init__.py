@@ -1,25 +1,37 @@
-"""What a layout and its samples cost, estimated from sizes alone: time of each task, memory of each rank."""
+"""What a layout and its samples cost, counted or measured: time of each task, memory of each rank."""
 
-from .analytic import AnalyticCost, StageCost, flops_per_token, stage_costs, stage_flops
+from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
 from .hardware import HARDWARE, Hardware, hardware
+from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import eager_caps, fitting_tokens
 from .memory import RankMemory, memory_per_rank
 from .peaks import activation_peaks
+from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs
+from .step import StepCost
 from .workloads import batch_workloads
 
 __all__ = [
     "HARDWARE",
-    "AnalyticCost",
+    "AnalyticLayers",
+    "CostModel",
     "Hardware",
+    "LayerCost",
+    "LayerCosts",
+    "LayerTable",
+    "Polynomial",
     "RankMemory",
     "StageCost",
+    "StepCost",
     "activation_peaks",
+    "analytic_costs",
     "batch_workloads",
+    "data_gradients",
     "eager_caps",
     "fitting_tokens",
-    "flops_per_token",
     "hardware",
+    "layer_flops",
+    "layer_table",
     "memory_per_rank",
+    "module_flops",
     "stage_costs",
-    "stage_flops",
 ]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPlan
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
 from ..schedule import GradientFlow, ahead_caps, live_caps, stage_depths
 from ..schedule.actions import StageKey
+from .layers import CostModel
 from .memory import GIB, StageMemory, largest_microbatches, stage_memories, state_per_rank
 
 
-def fitting_tokens(spec: ModelSpec, plan: ParallelPlan, sizes: SampleSizes, memory_bytes: float) -> dict[str, int]:
+def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, memory_bytes: float) -> dict[str, int]:
     """
     The most tokens of a microbatch of each module for which the microbatches that 1F1B keeps in flight fit beside
     weights, gradients and optimizer state. Modules that share a rank share its memory by what they have to do.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
+        costs (`CostModel`): What layers keep.
         plan (`ParallelPlan`): The layout.
         sizes (`SampleSizes`): Tokens of the samples.
         memory_bytes (`float`): Memory of a rank.
@@ -25,7 +26,7 @@ def fitting_tokens(spec: ModelSpec, plan: ParallelPlan, sizes: SampleSizes, memo
     Raises:
         `ValueError`: If the state alone does not fit a rank.
     """
-    memories = stage_memories(spec, plan)
+    memories = stage_memories(costs, plan)
     free = free_bytes(plan, memories, memory_bytes)
     in_flight = steady_in_flight(plan)
     share = {name: sizes.tokens[name].sum() / module.dp_size for name, module in plan.modules.items()}
@@ -71,7 +72,7 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
 
 
 def eager_caps(
-    spec: ModelSpec, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes, memory_bytes: float | None = None
+    costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes, memory_bytes: float | None = None
 ) -> dict[StageKey, float]:
     """
     How many microbatches may be in flight on each stage under the schedule `"eager"` (Entrain, section 4.5.3): those
@@ -79,7 +80,7 @@ def eager_caps(
     forwards make the features that wait for nobody, then to the language model.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
+        costs (`CostModel`): What layers keep.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
@@ -93,7 +94,7 @@ def eager_caps(
     """
     if memory_bytes is None:
         return ahead_caps(plan, step)
-    memories = stage_memories(spec, plan)
+    memories = stage_memories(costs, plan)
     free = free_bytes(plan, memories, memory_bytes)
     flow = GradientFlow(plan)
     caps = live_caps(plan, step)

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..plan import ModelSpec, ParallelPlan, SampleSizes, Stage, StepPlan
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, Stage, StepPlan, stage_parameters
 from ..schedule.actions import StageKey
-from .analytic import BYTES_PER_VALUE, held_parameters, layer_width
+from .analytic import DTYPE_BYTES
+from .layers import CostModel
 
 GIB = 2**30
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -59,33 +51,29 @@ def stage_state(spec: ModelSpec, module: str, stage: Stage) -> RankMemory:
     """Weights, gradients and optimizer state of a stage on each of its ranks. Vectors are not divided over them."""
     tp_size = len(stage.ranks[0])
     weights = trainable = 0.0
-    for parameter, _ in held_parameters(spec, module, stage):
+    for parameter in stage_parameters(spec, module, stage):
         share = parameter.num_elements / (tp_size if len(parameter.shape) > 1 else 1)
         weights += share * DTYPE_BYTES.get(parameter.dtype, 4)
         trainable += share if parameter.trainable else 0.0
     return RankMemory(weights, 4 * trainable, 8 * trainable)
 
 
-def activation_bytes(spec: ModelSpec, plan: ParallelPlan, module: str, stage: Stage) -> float:
+def activation_bytes(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> float:
     """
-    What one token keeps on each rank of a stage between its forward and its backward, two bytes a value; each row of
-    ranks has its share of the tokens.
+    What one token keeps on each rank of a stage between its forward and its backward; each row of ranks has its share
+    of the tokens.
 
     With activation checkpointing that is the input of each layer, and one layer in full. Logits count in float32,
     with their gradient.
     """
-    part = spec.modules[module]
-    full = layer_width(part) / len(stage.ranks[0])
+    part, tp_size = costs.spec.modules[module], len(stage.ranks[0])
+    kept = [costs.layers.layer(module, layer, tp_size).activations.token for layer in range(*stage.layers)]
+    num_bytes = sum(kept)
     if plan.modules[module].activation_checkpointing:
-        values = stage.num_layers * part.hidden_size + full
-    else:
-        values = stage.num_layers * full
-    num_bytes = BYTES_PER_VALUE * values
-    if not part.is_encoder and stage.layers[1] == part.num_layers:
-        behind = [p for p, _ in held_parameters(spec, module, stage) if len(p.shape) == 2]
-        tied = [p for p in behind if p.name in spec.tied]
-        heads = tied or [p for p in behind if p.layer == part.num_layers]
-        num_bytes += sum(8 * p.shape[0] / len(stage.ranks[0]) for p in heads)
+        num_bytes = costs.value_bytes * stage.num_layers * part.hidden_size + max(kept)
+    if module == LANGUAGE_MODEL and stage.layers[1] == part.num_layers:
+        heads = [use.parameter for use in costs.spec.uses.get((module, part.num_layers), ()) if use.multiplies]
+        num_bytes += sum(8 * p.shape[0] / tp_size for p in heads)
     return num_bytes / len(stage.ranks)
 
 
@@ -103,12 +91,12 @@ class StageMemory:
     bytes_per_token: float
 
 
-def stage_memories(spec: ModelSpec, plan: ParallelPlan) -> dict[StageKey, StageMemory]:
+def stage_memories(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageMemory]:
     """
     The memory of every stage of a plan.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
+        costs (`CostModel`): What layers keep.
         plan (`ParallelPlan`): The layout.
 
     Returns:
@@ -120,7 +108,8 @@ def stage_memories(spec: ModelSpec, plan: ParallelPlan) -> dict[StageKey, StageM
         for replica, index, stage in module.stages():
             kind = (name, stage.layers, len(stage.ranks), len(stage.ranks[0]))
             if kind not in known:
-                known[kind] = StageMemory(stage_state(spec, name, stage), activation_bytes(spec, plan, name, stage))
+                state = stage_state(costs.spec, name, stage)
+                known[kind] = StageMemory(state, activation_bytes(costs, plan, name, stage))
             result[name, replica, index] = known[kind]
     return result
 
@@ -144,7 +133,7 @@ def largest_microbatches(step: StepPlan, sizes: SampleSizes) -> dict[tuple[str, 
 
 
 def memory_per_rank(
-    spec: ModelSpec,
+    costs: CostModel,
     plan: ParallelPlan,
     step: StepPlan,
     sizes: SampleSizes,
@@ -154,7 +143,7 @@ def memory_per_rank(
     Bounds the memory of every rank at its peak: all microbatches in flight count as much as the largest one.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
+        costs (`CostModel`): What layers keep.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
@@ -164,7 +153,7 @@ def memory_per_rank(
     Returns:
         `dict[int, RankMemory]`: Rank -> its memory.
     """
-    memories = stage_memories(spec, plan)
+    memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
     largest = largest_microbatches(step, sizes)
     for key, memory in memories.items():

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..plan import ModelSpec, ParallelPlan, SampleSizes, StepPlan
+from ..plan import ParallelPlan, SampleSizes, StepPlan
 from ..schedule import Span, Task, build_graph
-from .analytic import BYTES_PER_VALUE, chunk_sizes, message_tokens
+from .layers import CostModel
 from .memory import stage_memories
+from .step import chunk_sizes, message_tokens
 
 
 def activation_peaks(
-    spec: ModelSpec,
+    costs: CostModel,
     plan: ParallelPlan,
     step: StepPlan,
     sizes: SampleSizes,
@@ -26,7 +27,7 @@ def activation_peaks(
     as far as the sample has tokens in the language model: more than there are where an encoder merges neighbours.
 
     Args:
-        spec (`ModelSpec`): The model.
+        costs (`CostModel`): What layers keep.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
@@ -36,7 +37,7 @@ def activation_peaks(
         `dict[int, float]`: Rank -> bytes, beside weights, gradients and optimizer state.
     """
     times = {span.task: (span.start_ms, span.end_ms) for span in spans}
-    memories = stage_memories(spec, plan)
+    memories = stage_memories(costs, plan)
     chunks = chunk_sizes(step, sizes)
     events: dict[int, list[tuple[float, float]]] = {rank: [] for rank in range(plan.world_size)}
 
@@ -55,8 +56,8 @@ def activation_peaks(
     for message in build_graph(plan, step, training=False).messages:
         if message.crosses_boundary:
             source, target = message.source, message.target
-            width = spec.modules[target.module].hidden_size
-            num_bytes = BYTES_PER_VALUE * width * message_tokens(step, sizes, source, target)
+            width = costs.spec.modules[target.module].hidden_size
+            num_bytes = costs.value_bytes * width * message_tokens(step, sizes, source, target)
             keep(source, times[source][1], max(times[target][0], released_ms(source)), num_bytes)
             taken_bytes = num_bytes / len(plan.stage(*target.stage_key).ranks)
             keep(target, times[target][0], released_ms(target), taken_bytes)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, SampleSizes, Stage, Workloads
-from .analytic import stage_flops
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, SampleSizes, Workloads
+from .analytic import module_flops
 from .hardware import hardware
 
 VISION = "vision"
@@ -200,8 +200,8 @@ class PublishedModel:
             `Workloads`: Milliseconds on one A40. All is trained, so that a backward takes two forwards.
         """
         forward_ms = {}
-        for name, module in self.spec.modules.items():
-            per_token, per_square = stage_flops(self.spec, name, Stage((0, module.num_layers), ((0,),)))
+        for name in self.spec.modules:
+            per_token, per_square = module_flops(self.spec, name)
             flops = per_token * sizes.tokens[name] + per_square * sizes.squares[name]
             forward_ms[name] = flops / (hardware("a40").peak_tflops * 1e9 * self.efficiency[name])
         return Workloads(forward_ms, dict.fromkeys(forward_ms, 2.0), dict(sizes.tokens), {})

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from ..arrange import BLOCK, ContextAssignment, ContextCosts, assign_context
 from ..arrange.blocks import Method
 from ..arrange.context import Mode
-from ..cost import Hardware
-from ..cost.memory import DTYPE_BYTES
+from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
 from ..kernels.bitfield_attention.intervals import row_bounds
-from ..plan import LANGUAGE_MODEL, ContextSettings, ModelSpec, ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
 
 BatchKey = tuple[str, int, int, int]
 WORDS = "attention_words"
@@ -287,25 +286,25 @@ def shard_row(
     return replace(shard, mask=shard.mask.to(device), order=shard.order.to(device), sent=sent)
 
 
-def layer_costs(spec: ModelSpec, plan: ParallelPlan, device: Hardware) -> ContextCosts:
+def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
     """
     What a layer of the language model costs on one rank.
 
     Args:
-        spec (`ModelSpec`): The model; its heads are taken to be as wide together as its hidden states.
+        costs (`CostModel`): What layers cost.
         plan (`ParallelPlan`): The plan.
-        device (`Hardware`): What each rank is.
     """
-    module = spec.language_model
+    module = costs.spec.language_model
     tp_size = plan.modules[LANGUAGE_MODEL].tp_size
-    layers = [p for p in module.parameters if 0 <= p.layer < module.num_layers and len(p.shape) > 1]
-    widest = max((DTYPE_BYTES.get(p.dtype, 4) for p in layers), default=4)
+    uses = [costs.spec.uses.get((LANGUAGE_MODEL, layer), ()) for layer in range(module.num_layers)]
+    num_active = sum(use.num_active for found in uses for use in found)
+    columns = plan.modules[LANGUAGE_MODEL].replicas[0][0].columns
     return ContextCosts.of_layer(
         module.num_heads // tp_size,
         module.num_kv_heads // tp_size,
-        module.hidden_size // module.num_heads,
-        sum(p.num_elements for p in layers) // (module.num_layers * tp_size),
-        device.flops_per_ms,
-        device.link_gb_per_s * 1e6,
-        widest,
+        module.head_width,
+        int(num_active) // (module.num_layers * tp_size),
+        costs.device.flops_per_ms,
+        costs.device.link_bytes_per_ms(columns[0]),
+        costs.value_bytes,
     )

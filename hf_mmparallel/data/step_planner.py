@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..arrange import arrange_step
-from ..cost import AnalyticCost, Hardware, batch_workloads, eager_caps
-from ..plan import ModelSpec, ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
+from ..cost import CostModel, StepCost, batch_workloads, eager_caps
+from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
 from ..schedule import Program, build_program
 from .draws import Draw
 
@@ -39,10 +39,9 @@ class StepPlanner:
     be pickled, so that the workers of a data loader plan steps ahead.
 
     Args:
-        spec (`ModelSpec`): The model.
+        costs (`CostModel`): What layers of the model cost.
         plan (`ParallelPlan`): The layout.
         groups (`Sequence[SyncGroup]`): The gradient sums.
-        device (`Hardware`): What each rank is.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
         method (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
@@ -52,10 +51,9 @@ class StepPlanner:
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
     """
 
-    spec: ModelSpec
+    costs: CostModel
     plan: ParallelPlan
     groups: Sequence[SyncGroup]
-    device: Hardware
     microbatch_size: int
     method: str = "contiguous"
     sizes: SizeFunction | None = None
@@ -75,7 +73,7 @@ class StepPlanner:
             sizes, workloads = None, Workloads.alike(self.plan.modules, len(draw.samples))
         else:
             sizes = self.sizes(draw.samples)
-            workloads = batch_workloads(self.spec, self.plan, sizes, self.device, self.max_tokens, self.memory_bytes)
+            workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, self.memory_bytes)
         step = arrange_step(self.plan, draw.samples, workloads, self.microbatch_size, self.method, draw.epoch)
         return PlannedStep(step, self.program(step, sizes), sizes, workloads)
 
@@ -83,7 +81,7 @@ class StepPlanner:
         """The program of a step, with costs from the sizes of its samples where they are known."""
         cost = caps = None
         if sizes is not None:
-            cost = AnalyticCost(self.spec, self.plan, step, sizes, self.device)
+            cost = StepCost(self.costs, self.plan, step, sizes, self.groups)
             if self.plan.schedule == "eager" and self.training:
-                caps = eager_caps(self.spec, self.plan, step, sizes, self.memory_bytes)
+                caps = eager_caps(self.costs, self.plan, step, sizes, self.memory_bytes)
         return build_program(self.plan, step, self.groups, cost, self.training, caps)

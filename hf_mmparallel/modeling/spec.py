@@ -206,14 +206,25 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     for name, parameter in model.named_parameters():
         module, layer = places[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
-        by_module[module].append(
-            ParameterSpec(name, tuple(parameter.shape), layer, dtype, bool(parameter.requires_grad))
-        )
+        shape = tuple(parameter.shape)
+        share = active_share(model, name, shape)
+        by_module[module].append(ParameterSpec(name, shape, layer, dtype, bool(parameter.requires_grad), share))
     modules = {
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
     }
     placeholders = {modality: token for part in parts.values() for modality, token in part.placeholders.items()}
     return ModelSpec(modules, _tied(model, places), placeholders)
+
+
+def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
+    """Experts that a token meets over those there are, for a parameter that holds the experts of a mixture."""
+    config: Any = model.config.get_text_config()
+    num_experts = _setting(config, "num_experts", "num_local_experts", "n_routed_experts")
+    chosen = _setting(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
+    held = ".experts." in name and len(shape) > 1
+    if not held or not num_experts or not isinstance(chosen, int):
+        return 1.0
+    return min(1.0, chosen / num_experts)
 
 
 def _parameter_places(
@@ -282,6 +293,7 @@ def _module_spec(
         features=features,
         tower=part.tower,
         inner_features=any(feature.index is not None for feature in features),
+        head_dim=_setting(config, "head_dim"),
     )
 
 

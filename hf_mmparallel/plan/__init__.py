@@ -1,7 +1,7 @@
 """Plans as data: what a model is, what a user asks for, who holds what."""
 
-from .model_spec import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
-from .ownership import Holding, SyncGroup, holdings, stage_holds, sync_groups
+from .model_spec import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, ParameterUse
+from .ownership import Holding, SyncGroup, holdings, stage_holds, stage_parameters, sync_groups
 from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .resolve import check_plan, check_world_size, plan_for_model, resolve_plan
@@ -21,6 +21,7 @@ __all__ = [
     "MultimodalParallelPlugin",
     "ParallelPlan",
     "ParameterSpec",
+    "ParameterUse",
     "SampleSizes",
     "Stage",
     "StepPlan",
@@ -32,5 +33,6 @@ __all__ = [
     "plan_for_model",
     "resolve_plan",
     "stage_holds",
+    "stage_parameters",
     "sync_groups",
 ]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
+
+from .parallel_plan import Edge
 
 LANGUAGE_MODEL = "language_model"
 
@@ -23,6 +26,8 @@ class ParameterSpec:
             the last one.
         dtype (`str`, *optional*, defaults to `"float32"`): The torch dtype's name.
         trainable (`bool`, *optional*, defaults to `True`): Whether it gets a gradient.
+        active_share (`float`, *optional*, defaults to 1.0):
+            Share of it that a token is multiplied with: `experts a token / experts` in a mixture of experts.
     """
 
     name: str
@@ -30,6 +35,7 @@ class ParameterSpec:
     layer: int
     dtype: str = "float32"
     trainable: bool = True
+    active_share: float = 1.0
 
     @property
     def num_elements(self) -> int:
@@ -37,6 +43,30 @@ class ParameterSpec:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def is_lookup(self) -> bool:
+        """Whether it is read by index, as embeddings are, so that it multiplies nothing."""
+        return self.layer == -1 and len(self.shape) == 2 and "embed" in self.name
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """
+    A parameter at one place that reads it.
+
+    Args:
+        parameter (`ParameterSpec`): The parameter.
+        multiplies (`bool`): Whether activations are multiplied with it there.
+    """
+
+    parameter: ParameterSpec
+    multiplies: bool
+
+    @property
+    def num_active(self) -> float:
+        """Elements that a token is multiplied with."""
+        return self.parameter.num_elements * self.parameter.active_share if self.multiplies else 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +104,7 @@ class ModuleSpec:
         features (`tuple[FeatureSpec, ...]`): What it hands to the language model; empty for the language model.
         tower (`str`): Name of the submodule without the projector.
         inner_features (`bool`): Whether features leave from inside its stack, so that the stack can't be cut.
+        head_dim (`int`, *optional*): Width of an attention head; `hidden_size / num_heads` when left out.
     """
 
     name: str
@@ -87,10 +118,20 @@ class ModuleSpec:
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""
     inner_features: bool = False
+    head_dim: int | None = None
 
     @property
     def is_encoder(self) -> bool:
         return bool(self.features)
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all queries of a token."""
+        return self.num_heads * self.head_width
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def with_frozen(self, freeze: bool | Literal["tower"] | str | Sequence[str]) -> ModuleSpec:
         """The same module with the parameters that `freeze` names (see [`ModulePlugin`]) not trainable."""
@@ -121,7 +162,8 @@ class ModelSpec:
     A multimodal model as a graph of modules.
 
     Args:
-        modules (`Mapping[str, ModuleSpec]`): Encoders first, the language model last.
+        modules (`Mapping[str, ModuleSpec]`):
+            Encoders, then the language model, then modality generators, which take its hidden states.
         tied (`Mapping[str, tuple[str, int]]`, *optional*):
             For each parameter used at a second place (`lm_head.weight` for tied embeddings): its name in
             `parameters` -> (module, layer) of the second use.
@@ -141,8 +183,40 @@ class ModelSpec:
         return tuple(name for name, module in self.modules.items() if module.is_encoder)
 
     @property
+    def generators(self) -> tuple[str, ...]:
+        """The modules behind the language model."""
+        return tuple(name for name, module in self.modules.items() if name != LANGUAGE_MODEL and not module.features)
+
+    @property
     def language_model(self) -> ModuleSpec:
         return self.modules[LANGUAGE_MODEL]
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """The boundaries: features enter the language model, its hidden states enter generators."""
+        into = (
+            Edge(name, LANGUAGE_MODEL, tuple(feature.layer for feature in self.modules[name].features))
+            for name in self.encoders
+        )
+        return (*into, *(Edge(LANGUAGE_MODEL, name) for name in self.generators))
+
+    @cached_property
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Name -> parameter."""
+        return {p.name: p for module in self.modules.values() for p in module.parameters}
+
+    @cached_property
+    def uses(self) -> dict[tuple[str, int], tuple[ParameterUse, ...]]:
+        """(module, layer) -> the parameters that are read there, tied ones at both of their places."""
+        found: dict[tuple[str, int], list[ParameterUse]] = {}
+        for name, module in self.modules.items():
+            for parameter in module.parameters:
+                matrix, second = len(parameter.shape) > 1, self.tied.get(parameter.name)
+                use = ParameterUse(parameter, matrix and not parameter.is_lookup)
+                found.setdefault((name, parameter.layer), []).append(use)
+                if second is not None:
+                    found.setdefault(second, []).append(ParameterUse(parameter, matrix))
+        return {place: tuple(uses) for place, uses in found.items()}
 
     @property
     def num_parameters(self) -> int:

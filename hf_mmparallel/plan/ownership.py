@@ -24,6 +24,18 @@ def stage_holds(layers: tuple[int, int], num_layers: int, layer: int) -> bool:
     return first <= layer < stop
 
 
+def stage_parameters(spec: ModelSpec, module: str, stage: Stage) -> tuple[ParameterSpec, ...]:
+    """The parameters that a stage holds; tied ones are held at both of their places, and once where these are one."""
+    num_layers = spec.modules[module].num_layers
+    found = {
+        use.parameter.name: use.parameter
+        for index in range(-1, num_layers + 1)
+        if stage_holds(stage.layers, num_layers, index)
+        for use in spec.uses.get((module, index), ())
+    }
+    return tuple(found.values())
+
+
 def trainable_stages(
     module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]]
 ) -> list[bool]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import trainable_stages
-from .parallel_plan import Edge, ModulePlan, ParallelPlan, Schedule, Stage
+from .parallel_plan import ModulePlan, ParallelPlan, Schedule, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin, reject_unknown_keys
 
 
@@ -60,14 +60,6 @@ def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
             f"`cp_size={cp_size}`: only the tokens of the language model are cut over ranks, the images and clips of "
             f"`{spec.name}` are not. Use `cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
         )
-
-
-def _edges(spec: ModelSpec) -> tuple[Edge, ...]:
-    """The boundaries of a model."""
-    return tuple(
-        Edge(name, LANGUAGE_MODEL, tuple(feature.layer for feature in spec.modules[name].features))
-        for name in spec.encoders
-    )
 
 
 def resolve_plan(
@@ -137,7 +129,7 @@ def resolve_plan(
             next_rank += plugin.num_ranks
         settings = plugins.get(name, plugin)
         modules[name] = ModulePlan(tuple(replicas), settings.activation_checkpointing, settings.context)
-    plan = ParallelPlan(modules, _edges(spec), schedule, num_microbatches)
+    plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches)
     if world_size is not None:
         check_world_size(plan, world_size)
     return plan
@@ -179,9 +171,8 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
     missing = [name for name in spec.modules if name not in plan.modules]
     if missing:
         raise ValueError(f"The plan has no ranks for module `{missing[0]}` of the model. Add it under `modules`.")
-    edges = _edges(spec)
-    if set(plan.edges) != set(edges):
-        raise ValueError(f"The plan's edges are {list(plan.edges)}, the model's {list(edges)}. Copy the model's.")
+    if set(plan.edges) != set(spec.edges):
+        raise ValueError(f"The plan's edges are {list(plan.edges)}, the model's {list(spec.edges)}. Copy the model's.")
     used = set()
     for name, module in plan.modules.items():
         _check_grids(name, module)
@@ -256,7 +247,7 @@ def plan_for_model(
 ) -> ParallelPlan:
     """The plan of a plugin: the finished one that it carries, or one made from its sizes."""
     if plugin.plan is not None:
-        plan = plugin.plan if plugin.plan.edges else replace(plugin.plan, edges=_edges(spec))
+        plan = plugin.plan if plugin.plan.edges else replace(plugin.plan, edges=spec.edges)
         check_plan(plan, spec)
         if world_size is not None:
             check_world_size(plan, world_size)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cost import HARDWARE, Hardware
+from ..cost import HARDWARE, CostModel, analytic_costs
 from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..data.step_planner import StepPlanner
@@ -63,7 +63,7 @@ class ParallelEngine(nn.Module):
         label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
         seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
         load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
-        hardware (`Hardware`, *optional*): What a rank is, the same on all; where tokens are cut it decides how.
+        costs (`CostModel`, *optional*): What layers cost, the same on all ranks; where tokens are cut it decides how.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ParallelEngine(nn.Module):
         label_smoothing: float = 0.0,
         seed: int = 0,
         load: Callable[[PreTrainedModel], None] | None = None,
-        hardware: Hardware | None = None,
+        costs: CostModel | None = None,
     ):
         super().__init__()
         self.spec = spec
@@ -88,13 +88,14 @@ class ParallelEngine(nn.Module):
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
         self.encoder_inputs = _encoder_inputs(model)
-        self.hardware = hardware or HARDWARE["cpu"]
+        self.costs = costs or analytic_costs(spec, HARDWARE["cpu"])
         self.cutter = None
         if plan.modules[LANGUAGE_MODEL].cp_size > 1:
             media = frozenset().union(*self.encoder_inputs.values())
-            costs = layer_costs(spec, plan, self.hardware)
             windows = layer_windows(model.config.get_text_config(), spec.language_model.num_layers)
-            self.cutter = ContextCutter(plan, self.rank, spec.placeholders, media, costs, windows)
+            self.cutter = ContextCutter(
+                plan, self.rank, spec.placeholders, media, layer_costs(self.costs, plan), windows
+            )
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         self.stages = prepare_stages(model, spec, plan, self.rank, device)
         self.module: Any = model

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from ..arrange import num_microbatches
 from ..callbacks.metrics import hardware_of
-from ..cost import Hardware
+from ..cost import HARDWARE, Hardware, analytic_costs
+from ..cost.analytic import DTYPE_BYTES
 from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
@@ -230,10 +231,17 @@ def build_engine(
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
         load=None if source is None else lambda pruned: load_owned(pruned, source, device),
-        hardware=_common_hardware(device),
+        costs=analytic_costs(spec, _common_hardware(device) or HARDWARE["cpu"], value_bytes(spec, args)),
     )
     engine.adapters = adapters
     return engine, global_batch_size
+
+
+def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:
+    """Bytes of a value of an activation: of half precision under autocast, else as the weights of layers."""
+    if args.bf16 or args.fp16:
+        return 2
+    return max((DTYPE_BYTES.get(p.dtype, 4) for p in spec.language_model.parameters), default=4)
 
 
 def _common_hardware(device: torch.device) -> Hardware | None:

@@ -58,7 +58,7 @@ def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: s
 def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | None) -> StepPlanner:
     """Plans the training steps, by the sizes of samples."""
     args, memory_gib = trainer.args, trainer.args.memory_limit_gib
-    known_gib = trainer._engine.hardware.memory_gib  # the same on all ranks, which have to arrange alike
+    known_gib = trainer._engine.costs.device.memory_gib  # the same on all ranks, which have to arrange alike
     if memory_gib is None and known_gib is not None:
         memory_gib = _MEMORY_SHARE * known_gib
     return _planner(
@@ -73,7 +73,7 @@ def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | N
 
 def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:
     engine = trainer._engine
-    return StepPlanner(engine.spec, engine.plan, engine.sync_groups, engine.hardware, microbatch_size, **settings)
+    return StepPlanner(engine.costs, engine.plan, engine.sync_groups, microbatch_size, **settings)
 
 
 def _windowed(trainer: MultimodalParallelTrainer, dataset: Any, drop_last: bool) -> Any:

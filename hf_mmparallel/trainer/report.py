@@ -15,7 +15,7 @@ from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.metrics import core_per_rank
 from ..cli.table import plan_table
-from ..cost import AnalyticCost, RankMemory, memory_per_rank
+from ..cost import RankMemory, StepCost, memory_per_rank
 from ..data.draws import Draw
 from ..data.loader import seeded
 from ..data.step_planner import PlannedStep, SizeFunction, StepPlanner
@@ -141,9 +141,9 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, Prediction
 
 def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes) -> Prediction:
     """A step with costs from sizes of its samples."""
-    cost = AnalyticCost(planner.spec, planner.plan, planned.step, sizes, planner.device)
-    simulation = simulate(planner.plan, planned.program, cost, cost.message_ms)
-    memory = memory_per_rank(planner.spec, planner.plan, planned.step, sizes, simulation.peak_in_flight)
+    cost = StepCost(planner.costs, planner.plan, planned.step, sizes, planner.groups)
+    simulation = simulate(planner.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
+    memory = memory_per_rank(planner.costs, planner.plan, planned.step, sizes, simulation.peak_in_flight)
     return Prediction(planned, simulation, memory)
 
 

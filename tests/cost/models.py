@@ -1,5 +1,6 @@
 """A small model whose operations and bytes are worked out by hand."""
 
+from hf_mmparallel.cost import HARDWARE, CostModel, analytic_costs
 from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 
 HIDDEN, WIDE, LAYERS, VOCABULARY = 64, 256, 4, 1000
@@ -23,3 +24,8 @@ def module(name: str, frozen: bool = False) -> ModuleSpec:
 def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
     modules = {name: module(name, name in frozen) for name in ("vision", LANGUAGE_MODEL)}
     return ModelSpec(modules, tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
+
+
+def h100(spec: ModelSpec) -> CostModel:
+    """What its layers cost on an H100."""
+    return analytic_costs(spec, HARDWARE["h100"])

@@ -3,68 +3,92 @@
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import HARDWARE, AnalyticCost, flops_per_token, hardware, memory_per_rank
+from hf_mmparallel.cost import HARDWARE, StepCost, hardware, layer_flops, memory_per_rank
+from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Task, build_program, simulate
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, model
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, h100, model
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
+H100 = HARDWARE["h100"]
+READ_MS = 2 / H100.memory_bytes_per_ms  # of an element of a matrix
+TOKEN_MS = 2 / H100.flops_per_ms
+FORWARD, BACKWARD = Task("fwd", LANGUAGE_MODEL, 0, 0, 0), Task("bwd", LANGUAGE_MODEL, 0, 0, 0)
+HEAD = VOCABULARY * HIDDEN
+STACK = LAYERS * LAYER_MATRICES
+ATTENTION = LAYERS * 2 * HIDDEN / H100.flops_per_ms  # of a squared token
 
 
 def cost_of(spec, **plugins):
     plan = resolve_plan(spec, plugins)
     step = contiguous_step(plan, range(4), 2)
-    return AnalyticCost(spec, plan, step, SIZES, HARDWARE["h100"])
+    return StepCost(h100(spec), plan, step, SIZES, sync_groups(spec, plan))
 
 
 def test_operations_of_a_token():
     spec = model()
-    stage = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)}).stage(LANGUAGE_MODEL, 0, 1)
-    # Two layers, the tied head, and causal attention over 10 tokens.
-    expected = 2 * (2 * LAYER_MATRICES + VOCABULARY * HIDDEN) + 2 * 10 * HIDDEN * 2
-    assert flops_per_token(spec, LANGUAGE_MODEL, stage, 10) == expected
-    first = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)}).stage(LANGUAGE_MODEL, 0, 0)
-    # Reading an embedding multiplies nothing.
-    assert flops_per_token(spec, LANGUAGE_MODEL, first, 10) == 2 * 2 * LAYER_MATRICES + 2 * 10 * HIDDEN * 2
+    assert layer_flops(spec, LANGUAGE_MODEL, 0) == (2 * LAYER_MATRICES, 2 * HIDDEN)
+    assert layer_flops(spec, "vision", 0) == (2 * LAYER_MATRICES, 4 * HIDDEN)
+    # Reading an embedding multiplies nothing; the tied head does.
+    assert layer_flops(spec, LANGUAGE_MODEL, -1) == (0, 0)
+    assert layer_flops(spec, LANGUAGE_MODEL, LAYERS) == (2 * HEAD, 0)
+    assert layer_flops(spec, "vision", LAYERS) == (2 * HIDDEN * HIDDEN, 0)
+
+
+def test_a_forward_is_operations_attention_and_the_reading_of_weights():
+    tokens, squares = 20, 200  # two samples of ten
+    expected = (STACK + HEAD) * (tokens * TOKEN_MS + READ_MS) + ATTENTION * squares
+    assert cost_of(model())(FORWARD) == pytest.approx(expected)
 
 
 def test_backward_costs_what_is_trainable_and_what_lies_behind_it():
-    forward, backward = Task("fwd", LANGUAGE_MODEL, 0, 0, 0), Task("bwd", LANGUAGE_MODEL, 0, 0, 0)
-    cost = cost_of(model())
-    assert cost(backward) == pytest.approx(2 * cost(forward))
+    tokens, squares = 20, 200
+    data = (STACK + HEAD) * (tokens * TOKEN_MS + READ_MS) + ATTENTION_BACKWARD * ATTENTION * squares
+    weights = (STACK + HEAD) * (tokens * TOKEN_MS + 2 * READ_MS)  # gradients are written in four bytes
+    assert cost_of(model())(BACKWARD) == pytest.approx(data + weights)
     cost = cost_of(model((LANGUAGE_MODEL,)))
-    assert cost(backward) == pytest.approx(cost(forward))
-    cost = cost_of(model((LANGUAGE_MODEL,)), language_model=ModulePlugin(activation_checkpointing=True))
-    assert cost(backward) == pytest.approx(2 * cost(forward))
+    assert cost(BACKWARD) == pytest.approx(data)
+    again = cost_of(model((LANGUAGE_MODEL,)), language_model=ModulePlugin(activation_checkpointing=True))
+    head = HEAD * (tokens * TOKEN_MS + READ_MS)  # is not computed again
+    assert again(BACKWARD) == pytest.approx(data + cost(FORWARD) - head)
     # Of a frozen tower only the projector behind it runs backwards, for its weights alone.
     cost = cost_of(model(("vision",)))
-    forward, backward = Task("fwd", "vision", 0, 0, 0), Task("bwd", "vision", 0, 0, 0)
-    share = HIDDEN * HIDDEN / (LAYERS * LAYER_MATRICES + HIDDEN * HIDDEN)
-    assert cost(backward) == pytest.approx(share * cost(forward))
+    assert cost(Task("bwd", "vision", 0, 0, 0)) == pytest.approx(HIDDEN * HIDDEN * (14 * TOKEN_MS + 2 * READ_MS))
+    # Nothing is trained at all.
+    cost = cost_of(model(("vision", LANGUAGE_MODEL)))
+    assert cost(Task("bwd", "vision", 0, 0, 0)) > 0 and cost(BACKWARD) == pytest.approx(data)
 
 
-def test_time_follows_samples_ranks_and_device():
+def test_time_follows_ranks_and_their_sums():
     spec = model()
     whole, half = cost_of(spec), cost_of(spec, language_model=ModulePlugin(tp_size=2))
-    task = Task("fwd", LANGUAGE_MODEL, 0, 0, 0)
-    assert half(task) == pytest.approx(whole(task) / 2)
-    flops = flops_per_token(spec, LANGUAGE_MODEL, whole.plan.stage(LANGUAGE_MODEL, 0, 0), 10) * 10 * 2
-    assert whole(task) == pytest.approx(flops / (989.4e12 * 0.4) * 1e3)
+    sums = LAYERS * 2 * 2 * HIDDEN * 20 / H100.link_bytes_per_ms(range(2))  # two rings a layer, two bytes a value
+    assert half(FORWARD) == pytest.approx(whole(FORWARD) / 2 + sums)
+
+
+def test_gradient_sums_take_time():
+    cost = cost_of(model(), language_model=ModulePlugin(dp_size=2))
+    (place,) = [i for i, group in enumerate(cost.groups) if group.stages[0][0] == LANGUAGE_MODEL]
+    num_bytes = 2 * (STACK + HEAD + LAYERS * HIDDEN)
+    assert cost.sync_ms(place) == pytest.approx(num_bytes / 450e6)
+
+
+def test_links_between_nodes_are_slower():
+    assert H100.link_bytes_per_ms([0, 7]) == 450e6 and H100.link_bytes_per_ms([7, 8]) == 50e6
 
 
 def test_keys_that_take_longer_than_attention_cost_time():
     spec = model()
-    task = Task("fwd", LANGUAGE_MODEL, 0, 0, 0)
     alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2))
-    received = 2 * 2 * HIDDEN * 10 / 2  # two bytes, keys and values, the other half of ten tokens
-    attention = 2 * 10 * 10 * HIDDEN / 2 / (989.4e9 * 0.4)
-    gather = LAYERS * (received / 450e6 - attention)
+    received = 2 * 2 * HIDDEN * 20 / 2  # two bytes, keys and values, the other half of twenty tokens
+    gather = LAYERS * received / 450e6 - ATTENTION * 200 / 2
     assert gather > 0
-    assert shared(task) == pytest.approx(alone(task) / 2 + 2 * gather)
+    read = (STACK + HEAD) * READ_MS  # each rank reads all weights
+    assert shared(FORWARD) == pytest.approx((alone(FORWARD) + read) / 2 + gather)
     long = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10**6}, 4)
-    times = [AnalyticCost(spec, cost.plan, cost.step, long, HARDWARE["h100"])(task) for cost in (alone, shared)]
-    assert times[1] == pytest.approx(times[0] / 2)  # attention hides it
+    times = [StepCost(cost.costs, cost.plan, cost.step, long)(FORWARD) for cost in (alone, shared)]
+    assert times[1] == pytest.approx((times[0] + read) / 2)  # attention hides it
 
 
 MIXED = SampleSizes.of_sequences(
@@ -76,22 +100,20 @@ DEFERRED = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2
 def test_a_chunk_costs_the_sum_of_its_samples():
     spec = model()
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-    cost = AnalyticCost(spec, plan, DEFERRED, MIXED, HARDWARE["a100"])
-    for task, lengths in (
-        (Task("fwd", "vision", 0, 0, 0, 0), []),
-        (Task("fwd", "vision", 0, 0, 0, 1), [4, 4]),
-        (Task("fwd", "vision", 0, 0, 1, 0), [9, 2]),
-        (Task("fwd", LANGUAGE_MODEL, 0, 1, 1), [20, 12, 7]),
+    cost = StepCost(h100(spec), plan, DEFERRED, MIXED)
+    vision, half = STACK + HIDDEN * HIDDEN, STACK / 2 + HEAD
+    for task, lengths, matrices, attention in (
+        (Task("fwd", "vision", 0, 0, 0, 0), [], vision, 2 * ATTENTION),
+        (Task("fwd", "vision", 0, 0, 0, 1), [4, 4], vision, 2 * ATTENTION),
+        (Task("fwd", "vision", 0, 0, 1, 0), [9, 2], vision, 2 * ATTENTION),
+        (Task("fwd", LANGUAGE_MODEL, 0, 1, 1), [20, 12, 7], half, ATTENTION / 2),
     ):
-        stage = plan.stage(*task.stage_key)
-        flops = sum(n * flops_per_token(spec, task.module, stage, n) for n in lengths)
-        assert cost(task) == pytest.approx(flops / HARDWARE["a100"].flops_per_ms)
+        expected = matrices * (sum(lengths) * TOKEN_MS + READ_MS) + attention * sum(n * n for n in lengths)
+        assert cost(task) == pytest.approx(expected)
     program = build_program(plan, DEFERRED, [], cost)
     sent = [a.message for a in program.actions[0] if a.op == "send" and a.message is not None]
     # Sample 1 has no image, sample 0 is taken one microbatch later.
-    assert [cost.message_ms(m) * HARDWARE["a100"].link_gb_per_s * 1e6 for m in sent] == pytest.approx(
-        [2 * HIDDEN * tokens for tokens in (0, 8, 11)]
-    )
+    assert [cost.message_ms(m) * 450e6 for m in sent] == pytest.approx([2 * HIDDEN * tokens for tokens in (0, 8, 11)])
 
 
 def test_messages_take_time():
@@ -107,7 +129,7 @@ def test_memory_of_a_rank():
     step = contiguous_step(plan, range(4), 2)
     program = build_program(plan, step, sync_groups(spec, plan))
     in_flight = simulate(plan, program).peak_in_flight
-    memory = memory_per_rank(spec, plan, step, SIZES, in_flight)
+    memory = memory_per_rank(h100(spec), plan, step, SIZES, in_flight)
     assert set(memory) == set(range(5))
     frozen = LAYERS * (LAYER_MATRICES + HIDDEN)
     projector = HIDDEN * HIDDEN
@@ -126,7 +148,7 @@ def test_the_largest_microbatch_counts():
     spec = model()
     plan = resolve_plan(spec, {})
     in_flight = {("vision", 0, 0): 1.5, (LANGUAGE_MODEL, 0, 0): 1.0}
-    memory = memory_per_rank(spec, plan, DEFERRED, MIXED, in_flight)
+    memory = memory_per_rank(h100(spec), plan, DEFERRED, MIXED, in_flight)
     kept = 2 * LAYERS * (8 * HIDDEN + 3 * WIDE)
     assert memory[0].activations == 1.5 * 11 * kept
     assert memory[1].activations == 39 * (kept + 8 * VOCABULARY)
@@ -138,7 +160,7 @@ def test_ranks_that_share_tokens_keep_their_share_of_them():
     for plugin in (ModulePlugin(), ModulePlugin(cp_size=2)):
         plan = resolve_plan(spec, {LANGUAGE_MODEL: plugin})
         step = contiguous_step(plan, range(4), 2)
-        memory = memory_per_rank(spec, plan, step, SIZES, {(LANGUAGE_MODEL, 0, 0): 1.0})
+        memory = memory_per_rank(h100(spec), plan, step, SIZES, {(LANGUAGE_MODEL, 0, 0): 1.0})
         kept.append(memory[1])
     assert kept[1].activations == kept[0].activations / 2
     assert kept[1].weights == kept[0].weights
@@ -150,7 +172,7 @@ def test_checkpointing_keeps_less():
         spec = model()
         plan = resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=checkpointing)})
         step = contiguous_step(plan, range(4), 2)
-        totals.append(memory_per_rank(spec, plan, step, SIZES, {("vision", 0, 0): 1.0})[0].activations)
+        totals.append(memory_per_rank(h100(spec), plan, step, SIZES, {("vision", 0, 0): 1.0})[0].activations)
     assert totals[1] == 2 * 2 * 7 * (LAYERS * HIDDEN + 8 * HIDDEN + 3 * WIDE)
     assert totals[1] < totals[0]
 

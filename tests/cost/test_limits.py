@@ -9,7 +9,7 @@ from hf_mmparallel.cost import eager_caps, fitting_tokens, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, StepPlan, resolve_plan
 from hf_mmparallel.schedule import build_program, live_caps, simulate
-from tests.cost.models import model
+from tests.cost.models import h100, model
 from tests.schedule.builders import make_step
 
 BUDGET = 2e8
@@ -38,12 +38,12 @@ def late_step(plan: ParallelPlan) -> StepPlan:
 def test_microbatches_of_as_many_tokens_fit_and_no_larger_ones(name, frozen):
     spec = model(frozen)
     plan = replace(resolve_plan(spec, PLANS[name]), num_microbatches=8)
-    limits = fitting_tokens(spec, plan, sizes_of(300, 200), BUDGET)
+    limits = fitting_tokens(h100(spec), plan, sizes_of(300, 200), BUDGET)
     step, in_flight = late_step(plan), steady_in_flight(plan)
 
     def fullest(scale: float) -> float:
         sizes = sizes_of(int(scale * limits["vision"] / 2), int(scale * limits[LANGUAGE_MODEL] / 2))
-        return max(m.total for m in memory_per_rank(spec, plan, step, sizes, in_flight).values())
+        return max(m.total for m in memory_per_rank(h100(spec), plan, step, sizes, in_flight).values())
 
     assert fullest(1.0) <= BUDGET < fullest(1.02)
     peaks = simulate(plan, build_program(plan, step, [])).peak_in_flight
@@ -54,9 +54,9 @@ def test_microbatches_of_as_many_tokens_fit_and_no_larger_ones(name, frozen):
 def test_modules_on_one_rank_share_it_by_what_they_have_to_do():
     spec = model()
     plan = resolve_plan(spec, PLANS["shared ranks"])
-    limits = fitting_tokens(spec, plan, sizes_of(300, 200), BUDGET)
+    limits = fitting_tokens(h100(spec), plan, sizes_of(300, 200), BUDGET)
     assert limits["vision"] == pytest.approx(1.5 * limits[LANGUAGE_MODEL], rel=1e-3)
-    text_only = fitting_tokens(spec, plan, sizes_of(0, 200), BUDGET)
+    text_only = fitting_tokens(h100(spec), plan, sizes_of(0, 200), BUDGET)
     assert set(text_only) == {LANGUAGE_MODEL} and text_only[LANGUAGE_MODEL] > limits[LANGUAGE_MODEL]
 
 
@@ -64,9 +64,9 @@ def test_state_that_does_not_fit_is_refused():
     spec = model()
     plan = resolve_plan(spec, {})
     with pytest.raises(ValueError, match=r"Rank 1 \(language_model\) .* 0\.000931 GiB .*Raise `pp_size` or `tp_size`"):
-        fitting_tokens(spec, plan, sizes_of(1, 1), 1e6)
+        fitting_tokens(h100(spec), plan, sizes_of(1, 1), 1e6)
     with pytest.raises(ValueError, match="Rank 1"):
-        eager_caps(spec, plan, contiguous_step(plan, range(4), 1), sizes_of(1, 1, 4), 1e6)
+        eager_caps(h100(spec), plan, contiguous_step(plan, range(4), 1), sizes_of(1, 1, 4), 1e6)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -74,14 +74,14 @@ def test_eager_caps_fill_the_memory_and_keep_to_it(name):
     spec = model()
     plan = replace(resolve_plan(spec, PLANS[name]), schedule="eager")
     step, sizes = contiguous_step(plan, range(16), 1), sizes_of(300, 200)
-    least, caps = live_caps(plan, step), eager_caps(spec, plan, step, sizes, BUDGET)
+    least, caps = live_caps(plan, step), eager_caps(h100(spec), plan, step, sizes, BUDGET)
     assert all(caps[key] >= least[key] for key in least)
     assert any(caps[key] > least[key] for key in least)
-    used = memory_per_rank(spec, plan, step, sizes, caps)
+    used = memory_per_rank(h100(spec), plan, step, sizes, caps)
     assert max(m.total for m in used.values()) <= BUDGET
     for key, cap in caps.items():
         if cap < len(step.microbatches[key[0]][key[1]]):
-            more = memory_per_rank(spec, plan, step, sizes, {**caps, key: cap + 1})
+            more = memory_per_rank(h100(spec), plan, step, sizes, {**caps, key: cap + 1})
             assert max(more[rank].total for rank in plan.stage(*key).all_ranks) > BUDGET
     simulation = simulate(plan, build_program(plan, step, [], caps=caps))
     assert all(simulation.peak_in_flight[key] <= caps[key] for key in caps)
@@ -94,8 +94,8 @@ def test_encoders_run_ahead_first():
     plan = replace(resolve_plan(spec, PLANS["shared ranks"]), schedule="eager")
     step, sizes = contiguous_step(plan, range(16), 1), sizes_of(300, 200)
     least = live_caps(plan, step)
-    in_use = max(m.total for m in memory_per_rank(spec, plan, step, sizes, least).values())
-    caps = eager_caps(spec, plan, step, sizes, 1.2 * in_use)
+    in_use = max(m.total for m in memory_per_rank(h100(spec), plan, step, sizes, least).values())
+    caps = eager_caps(h100(spec), plan, step, sizes, 1.2 * in_use)
     assert caps["vision", 0, 0] > least["vision", 0, 0]
     assert caps[LANGUAGE_MODEL, 0, 0] == least[LANGUAGE_MODEL, 0, 0]
 
@@ -104,5 +104,5 @@ def test_without_a_limit_encoders_run_two_forwards_ahead():
     spec = model()
     plan = resolve_plan(spec, PLANS["ranks of their own"])
     step = contiguous_step(plan, range(16), 1)
-    caps = eager_caps(spec, plan, step, sizes_of(300, 200))
+    caps = eager_caps(h100(spec), plan, step, sizes_of(300, 200))
     assert caps == {("vision", 0, 0): 5, (LANGUAGE_MODEL, 0, 0): 2, (LANGUAGE_MODEL, 0, 1): 1}

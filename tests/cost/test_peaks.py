@@ -6,7 +6,7 @@ from hf_mmparallel.cost import activation_peaks
 from hf_mmparallel.cost.memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Span, Task, build_program, simulate
-from tests.cost.models import HIDDEN, model
+from tests.cost.models import HIDDEN, h100, model
 from tests.schedule.builders import make_step
 
 FEATURE = 2 * HIDDEN
@@ -22,7 +22,7 @@ def line(*texts: str) -> list[Task]:
 def test_chunks_and_features_are_followed_over_a_step():
     spec = model(("vision",))
     plan = resolve_plan(spec, {})
-    memories = stage_memories(spec, plan)
+    memories = stage_memories(h100(spec), plan)
     vision = memories["vision", 0, 0].bytes_per_token
     language = memories[LANGUAGE_MODEL, 0, 0].bytes_per_token
     order = line("fwd vision.r0.s0 mb0.c0", "fwd vision.r0.s0 mb0.c1")
@@ -34,13 +34,13 @@ def test_chunks_and_features_are_followed_over_a_step():
     )
     spans = [Span(0, task, i, i + 1) for i, task in enumerate(order)]
     spans += [Span(1, task, i + 2, i + 3) for i, task in enumerate(later)]
-    peaks = activation_peaks(spec, plan, STEP, SIZES, spans)
+    peaks = activation_peaks(h100(spec), plan, STEP, SIZES, spans)
     # The projector is trained: both chunks wait for their backwards, for which there is no span here.
     assert peaks[0] == 8 * vision + 8 * FEATURE  # the features of one wait while the other is computed
     assert peaks[1] == 10 * language + 8 * FEATURE
     backwards = line("bwd vision.r0.s0 mb0.c0", "bwd vision.r0.s0 mb0.c1")
     spans += [Span(0, task, i + 6, i + 7) for i, task in enumerate(backwards)]
-    peaks = activation_peaks(spec, plan, STEP, SIZES, spans)
+    peaks = activation_peaks(h100(spec), plan, STEP, SIZES, spans)
     assert peaks[0] == 16 * (vision + FEATURE)
 
 
@@ -51,9 +51,9 @@ def test_peaks_grow_with_what_is_in_flight_and_each_rank_of_a_grid_has_them():
     step = make_step({"vision": rows, LANGUAGE_MODEL: rows})
     sizes = SampleSizes.uniform({"vision": 8, LANGUAGE_MODEL: 10}, 6)
     simulation = simulate(plan, build_program(plan, step, []))
-    peaks = activation_peaks(spec, plan, step, sizes, simulation.spans)
+    peaks = activation_peaks(h100(spec), plan, step, sizes, simulation.spans)
     assert set(peaks) == set(range(5)) and peaks[1] == peaks[2] and peaks[3] == peaks[4]
-    memories = stage_memories(spec, plan)
+    memories = stage_memories(h100(spec), plan)
     for key, count in simulation.peak_in_flight.items():
         tokens = sizes.tokens[key[0]][0]
         rank = plan.stage(*key).all_ranks[0]
@@ -71,5 +71,11 @@ def test_features_are_no_more_than_the_tokens_that_take_them():
     ]
     rows = [[[0]]]
     step = make_step({"vision": rows, LANGUAGE_MODEL: rows})
-    peaks = activation_peaks(spec, plan, step, SampleSizes.uniform({"vision": 40, LANGUAGE_MODEL: 10}, 1), span)
-    assert peaks[1] == 10 * (stage_memories(spec, plan)[LANGUAGE_MODEL, 0, 0].bytes_per_token + FEATURE)
+    peaks = activation_peaks(
+        h100(spec),
+        plan,
+        step,
+        SampleSizes.uniform({"vision": 40, LANGUAGE_MODEL: 10}, 1),
+        span,
+    )
+    assert peaks[1] == 10 * (stage_memories(h100(spec), plan)[LANGUAGE_MODEL, 0, 0].bytes_per_token + FEATURE)

@@ -1,0 +1,105 @@
+"""What a layer costs, whoever says so: one form for operation counts and for measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ..plan import ModelSpec
+from .hardware import Hardware
+
+BYTES_PER_VALUE = 2
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """
+    `square * s + token * x + constant`, for a chunk of `x` tokens whose sequences have squared lengths of `s` in sum:
+    the form of Entrain, section 4.4.1, which for one sequence is `a x^2 + b x + c`.
+
+    Args:
+        square (`float`, *optional*, defaults to 0.0): For each squared token.
+        token (`float`, *optional*, defaults to 0.0): For each token.
+        constant (`float`, *optional*, defaults to 0.0): For each chunk.
+    """
+
+    square: float = 0.0
+    token: float = 0.0
+    constant: float = 0.0
+
+    def __call__(self, tokens: float, squares: float) -> float:
+        return self.square * squares + self.token * tokens + self.constant
+
+    def __add__(self, other: Polynomial) -> Polynomial:
+        return Polynomial(self.square + other.square, self.token + other.token, self.constant + other.constant)
+
+    def __mul__(self, factor: float) -> Polynomial:
+        return Polynomial(self.square * factor, self.token * factor, self.constant * factor)
+
+    def over(self, num_rows: int) -> Polynomial:
+        """On each of `num_rows` rows of ranks that share the tokens of a chunk."""
+        return Polynomial(self.square / num_rows, self.token / num_rows, self.constant)
+
+    @classmethod
+    def sum(cls, parts: Iterable[Polynomial]) -> Polynomial:
+        """The sum, exact to the last bit whatever the order of the parts."""
+        found = list(parts)
+        return cls(*(math.fsum(getattr(part, name) for part in found) for name in ("square", "token", "constant")))
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """
+    One layer on one tensor-parallel rank, whatever of it is trained.
+
+    Args:
+        forward (`Polynomial`): Milliseconds.
+        data_gradient (`Polynomial`): Milliseconds of the gradient of its input, `B_d` of Cornstarch, section 4.3.
+        weight_gradient (`Polynomial`): Milliseconds of the gradients of all of its weights, `B_w`.
+        activations (`Polynomial`): Bytes kept for the backward where the weights are trained.
+        frozen_activations (`Polynomial`): Bytes kept where only a gradient of the input is wanted.
+    """
+
+    forward: Polynomial
+    data_gradient: Polynomial
+    weight_gradient: Polynomial
+    activations: Polynomial
+    frozen_activations: Polynomial
+
+
+class LayerCosts(Protocol):
+    """A source of costs: operation counts ([`AnalyticLayers`]) or a measured profile ([`MeasuredLayers`])."""
+
+    def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
+        """
+        Args:
+            module (`str`): A module.
+            index (`int`): `-1` for what comes before its layers, such as embeddings, `num_layers` for what comes
+                after them, such as a projector or a head.
+            tp_size (`int`): Ranks that share the layer's matrices.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """
+    What the layers of a model cost on a machine: all that times and memory of plans are derived from.
+
+    Args:
+        spec (`ModelSpec`): The model, with what is frozen.
+        device (`Hardware`): What each rank is.
+        layers (`LayerCosts`): The source of its layers' costs.
+        value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
+    """
+
+    spec: ModelSpec
+    device: Hardware
+    layers: LayerCosts
+    value_bytes: int = BYTES_PER_VALUE
+
+    def with_spec(self, spec: ModelSpec) -> CostModel:
+        """The same costs of layers for the model with something else frozen."""
+        return replace(self, spec=spec)

@@ -1,0 +1,101 @@
+"""What the tasks, messages and gradient sums of a step take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup
+from ..schedule import Task
+from ..schedule.actions import Message
+from .analytic import DTYPE_BYTES
+from .layers import CostModel
+from .stages import stage_costs
+
+ChunkKey = tuple[str, int, int, int]
+
+
+class StepCost:
+    """
+    Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from the tokens of its samples; see
+    [`StageCost`].
+
+    Args:
+        costs (`CostModel`): What layers cost.
+        plan (`ParallelPlan`): The layout.
+        step (`StepPlan`): The arrangement.
+        sizes (`SampleSizes`): Tokens of each slot of the step.
+        groups (`Sequence[SyncGroup]`, *optional*): The gradient sums, for [`~StepCost.sync_ms`].
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        plan: ParallelPlan,
+        step: StepPlan,
+        sizes: SampleSizes,
+        groups: Sequence[SyncGroup] = (),
+    ):
+        self.costs, self.plan, self.step, self.sizes, self.groups = costs, plan, step, sizes, groups
+        self.stages = stage_costs(costs, plan)
+        self.chunks = chunk_sizes(step, sizes)
+
+    def __call__(self, task: Task) -> float:
+        cost = self.stages[task.module, task.replica, task.stage]
+        sizes = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        return cost.forward_ms(*sizes) if task.kind == "fwd" else cost.backward_ms(*sizes)
+
+    def message_ms(self, message: Message) -> float:
+        """Time that a message travels, over one link for each rank of the smaller grid."""
+        before, after = message.source, message.target
+        if message.kind == "grad":
+            before, after = after, before
+        num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk][0]
+        if message.crosses_boundary:
+            num_tokens = message_tokens(self.step, self.sizes, before, after)
+        num_bytes = self.costs.value_bytes * num_tokens * self.costs.spec.modules[after.module].hidden_size
+        grids = [self.plan.stage(*task.stage_key).all_ranks for task in (before, after)]
+        return num_bytes / min(map(len, grids)) / self.costs.device.link_bytes_per_ms(chain(*grids))
+
+    def sync_ms(self, index: int) -> float:
+        """Time of a gradient sum: a ring over its ranks."""
+        group = self.groups[index]
+        parameters = (self.costs.spec.parameters[name] for name in group.parameters)
+        tp_size = self.plan.modules[group.stages[0][0]].tp_size
+        num_bytes = sum(
+            p.num_elements * DTYPE_BYTES.get(p.dtype, 4) / (tp_size if len(p.shape) > 1 else 1) for p in parameters
+        )
+        count = len(group.ranks)
+        return 2 * (count - 1) / count * num_bytes / self.costs.device.link_bytes_per_ms(group.ranks)
+
+
+def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
+    """
+    At most so many rows of features go from the chunk of `before` to that of `after`: a row for each token of the
+    encoder's layers, which may merge into fewer, and no more than the module that takes them has tokens for.
+    """
+    slots = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
+    taken = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
+    shared = sorted(set(slots) & set(taken))
+    return int(np.minimum(sizes.tokens[before.module][shared], sizes.tokens[after.module][shared]).sum())
+
+
+def chunk_sizes(step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, tuple[float, float]]:
+    """(module, replica, microbatch, chunk) -> its tokens, and the sum of the squares of its sequences."""
+    result = {}
+    for name in step.microbatches:
+        chunks = {
+            (*key, number): slots
+            for key, found in step.chunks.items()
+            if key[0] == name
+            for number, slots in enumerate(found)
+        }
+        if not chunks:
+            continue
+        starts = np.cumsum([0, *map(len, chunks.values())])[:-1]
+        order = np.fromiter(chain.from_iterable(chunks.values()), np.int64)
+        sums = (np.add.reduceat(values[name][order], starts) for values in (sizes.tokens, sizes.squares))
+        result.update(zip(chunks, zip(*(found.astype(float).tolist() for found in sums), strict=True), strict=True))
+    return result
