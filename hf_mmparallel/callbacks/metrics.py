@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..arrange.balance import excess
-from ..cost import HARDWARE, Hardware
+from ..cost import HARDWARE, Hardware, training_flops
 from ..runtime.executor import StepResult
 from .balance import RanStep, forward_metrics, last_step, mean_of, measure
 from .base import EngineCallback
@@ -150,13 +150,8 @@ class ParallelMetricsCallback(EngineCallback):
         hardware = hardware_of(self.engine.device)
         if hardware is None:
             return None
-        flops = 0.0
-        for name, module in self.engine.spec.modules.items():
-            behind = self.engine.executor.flow.input_needs_grad(name, 0, 0)  # a gradient goes through all its layers
-            per_token = sum(
-                2 * p.num_elements * (1 + (behind or p.trainable) + p.trainable)
-                for p in module.parameters
-                if len(p.shape) > 1 and not p.is_lookup
-            )
-            flops += per_token * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
+        flops = sum(
+            training_flops(self.engine.spec, name)[0] * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
+            for name in self.engine.spec.modules
+        )
         return flops / (1e12 * hardware.peak_tflops * self.engine.plan.world_size)

@@ -6,7 +6,7 @@ from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import eager_caps, fitting_tokens
 from .memory import RankMemory, memory_per_rank
 from .peaks import activation_peaks
-from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs
+from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs, training_flops
 from .step import StepCost
 from .workloads import batch_workloads
 
@@ -34,4 +34,5 @@ __all__ = [
     "memory_per_rank",
     "module_flops",
     "stage_costs",
+    "training_flops",
 ]

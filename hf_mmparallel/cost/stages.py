@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..plan import ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import StageKey
-from .analytic import ATTENTION_BACKWARD
+from .analytic import ATTENTION_BACKWARD, layer_flops
 from .layers import CostModel, LayerCost, Polynomial
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients go home
@@ -39,6 +39,21 @@ def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
     uses = spec.uses.get((module, index), ())
     trained = sum(use.num_active for use in uses if use.parameter.trainable)
     return trained / sum(use.num_active for use in uses) if trained else 0.0
+
+
+def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
+    """
+    Operations of a module's forward and backward as the model defines them, nothing computed twice: for each token,
+    and for each squared token of a sequence.
+    """
+    per_token = per_square = 0.0
+    for index, needed in zip(
+        range(-1, spec.modules[module].num_layers + 1), data_gradients(spec)[module], strict=True
+    ):
+        tokens, squares = layer_flops(spec, module, index)
+        per_token += tokens * (1 + needed + trainable_share(spec, module, index))
+        per_square += squares * (1 + 2 * needed)
+    return per_token, per_square
 
 
 @dataclass(frozen=True)
@@ -87,14 +102,13 @@ def layer_table(costs: CostModel, module: str, tp_size: int = 1, checkpointing: 
         checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
     """
     num_layers = costs.spec.modules[module].num_layers
-    needed = data_gradients(costs.spec)[module]
     forward, backward = [], []
-    for row, index in enumerate(range(-1, num_layers + 1)):
+    for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
         layer = costs.layers.layer(module, index, tp_size)
         share = trainable_share(costs.spec, module, index)
         again = checkpointing and 0 <= index < num_layers
         forward.append(layer.forward)
-        backward.append(backward_of(layer, needed[row], share, again))
+        backward.append(backward_of(layer, data_gradient, share, again))
     rows = [[(p.square, p.token, p.constant) for p in polynomials] for polynomials in (forward, backward)]
     return LayerTable(*(np.array(found) for found in rows))
 

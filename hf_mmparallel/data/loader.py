@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule import Program
+from ..search.steps import StepPlanner
 from .bad_samples import BadSample, stored_row
 from .context import BatchKey, ContextCut, ContextCutter
 from .draws import Draw
 from .randomness import seeded, stable_seed
-from .step_planner import StepPlanner
 from .streams import StreamWindow
 from .transfer import pack, unpack
 

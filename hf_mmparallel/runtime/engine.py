@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..cost import HARDWARE, CostModel, analytic_costs
 from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
-from ..data.step_planner import StepPlanner
+from ..search.steps import StepPlanner
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPlan, Workloads, holdings, sync_groups

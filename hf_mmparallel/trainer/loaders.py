@@ -15,9 +15,9 @@ from transformers.utils.import_utils import is_datasets_available
 from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
-from ..data.step_planner import SizeFunction, StepPlanner
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL
+from ..search.steps import SizeFunction, StepPlanner
 from .checks import check_dataset
 
 if TYPE_CHECKING:

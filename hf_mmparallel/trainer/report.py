@@ -15,15 +15,15 @@ from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.metrics import core_per_rank
 from ..cli.table import plan_table
-from ..cost import RankMemory, StepCost, memory_per_rank
+from ..cost import RankMemory
 from ..data.draws import Draw
 from ..data.loader import seeded
-from ..data.step_planner import PlannedStep, SizeFunction, StepPlanner
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
+from ..search.steps import PlannedStep, SizeFunction, StepPlanner
 from .arguments import MultimodalTrainingArguments
 from .loaders import training_planner, without_unused_columns
 from .model_card import SCHEDULE, WORKLOADS
@@ -45,7 +45,7 @@ _WIDTH = 120  # of the table in a file or a pipe
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepReport:
     """
     What is expected of one full step. Where sizes of samples are known, also its balance in the sampler's order and as
     arranged, and what it would take in the sampler's order.
@@ -116,7 +116,7 @@ def _has_size(sizes: SizeFunction, index: int, skip: bool) -> bool:
     return True
 
 
-def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, Prediction]:
+def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport]:
     """Simulates a step with a full global batch, as the planner of training steps arranges it."""
     plan, stream = trainer._engine.plan, is_stream(trainer.train_dataset)
     window = StreamWindow(trainer.train_dataset, trainer.args.seed) if stream else None
@@ -131,7 +131,7 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, Prediction
     if sizes is None or not sizes.known:
         tokens = mean_tokens(trainer)
         if tokens is None:
-            return planner, Prediction(planned, simulate(plan, planned.program), None)
+            return planner, StepReport(planned, simulate(plan, planned.program), None)
         return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(draw.samples)))
     before = replace(planner, method="contiguous")(draw)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
@@ -139,12 +139,10 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, Prediction
     return planner, replace(_costed(planner, planned, sizes), balances=balances, before_ms=before_ms)
 
 
-def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes) -> Prediction:
+def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes) -> StepReport:
     """A step with costs from sizes of its samples."""
-    cost = StepCost(planner.costs, planner.plan, planned.step, sizes, planner.groups)
-    simulation = simulate(planner.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
-    memory = memory_per_rank(planner.costs, planner.plan, planned.step, sizes, simulation.peak_in_flight)
-    return Prediction(planned, simulation, memory)
+    prediction = planner.predict(planned, sizes)
+    return StepReport(planned, prediction.simulation, prediction.memory)
 
 
 def size_origin(trainer: MultimodalParallelTrainer) -> str:
@@ -159,7 +157,7 @@ def size_origin(trainer: MultimodalParallelTrainer) -> str:
     return "the dataset's `token_counts`" if own else "the dataset's metadata"
 
 
-def arrangement_lines(method: str, origin: str, prediction: Prediction) -> list[str]:
+def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[str]:
     """How the samples of a global batch come to microbatches, and how even these are."""
     if prediction.balances is None and method == "contiguous":
         return ["Samples are in the sampler's order, `contiguous`. Their sizes are unknown."]
@@ -232,7 +230,7 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
         balance_png(panels, folder / WORKLOADS, title="Predicted forward of each microbatch of one step")
 
 
-def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, prediction: Prediction) -> list[str]:
+def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, prediction: StepReport) -> list[str]:
     """What is said below the table of a plan."""
     args, plan = trainer.args, trainer._engine.plan
     step, cp_size = prediction.planned.step, plan.modules[LANGUAGE_MODEL].cp_size

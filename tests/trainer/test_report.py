@@ -21,7 +21,7 @@ from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.trainer import report
 from hf_mmparallel.trainer.model_card import plan_section
 from hf_mmparallel.trainer.report import (
-    Prediction,
+    StepReport,
     arrangement_lines,
     report_lines,
     representative_draw,
@@ -40,10 +40,10 @@ def arguments(**changes: Any) -> MultimodalTrainingArguments:
     return MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **changes)
 
 
-def prediction(before: Balance, after: Balance) -> Prediction:
+def prediction(before: Balance, after: Balance) -> StepReport:
     """Only what the sentences tell of."""
     planned: Any = None
-    return Prediction(planned, Simulation((), 12.5, 2, {}), None, (before, after), before_ms=20.25)
+    return StepReport(planned, Simulation((), 12.5, 2, {}), None, (before, after), before_ms=20.25)
 
 
 def test_the_report_says_what_the_arrangement_evens_out():
@@ -79,7 +79,7 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
 
 
 def test_unknown_sizes_are_said_with_what_would_help():
-    unknown = Prediction(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None)
+    unknown = StepReport(prediction(BEFORE, AFTER).planned, Simulation((), 12.5, 2, {}), None)
     (line,) = arrangement_lines("disttrain", "the dataset's metadata", unknown)
     assert line.startswith("Sizes of samples are unknown, all count the same") and "`token_columns`" in line
     assert arrangement_lines("contiguous", "the dataset's metadata", unknown)[0].endswith("Their sizes are unknown.")

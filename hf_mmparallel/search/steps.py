@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..arrange import arrange_step
-from ..cost import CostModel, StepCost, batch_workloads, eager_caps
+from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, training_flops
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
-from ..schedule import Program, build_program
-from .draws import Draw
+from ..schedule import Program, Simulation, build_program, simulate
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
+
+
+class Drawn(Protocol):
+    """Samples of a global batch in the sampler's order, and the epoch that they are drawn in."""
+
+    @property
+    def samples(self) -> tuple[int, ...]: ...
+
+    @property
+    def epoch(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -61,10 +71,10 @@ class StepPlanner:
     memory_bytes: float | None = None
     training: bool = True
 
-    def __call__(self, draw: Draw) -> PlannedStep:
+    def __call__(self, draw: Drawn) -> PlannedStep:
         """
         Args:
-            draw (`Draw`): The samples.
+            draw ([`Drawn`]): The samples.
 
         Raises:
             `ValueError`: For a sample that is larger than a microbatch may be.
@@ -85,3 +95,61 @@ class StepPlanner:
             if self.plan.schedule == "eager" and self.training:
                 caps = eager_caps(self.costs, self.plan, step, sizes, self.memory_bytes)
         return build_program(self.plan, step, self.groups, cost, self.training, caps)
+
+    def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
+        """
+        What a step takes by its costs.
+
+        Args:
+            planned (`PlannedStep`): The step.
+            sizes (`SampleSizes`, *optional*): Of its samples, if the step was planned without them.
+        """
+        sizes = planned.sizes if sizes is None else sizes
+        assert sizes is not None
+        cost = StepCost(self.costs, self.plan, planned.step, sizes, self.groups)
+        simulation = simulate(self.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
+        memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, simulation.peak_in_flight)
+        return Prediction(self.plan, planned, sizes, simulation, memory, self._utilisation(sizes, simulation))
+
+    def _utilisation(self, sizes: SampleSizes, simulation: Simulation) -> float:
+        """Model FLOPs of the samples over what all ranks could do meanwhile."""
+        flops = 0.0
+        for name in self.plan.modules:
+            per_token, per_square = training_flops(self.costs.spec, name)
+            flops += per_token * sizes.tokens[name].sum() + per_square * sizes.squares[name].sum()
+        return flops / (1e9 * self.costs.device.peak_tflops * self.plan.world_size * simulation.iteration_ms)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """
+    What a step is expected to take.
+
+    Args:
+        plan (`ParallelPlan`): The layout.
+        planned (`PlannedStep`): Its arrangement and program.
+        sizes (`SampleSizes`): Of its samples.
+        simulation (`Simulation`): Its replay.
+        memory (`dict[int, RankMemory]`): Rank -> its memory.
+        flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks (MFU).
+    """
+
+    plan: ParallelPlan
+    planned: PlannedStep
+    sizes: SampleSizes
+    simulation: Simulation
+    memory: dict[int, RankMemory]
+    flops_utilisation: float
+
+    @property
+    def step_ms(self) -> float:
+        return self.simulation.iteration_ms
+
+    @property
+    def peak_memory_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max(memory.total for memory in self.memory.values())
+
+    def tokens_per_second(self, module: str) -> float:
+        """Tokens of a module over the time of the step."""
+        return 1e3 * float(self.sizes.tokens[module].sum()) / self.step_ms
