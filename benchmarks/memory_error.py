@@ -1,0 +1,335 @@
+"""
+The predicted peak of tensor bytes of each rank against the measured one.
+
+Each plan trains two steps with the Trainer on gloo ranks of this host. In the second one, when the optimizer has its
+state, the profiler notes what the allocator of tensors gives and takes back; the highest sum is the peak. Beside the
+named plans there are plans drawn at random, which nobody has looked at.
+
+```bash
+python benchmarks/memory_error.py
+python benchmarks/memory_error.py --random 20 --seed 7
+python benchmarks/memory_error.py --quick --out out/bench  # seconds; the numbers mean nothing
+```
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import io
+import json
+import os
+import random
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import common
+import memory_models
+import torch
+import torch.distributed as dist
+import transformers
+from rich.table import Table
+from torch._C._profiler import _EventType
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import PrinterCallback, TrainerCallback
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.trainer import report
+
+GOAL = 0.15
+MIB = 2**20
+VISION, AUDIO, LM = "vision", "audio", "language_model"
+LORA = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    A plan and what trains under it.
+
+    Args:
+        name (`str`): What it is.
+        world_size (`int`): Ranks.
+        modules (`dict`): Settings of each module.
+        family (`str`, *optional*, defaults to `"llava"`): The model.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule.
+        microbatch (`int`, *optional*, defaults to 2): Samples of a microbatch.
+        num_microbatches (`int`, *optional*, defaults to 4): Microbatches of a copy of the language model.
+        arguments (`dict`, *optional*): More arguments of the Trainer, such as `packing` and `bf16`.
+        dtype (`str`, *optional*, defaults to `"float32"`): Of the weights.
+        uneven (`bool`, *optional*, defaults to `False`): Whether samples have different lengths.
+    """
+
+    name: str
+    world_size: int
+    modules: dict[str, dict[str, Any]]
+    family: str = "llava"
+    schedule: str = "1f1b"
+    microbatch: int = 2
+    num_microbatches: int = 4
+    arguments: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    uneven: bool = False
+
+
+_TP2 = {LM: {"tp_size": 2}}
+_PP2 = {LM: {"pp_size": 2}}
+CASES = (
+    Case("two ranks", 2, {}),
+    Case("two ranks, GPipe", 2, {}, schedule="gpipe"),
+    Case("two ranks, eager", 2, {}, schedule="eager", num_microbatches=6),
+    Case("frozen tower", 2, {VISION: {"freeze": "tower"}}),
+    Case("only the projector", 2, {VISION: {"freeze": "tower"}, LM: {"freeze": True}}),
+    Case("frozen tower, LoRA", 2, {VISION: {"freeze": "tower"}, LM: {"peft_config": LORA}}),
+    Case("checkpointing", 2, {name: {"activation_checkpointing": True} for name in (VISION, LM)}),
+    Case("bf16 autocast", 2, {}, arguments={"bf16": True}),
+    Case("bf16 weights", 2, {}, dtype="bfloat16"),
+    Case("eager attention", 2, {name: {"attn_implementation": "eager"} for name in (VISION, LM)}),
+    Case("packed, uneven samples", 2, {}, arguments={"packing": True}, uneven=True),
+    Case("padded, uneven samples", 2, {}, uneven=True),
+    Case("shared ranks, dp 2", 2, {VISION: {"dp_size": 2}, LM: {"colocate_with": VISION}}),
+    Case("LM tp 2", 3, _TP2),
+    Case("LM pp 2, GPipe", 3, _PP2, schedule="gpipe"),
+    Case("LM cp 2", 3, {LM: {"cp_size": 2}}, uneven=True),
+    Case("gemma3 (tied), LM pp 2", 3, _PP2, "gemma3"),
+    Case("qwen2.5-vl (tied), LM pp 2", 3, _PP2, "qwen2_5_vl"),
+    Case("CLIP, Whisper, Qwen3", 3, {}, "composed"),
+    Case("vision dp 2, LM dp 2", 4, {VISION: {"dp_size": 2}, LM: {"dp_size": 2}}),
+    Case("vision pp 2, LM pp 2, bf16 autocast", 4, {VISION: {"pp_size": 2}, **_PP2}, arguments={"bf16": True}),
+    Case("vision dp 2, frozen LM tp 2", 4, {VISION: {"dp_size": 2}, LM: {"tp_size": 2, "freeze": True}}),
+)
+
+
+def random_cases(count: int, seed: int) -> list[Case]:
+    """Plans drawn from what the named ones have, in other combinations."""
+    rng = random.Random(seed)
+    cases = []
+    while len(cases) < count:
+        family = rng.choice([*memory_models.FAMILIES, "llava"])
+        sizes = [{}, {"pp_size": 2}, {"tp_size": 2}, {"dp_size": 2}]
+        modules = {
+            name: dict(rng.choice(sizes[: 1 if name != LM else 4])) for name in memory_models.FAMILIES[family].media
+        }
+        modules = {
+            **{n: dict(rng.choice(sizes)) if rng.random() < 0.4 else {} for n in modules},
+            LM: dict(rng.choice(sizes)),
+        }
+        for name, settings in modules.items():
+            if rng.random() < 0.3:
+                settings["freeze"] = True if name == LM else "tower"
+            elif rng.random() < 0.2 and name == LM:
+                settings["peft_config"] = LORA
+            if rng.random() < 0.25:
+                settings["activation_checkpointing"] = True
+        world_size = sum(next(iter(s for k, s in m.items() if k.endswith("p_size")), 1) for m in modules.values())
+        if world_size > 4 or (family == "qwen2_5_vl" and modules[VISION].get("tp_size")):
+            continue
+        arguments = rng.choice([{}, {}, {"bf16": True}, {"packing": True}])
+        cases.append(
+            Case(
+                f"random {seed}.{len(cases)}",
+                world_size,
+                modules,
+                family,
+                rng.choice(["1f1b", "1f1b", "gpipe", "eager"]),
+                rng.choice([1, 2, 3]),
+                rng.choice([2, 4]),
+                arguments,
+                rng.choice(["float32", "float32", "bfloat16"]) if "bf16" not in arguments else "float32",
+                rng.random() < 0.3,
+            )
+        )
+    return cases
+
+
+# Measuring
+
+
+def tensor_bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages of tensors, each storage once."""
+    found = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if torch.is_tensor(local):
+            storage = local.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+class PeakMemory(TrainerCallback):
+    """
+    Measures the second step of a training run.
+
+    Args:
+        trainer (`MultimodalParallelTrainer`): The Trainer.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.profiler: Any = None
+        self.measured: dict[str, float] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        parameters = self.trainer.model.parameters()
+        self.measured["gradients"] = tensor_bytes(p.grad for p in parameters if p.grad is not None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            model, optimizer = self.trainer.model, self.trainer.optimizer
+            self.measured["weights"] = tensor_bytes([*model.parameters(), *model.buffers()])
+            states = [value for row in optimizer.state.values() for value in row.values()]
+            self.measured["optimizer"] = tensor_bytes(states)
+            gc.collect()
+            self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self.profiler.start()
+        elif state.global_step == 2:
+            self.profiler.stop()
+            self._read()
+
+    def _read(self) -> None:
+        """Follows the sum of what the allocator gave and took back."""
+        events: list[tuple[int, int, int]] = []
+        pending = list(self.profiler.profiler.kineto_results.experimental_event_tree())
+        while pending:
+            event = pending.pop()
+            pending.extend(event.children)
+            if event.tag == _EventType.Allocation:
+                events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        live: dict[int, int] = {}
+        total = peak = peak_ns = 0
+        for when, pointer, size in sorted(events, key=lambda event: event[0]):
+            if size > 0:
+                live[pointer] = size
+                total += size
+            else:
+                total -= live.pop(pointer, 0)
+            if total > peak:
+                peak, peak_ns = total, when
+        state = self.measured["weights"] + self.measured["optimizer"]
+        self.measured |= {"peak": state + peak, "peak_at": self._place(peak_ns)}  # type: ignore[dict-item]
+
+    def _place(self, time_ns: int) -> str:
+        """What ran at a time."""
+        result = self.trainer.engine.last_result
+        at_ms = time_ns / 1e6 - 1e3 * result.started_s
+        for item in result.timeline:
+            if item.start_ms <= at_ms <= item.end_ms:
+                return f"{item.task} ({(at_ms - item.start_ms) / (item.end_ms - item.start_ms):.0%})"
+        return "between tasks" if at_ms < result.duration_ms else "after the tasks"
+
+
+def make_trainer(case: Case, shrink: bool) -> Any:
+    """The Trainer of a case on this rank."""
+    plan = {"modules": case.modules, "schedule": case.schedule}
+    copies = case.modules.get(LM, {}).get("dp_size", 1)
+    if case.modules.get(LM, {}).get("colocate_with"):
+        copies = case.modules[VISION]["dp_size"]
+    size = case.microbatch * case.num_microbatches * copies
+    args = MultimodalTrainingArguments(
+        output_dir=tempfile.gettempdir(),
+        parallel=plan,
+        global_batch_size=size,
+        per_device_train_batch_size=case.microbatch,
+        max_steps=2,
+        logging_steps=10**6,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        remove_unused_columns=False,
+        ddp_backend="gloo",
+        microbatch_assignment="contiguous",
+        **case.arguments,
+    )
+    rng = random.Random(0)
+    images = [rng.choice([0, 1, 2]) if case.uneven else 1 for _ in range(2 * size)]
+    texts = [rng.randint(20, 200) if case.uneven else 120 for _ in range(2 * size)]
+    if shrink:
+        texts = [max(1, length // 10) for length in texts]
+    trainer = MultimodalParallelTrainer(
+        model=memory_models.build_model(case.family, getattr(torch, case.dtype)),
+        args=args,
+        train_dataset=memory_models.make_dataset(case.family, images, texts),
+        data_collator=memory_models.collate,
+        sample_tokens=functools.partial(memory_models.sample_tokens, case.family),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def measure(case: Case, shrink: bool) -> list[dict[str, Any]]:
+    """For each rank, the predicted and the measured bytes."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        trainer = make_trainer(case, shrink)
+        peaks = PeakMemory(trainer)
+        trainer.add_callback(peaks)
+        trainer.train()
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, peaks.measured)
+    return rows
+
+
+def run_ranks(options: argparse.Namespace) -> None:
+    """What the ranks run; rank 0 writes the result."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    report.gantt_png = report.balance_png = lambda *args, **kwargs: None  # type: ignore[assignment]
+    result = []
+    for case in chosen_cases(options):
+        if case.world_size == int(os.environ["WORLD_SIZE"]):
+            result.append({**asdict(case), "ranks": measure(case, options.quick)})
+            gc.collect()
+    if dist.get_rank() == 0:
+        options.ranks.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases of a run."""
+    named = [case for case in CASES if options.only in case.name]
+    return [*named, *random_cases(options.random, options.seed)]
+
+
+# The script
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """Predicted and measured MiB of each case's fullest rank, and the largest error of its ranks."""
+    table = Table("plan", "rank", "weights", "gradients", "optimizer", "peak MiB", "at")
+    for row in rows:
+        for rank, found in enumerate(row["ranks"]):
+            cells = [f"{found[name] / MIB:.1f}" for name in ("weights", "gradients", "optimizer", "peak")]
+            table.add_row(row["name"], str(rank), *cells, found["peak_at"])
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="short samples, to try the script itself")
+    parser.add_argument("--only", default="", help="the named plans whose names have this in them")
+    parser.add_argument("--random", type=int, default=8, help="plans drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the plans drawn at random")
+    parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
+    parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ranks is not None:
+        run_ranks(options)
+        return
+    load = os.getloadavg()
+    words = ["--only", options.only, "--random", str(options.random), "--seed", str(options.seed)]
+    rows = []
+    for world_size in sorted({case.world_size for case in chosen_cases(options)}):
+        rows += common.launch(__file__, world_size, [*words, *["--quick"] * options.quick])
+    result = {"cases": rows, **common.machine(common.Shapes(), load)}
+    common.report("memory_error", [table_of(rows)], [], result, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Small models whose activations weigh as much as their weights, and their data, for `memory_error.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from common import IGNORE_INDEX
+from torch.nn.utils.rnn import pad_sequence
+
+from hf_mmparallel import MultimodalModel
+
+VOCABULARY = 1500
+IMAGE, CLIP, VIDEO = 1400, 1401, 1402
+LANGUAGE = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+VISION = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "image_size": 128,
+    "patch_size": 8,
+}
+AUDIO = {
+    "d_model": 192,
+    "encoder_layers": 4,
+    "encoder_ffn_dim": 512,
+    "encoder_attention_heads": 4,
+    "num_mel_bins": 16,
+    "max_source_positions": 200,
+    "decoder_layers": 1,
+    "decoder_ffn_dim": 32,
+    "decoder_attention_heads": 2,
+    "vocab_size": 50,
+    "pad_token_id": 0,
+}
+
+
+class Family(NamedTuple):
+    """
+    A model and what an item of its samples is.
+
+    Args:
+        build (`Callable[[], Any]`): Makes it, always with the same weights.
+        media (`Mapping[str, tuple]`): Module -> (placeholder, its tokens for an item, entries of a batch).
+    """
+
+    build: Callable[[], Any]
+    media: Mapping[str, tuple[int, int, Mapping[str, Any]]]
+
+
+def _llava() -> Any:
+    vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **VISION}
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config={"model_type": "llama", **LANGUAGE},
+        image_token_id=IMAGE,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def _gemma() -> Any:
+    config = transformers.Gemma3Config(
+        vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **VISION},
+        text_config={
+            "model_type": "gemma3_text",
+            **{**LANGUAGE, "tie_word_embeddings": True},
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 128,
+        },
+        image_token_id=IMAGE,
+        mm_tokens_per_image=64,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _qwen() -> Any:
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "depth": 4, "num_heads": 4, "patch_size": 8}
+    vision = {**sizes, "out_hidden_size": 256, "spatial_merge_size": 2, "window_size": 64}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={**vision, "fullatt_block_indexes": [1, 3]},
+        text_config={**LANGUAGE, "rope_parameters": rope, "tie_word_embeddings": True},
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _composed() -> Any:
+    vision = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))  # type: ignore[arg-type]
+    hearing = transformers.WhisperModel(transformers.WhisperConfig(**AUDIO))  # type: ignore[arg-type]
+    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LANGUAGE))  # type: ignore[arg-type]
+    towers = {"vision": vision, "audio": hearing}
+    return MultimodalModel.from_unimodal(towers, decoder, token_ids={"vision": IMAGE, "audio": CLIP})
+
+
+_PIXELS = {"pixel_values": (1, 3, 128, 128)}
+_PATCHES = {"pixel_values": (256, 3 * 2 * 8 * 8), "image_grid_thw": torch.tensor([[1, 16, 16]])}
+FAMILIES = {
+    "llava": Family(_llava, {"vision": (IMAGE, 256, _PIXELS)}),
+    "gemma3": Family(_gemma, {"vision": (IMAGE, 64, _PIXELS)}),
+    "qwen2_5_vl": Family(_qwen, {"vision": (IMAGE, 64, _PATCHES)}),
+    "composed": Family(
+        _composed,
+        {"vision": (IMAGE, 257, _PIXELS), "audio": (CLIP, 200, {"input_features": (1, 16, 400)})},
+    ),
+}
+
+
+def build_model(family: str, dtype: torch.dtype) -> Any:
+    """The model of a family, always with the same weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return FAMILIES[family].build().to(dtype)
+
+
+def make_dataset(family: str, num_items: Sequence[int], text_tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """Samples with so many items of each medium and so many text tokens."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for count, length in zip(num_items, text_tokens, strict=True):
+        pieces, entries = [], {}
+        for token, rows, shapes in FAMILIES[family].media.values():
+            pieces.append(torch.full((count * rows,), token))
+            for name, shape in shapes.items() if count else ():
+                one = shape if torch.is_tensor(shape) else torch.randn(shape, generator=generator)
+                entries[name] = torch.cat([one] * count)
+        ids = torch.cat([*pieces, torch.randint(2, 1000, (length,), generator=generator)])
+        entries |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        samples.append({**entries, "labels": ids.masked_fill(ids >= IMAGE, IGNORE_INDEX)})
+        if family == "gemma3":
+            samples[-1]["token_type_ids"] = (ids == IMAGE).long()
+        elif family == "qwen2_5_vl":
+            samples[-1]["mm_token_type_ids"] = (ids == IMAGE).int()
+    return samples
+
+
+def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Tokens padded to the right, the items of all samples in a row."""
+    batch = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample):
+        values = [sample[name] for sample in samples if name in sample]
+        per_token = len(values[0]) == len(samples[0]["input_ids"]) and values[0].dim() == 1
+        fill = IGNORE_INDEX if name == "labels" else 0
+        batch[name] = pad_sequence(values, batch_first=True, padding_value=fill) if per_token else torch.cat(values)
+    return batch
+
+
+def sample_tokens(family: str, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens of a sample in the language model, and the feature rows of each of its items."""
+    ids = sample["input_ids"]
+    result: dict[str, Any] = {"language_model": len(ids)}
+    for module, (token, rows, _) in FAMILIES[family].media.items():
+        result[module] = [rows] * (int((ids == token).sum()) // rows)
+    return result
