@@ -234,7 +234,7 @@ class TestTwoEncoders:
         predicted = np.array([iteration_ms(row, two_encoder_counts()[row], SECOND_RUN) for row in ITERATION_TIMES])
         reported = np.array([row.iteration_s * 1000 for row in ITERATION_TIMES])
         ranks = [values.argsort().argsort() for values in (predicted, reported)]
-        assert np.corrcoef(ranks)[0, 1] > 0.99
+        assert np.abs(ranks[0] - ranks[1]).max() <= 1
         assert np.all(predicted < reported)
         shortfall = {row: 1 - ratio for row, ratio in zip(ITERATION_TIMES, predicted / reported, strict=True)}
         assert np.median(list(shortfall.values())) < 0.21
