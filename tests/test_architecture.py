@@ -28,6 +28,7 @@ LEVELS = {
     "runtime": 4,
     "callbacks": 5,
     "cli": 5,
+    "page": 5,
     "trainer": 5,
 }
 FORBIDDEN = {
@@ -36,6 +37,7 @@ FORBIDDEN = {
     "cost": ("torch", "transformers", "accelerate"),
     "schedule": ("torch", "transformers", "accelerate"),
     "search": ("torch.distributed", "transformers", "accelerate"),
+    "page": ("torch", "transformers", "accelerate"),
 }
 
 

@@ -1,0 +1,177 @@
+"""From the content of a page to HTML."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ..arrange.balance import Balance
+from .content import MemoryCurves, PlanChoice, PlanPage, TextTable
+from .timeline import RankRow, module_colors, rank_rows, timeline_data
+
+GIB = 2**30
+MAX_REPLICAS = 8
+SCRIPTS = ("numbers.js", "picture.js", "page.js")  # one scope
+BAR_HEIGHT = 100
+
+
+def write_page(path: str | Path, page: PlanPage) -> None:
+    """
+    Writes one HTML file that needs nothing else, no network included. Equal content gives equal bytes.
+
+    Args:
+        path (`str` or `Path`): The file.
+        page (`PlanPage`): What it shows.
+    """
+    Path(path).write_text(render_page(page), encoding="utf-8")
+
+
+def render_page(page: PlanPage) -> str:
+    """
+    The HTML of a page.
+
+    Args:
+        page (`PlanPage`): What it shows.
+    """
+    environment = Environment(
+        loader=PackageLoader("hf_mmparallel.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    script = "".join(_source(environment, name) for name in SCRIPTS)
+    script = f'"use strict";\n(() => {{\n{script}}})();\n'
+    rows = rank_rows(page.simulation)
+    return environment.get_template("page.html.jinja").render(
+        page=page,
+        script=script,
+        script_hash=_hash(script),
+        style=_source(environment, "page.css"),
+        data=timeline_data(page.plan, page.simulation, rows, page.memory),
+        ranks=_ranks_table(page, rows),
+        strips=_strips(page.workloads, module_colors(page.plan)),
+        evenness=_evenness_table(page.workloads),
+        max_replicas=MAX_REPLICAS,
+        choices={
+            "Runners-up": _choices(page, page.runners_up),
+            "Beside other methods": _choices(page, page.comparison),
+        },
+        plan_yaml=yaml.safe_dump(page.plan.to_dict(), sort_keys=False, default_flow_style=None),
+    )
+
+
+def _source(environment: Environment, name: str) -> str:
+    """A file as it is: braces mean something else in it than in a template."""
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
+
+
+def _hash(script: str) -> str:
+    """How a content security policy names the only script that may run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
+
+
+def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
+    """What the picture of the step shows, in numbers."""
+    length_us = 1e3 * page.simulation.iteration_ms
+    memory: MemoryCurves | None = page.memory
+    columns = ["ranks", "stages", "tasks", "busy", "idle"] + (["peak GiB"] if memory else [])
+    cells = []
+    for row in rows:
+        idle = 1 - row.busy_us / length_us if length_us else 0.0
+        peak = [f"{max(map(memory.peak_bytes, row.ranks)) / GIB:.3g}"] if memory else []
+        stages = ", ".join(f"{name} replica {replica} stage {stage}" for name, replica, stage in row.stages)
+        cells.append([row.label, stages, str(len(row.tasks)), _ms(row.busy_us / 1e3), f"{idle:.1%}", *peak])
+    return TextTable(columns, cells, columns[2:])
+
+
+def _choices(page: PlanPage, choices: Sequence[PlanChoice]) -> list[dict[str, Any]]:
+    """Rows of plans, this one first, each with the length of its bar as a share of the longest."""
+    if not choices:
+        return []
+    layouts = "; ".join(f"{name}: {module.layout}" for name, module in page.plan.modules.items())
+    longest = max([page.compared_ms, *(choice.step_ms or 0.0 for choice in choices)])
+    rows = []
+    for choice in [PlanChoice("this plan", layouts, page.compared_ms), *choices]:
+        row: dict[str, Any] = {"choice": choice, "share": 0.0, "step": "does not fit", "difference": ""}
+        if choice.step_ms is not None:
+            row["step"] = _ms(choice.step_ms)
+            row["share"] = choice.step_ms / longest if longest else 0.0
+            if rows and page.compared_ms:
+                row["difference"] = f"{choice.step_ms / page.compared_ms - 1:+.1%}"
+        rows.append(row)
+    return rows
+
+
+def _strips(workloads: Mapping[str, Balance], colors: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Module -> arrangement -> a strip of bars for each replica, on one scale for a module."""
+    modules = next(iter(workloads.values())).forward_ms if workloads else ()
+    result = []
+    for name in modules:
+        highest = max(float(times.max(initial=0.0)) for b in workloads.values() for times in b.forward_ms[name]) or 1.0
+        panels = []
+        for heading, balance in workloads.items():
+            deferred = balance.deferred_ms.get(name, [None] * len(balance.forward_ms[name]))
+            pairs = list(zip(balance.forward_ms[name], deferred, strict=True))[:MAX_REPLICAS]
+            strips = [_strip(replica, *pair, highest) for replica, pair in enumerate(pairs)]
+            panels.append({"heading": heading, "strips": strips, "num_replicas": len(balance.forward_ms[name])})
+        result.append({"name": name, "color": colors.get(name, "#777777"), "highest": _ms(highest), "panels": panels})
+    return result
+
+
+def _strip(replica: int, forward_ms: np.ndarray, deferred_ms: np.ndarray | None, highest: float) -> dict[str, Any]:
+    """One SVG: paths of the bars and of their deferred parts, the height of the mean, and what it says in words."""
+    mean, largest = (float(f(forward_ms)) if len(forward_ms) else 0.0 for f in (np.mean, np.max))
+    return {
+        "width": 10 * max(1, len(forward_ms)),
+        "bars": _bars(forward_ms, highest),
+        "deferred": "" if deferred_ms is None else _bars(deferred_ms, highest),
+        "mean_y": round(BAR_HEIGHT * (1 - mean / highest)),
+        "words": f"replica {replica}: {len(forward_ms)} microbatches, mean {_ms(mean)}, largest {_ms(largest)}",
+    }
+
+
+def _bars(values: np.ndarray, highest: float) -> str:
+    """An SVG path of upright bars, ten units apart."""
+    heights = np.rint(BAR_HEIGHT * np.asarray(values) / highest).astype(int)
+    return "".join(f"M{10 * i + 1} {BAR_HEIGHT}v{-h}h8v{h}z" for i, h in enumerate(heights.tolist()) if h)
+
+
+def _evenness_table(workloads: Mapping[str, Balance]) -> TextTable | None:
+    """How even the arrangements are, in numbers."""
+    if not workloads:
+        return None
+    columns = [
+        "module",
+        "arrangement",
+        "standard deviation",
+        "largest microbatch above the mean",
+        "largest replica above the mean",
+        "deferred samples",
+    ]
+    rows = [
+        [
+            name,
+            heading,
+            _ms(balance.std_ms(name)),
+            f"{balance.microbatch_excess(name):.1%}",
+            f"{balance.replica_excess(name):.1%}",
+            f"{balance.deferred_fraction:.1%}" if name in balance.deferred_ms else "",
+        ]
+        for name in next(iter(workloads.values())).forward_ms
+        for heading, balance in workloads.items()
+    ]
+    return TextTable(columns, rows, columns[2:])

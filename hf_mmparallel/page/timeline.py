@@ -1,0 +1,162 @@
+"""A simulated step as the integers that the page's script draws: rows of ranks, tasks, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..plan import ParallelPlan
+from ..schedule import Simulation, Task
+from ..schedule.actions import StageKey
+from ..schedule.draw import COLORS, rank_ranges
+from .content import MemoryCurves
+
+# Memory is written in steps of this share of the highest value.
+MEMORY_RESOLUTION = 1e-5
+TaskTimes = tuple[tuple[Task, int, int], ...]
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """
+    Ranks that run the same tasks at the same times, such as those of one grid.
+
+    Args:
+        ranks (`tuple[int, ...]`): The ranks.
+        tasks (`tuple[tuple[Task, int, int], ...]`): Tasks with start and end in microseconds, in the order of starts.
+    """
+
+    ranks: tuple[int, ...]
+    tasks: TaskTimes
+
+    @property
+    def label(self) -> str:
+        """`ranks 0-7`."""
+        return f"rank{'s' if len(self.ranks) > 1 else ''} {rank_ranges(self.ranks)}"
+
+    @property
+    def stages(self) -> tuple[StageKey, ...]:
+        """The stages that the ranks work on, in order of their first task."""
+        return tuple(dict.fromkeys(task.stage_key for task, _, _ in self.tasks))
+
+    @property
+    def busy_us(self) -> int:
+        """Time in tasks."""
+        return sum(end - start for _, start, end in self.tasks)
+
+
+def rank_rows(simulation: Simulation) -> list[RankRow]:
+    """
+    The rows of a timeline, by their lowest rank.
+
+    Args:
+        simulation (`Simulation`): A step.
+    """
+    by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(simulation.num_ranks)}
+    for span in simulation.spans:
+        by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.end_ms)))
+    merged: dict[TaskTimes, list[int]] = {}
+    for rank in sorted(by_rank):
+        merged.setdefault(tuple(by_rank[rank]), []).append(rank)
+    return [RankRow(tuple(ranks), tasks) for tasks, ranks in merged.items()]
+
+
+def module_colors(plan: ParallelPlan) -> dict[str, str]:
+    """Module -> colour, in the plan's order."""
+    return {name: COLORS[index % len(COLORS)] for index, name in enumerate(plan.modules)}
+
+
+def timeline_data(
+    plan: ParallelPlan, simulation: Simulation, rows: Sequence[RankRow], memory: MemoryCurves | None
+) -> dict[str, Any]:
+    """
+    What the script needs, for JSON.
+
+    Tasks are columns of integers: `gap` is from the end of the task before to the start, in microseconds, `duration`
+    the rest; `task` is `2 * (microbatch * chunks + chunk) + backward`; `stage` an index of `stages`, one number where
+    a row has one stage only.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        simulation (`Simulation`): One step of it.
+        rows (`Sequence[RankRow]`): Its rows.
+        memory (`MemoryCurves`, *optional*): Of its ranks.
+
+    Raises:
+        `ValueError`: If the simulation has a stage that the plan has not.
+    """
+    stages = {(name, d, s): i for i, (name, d, s) in enumerate(_stage_keys(plan))}
+    unknown = {key for row in rows for key in row.stages if key not in stages}
+    if unknown:
+        raise ValueError(
+            f"the simulation has stage {min(unknown)}, which the plan has not. Simulate the plan of the page."
+        )
+    names = list(plan.modules)
+    num_chunks = 1 + max((task.chunk for row in rows for task, _, _ in row.tasks), default=0)
+    unit = _memory_unit(memory) if memory is not None else 1
+    return {
+        "end": max([_us(simulation.iteration_ms), *(row.tasks[-1][2] for row in rows if row.tasks)]),
+        "modules": [{"name": name, "color": color} for name, color in module_colors(plan).items()],
+        "stages": [[names.index(name), replica, index] for name, replica, index in stages],
+        "chunks": num_chunks,
+        "rows": [
+            {
+                "label": row.label,
+                "ranks": len(row.ranks),
+                **_columns(row.tasks, stages, num_chunks),
+                **({"memory": _memory(memory, _fullest(memory, row.ranks), unit)} if memory is not None else {}),
+            }
+            for row in rows
+        ],
+        "memory": None if memory is None else {"unit": unit, "capacity": memory.capacity_bytes},
+    }
+
+
+def _us(time_ms: float) -> int:
+    return round(1e3 * time_ms)
+
+
+def _stage_keys(plan: ParallelPlan) -> list[StageKey]:
+    return [(name, d, s) for name, module in plan.modules.items() for d, s, _ in module.stages()]
+
+
+def _columns(tasks: TaskTimes, stages: Mapping[StageKey, int], num_chunks: int) -> dict[str, Any]:
+    """The tasks of a row, see [`timeline_data`]."""
+    found = [stages[task.stage_key] for task, _, _ in tasks]
+    ends = [0, *(end for _, _, end in tasks)]
+    return {
+        "stage": found[0] if len(set(found)) == 1 else found,
+        "task": [2 * (task.microbatch * num_chunks + task.chunk) + (task.kind == "bwd") for task, _, _ in tasks],
+        "gap": [start - before for (_, start, _), before in zip(tasks, ends, strict=False)],
+        "duration": [end - start for _, start, end in tasks],
+    }
+
+
+def _memory_unit(memory: MemoryCurves) -> int:
+    """Bytes of a step in which memory is written."""
+    ranks = set(memory.changing) | set(memory.static_bytes)
+    return max(1, round(MEMORY_RESOLUTION * max((memory.peak_bytes(rank) for rank in ranks), default=0.0)))
+
+
+def _fullest(memory: MemoryCurves, ranks: Sequence[int]) -> int:
+    """Of ranks that run the same tasks, the one with the highest peak."""
+    return max(ranks, key=memory.peak_bytes)
+
+
+def _memory(memory: MemoryCurves, rank: int, unit: int) -> dict[str, Any]:
+    """A rank's memory: gaps between changes in microseconds, and each change, in units; equal times once."""
+    time_ms, num_bytes = memory.changing.get(rank, (np.zeros(0), np.zeros(0)))
+    times = np.rint(1e3 * np.asarray(time_ms, float)).astype(np.int64)
+    values = np.rint(np.asarray(num_bytes, float) / unit).astype(np.int64)
+    last = np.append(np.diff(times) > 0, True)[: len(times)]
+    times, values = times[last], values[last]
+    changed = np.diff(values, prepend=0) != 0
+    times, values = times[changed], values[changed]
+    return {
+        "static": round(memory.static_bytes.get(rank, 0.0) / unit),
+        "gap": np.diff(times, prepend=0).tolist(),
+        "change": np.diff(values, prepend=0).tolist(),
+    }

@@ -1,0 +1,129 @@
+"""The numbers behind the picture, computed by node and by numpy."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hf_mmparallel.page
+from hf_mmparallel.page.timeline import rank_rows, timeline_data
+from tests.page.pages import example_page
+
+TEMPLATES = Path(hf_mmparallel.page.__file__).parent / "templates"
+NODE = shutil.which("node")
+
+pytestmark = pytest.mark.skipif(NODE is None, reason="node is not installed")
+
+VIEWS = [{"start": 0.0, "end": 100.0}, {"start": 12.5, "end": 37.25}, {"start": 99.0, "end": 100.0}]
+
+
+def evaluate(expression: str, **values):
+    """What a JavaScript expression over `numbers.js` and some values gives."""
+    names = "".join(f"const {name} = values.{name};\n" for name in values)
+    code = (
+        'const values = JSON.parse(require("fs").readFileSync(0));\n'
+        f"{(TEMPLATES / 'numbers.js').read_text()}\n{names}"
+        f"console.log(JSON.stringify({expression}, (_, v) => ArrayBuffer.isView(v) ? Array.from(v) : v));"
+    )
+    assert NODE is not None
+    done = subprocess.run([NODE, "-e", code], input=json.dumps(values), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_script_parses(tmp_path):
+    names = ("numbers.js", "picture.js", "page.js")
+    source = "\n".join((TEMPLATES / name).read_text() for name in names)
+    (tmp_path / "page.js").write_text(f'"use strict";\n(() => {{\n{source}\n}})();')
+    assert NODE is not None
+    done = subprocess.run([NODE, "--check", tmp_path / "page.js"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_are_decoded():
+    page = example_page()
+    rows = rank_rows(page.simulation)
+    data = timeline_data(page.plan, page.simulation, rows, page.memory)
+    decoded = evaluate(
+        "data.rows.map((row, i) => decodeRow(data, row, i))"
+        ".map((row) => Array.from(row.code, (_, i) => taskOf(data, row, i)))",
+        data=data,
+    )
+    for row, tasks in zip(rows, decoded, strict=True):
+        assert [(t["text"], t["start"], t["end"]) for t in tasks] == [(str(t), a, b) for t, a, b in row.tasks]
+
+
+def test_memory_is_decoded():
+    memory = {"static": 7, "gap": [3, 4, 0], "change": [5, -2, 9]}
+    found = evaluate("decodeMemory(memory)", memory=memory)
+    assert found == {"static": 7, "time": [3, 7, 7], "value": [5, 3, 12], "peak": 19}
+
+
+def test_columns_show_the_highest_value():
+    rng = np.random.default_rng(0)
+    times = np.sort(rng.uniform(0, 100, 300)).tolist()
+    values = rng.integers(0, 50, 300).tolist()
+    memory = {"static": 3, "time": times, "value": values}
+    found = evaluate("views.map((v) => columnMax(memory, v, new Float64Array(40)))", memory=memory, views=VIEWS)
+    edges = np.array([-np.inf, *times, np.inf])
+    held = np.array([3, *(np.array(values) + 3)])
+    for view, columns in zip(VIEWS, found, strict=True):
+        borders = np.linspace(view["start"], view["end"], 41)
+        expected = [
+            held[(edges[:-1] <= right) & (edges[1:] > left)].max()
+            for left, right in zip(borders[:-1], borders[1:], strict=True)
+        ]
+        assert columns == expected
+
+
+def test_busy_shares_are_areas():
+    rng = np.random.default_rng(1)
+    rows = []
+    for ranks in (1, 8):
+        cuts = np.sort(rng.uniform(0, 100, 60))
+        row = {"ranks": ranks, "start": cuts[::2].tolist(), "end": cuts[1::2].tolist()}
+        rows.append(row)
+    found = evaluate("views.map((v) => busyShare(rows, v, 30))", rows=rows, views=VIEWS)
+    for view, shares in zip(VIEWS, found, strict=True):
+        borders = np.linspace(view["start"], view["end"], 31)
+        expected = np.zeros(30)
+        for row in rows:
+            for start, end in zip(row["start"], row["end"], strict=True):
+                covered = np.minimum(end, borders[1:]) - np.maximum(start, borders[:-1])
+                expected += row["ranks"] / 9 * np.maximum(0, covered) / np.diff(borders)
+        assert shares == pytest.approx(expected, abs=1e-9)
+
+
+def test_a_zoom_keeps_its_place_and_stays_within_the_step():
+    zooms = [[VIEWS[0], 0.5, 30.0], [VIEWS[1], 0.9, 20.0], [VIEWS[1], 1.5, 20.0], [VIEWS[2], 8.0, 99.5]]
+    found = evaluate("zooms.map(([view, factor, at]) => zoomed(view, factor, at, 100))", zooms=zooms)
+    for (view, factor, at), new in zip(zooms, found, strict=True):
+        length = view["end"] - view["start"]
+        assert new["end"] - new["start"] == pytest.approx(max(20, factor * length))
+        assert new["start"] >= 0 and new["end"] <= 100 + 1e-9
+        if new["start"] > 0 and new["end"] < 100 - 1e-9:
+            share = (at - view["start"]) / length
+            assert (at - new["start"]) / (new["end"] - new["start"]) == pytest.approx(share)
+    assert evaluate("zoomed(view, 100, 5, 100)", view=VIEWS[1]) == VIEWS[0]
+    assert evaluate("moved(view, -500, 100)", view=VIEWS[1]) == {"start": 0, "end": 24.75}
+
+
+def test_ticks_are_round_and_about_as_many_as_wanted():
+    views = [{"start": 0, "end": 7.83e6}, {"start": 1234567, "end": 1234667}, {"start": 3e5, "end": 4.1e5}]
+    for view, found in zip(views, evaluate("views.map((view) => ticks(view, 8))", views=views), strict=True):
+        times = np.array(found["times"])
+        assert 4 <= len(times) <= 12
+        assert times.min() >= view["start"] and times.max() <= view["end"]
+        step = np.diff(times)[0]
+        assert step / 10 ** np.floor(np.log10(step)) == pytest.approx(1) or round(
+            step / 10 ** np.floor(np.log10(step))
+        ) in (2, 5)
+        shown = np.round(times / 1e3, found["digits"])
+        assert shown == pytest.approx(times / 1e3)
+
+
+def test_memory_in_words():
+    assert evaluate("[0, 2 ** 20, 1.5 * 2 ** 30, 80 * 2 ** 30].map(bytes)") == ["0 KiB", "1 MiB", "1.5 GiB", "80 GiB"]
