@@ -154,21 +154,14 @@ def _evenness_table(workloads: Mapping[str, Balance]) -> TextTable | None:
     """How even the arrangements are, in numbers."""
     if not workloads:
         return None
-    columns = [
-        "module",
-        "arrangement",
-        "standard deviation",
-        "largest microbatch above the mean",
-        "largest replica above the mean",
-        "deferred samples",
-    ]
+    columns = ["module", "arrangement", "deviation", "largest microbatch", "largest replica", "deferred"]
     rows = [
         [
             name,
             heading,
             _ms(balance.std_ms(name)),
-            f"{balance.microbatch_excess(name):.1%}",
-            f"{balance.replica_excess(name):.1%}",
+            f"{balance.microbatch_excess(name):+.1%}",
+            f"{balance.replica_excess(name):+.1%}",
             f"{balance.deferred_fraction:.1%}" if name in balance.deferred_ms else "",
         ]
         for name in next(iter(workloads.values())).forward_ms

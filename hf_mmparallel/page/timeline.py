@@ -15,7 +15,7 @@ from ..schedule.draw import COLORS, rank_ranges
 from .content import MemoryCurves
 
 # Memory is written in steps of this share of the highest value.
-MEMORY_RESOLUTION = 1e-5
+MEMORY_RESOLUTION = 1e-4
 TaskTimes = tuple[tuple[Task, int, int], ...]
 
 

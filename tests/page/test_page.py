@@ -8,14 +8,14 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, render_page, write_page
 from hf_mmparallel.page.timeline import rank_rows, timeline_data
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan
 from hf_mmparallel.schedule import Simulation, Span, Task, build_program, simulate
 from tests.page.pages import example_page
-from tests.schedule.builders import Case, cases, chain, shared
+from tests.schedule.builders import Case, cases, chain, deferred, shared
 
 VOID = {"meta", "br", "path", "link", "img", "input", "hr"}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=\"x\"> {{ 7 * 7 }} & 'quoted' \u2028"
@@ -88,6 +88,7 @@ def spans_of(data: dict, rows_of_ranks: list[tuple[int, ...]]) -> list[Span]:
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
+@example(deferred(2, 2, 4))  # with chunks
 def test_the_data_reads_back_to_the_same_tasks(case):
     simulation = run(case)
     rows = rank_rows(simulation)
@@ -223,7 +224,7 @@ def test_memory_reads_back(page):
         middles = (time_ms[1:] + time_ms[:-1])[np.diff(time_ms) > 0.01] / 2
         expected = num_bytes[np.searchsorted(time_ms, middles, "right") - 1]
         found = values[np.searchsorted(times, middles, "right") - 1]
-        assert np.abs(found - expected).max() <= 2e-5 * highest
+        assert np.abs(found - expected).max() <= 2e-4 * highest
         assert unit * read["static"] == pytest.approx(page.memory.static_bytes[row.ranks[0]], abs=unit)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import hf_mmparallel.page
 from hf_mmparallel.page.timeline import rank_rows, timeline_data
+from hf_mmparallel.schedule.draw import COLORS
 from tests.page.pages import example_page
 
 TEMPLATES = Path(hf_mmparallel.page.__file__).parent / "templates"
@@ -127,3 +128,19 @@ def test_ticks_are_round_and_about_as_many_as_wanted():
 
 def test_memory_in_words():
     assert evaluate("[0, 2 ** 20, 1.5 * 2 ** 30, 80 * 2 ** 30].map(bytes)") == ["0 KiB", "1 MiB", "1.5 GiB", "80 GiB"]
+
+
+def test_numbers_on_bars_can_be_read():
+    """WCAG 2.1, success criterion 1.4.3: a contrast of at least 4.5."""
+
+    def luminance(color):
+        parts = np.array(color) / 255
+        linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    shades = "[...SHADES.light, ...SHADES.dark].map(([other, share]) => mixed(c, other, share))"
+    found = evaluate(f"colors.flatMap((c) => {shades}).map((c) => [c, textOn(c)])", colors=COLORS)
+    assert found[1][0] == [0x2F, 0x6D, 0xB5] and len(found) == 4 * len(COLORS)
+    for color, text in found:
+        low, high = sorted((luminance(color), luminance([int(text[i : i + 2], 16) for i in (1, 3, 5)])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (color, text)

@@ -119,6 +119,23 @@ function busyShare(rows, view, columns) {
   return out.subarray(0, columns).map((part, column) => (part + (whole += steps[column])) / (ranks || 1));
 }
 
+/** What a module's colour is mixed with, and its own share: in forwards, in backwards. */
+const SHADES = {
+  light: [[[255, 255, 255], 0.38], [[255, 255, 255], 1]],
+  dark: [[[20, 23, 28], 0.55], [[255, 255, 255], 0.85]],
+};
+
+/** Red, green and blue of `#rrggbb`, `share` of it mixed with `other`. */
+function mixed(color, other, share) {
+  return [1, 3, 5].map((i, part) => Math.round(share * parseInt(color.slice(i, i + 2), 16) + (1 - share) * other[part]));
+}
+
+/** Of a dark and a light text colour the one that reads better on a colour. */
+function textOn(color) {
+  const linear = color.map((part) => (part / 255 <= 0.04045 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.19 ? "#161616" : "#ffffff";
+}
+
 /** A time in ms with some digits after the point. */
 function ms(time, digits = 3) {
   return (time / 1000).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });

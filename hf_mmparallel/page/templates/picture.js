@@ -17,6 +17,7 @@ const layout = { left: 0, width: 0, full: 0, row: 0, height: 0 };
 
 const timeAt = (x) => view.start + ((x - layout.left) / layout.width) * (view.end - view.start);
 const xOf = (time) => layout.left + ((time - view.start) / (view.end - view.start)) * layout.width;
+const isNarrow = () => layout.full < 640;
 const clampX = (x) => Math.max(layout.left, Math.min(layout.left + layout.width, x));
 
 /** Colours of the scheme that is on, a light and a full one for each module. */
@@ -24,26 +25,23 @@ function readColors() {
   const style = getComputedStyle(document.documentElement);
   const css = (name) => style.getPropertyValue(`--${name}`).trim();
   colors = Object.fromEntries(["paper", "panel", "line", "ink", "quiet", "warn", "mark"].map((name) => [name, css(name)]));
-  const dark = style.colorScheme === "dark";
-  const parts = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-  const mixed = (hex, other, share) => `rgb(${parts(hex).map((part, i) => Math.round(share * part + (1 - share) * other[i]))})`;
-  colors.modules = data.modules.map(({ color }) =>
-    dark
-      ? { fwd: mixed(color, [20, 23, 28], 0.5), bwd: mixed(color, [255, 255, 255], 0.88), fwdText: "#fff", bwdText: "#fff" }
-      : { fwd: mixed(color, [255, 255, 255], 0.38), bwd: color, fwdText: "#1b1b1b", bwdText: "#fff" },
-  );
+  const shades = SHADES[style.colorScheme] || SHADES.light;
+  colors.modules = data.modules.map(({ color }) => {
+    const [fwd, bwd] = shades.map(([other, share]) => mixed(color, other, share));
+    const shade = (parts) => ({ fill: `rgb(${parts})`, text: textOn(parts) });
+    return { fwd: shade(fwd), bwd: shade(bwd) };
+  });
 }
 
 /** Sizes that follow from the width of the window and the number of rows. */
 function measure() {
-  const width = $("chart").clientWidth;
+  layout.full = $("chart").clientWidth;
   layout.row = rows.length > 24 ? 17 : 24;
   layout.height = Math.min(AXIS + rows.length * layout.row, Math.max(220, Math.round(0.6 * window.innerHeight)));
   $("scroll").style.height = `${layout.height}px`;
   $("spacer").style.height = `${AXIS + rows.length * layout.row - layout.height}px`;
   const inner = $("scroll").clientWidth; // without the scroll bar
-  layout.full = width;
-  layout.left = width < 640 ? 100 : 210;
+  layout.left = isNarrow() ? 100 : 230;
   layout.width = inner - layout.left - 8;
 }
 
@@ -113,7 +111,7 @@ function drawRow(pen, row, y) {
   pen.fillStyle = colors.ink;
   pen.font = `${row === chosen ? "600 " : ""}11px system-ui, sans-serif`;
   const stages = row.stages.map((index) => data.stages[index]).map(([m, d, s]) => `${data.modules[m].name} r${d} s${s}`);
-  gutter(pen, layout.left < 200 ? row.label : `${row.label}  ${stages.join(", ") || "idle"}`, middle);
+  gutter(pen, isNarrow() ? row.label : `${row.label}  ${stages.join(", ") || "idle"}`, middle);
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
   let drawn = -1; // the pixel that bars thinner than one have filled
@@ -124,17 +122,26 @@ function drawRow(pen, row, y) {
     if (to - from < 1 && Math.floor(to) === drawn) continue;
     drawn = Math.floor(to);
     const backward = row.code[i] & 1;
-    const shades = colors.modules[module];
-    pen.fillStyle = backward ? shades.bwd : shades.fwd;
+    const shade = colors.modules[module][backward ? "bwd" : "fwd"];
+    pen.fillStyle = shade.fill;
     pen.fillRect(from, top, Math.max(0.75, to - from - (to - from > 3 ? 1 : 0)), height);
     if (to - from < 14) continue;
     const number = String(Math.floor((row.code[i] >> 1) / data.chunks));
     const long = to - from > 110 ? taskOf(data, row, i).text : number;
     const text = pen.measureText(long).width + 6 < to - from ? long : number;
     if (pen.measureText(text).width + 4 > to - from) continue;
-    pen.fillStyle = backward ? shades.bwdText : shades.fwdText;
+    pen.fillStyle = shade.text;
     pen.fillText(text, (from + to) / 2, middle);
   }
+}
+
+/** A line through the values of all columns. */
+function steps(pen, values, yOf) {
+  const width = layout.width / values.length;
+  values.forEach((value, column) => {
+    pen.lineTo(layout.left + column * width, yOf(value));
+    pen.lineTo(layout.left + (column + 1) * width, yOf(value));
+  });
 }
 
 function drawBusy() {
@@ -145,7 +152,11 @@ function drawBusy() {
   pen.fillStyle = colors.panel;
   pen.fillRect(layout.left, top, layout.width, height);
   pen.fillStyle = colors.quiet;
-  for (let c = 0; c < columns; c++) pen.fillRect(layout.left + c, top + height * (1 - shares[c]), 1, height * shares[c]);
+  pen.beginPath();
+  pen.moveTo(layout.left, top + height);
+  steps(pen, shares, (share) => top + height * (1 - share));
+  pen.lineTo(layout.left + layout.width, top + height);
+  pen.fill();
   pen.fillStyle = colors.ink;
   const mean = shares.reduce((sum, share) => sum + share, 0) / columns;
   gutter(pen, `busy ${(100 * mean).toFixed(1)}%`, BUSY_HEIGHT / 2);
@@ -156,7 +167,7 @@ function memoryGroups() {
   const groups = new Map();
   for (const row of rows) {
     const name = row.modules.map((module) => data.modules[module].name).join(" + ") || "idle";
-    const color = row.modules.length === 1 ? colors.modules[row.modules[0]].bwd : colors.quiet;
+    const color = row.modules.length === 1 ? colors.modules[row.modules[0]].bwd.fill : colors.quiet;
     if (!groups.has(name)) groups.set(name, { name, color, rows: [] });
     groups.get(name).rows.push(row);
   }
@@ -177,20 +188,17 @@ function drawMemory() {
   pen.fillRect(layout.left, top, layout.width, bottom - top);
   grid(pen, top, bottom, false);
   const { size, name } = byteUnit(highest);
-  pen.textAlign = "left";
+  pen.textAlign = isNarrow() ? "left" : "right";
   for (const level of ticks({ start: 0, end: highest / size }, 4).times.slice(1)) {
     const y = Math.round(yOf(level * size));
     pen.fillStyle = colors.line;
     pen.fillRect(layout.left, y, layout.width, 1);
     pen.fillStyle = colors.quiet;
-    pen.fillText(`${Number(level.toPrecision(3))} ${name}`, layout.left + 4, y + 8);
+    pen.fillText(`${Number(level.toPrecision(3))} ${name}`, layout.left + (isNarrow() ? 4 : -6), y + (isNarrow() ? 8 : 0));
   }
   const line = (columnValues, color, width) => {
     pen.beginPath();
-    columnValues.forEach((value, c) => {
-      pen.lineTo(layout.left + c, yOf(unit * value));
-      pen.lineTo(layout.left + c + 1, yOf(unit * value));
-    });
+    steps(pen, columnValues, (value) => yOf(unit * value));
     pen.strokeStyle = color;
     pen.lineWidth = width;
     pen.stroke();
