@@ -136,7 +136,9 @@ function move(event) {
 function release(event) {
   const y = event.clientY - canvases.gantt.getBoundingClientRect().top - AXIS;
   const row = rows[Math.floor((y + $("scroll").scrollTop) / layout.row)];
-  if (down.delete(event.pointerId) && travelled < 4 && event.currentTarget === canvases.gantt && y >= 0 && row) choose(row);
+  if (!down.delete(event.pointerId) || travelled >= 4) return;
+  hover(event); // what a finger can't do otherwise
+  if (event.currentTarget === canvases.gantt && y >= 0 && row) choose(row);
 }
 
 // A page that is being scrolled goes on scrolling when the picture comes under the pointer.
@@ -214,7 +216,7 @@ for (const canvas of Object.values(canvases)) {
   canvas.addEventListener("pointermove", move);
   canvas.addEventListener("pointerup", release);
   canvas.addEventListener("pointercancel", (event) => down.delete(event.pointerId));
-  canvas.addEventListener("pointerleave", leave);
+  canvas.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && leave());
   canvas.addEventListener("wheel", wheel, { passive: false });
   canvas.addEventListener("dblclick", reset);
 }
