@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
 from ..plan.ownership import trainable_stages
@@ -81,15 +83,16 @@ class Candidate:
 
     def plan(self, spec: ModelSpec) -> ParallelPlan:
         """
-        The plan: modules take consecutive ranks in the order of the model; within a module the replica varies
-        slowest, then the stage, then the part of the row of tokens. A module on another's ranks takes the same ranks
-        in its own order.
+        The plan. Modules with the largest grids of ranks come first, so that grids do not cross nodes; within a module
+        the replica varies slowest, then the stage, then the part of the row of tokens. A module on another's ranks
+        takes the same ranks in its own order.
 
         Args:
             spec (`ModelSpec`): The model.
         """
         first, starts = 0, {}
-        for name, layout in self.layouts.items():
+        by_grid = sorted(self.layouts.items(), key=lambda item: -item[1].cp_size * item[1].tp_size)
+        for name, layout in by_grid:
             if name not in self.hosts:
                 starts[name] = first
                 first += layout.num_ranks
@@ -159,6 +162,13 @@ class PlanningProblem:
     @property
     def has_encoders(self) -> bool:
         return any(name != LANGUAGE_MODEL for name in self.spec.modules)
+
+
+def draw_batch(problem: PlanningProblem, number: int) -> SampleSizes:
+    """Samples of a global batch, at random; the same for all candidates."""
+    count, rng = problem.sizes.num_samples, np.random.default_rng((problem.seed, number))
+    chosen = rng.choice(count, problem.global_batch_size, replace=count < problem.global_batch_size)
+    return problem.sizes.take(np.sort(chosen))
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,9 @@ class StepPlanner:
         cost = StepCost(self.costs, self.plan, planned.step, sizes, self.groups)
         simulation = simulate(self.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
         memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, simulation.peak_in_flight)
-        return Prediction(self.plan, planned, sizes, simulation, memory, self._utilisation(sizes, simulation))
+        return Prediction(self.plan, planned, sizes, simulation, memory, self.utilisation(sizes, simulation))
 
-    def _utilisation(self, sizes: SampleSizes, simulation: Simulation) -> float:
+    def utilisation(self, sizes: SampleSizes, simulation: Simulation) -> float:
         """Model FLOPs of the samples over what all ranks could do meanwhile."""
         flops = 0.0
         for name in self.plan.modules:

@@ -1,0 +1,85 @@
+"""Ranks that take part in the same stages run the same list: one of them stands for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..arrange import arrange_step
+from ..cost import StepCost, batch_workloads, eager_caps, memory_per_rank
+from ..plan import ParallelPlan, SampleSizes, SyncGroup
+from ..schedule import build_program, simulate
+from .steps import PlannedStep, Prediction, StepPlanner
+
+
+@dataclass(frozen=True)
+class Condensed:
+    """
+    A plan with one rank for all that run the same list.
+
+    Args:
+        plan (`ParallelPlan`): With these ranks only, numbered from 0.
+        groups (`tuple[SyncGroup, ...]`): The gradient sums among them.
+        whole_groups (`tuple[SyncGroup, ...]`): For each, a gradient sum of the whole plan that it stands for.
+    """
+
+    plan: ParallelPlan
+    groups: tuple[SyncGroup, ...]
+    whole_groups: tuple[SyncGroup, ...]
+
+
+def condense(plan: ParallelPlan, groups: list[SyncGroup] | tuple[SyncGroup, ...]) -> Condensed:
+    """
+    Leaves one rank of all that take part in the same stages. A step takes as long as with all of them.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        groups (`Sequence[SyncGroup]`): Its gradient sums.
+    """
+    stages: dict[int, list] = {}
+    for name, module in plan.modules.items():
+        for replica, index, stage in module.stages():
+            for rank in stage.all_ranks:
+                stages.setdefault(rank, []).append((name, replica, index))
+    numbers: dict[tuple, int] = {}
+    number = {rank: numbers.setdefault(tuple(stages[rank]), len(numbers)) for rank in sorted(stages)}
+
+    def those(ranks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({number[rank] for rank in ranks}))
+
+    modules = {
+        name: replace(
+            module,
+            replicas=tuple(
+                tuple(replace(stage, ranks=(those(stage.all_ranks),)) for stage in replica)
+                for replica in module.replicas
+            ),
+        )
+        for name, module in plan.modules.items()
+    }
+    kept: dict[tuple, SyncGroup] = {}
+    for group in groups:
+        kept.setdefault((those(group.ranks), group.stages, group.parameters), group)
+    few = tuple(SyncGroup(ranks, parameters, of) for ranks, of, parameters in kept)
+    return Condensed(replace(plan, modules=modules), few, tuple(kept.values()))
+
+
+def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleSizes) -> Prediction:
+    """
+    [`StepPlanner.predict`] of a batch with one rank for all that run the same list, many times faster. Its spans are
+    of these ranks; its memory is of all.
+
+    Args:
+        planner ([`StepPlanner`]): Of the whole plan.
+        condensed ([`Condensed`]): Its plan.
+        sizes (`SampleSizes`): Of the samples of the batch.
+    """
+    costs, plan = planner.costs, planner.plan
+    workloads = batch_workloads(costs, plan, sizes, planner.max_tokens, planner.memory_bytes)
+    step = arrange_step(plan, range(sizes.num_samples), workloads, planner.microbatch_size, planner.method)
+    cost = StepCost(costs, plan, step, sizes, condensed.whole_groups)
+    caps = eager_caps(costs, plan, step, sizes, planner.memory_bytes) if plan.schedule == "eager" else None
+    program = build_program(condensed.plan, step, condensed.groups, cost, caps=caps, check=False)
+    simulation = simulate(condensed.plan, program, cost, cost.message_ms, cost.sync_ms)
+    memory = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
+    planned = PlannedStep(step, program, sizes, workloads)
+    return Prediction(plan, planned, sizes, simulation, memory, planner.utilisation(sizes, simulation))

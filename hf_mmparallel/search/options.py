@@ -1,0 +1,175 @@
+"""The layouts that one module can have, each with its bottleneck and memory by the closed form."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost import layer_table
+from ..cost.kept import DTYPE_BYTES
+from ..cost.stage_memory import StageMemory, stage_memory
+from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
+from .partition import partition_all
+from .problem import Layout, PlanningProblem, draw_batch
+
+_MIN_ROW_TOKENS = 1024
+"""Fewest tokens of a sample on each row of ranks for which context parallelism is tried."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """
+    How the layers of a module are shared and kept, whatever the number of copies and stages.
+
+    Args:
+        cp_size (`int`): Ranks that share the tokens of a microbatch.
+        tp_size (`int`): Ranks that share each matrix.
+        checkpointing (`bool`): Whether activations are recomputed.
+    """
+
+    cp_size: int
+    tp_size: int
+    checkpointing: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return self.cp_size * self.tp_size
+
+
+class ModuleOptions:
+    """
+    All layouts of a module.
+
+    Args:
+        problem (`PlanningProblem`): The question.
+        name (`str`): The module.
+    """
+
+    def __init__(self, problem: PlanningProblem, name: str):
+        self.problem, self.name = problem, name
+        self.part: ModuleSpec = problem.spec.modules[name]
+        self.tokens = float(problem.sizes.tokens[name].mean())
+        self.squares = float(problem.sizes.squares[name].mean())
+        self._bottlenecks: dict[tuple[Kind, float], NDArray] = {}
+        self._unevenness: dict[int, float] = {}
+        self._memories: dict[tuple[Kind, int, int], StageMemory] = {}
+
+    @property
+    def max_stages(self) -> int:
+        return 1 if self.part.inner_features else min(self.part.num_layers, self.problem.num_ranks)
+
+    def allows(self, size: str, value: int) -> bool:
+        """Whether the user has left this size open or set it so."""
+        return self.problem.fixed.get(self.name, {}).get(size, value) == value
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Tensor-parallel sizes that divide the model's and stay in a node, each with and without recomputation."""
+        part, device = self.part, self.problem.costs.device
+        largest = min(device.node_size, self.problem.num_ranks)
+        counts = (part.num_heads, part.num_kv_heads, part.intermediate_size)
+        tensor = [
+            size
+            for size in range(1, largest + 1)
+            if self.allows("tp_size", size) and not any(count % size for count in counts)
+        ]
+        rows = self.problem.num_ranks if self.name == LANGUAGE_MODEL else 1
+        context = [
+            1 << power
+            for power in range(max(1, rows).bit_length())
+            if self.allows("cp_size", 1 << power) and (not power or self.tokens >= _MIN_ROW_TOKENS << power)
+        ]
+        given = self.problem.checkpointing.get(self.name)
+        again = (False, True) if given is None else (given,)
+        return tuple(
+            Kind(cp, tp, recompute)
+            for tp in tensor
+            for cp in context
+            if cp * tp <= self.problem.num_ranks
+            for recompute in again
+        )
+
+    def layer_ms(self, kind: Kind, num_samples: float) -> NDArray:
+        """float64 `[num_layers]`: forward and backward of a microbatch of mean samples."""
+        table = layer_table(self.problem.costs, self.name, kind.tp_size, kind.checkpointing)
+        return table.step_ms(num_samples * self.tokens, num_samples * self.squares, kind.cp_size)
+
+    def bottlenecks_ms(self, kind: Kind, num_samples: float) -> NDArray:
+        """float64 `[max_stages]`: a microbatch on the slowest of 1, 2, ... stages."""
+        key = (kind, num_samples)
+        if key not in self._bottlenecks:
+            costs = self.layer_ms(kind, num_samples)
+            self._bottlenecks[key] = partition_all(costs, self.max_stages).bottlenecks_ms
+        return self._bottlenecks[key]
+
+    def layout(self, kind: Kind, dp_size: int, pp_size: int, num_samples: float) -> Layout:
+        """The layout with its stages cut for microbatches of `num_samples`."""
+        layers = partition_all(self.layer_ms(kind, num_samples), pp_size).partition(pp_size).layers
+        return Layout(layers, dp_size, kind.cp_size, kind.tp_size, kind.checkpointing)
+
+    @cached_property
+    def _sample_ms(self) -> list[float]:
+        """What the samples of a batch take in the whole module, the longest first."""
+        table = layer_table(self.problem.costs, self.name)
+        per_square, per_token, _ = (table.forward + table.backward).sum(axis=0).tolist()
+        batch = draw_batch(self.problem, 0)
+        times = per_square * batch.squares[self.name] + per_token * batch.tokens[self.name]
+        return sorted(times.tolist(), reverse=True)
+
+    def unevenness(self, num_parts: int) -> float:
+        """The largest part over the mean when a batch is divided by the longest-processing-time rule."""
+        if num_parts not in self._unevenness:
+            loads = [0.0] * num_parts
+            for time_ms in self._sample_ms:
+                heapq.heapreplace(loads, loads[0] + time_ms)
+            mean = sum(loads) / num_parts
+            self._unevenness[num_parts] = max(loads) / mean if mean else 1.0
+        return self._unevenness[num_parts]
+
+    def _memory(self, kind: Kind, first: int, stop: int) -> StageMemory:
+        """Of a stage with these layers."""
+        key = (kind, first, stop)
+        if key not in self._memories:
+            rows = tuple(tuple(range(row, row + kind.tp_size)) for row in range(0, kind.num_ranks, kind.tp_size))
+            stage = Stage((first, stop), rows)
+            alone = ParallelPlan({self.name: ModulePlan(((stage,),), kind.checkpointing)})
+            self._memories[key] = stage_memory(self.problem.costs, alone, self.name, stage)
+        return self._memories[key]
+
+    def state_bytes(self, kind: Kind, pp_size: int) -> float:
+        """What the first stage holds beside activations, about."""
+        last = self.part.num_layers
+        whole = self._memory(kind, 0, last).state.total
+        if pp_size == 1:
+            return whole
+        first = self._memory(kind, 0, 1).state.total
+        layer = self._memory(kind, 1, 2).state.total if last > 2 else first
+        return first + (last / pp_size - 1) * layer
+
+    @cached_property
+    def _trained_bytes(self) -> float:
+        """Gradients of the whole module."""
+        trained = (p for p in self.part.parameters if p.trainable)
+        return float(sum(p.num_elements * DTYPE_BYTES.get(p.dtype, 4) for p in trained))
+
+    def sync_ms(self, kind: Kind, dp_size: int, pp_size: int) -> float:
+        """Time of the sum of a stage's gradients over its copies."""
+        copies = dp_size * kind.cp_size
+        spread = range(0, copies * pp_size * kind.tp_size, max(1, pp_size * kind.tp_size))
+        num_bytes = self._trained_bytes / pp_size / kind.tp_size
+        return 2 * (copies - 1) / copies * num_bytes / self.problem.costs.device.link_bytes_per_ms(spread)
+
+    def kept_bytes(self, kind: Kind) -> float:
+        """What all layers keep of a mean sample on each rank, about."""
+        return self._memory(kind, 0, self.part.num_layers).kept_bytes(np.array([self.squares, self.tokens, 0.0]))
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    low = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return low + [number // value for value in reversed(low) if value * value != number]

@@ -1,0 +1,162 @@
+"""The search: candidates by the closed form, the best of them simulated on real batches."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from .candidates import CandidateSpace, Estimated
+from .condense import condense, predict_condensed
+from .explain import bound_of, no_plan_error, reason_for
+from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult, draw_batch
+from .steps import Prediction, StepPlanner
+
+_NUM_BATCHES = 3
+_PER_FAMILY = 2
+_FINALISTS = 6
+_RUNNERS_UP = 3
+
+
+def search_plans(problem: PlanningProblem) -> SearchResult:
+    """
+    Finds the plan that is expected to train fastest.
+
+    Every layout of every module, placement and number of microbatches is estimated by the closed form of Entrain
+    (algorithm 3, which contains Cornstarch's algorithm 1). The best, of unlike families, are simulated with a real
+    batch in its arrangement; then those like the best of these; the finalists with several batches.
+
+    Args:
+        problem (`PlanningProblem`): The question.
+
+    Returns:
+        `SearchResult`: The best plan, what bounds it, and the next best ones.
+
+    Raises:
+        `ValueError`: If no plan fits the memory or the sizes that are set; it says by how much, and what helps.
+    """
+    start = time.perf_counter()
+    space = CandidateSpace(problem)
+    found = sorted(space, key=lambda own: own.step_ms)
+    if not found:
+        raise no_plan_error(problem, space)
+    simulator = _Simulator(space)
+    simulator.simulate(_unlike(found, _PER_FAMILY), problem.num_simulated)
+    if simulator.plans:
+        best = simulator.best(1)[0][0]
+        alike = [own for own in found if own.family == best.family or own.hosts == best.hosts]
+        simulator.simulate(alike, problem.num_simulated // 2)
+    else:
+        simulator.simulate(found, problem.num_simulated)
+    if not simulator.plans:
+        raise no_plan_error(problem, space, simulator.least_bytes)
+    ranked = simulator.finalists(_FINALISTS)
+    best, *others = ranked
+    others = _unlike_plans(best, others)[:_RUNNERS_UP]
+    return SearchResult(
+        problem,
+        replace(best, bound=bound_of(problem, best)),
+        tuple(replace(other, bound=bound_of(problem, other)) for other in others),
+        tuple(reason_for(problem, best, other) for other in others),
+        simulator.rejected(),
+        len(found) + space.num_too_large,
+        len(simulator.plans),
+        time.perf_counter() - start,
+    )
+
+
+def _unlike(found: Iterable[Estimated], limit: int) -> Iterator[Estimated]:
+    """The candidates, at most `limit` of each family."""
+    seen: Counter = Counter()
+    for own in found:
+        seen[own.family] += 1
+        if seen[own.family] <= limit:
+            yield own
+
+
+def _unlike_plans(best: RankedPlan, others: Iterable[RankedPlan]) -> list[RankedPlan]:
+    """The plans that differ from the best and from each other in more than the number of microbatches."""
+    seen, result = [(best.candidate.hosts, best.candidate.layouts)], []
+    for other in others:
+        sizes = (other.candidate.hosts, other.candidate.layouts)
+        if sizes not in seen:
+            seen.append(sizes)
+            result.append(other)
+    return result
+
+
+class _Simulator:
+    """Simulates candidates, each once, as long as they fit the memory."""
+
+    def __init__(self, space: CandidateSpace):
+        self.space, self.problem = space, space.problem
+        self.batches = [draw_batch(self.problem, number) for number in range(_NUM_BATCHES)]
+        self.plans: list[tuple[Estimated, RankedPlan]] = []
+        self.least_bytes = float("inf")
+        self._seen: set[str] = set()
+        self._num_too_large = 0
+
+    def simulate(self, candidates: Iterable[Estimated], limit: int) -> None:
+        """Adds at most `limit` candidates that fit."""
+        added = 0
+        for own in candidates:
+            if added == limit:
+                return
+            candidate = self.space.candidate(own)
+            if str(candidate) in self._seen:
+                continue
+            self._seen.add(str(candidate))
+            prediction = self._predict(candidate, self.batches[0])
+            if prediction is None:
+                self._num_too_large += 1
+                continue
+            self.plans.append((own, RankedPlan(candidate, prediction.plan, (prediction,), own.step_ms)))
+            added += 1
+
+    def best(self, count: int) -> list[tuple[Estimated, RankedPlan]]:
+        """The fastest so far."""
+        return sorted(self.plans, key=lambda pair: pair[1].step_ms)[:count]
+
+    def finalists(self, count: int) -> list[RankedPlan]:
+        """The fastest by all batches, each with its first batch on all ranks."""
+        result = []
+        for _, plan in self.best(count):
+            more = [self._predict(plan.candidate, batch) for batch in self.batches[1:]]
+            kept = (found for found in more if found is not None)
+            result.append(replace(plan, predictions=(*plan.predictions, *kept)))
+        return sorted(result, key=lambda plan: plan.step_ms)
+
+    def rejected(self) -> dict[str, int]:
+        """Reason -> how many candidates were left out for it."""
+        too_large = self.space.num_too_large + self._num_too_large
+        return {"needs more memory than a rank has": too_large} if too_large else {}
+
+    def _predict(self, candidate: Candidate, batch: SampleSizes) -> Prediction | None:
+        """What a batch takes, `None` where it does not fit."""
+        problem = self.problem
+        planner = step_planner(problem, candidate)
+        condensed = condense(planner.plan, tuple(planner.groups))
+        try:
+            prediction = predict_condensed(planner, condensed, batch)
+        except ValueError:  # weights, gradients and optimizer state alone are too large, or a sample is
+            return None
+        needed = prediction.peak_memory_bytes
+        self.least_bytes = min(self.least_bytes, needed)
+        return None if problem.memory_bytes is not None and needed > problem.memory_bytes else prediction
+
+
+def step_planner(problem: PlanningProblem, candidate: Candidate) -> StepPlanner:
+    """Plans steps of a candidate as training does."""
+    plan = candidate.plan(problem.spec)
+    dp_size = candidate.layouts[LANGUAGE_MODEL].dp_size
+    microbatch_size = -(-problem.global_batch_size // (dp_size * candidate.num_microbatches))
+    return StepPlanner(
+        problem.costs,
+        plan,
+        sync_groups(problem.spec, plan),
+        microbatch_size,
+        problem.method,
+        memory_bytes=problem.memory_bytes,
+    )
