@@ -129,7 +129,7 @@ def load_owned(model: Any, folder_or_id: str | Path, device: torch.device | str 
     trainable = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     missing = fill_parameters(model, checkpoint_files(folder_or_id), names, device, str(folder_or_id))
     missing -= _tie(model, missing)
-    _initialize_rest(model, missing, device, str(folder_or_id))
+    initialize_rest(model, missing, device, str(folder_or_id))
     _initialize_adapters(model, device)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trainable[name])
@@ -296,7 +296,7 @@ def _tie(model: Any, missing: set[str]) -> set[str]:
     return tied
 
 
-def _initialize_rest(model: Any, missing: set[str], device: torch.device | str, source: str) -> None:
+def initialize_rest(model: Any, missing: set[str], device: torch.device | str, source: str) -> None:
     """Computes buffers that no checkpoint has; raises for parameters that it should have."""
     ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
     parameters = dict(model.named_parameters(remove_duplicate=False))

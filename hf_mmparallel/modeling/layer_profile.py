@@ -1,0 +1,352 @@
+"""Times the layers of a model on this machine, one at a time, so that only one of them needs memory."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest
+from .hollow import hidden_of
+from .layer_runs import Clock, CudaClock, Forward, HostClock, ModuleRuns, Skeleton
+
+BEFORE, AFTER = "before", "after"
+LENGTHS = (64, 256, 1024, 4096, 16384)
+MIN_REPEATS, MAX_REPEATS = 3, 30
+_PROBE_TOKENS = 64
+_MASKED = -1e4
+"""What is below this in a float mask is not looked at."""
+
+
+@dataclass(frozen=True)
+class ProfileSettings:
+    """
+    What is measured.
+
+    Args:
+        tp_sizes (`tuple[int, ...]`, *optional*, defaults to `(1,)`): Layouts: ranks that share matrices.
+        lengths (`tuple[int, ...]`, *optional*): Tokens of chunks.
+        modules (`tuple[str, ...]`, *optional*): All modules when left out.
+        dtype (`torch.dtype`, *optional*): Of the weights; by default what the model's configuration says.
+        autocast (`torch.dtype`, *optional*): Type that matrices are multiplied in.
+        device (`str`, *optional*, defaults to `"cpu"`): `"cpu"` or `"cuda"`.
+        attention (`str`, *optional*): Attention function; the model's default when left out.
+        budget_s (`float`, *optional*, defaults to 0.5): Time for the repeats of one chunk.
+        limit_s (`float`, *optional*, defaults to 10.0):
+            Chunks of which one forward and backward would take longer than about this are left out.
+    """
+
+    tp_sizes: tuple[int, ...] = (1,)
+    lengths: tuple[int, ...] = LENGTHS
+    modules: tuple[str, ...] | None = None
+    dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    device: str = "cpu"
+    attention: str | None = None
+    budget_s: float = 0.5
+    limit_s: float = 10.0
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Tokens and sequences of each chunk: one sequence, and several short ones that tell squares from tokens."""
+        lengths = sorted(set(self.lengths))
+        short = lengths[min(1, len(lengths) - 1)]
+        several = [(length, length // short) for length in lengths if length // short > 1]
+        return sorted([*((length, 1) for length in lengths), *several])
+
+
+def profile_layers(
+    source: Any,
+    settings: ProfileSettings,
+    clock: Clock | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> LayerProfile:
+    """
+    Times every kind of layer of a model: forward, gradient of its input, gradients of its weights, bytes kept.
+
+    Args:
+        source (`str`, `Path` or `PretrainedConfig`): The model, as in [`build_on_meta`]; no weights are read.
+        settings ([`ProfileSettings`]): What is measured.
+        clock ([`Clock`], *optional*): What tells the time; the device's own when left out.
+        report (`Callable[[str], None]`, *optional*): Called with what is being measured.
+
+    Raises:
+        `ValueError`: If a module is unknown, or nothing of the model can be measured.
+    """
+    device = torch.device(settings.device)
+    clock = clock or (CudaClock() if device.type == "cuda" else HostClock())
+    layers: list[MeasuredLayer] = []
+    left_out: list[str] = []
+    dtype, attention = "", ""
+    for tp_size in settings.tp_sizes:
+        skeleton = Skeleton.of(source, device, settings.dtype, settings.attention)
+        names = list(skeleton.spec.modules if settings.modules is None else settings.modules)
+        unknown = next((name for name in names if name not in skeleton.spec.modules), None)
+        if unknown is not None:
+            raise ValueError(f"The model has no module `{unknown}`. Its modules are {list(skeleton.spec.modules)}.")
+        attention = str(getattr(skeleton.model.config, "_attn_implementation", None))
+        with _pretended_ranks(tp_size, device.type) as mesh:
+            for name in names:
+                runs = ModuleRuns(skeleton, name, clock, settings.autocast)
+                dtype = str(runs.stage.input_dtype).removeprefix("torch.")
+                profiler = _Profiler(runs, settings, tp_size, mesh, report, left_out)
+                try:
+                    layers += profiler.layers()
+                except Exception as error:  # whatever a model's code raises: other modules go on
+                    left_out.append(f"`{name}` with tp {tp_size}: {' '.join(str(error).split())}")
+    if not layers:
+        raise ValueError(f"Nothing of `{source}` can be measured: {'; '.join(left_out)}")
+    autocast = None if settings.autocast is None else str(settings.autocast).removeprefix("torch.")
+    return LayerProfile(
+        model=source if isinstance(source, str) else type(source).__name__,
+        device=device_name(device),
+        dtype=dtype,
+        autocast=autocast,
+        attention=attention,
+        versions={package: version(package) for package in ("torch", "transformers")},
+        layers=tuple(layers),
+        left_out=tuple(left_out),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What a device calls itself, with the number of threads of a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_processor()}, {torch.get_num_threads()} threads"
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@contextmanager
+def _pretended_ranks(tp_size: int, device_type: str) -> Iterator[Any]:
+    """A mesh of which this process is the first rank, and whose other ranks do not exist: what is sent is dropped."""
+    if tp_size == 1:
+        yield None
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError("Layouts with `tp` above 1 are measured in a process without a process group of its own.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp_size)
+    try:
+        yield init_device_mesh(device_type, (tp_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class _Profiler:
+    """Measures one module in one layout."""
+
+    runs: ModuleRuns
+    settings: ProfileSettings
+    tp_size: int
+    mesh: Any
+    report: Callable[[str], None]
+    left_out: list[str]
+
+    def layers(self) -> list[MeasuredLayer]:
+        """All kinds of layers of the module, and what is before and after them."""
+        name, num_layers = self.runs.name, self.runs.spec.num_layers
+        kinds = [(BEFORE, (-1,)), *layer_kinds(self.runs), (AFTER, (num_layers,))]
+        found = []
+        for kind, indices in kinds:
+            points = self.points(kind, indices[0])
+            digest = shape_digest(self.runs.skeleton.spec, name, indices[0])
+            found.append(MeasuredLayer.fitted(name, kind, indices, digest, self.tp_size, points))
+        return found
+
+    def points(self, kind: str, index: int) -> list[MeasuredPoint]:
+        """The measurements of one layer, shortest first, up to what time and memory allow."""
+        found: dict[tuple[int, int], MeasuredPoint] = {}
+        label = f"{self.runs.name} {kind}, tp {self.tp_size}"
+        with self.runs.skeleton.real(self.runs.name, index, self.mesh) as layer:
+            part = _Part(self.runs, layer, index)
+            for tokens, sequences in self.settings.chunks():
+                last = next(reversed(found.values()), None)
+                if last is not None and _seconds(last) * tokens / last.tokens > self.settings.limit_s:
+                    self.left_out.append(
+                        f"{label}: {tokens} tokens would take longer than {self.settings.limit_s:g} s"
+                    )
+                    break
+                self.report(f"{label}: {tokens} tokens in {sequences} sequences")
+                try:
+                    point = part.measure(tokens, sequences, self.settings.budget_s, set(found))
+                except torch.OutOfMemoryError:
+                    self.left_out.append(f"{label}: {tokens} tokens do not fit in memory")
+                    break
+                if point is not None:
+                    found[point.tokens, point.sequences] = point
+        if not found:
+            raise ValueError(f"No chunk of `{label}` fits in memory. Use shorter `--lengths`.")
+        return list(found.values())
+
+
+def _seconds(point: MeasuredPoint) -> float:
+    return (2 * point.forward + point.data_gradient + point.weight_gradient) / 1e3
+
+
+class _Part:
+    """A layer that is real, or what is before or after the layers."""
+
+    def __init__(self, runs: ModuleRuns, layer: nn.Module | None, index: int):
+        self.runs, self.layer, self.index = runs, layer, index
+        names = {use.parameter.name for use in runs.skeleton.spec.uses.get((runs.name, index), ())}
+        named = runs.skeleton.model.named_parameters()
+        self.parameters = [p for name, p in named if name in names and p.is_floating_point()]
+
+    def measure(
+        self, tokens: int, sequences: int, budget_s: float, known: set[tuple[int, int]]
+    ) -> MeasuredPoint | None:
+        """One chunk; nothing if inputs of the encoder's own size make it one that is known."""
+        inputs = self.runs.inputs(tokens, sequences)
+        if (inputs.tokens, inputs.sequences) in known:
+            return None
+        run, shared = self._forward(inputs.batch)
+        kept, frozen_kept = (self._kept_bytes(run, shared, trained) for trained in (True, False))
+        forwards, backwards = [], {True: [], False: []}
+        end = time.monotonic() + budget_s
+        for trained in (True, False):  # what is compiled, allocated or accumulated for the first time
+            self._timed(run, trained)
+        while len(forwards) < 2 * MIN_REPEATS or (len(forwards) < 2 * MAX_REPEATS and time.monotonic() < end):
+            for trained in (True, False):  # in turns, so that a machine that slows down slows both
+                forward, backward = self._timed(run, trained)
+                forwards.append(forward)
+                backwards[trained].append(backward)
+        for parameter in self.parameters:
+            parameter.grad = None
+        whole, data = median(backwards[True]), median(backwards[False])
+        return MeasuredPoint(
+            tokens=inputs.tokens,
+            sequences=inputs.sequences,
+            forward=median(forwards),
+            data_gradient=data,
+            weight_gradient=max(0.0, whole - data),
+            activations=kept,
+            frozen_activations=frozen_kept,
+        )
+
+    def _forward(self, batch: dict[str, Tensor]) -> tuple[Callable[[], Forward], list[Tensor]]:
+        """One forward of this part and nothing else, and tensors that all layers share, such as rotary embeddings."""
+        if self.index == -1:
+            return partial(self.runs.run_before, batch), []
+        args, kwargs = self.runs.arguments(batch, min(self.index, self.runs.spec.num_layers - 1))
+        hidden = torch.randn_like(hidden_of(args, kwargs))
+        if self.layer is None:
+            return partial(self.runs.run_after, batch, hidden), []
+        return partial(self.runs.run_layer, self.layer, args, kwargs, hidden), list(_tensors((args, kwargs)))
+
+    def _timed(self, run: Callable[[], Forward], trained: bool) -> tuple[float, float]:
+        """Milliseconds of a forward and of its backward."""
+        clock = self.runs.clock
+        for parameter in self.parameters:
+            parameter.requires_grad_(trained)
+        forward = run()
+        outputs = [output for output in forward.outputs if output.requires_grad]
+        gradients = [torch.ones_like(output) for output in outputs]
+        start = clock.mark()
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        end = clock.mark()
+        backward_ms = clock.ms(start, end) if outputs else 0.0
+        return clock.ms(forward.start, forward.end), backward_ms
+
+    def _kept_bytes(self, run: Callable[[], Forward], shared: list[Tensor], trained: bool) -> float:
+        """Bytes of what autograd keeps, without weights and what is shared."""
+        for parameter in self.parameters:
+            parameter.requires_grad_(trained)
+        others = (*self.parameters, *self.runs.skeleton.model.buffers(), *shared)
+        apart = {_storage(tensor).data_ptr() for tensor in others}
+        kept: dict[int, Any] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = _storage(tensor)
+            kept[storage.data_ptr()] = storage  # held, so that its place is not taken by the next one
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            run()
+        return float(sum(storage.nbytes() for place, storage in kept.items() if place not in apart))
+
+
+def _storage(tensor: Tensor) -> Any:
+    """The memory of a tensor, of a sharded one that of this rank."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for part in value.values() for tensor in _tensors(part))
+    elif isinstance(value, (tuple, list)):
+        yield from (tensor for part in value for tensor in _tensors(part))
+
+
+def layer_kinds(runs: ModuleRuns) -> list[tuple[str, tuple[int, ...]]]:
+    """
+    Layers that cost the same: of one class, with equal shapes and settings, called with equal masks and bounds.
+
+    Args:
+        runs ([`ModuleRuns`]): The module.
+
+    Returns:
+        `list[tuple[str, tuple[int, ...]]]`: Class and indices of each kind.
+    """
+    layers = runs.skeleton.layers[runs.name]
+    calls = runs.calls(runs.inputs(_PROBE_TOKENS, 1).batch)
+    settings = [_settings(layer) for layer in layers]
+    numbers = {path for path in settings[0] if all(own.get(path) == i for i, own in enumerate(settings))}
+    config = getattr(runs.skeleton.model.get_submodule(runs.spec.tower), "config", None)
+    types = getattr(config, "layer_types", None) or [None] * len(layers)
+    found: dict[tuple, list[int]] = {}
+    for index, layer in enumerate(layers):
+        own = sorted((path, repr(value)) for path, value in settings[index].items() if path not in numbers)
+        shapes = shape_digest(runs.skeleton.spec, runs.name, index)
+        key = (type(layer).__name__, types[index], shapes, tuple(own), _described(calls[index]))
+        found.setdefault(key, []).append(index)
+    return [(key[0], tuple(indices)) for key, indices in found.items()]
+
+
+def _settings(layer: nn.Module) -> dict[str, Any]:
+    """The plain public attributes of a layer and of what is in it."""
+    return {
+        f"{path}.{name}": value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float, str, type(None))) and not name.startswith("_") and name != "training"
+    }
+
+
+def _described(value: Any) -> str:
+    """What arguments say of the work of a layer: shapes, integers, and where floats mask something."""
+    if isinstance(value, Tensor):
+        content = value if not value.is_floating_point() else value < _MASKED
+        digest = hashlib.sha256(content.contiguous().cpu().numpy().tobytes()).hexdigest()
+        return f"{tuple(value.shape)}:{digest}"
+    if isinstance(value, Mapping):
+        return repr({key: _described(part) for key, part in value.items()})
+    if isinstance(value, (tuple, list)):
+        return repr([_described(part) for part in value])
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__
