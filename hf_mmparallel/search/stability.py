@@ -1,0 +1,350 @@
+"""How many samples have to be profiled until every batch asks for the same numbers of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import ndtri
+
+from .allocation import Rounding, proportional_allocations
+
+Split = tuple[int, ...]
+Draw = Callable[[int, np.random.Generator], Any]
+WorkOf = Callable[[Any], Mapping[str, NDArray]]
+
+_SIGMAS = 6.0
+_CHUNK_SAMPLES = 2**20
+
+
+@dataclass(frozen=True)
+class BatchTrials:
+    """
+    What batches of one size asked for.
+
+    Args:
+        batch_size (`int`): Samples of each.
+        reference (`tuple[int, ...]`): Ranks of each module by the first batch.
+        splits (`Mapping[tuple[int, ...], int]`): Ranks of each module -> the batches that asked for them, the first
+            batch included.
+    """
+
+    batch_size: int
+    reference: Split
+    splits: Mapping[Split, int]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all trials agree with the reference."""
+        return len(self.splits) == 1
+
+
+@dataclass(frozen=True)
+class Share:
+    """
+    A module's share of the work.
+
+    Args:
+        mean (`float`): Over all samples that were drawn, 0 to 1.
+        error (`float`): Standard error of `mean`.
+        low, high (`float`): Between these is the share of a single batch, with the confidence of the report; for large
+            batches, by the central limit theorem.
+    """
+
+    mean: float
+    error: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class SplitBoundary:
+    """
+    The border to another split of the ranks that batches cross most easily.
+
+    Args:
+        split (`tuple[int, ...]`): Ranks of each module that all samples together ask for.
+        neighbor (`tuple[int, ...]`): Those on the other side of the border.
+        distance (`float`): How much of the work, as a share of all, would have to move between the two modules.
+        deviation (`float`): Standard deviation of the same for batches of one sample; `n` samples have it over
+            `sqrt(n)`.
+        needed_batch_size (`float`): With `(6 deviation / distance)^2` samples one batch in 500 million is on the
+            other side (Entrain, appendix C.1).
+    """
+
+    split: Split
+    neighbor: Split
+    distance: float
+    deviation: float
+
+    @property
+    def needed_batch_size(self) -> float:
+        return float((_SIGMAS * self.deviation / self.distance) ** 2) if self.distance else np.inf
+
+
+@dataclass(frozen=True)
+class StabilityTest:
+    """
+    How [`minimum_stable_batch`] tests.
+
+    Args:
+        confidence (`float`, *optional*, defaults to 0.95): Of the statement, `1 - alpha` in the paper.
+        error (`float`, *optional*, defaults to 0.05): The largest share of batches that may ask for another split.
+        start (`int`, *optional*, defaults to 1): The first batch size; each is twice the one before.
+        limit (`int`, *optional*, defaults to 16384): No batch size is above.
+        seed (`int`, *optional*, defaults to 0): Equal seeds draw equal batches.
+        rounding (`str`, *optional*, defaults to `"fastest"`): See [`proportional_allocation`].
+    """
+
+    confidence: float = 0.95
+    error: float = 0.05
+    start: int = 1
+    limit: int = 2**14
+    seed: int = 0
+    rounding: Rounding = "fastest"
+
+    def __post_init__(self) -> None:
+        for name in ("confidence", "error"):
+            if not 0 < (value := getattr(self, name)) < 1:
+                raise ValueError(f"`{name}={value}` is no probability between 0 and 1. Use 0.95 and 0.05, say.")
+        if not 1 <= self.start <= self.limit:
+            raise ValueError(f"`start={self.start}` is not between 1 and `limit={self.limit}`. Use a smaller one.")
+
+    @property
+    def num_trials(self) -> int:
+        """Batches that have to agree with the first (Entrain, equation C.5)."""
+        return math.ceil(math.log(1 - self.confidence) / math.log(1 - self.error))
+
+
+@dataclass(frozen=True)
+class StabilityReport:
+    """
+    The smallest batch size at which random batches agree on the ranks of each module.
+
+    Args:
+        batch_size (`int`, *optional*): `None` if no size up to the limit passed.
+        modules (`tuple[str, ...]`): In the order of all splits.
+        split (`tuple[int, ...]`): Ranks of each module that all samples together ask for.
+        test (`StabilityTest`): With `test.confidence`, at most `test.error` of the batches of that size disagree.
+        history (`tuple[BatchTrials, ...]`): Every size that was tried.
+        shares (`Mapping[str, Share]`): Module -> its share of the work; intervals are those of the last size.
+        boundary (`SplitBoundary`, *optional*): What limits the size; `None` if there is only one split.
+        notes (`tuple[str, ...]`): What else a reader should know, in sentences.
+    """
+
+    batch_size: int | None
+    modules: tuple[str, ...]
+    split: Split
+    test: StabilityTest
+    history: tuple[BatchTrials, ...]
+    shares: Mapping[str, Share]
+    boundary: SplitBoundary | None
+    notes: tuple[str, ...]
+
+
+def draw_from(work: Mapping[str, NDArray]) -> Draw:
+    """
+    Draws from the samples of a dataset, with replacement.
+
+    Args:
+        work (`Mapping[str, numpy.ndarray]`): Module -> `[samples]`: its work for each sample of the dataset.
+
+    Returns:
+        `Callable[[int, numpy.random.Generator], dict[str, numpy.ndarray]]`: For [`minimum_stable_batch`].
+    """
+    num_samples = len(next(iter(work.values())))
+
+    def draw(num: int, rng: np.random.Generator) -> dict[str, NDArray]:
+        chosen = rng.integers(num_samples, size=num)
+        return {name: values[chosen] for name, values in work.items()}
+
+    return draw
+
+
+def minimum_stable_batch(
+    draw: Draw,
+    work_of: WorkOf | None,
+    num_ranks: int,
+    dp_size: int,
+    test: StabilityTest | None = None,
+    dataset_size: int | None = None,
+) -> StabilityReport:
+    """
+    Finds the batch size from which every batch asks for the same ranks of each module (Entrain, algorithm 2).
+
+    A first batch and 59 more, with the default confidence and error, are drawn at each size, and the ranks of a
+    replica are given to modules in proportion to their work in each of them. If all agree, at most 5 % of the batches
+    of that size disagree, with a confidence of 95 % (appendix C.2); otherwise the size is doubled.
+
+    Samples are drawn with replacement. The argument needs batches that are independent of each other, and 60 batches
+    without replacement soon are the whole dataset: a batch of all samples agrees with itself, whatever the border is
+    next to. Training draws without replacement, which varies less, so that the size found is on the safe side.
+
+    Beyond the paper, the report has the share of each module with its interval, and the border to another split that
+    is crossed most easily. The paper concludes from agreeing batches that the mean lies inside of their split and that
+    larger batches therefore agree as well; where the samples do not say so, a note does.
+
+    Args:
+        draw (`Callable[[int, numpy.random.Generator], Any]`): Draws independent samples, as many as asked for.
+        work_of (`Callable[[Any], Mapping[str, numpy.ndarray]]`, *optional*):
+            What was drawn -> module -> `[samples]`: its work for each, forward and backward, in any unit. Not needed
+            for [`draw_from`].
+        num_ranks (`int`): Ranks of all replicas.
+        dp_size (`int`): Replicas; each has the same ranks.
+        test (`StabilityTest`, *optional*): How to test.
+        dataset_size (`int`, *optional*): Samples that there are, if they are finitely many.
+
+    Returns:
+        [`StabilityReport`]: Also if no size passes.
+
+    Raises:
+        `ValueError`: If replicas do not have the same number of ranks, or fewer than there are modules.
+    """
+    if num_ranks % dp_size:
+        raise ValueError(f"{num_ranks} ranks are not the same number for each of `dp_size={dp_size}`. Use a divisor.")
+    test = test or StabilityTest()
+    sampler = _Sampler(draw, work_of or (lambda drawn: drawn), np.random.default_rng(test.seed))
+    num_replica_ranks, history, batch_size = num_ranks // dp_size, [], test.start
+    while batch_size <= test.limit and not (history and history[-1].passed):
+        work = sampler.batches(test.num_trials + 1, batch_size)
+        splits = proportional_allocations(work, num_replica_ranks, rounding=test.rounding)
+        counts = Counter(map(tuple, splits.tolist()))
+        history.append(BatchTrials(batch_size, tuple(splits[0].tolist()), dict(counts.most_common())))
+        batch_size *= 2
+    last = history[-1]
+    moments = sampler.moments()
+    split = proportional_allocations(moments.mean[None], num_replica_ranks, rounding=test.rounding)[0]
+    boundary = _nearest_boundary(moments, split, test.rounding)
+    report = StabilityReport(
+        batch_size=last.batch_size if last.passed else None,
+        modules=sampler.modules,
+        split=tuple(split.tolist()),
+        test=test,
+        history=tuple(history),
+        shares=_shares(sampler.modules, moments, last.batch_size, test.confidence),
+        boundary=boundary,
+        notes=(),
+    )
+    return replace(report, notes=tuple(_notes(report, moments.num_samples, dataset_size)))
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Mean `[modules]` and covariance `[modules, modules]` of the work of samples."""
+
+    num_samples: int
+    mean: NDArray
+    covariance: NDArray
+
+    def ratio(self, weights: NDArray) -> tuple[float, float]:
+        """The weighted work as a share of all work, and its standard deviation for one sample (delta method)."""
+        total = self.mean.sum()
+        ratio = float(weights @ self.mean / total)
+        gradient = (weights - ratio) / total
+        return ratio, math.sqrt(max(0.0, float(gradient @ self.covariance @ gradient)))
+
+
+@dataclass
+class _Sampler:
+    """Draws batches and keeps the moments of all samples that it drew."""
+
+    draw: Draw
+    work_of: WorkOf
+    rng: np.random.Generator
+    modules: tuple[str, ...] = ()
+    num_samples: int = 0
+    sums: NDArray | float = 0.0
+    products: NDArray | float = 0.0
+
+    def batches(self, num_batches: int, batch_size: int) -> NDArray:
+        """`[num_batches, modules]`: the work of random batches."""
+        at_once = max(1, _CHUNK_SAMPLES // batch_size)
+        sizes = [min(at_once, num_batches - first) for first in range(0, num_batches, at_once)]
+        return np.concatenate([self._batches(size, batch_size) for size in sizes])
+
+    def moments(self) -> _Moments:
+        mean = np.asarray(self.sums / self.num_samples)
+        return _Moments(self.num_samples, mean, np.asarray(self.products / self.num_samples) - np.outer(mean, mean))
+
+    def _batches(self, num_batches: int, batch_size: int) -> NDArray:
+        found = self.work_of(self.draw(num_batches * batch_size, self.rng))
+        self.modules = self.modules or tuple(found)
+        work = np.stack([np.asarray(found[name], float) for name in self.modules])
+        self.num_samples += work.shape[1]
+        self.sums = self.sums + work.sum(axis=1)
+        self.products = self.products + work @ work.T
+        return work.reshape(len(work), num_batches, batch_size).sum(axis=2).T
+
+
+def _shares(modules: tuple[str, ...], moments: _Moments, batch_size: int, confidence: float) -> dict[str, Share]:
+    width = float(ndtri((1 + confidence) / 2))
+    found = {}
+    for name, weights in zip(modules, np.eye(len(modules)), strict=True):
+        mean, deviation = moments.ratio(weights)
+        reach = width * deviation / math.sqrt(batch_size)
+        error = deviation / math.sqrt(moments.num_samples)
+        found[name] = Share(mean, error, max(0.0, mean - reach), min(1.0, mean + reach))
+    return found
+
+
+def _nearest_boundary(moments: _Moments, split: NDArray, rounding: Rounding) -> SplitBoundary | None:
+    """
+    The border that batches cross most easily.
+
+    Both roundings keep a split as long as no module does better with a rank of another one. For each pair that is a
+    linear function of the work, here scaled to the work that would have to move from one to the other.
+    """
+    found, num_ranks = [], int(split.sum())
+    for gains, loses in permutations(range(len(split)), 2):
+        if split[loses] == 1:
+            continue
+        weights = np.zeros(len(split))
+        if rounding == "fastest":
+            weights[[gains, loses]] = 1 - split[loses], split[gains]
+            scale = float(split[gains] + split[loses] - 1)
+        else:
+            weights[[gains, loses]] = -num_ranks, num_ranks
+            weights += split[gains] - split[loses] + 1
+            scale = 2.0 * num_ranks
+        neighbor = split.copy()
+        neighbor[[gains, loses]] += 1, -1
+        distance, deviation = moments.ratio(weights / scale)
+        found.append(SplitBoundary(tuple(split.tolist()), tuple(neighbor.tolist()), max(0.0, distance), deviation))
+    return max(found, key=lambda border: (border.needed_batch_size, -border.distance), default=None)
+
+
+def _notes(report: StabilityReport, num_samples: int, dataset_size: int | None) -> Iterator[str]:
+    """What limits the statement."""
+    last, border = report.history[-1], report.boundary
+    if dataset_size is not None and dataset_size < last.batch_size:
+        yield (
+            f"Batches of {last.batch_size} samples are larger than the dataset of {dataset_size}: "
+            "its samples are drawn several times."
+        )
+    if border is None:
+        return
+    near = f"{_ratio(report.modules, border.split)} and {_ratio(report.modules, border.neighbor)}"
+    where = f"{border.distance:.2g} of the work from the border between {near}"
+    if report.batch_size is None:
+        yield (
+            f"No batch size up to {last.batch_size} passed, since the mean lies {where}; "
+            f"{border.needed_batch_size:.3g} samples would be enough. Take either split, or change `dp_size` or the "
+            "number of ranks."
+        )
+    elif border.distance < ndtri(report.test.confidence) * border.deviation / math.sqrt(num_samples):
+        yield f"The mean lies {where}, no further than its own error: larger batches may settle on either side of it."
+    if report.batch_size is not None and last.reference != report.split:
+        yield (
+            f"All samples together ask for {_ratio(report.modules, report.split)}, the batches for "
+            f"{_ratio(report.modules, last.reference)}."
+        )
+
+
+def _ratio(modules: tuple[str, ...], split: Split) -> str:
+    return ", ".join(f"{name} {ranks}" for name, ranks in zip(modules, split, strict=True))
