@@ -233,7 +233,7 @@ class Strategies:
         eye = np.eye(num_modules, num_modules + 1)
         ranks = np.append(self.stage_ranks[row] / self.num_ranks, 0.0)
         lines = [(ranks, 1.0), *zip(-eye, -self.least[row], strict=True), *zip(eye, self.num_layers, strict=True)]
-        lines += self._memory_lines(row)
+        lines += self.memory_lines(row)
         cones: list[object] = [_SOLVER.NonnegativeConeT(len(lines))]
         for index, time in enumerate(self.pass_ms[row] / unit):
             total, difference = -eye[index], eye[index].copy()
@@ -251,7 +251,7 @@ class Strategies:
             return np.inf
         return float(self.warm_up_ms[row] + steady * max(1.0, found.obj_val) * unit)
 
-    def _memory_lines(self, row: int) -> list[tuple[NDArray, float]]:
+    def memory_lines(self, row: int) -> list[tuple[NDArray, float]]:
         """`room * p >= state + kept * (stages in flight)` for each way from a module to the end, over the room."""
         lines = []
         for module in range(self.pass_ms.shape[1]):
