@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ class Stage:
     ranks: tuple[tuple[int, ...], ...]
     trainable: bool = True
 
-    @property
+    @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         return tuple(rank for row in self.ranks for rank in row)
 

@@ -165,7 +165,7 @@ class ModuleOptions:
         return 2 * (copies - 1) / copies * num_bytes / self.problem.costs.device.link_bytes_per_ms(spread)
 
     def kept_bytes(self, kind: Kind) -> float:
-        """What all layers keep of a mean sample on each rank, about."""
+        """What all layers keep of a mean sample on each rank."""
         return self._memory(kind, 0, self.part.num_layers).kept_bytes(np.array([self.squares, self.tokens, 0.0]))
 
 

@@ -173,16 +173,16 @@ def module_table(options: ModuleOptions, num_microbatches: int, dp_sizes: list[i
     allowed = stages if given is None else stages[stages == given]
     by_ranks: dict[int, list[_Row]] = {}
     for kind in options.kinds:
-        kept = options.kept_bytes(kind)
         for dp_size in dp_sizes:
             replica = problem.global_batch_size / dp_size
             num_samples = replica / num_microbatches
             bottlenecks = options.unevenness(dp_size) * options.bottlenecks_ms(kind, num_samples)
             fill = float(options.layer_ms(kind, num_samples).sum())
-            fill *= options.unevenness(dp_size * num_microbatches)
+            uneven = options.unevenness(dp_size * num_microbatches)
+            fill, kept = uneven * fill, uneven * num_samples * options.kept_bytes(kind)
             for pp_size in allowed[allowed <= limit // (dp_size * kind.num_ranks)].tolist():
                 state = options.state_bytes(kind, pp_size)
-                choice = Choice(kind, dp_size, pp_size, num_samples, state, num_samples * kept / pp_size)
+                choice = Choice(kind, dp_size, pp_size, num_samples, state, kept / pp_size)
                 total = fill + options.sync_ms(kind, dp_size, pp_size)
                 if problem.memory_bytes is None or state + choice.kept_bytes <= problem.memory_bytes:
                     row = (float(bottlenecks[pp_size - 1]), total, choice)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from ..cost import fitting_tokens
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from .candidates import CandidateSpace, Estimated
 from .condense import condense, predict_condensed
@@ -137,14 +138,27 @@ class _Simulator:
         """What a batch takes, `None` where it does not fit."""
         problem = self.problem
         planner = step_planner(problem, candidate)
-        condensed = condense(planner.plan, tuple(planner.groups))
-        try:
-            prediction = predict_condensed(planner, condensed, batch)
-        except ValueError:  # weights, gradients and optimizer state alone are too large, or a sample is
+        if not _has_room(planner, candidate, batch):
             return None
+        prediction = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
         needed = prediction.peak_memory_bytes
         self.least_bytes = min(self.least_bytes, needed)
         return None if problem.memory_bytes is not None and needed > problem.memory_bytes else prediction
+
+
+def _has_room(planner: StepPlanner, candidate: Candidate, batch: SampleSizes) -> bool:
+    """Whether microbatches of the candidate's size, and the largest sample, fit beside the state of each rank."""
+    if planner.memory_bytes is None:
+        return True
+    try:
+        limits = fitting_tokens(planner.costs, planner.plan, batch, planner.memory_bytes)
+    except ValueError:  # weights, gradients and optimizer state alone are too large
+        return False
+    for name, limit in limits.items():
+        tokens, parts = batch.tokens[name], candidate.layouts[name].dp_size * candidate.num_microbatches
+        if limit < max(tokens.sum() / parts, tokens.max()):
+            return False
+    return True
 
 
 def step_planner(problem: PlanningProblem, candidate: Candidate) -> StepPlanner:
