@@ -1,0 +1,319 @@
+"""What others would do with the same model, samples and ranks, at the same costs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..cost import CostModel, layer_table
+from ..plan import ModelSpec, ParallelPlan, SampleSizes
+from .allocation import Allocation, allocate
+from .candidates import CandidateSpace, Estimated
+from .condense import condense, predict_condensed
+from .fully_sharded import FullySharded, fully_sharded
+from .options import Kind, ModuleOptions
+from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
+from .search import step_planner
+from .single_layout import SingleLayouts, even_layers
+from .strategy_space import ModuleDemand, Role
+
+UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
+_SIMULATED, _TRIED, _CHECKED = 8, 24, 4  # candidates of a baseline: those that fit, all, and with all batches
+_MOST_TASKS = 100_000  # of these together
+_PER_FAMILY = 2
+_UNLIMITED = 2.0**70
+_OPTIMIZER_BYTES = 8
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ComparedPlan:
+    """
+    What another system would do.
+
+    Args:
+        name (`str`): Whose way it is.
+        plan (`ParallelPlan`, *optional*): Its plan; `None` where the engine has none, or where there is none at all.
+        layout (`str`): Its sizes, in words.
+        step_ms (`float`): A step on the batches of our plan, NaN without any.
+        bubble_fraction (`float`): Share of all ranks' time without a task.
+        peak_memory_bytes (`float`): Of the fullest rank.
+        flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks (MFU).
+        note (`str`, *optional*): What else there is to say, such as by how much it does not fit.
+    """
+
+    name: str
+    plan: ParallelPlan | None
+    layout: str
+    step_ms: float
+    bubble_fraction: float
+    peak_memory_bytes: float
+    flops_utilisation: float
+    note: str = ""
+
+    @property
+    def peak_memory_gib(self) -> float:
+        return self.peak_memory_bytes / GIB
+
+
+def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPlan, ...]:
+    """
+    Plans of others, simulated with the costs of the problem on the batches of the result. Sizes that the user has set
+    do not bind them.
+
+    - `"frozen-unaware"`: our search and partition with the costs of a model in which all is trained, microbatches in
+      the sampler's order.
+    - `"single layout"`: one data-, tensor- and pipeline-parallel size for all modules, the encoders as first stages,
+      even layers, in the manner of Megatron-LM.
+    - `"FSDP-like"`: every rank data-parallel, parameters gathered layer by layer, in closed form.
+    - `"DistTrain"`: its allocation and its order of samples, see [`allocate`]; even layers.
+
+    Args:
+        problem ([`PlanningProblem`]): The question.
+        result ([`SearchResult`]): Our answer.
+
+    Returns:
+        `tuple[ComparedPlan, ...]`: One of each; plans that do not fit the memory only where none of their kind does.
+    """
+    batches = [prediction.sizes for prediction in result.best.predictions]
+    judge = _Judge(replace(problem, fixed={}), batches)
+    return judge.unaware(), judge.single_layout(), judge.fully_sharded(), judge.disttrain()
+
+
+def all_trained(spec: ModelSpec) -> ModelSpec:
+    """The model with nothing frozen."""
+    modules = {
+        name: replace(module, parameters=tuple(replace(p, trainable=True) for p in module.parameters))
+        for name, module in spec.modules.items()
+    }
+    return replace(spec, modules=modules)
+
+
+class UnawareOptions(ModuleOptions):
+    """
+    The layouts of a module with the memory that they need and the times of other costs.
+
+    Args:
+        problem ([`PlanningProblem`]): The question.
+        name (`str`): The module.
+        assumed (`CostModel`): What layers are thought to cost.
+    """
+
+    def __init__(self, problem: PlanningProblem, name: str, assumed: CostModel):
+        super().__init__(problem, name)
+        self.assumed = assumed
+
+    def layer_ms(self, kind: Kind, num_samples: float):
+        """See [`ModuleOptions`]."""
+        table = layer_table(self.assumed, self.name, kind.tp_size, kind.checkpointing)
+        return table.step_ms(num_samples * self.tokens, num_samples * self.squares, kind.cp_size)
+
+
+class _Judge:
+    """Evaluates plans of others on the same batches."""
+
+    def __init__(self, problem: PlanningProblem, batches: Sequence[SampleSizes]):
+        self.problem, self.batches = problem, batches
+
+    # The baselines
+
+    def unaware(self) -> ComparedPlan:
+        """The candidate that is fastest if all was trained."""
+        spec = all_trained(self.problem.spec)
+        assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec), method="contiguous")
+        space = CandidateSpace(self.problem)
+        space.options.update({name: UnawareOptions(self.problem, name, assumed.costs) for name in space.options})
+        found = sorted(space, key=lambda own: own.step_ms)
+        if not found:
+            return self._none(UNAWARE, self._excess(space.least_bytes))
+        ranked = self._best(map(space.candidate, _unlike(found)), "contiguous", assumed)
+        return self._compared(
+            UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
+        )
+
+    def single_layout(self) -> ComparedPlan:
+        """The fastest of its kind."""
+        layouts = SingleLayouts(self.problem)
+        every = sorted(layouts, key=lambda own: own.step_ms)
+        if not every:
+            return self._none(SINGLE, "no tensor-parallel size divides the heads of all modules and the ranks")
+        found = [own for own in every if own.memory_bytes(self.problem) <= self._limit_bytes]
+        found = found or [min(every, key=lambda own: own.memory_bytes(self.problem))]
+        ranked = self._best(map(layouts.candidate, _unlike(found)), "contiguous")
+        return self._compared(SINGLE, ranked, "one layout for all modules, encoders as first stages, even layers")
+
+    def fully_sharded(self) -> ComparedPlan:
+        """The fastest of its kind."""
+        limit = self._limit_bytes
+        every = fully_sharded(self.problem, self.batches)
+        fitting = [own for own in every if own.memory_bytes <= limit]
+        best = min(fitting, key=lambda own: own.step_ms) if fitting else min(every, key=lambda own: own.memory_bytes)
+        return self._sharded(best)
+
+    def disttrain(self) -> ComparedPlan:
+        """The fastest of its allocations, one for each size of microbatches."""
+        found = self._allocations(self._limit_bytes)
+        note = "its allocation and order of samples, even layers"
+        if not found:
+            found = self._allocations(_UNLIMITED)
+            note = f"{note}; its own memory model finds nothing that fits"
+        if not found:
+            return self._none(DISTTRAIN, "its allocation finds no plan for so few ranks")
+        ranked = self._best(found, "disttrain")
+        idle = self.problem.num_ranks - ranked.plan.world_size
+        return self._compared(DISTTRAIN, ranked, f"{note}; {idle} ranks without work" if idle else note)
+
+    # DistTrain
+
+    def _allocations(self, memory_bytes: float) -> list[Candidate]:
+        """Its allocation for each size of microbatches, with and without recomputation."""
+        found = []
+        for again in (False, True):
+            recomputed = {name: self.problem.checkpointing.get(name, again) for name in self.problem.spec.modules}
+            for size in self._microbatch_sizes():
+                demands = {name: self._demand(name, size, recomputed[name]) for name in recomputed}
+                try:
+                    allocation = allocate(
+                        demands,
+                        self.problem.num_ranks,
+                        self.problem.global_batch_size,
+                        memory_bytes,
+                        size,
+                        self._tp_sizes,
+                    )
+                except ValueError:  # nothing fits
+                    continue
+                found.append((allocation.iteration_ms, self._allocated(allocation, recomputed)))
+        return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+
+    @property
+    def _tp_sizes(self) -> tuple[int, ...]:
+        return tuple(size for size in (1, 2, 4, 8) if size <= self.problem.costs.device.node_size)
+
+    def _microbatch_sizes(self) -> list[int]:
+        """Powers of two that divide the global batch."""
+        if self.problem.microbatch_size is not None:
+            return [self.problem.microbatch_size]
+        sizes = [1 << power for power in range(6)]
+        return [size for size in sizes if self.problem.global_batch_size % size == 0]
+
+    def _demand(self, name: str, microbatch_size: int, checkpointing: bool) -> ModuleDemand:
+        """What a module needs for a mean sample."""
+        spec = self.problem.spec
+        part, options = spec.modules[name], ModuleOptions(self.problem, name)
+        heads = math.gcd(part.num_heads, part.num_kv_heads, part.intermediate_size)
+        sample_ms = {
+            size: float(options.layer_ms(Kind(1, size, checkpointing), microbatch_size).sum()) / microbatch_size
+            for size in self._tp_sizes
+            if heads % size == 0
+        }
+        alone = Kind(1, 1, checkpointing)
+        optimizer = _OPTIMIZER_BYTES * sum(p.num_elements for p in part.parameters if p.trainable)
+        role: Role = "generator" if name in spec.generators else "encoder"
+        return ModuleDemand(
+            sample_ms,
+            options.max_stages,
+            heads,
+            options.state_bytes(alone, 1) - optimizer,
+            float(optimizer),
+            options.kept_bytes(alone),
+            role,
+        )
+
+    def _allocated(self, allocation: Allocation, recomputed: Mapping[str, bool]) -> Candidate:
+        """The candidate of an allocation."""
+        layouts = {
+            name: Layout(
+                even_layers(self.problem.spec.modules[name].num_layers, own.pp_size),
+                own.dp_size,
+                tp_size=own.tp_size,
+                activation_checkpointing=recomputed[name],
+            )
+            for name, own in allocation.modules.items()
+        }
+        return Candidate(layouts, {}, allocation.num_microbatches, self.problem.schedule)
+
+    # What a plan takes
+
+    @property
+    def _limit_bytes(self) -> float:
+        limit = self.problem.memory_bytes
+        return _UNLIMITED if limit is None else limit
+
+    def _evaluated(
+        self, candidate: Candidate, method: str, count: int | None = None, problem: PlanningProblem | None = None
+    ) -> RankedPlan:
+        """A candidate on the first `count` batches, all when left out."""
+        problem = replace(problem or self.problem, method=method, memory_bytes=None)
+        planner = step_planner(problem, candidate)
+        condensed = condense(planner.plan, tuple(planner.groups))
+        predictions = tuple(predict_condensed(planner, condensed, batch) for batch in self.batches[:count])
+        return RankedPlan(candidate, planner.plan, predictions, 0.0)
+
+    def _best(
+        self, candidates: Iterable[Candidate], method: str, assumed: PlanningProblem | None = None
+    ) -> RankedPlan:
+        """The fastest of the first that fit, by the costs of `assumed`; the one that comes closest if none does."""
+        found: list[tuple[bool, float, Candidate]] = []
+        num_tasks = 0
+        for candidate in candidates:
+            ranked = self._evaluated(candidate, method, 1)
+            thought = ranked if assumed is None else self._evaluated(candidate, method, 1, assumed)
+            over = _peak_bytes(ranked) > self._limit_bytes
+            found.append((over, _peak_bytes(ranked) if over else thought.step_ms, candidate))
+            num_tasks += candidate.num_tasks
+            if num_tasks > _MOST_TASKS or sum(not own[0] for own in found) == _SIMULATED or len(found) == _TRIED:
+                break
+        tried = []
+        for _, _, candidate in sorted(found, key=lambda own: own[:2]):
+            ranked = self._evaluated(candidate, method)
+            if _peak_bytes(ranked) <= self._limit_bytes:
+                return ranked
+            tried.append(ranked)
+            if len(tried) == _CHECKED:
+                break
+        return min(tried, key=_peak_bytes)
+
+    def _excess(self, needed_bytes: float) -> str:
+        """By how much a plan does not fit, nothing if it does."""
+        over = needed_bytes - self._limit_bytes
+        return f"needs {over / GIB:.3g} GiB more than a rank has" if over > 0 else ""
+
+    def _compared(self, name: str, ranked: RankedPlan, note: str) -> ComparedPlan:
+        """A plan and its figures, of all ranks that there are."""
+        share = ranked.plan.world_size / self.problem.num_ranks
+        peak = _peak_bytes(ranked)
+        busy = _mean(1 - own.simulation.bubble_fraction for own in ranked.predictions)
+        utilisation = _mean(own.flops_utilisation for own in ranked.predictions)
+        words = "; ".join(part for part in (note, self._excess(peak)) if part)
+        figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)
+        return ComparedPlan(name, ranked.plan, str(ranked.candidate), *figures, words)
+
+    def _sharded(self, found: FullySharded) -> ComparedPlan:
+        note = "estimated, parameters gathered layer by layer"
+        words = "; ".join(part for part in (note, self._excess(found.memory_bytes)) if part)
+        figures = (found.step_ms, found.bubble_fraction, found.memory_bytes, found.flops_utilisation)
+        return ComparedPlan(SHARDED, None, str(found), *figures, words)
+
+    def _none(self, name: str, why: str) -> ComparedPlan:
+        return ComparedPlan(name, None, "", math.nan, math.nan, math.nan, math.nan, why)
+
+
+def _unlike(found: Iterable[Estimated]) -> Iterator[Estimated]:
+    """At most a few of each family."""
+    seen: Counter = Counter()
+    for own in found:
+        seen[own.family] += 1
+        if seen[own.family] <= _PER_FAMILY:
+            yield own
+
+
+def _peak_bytes(ranked: RankedPlan) -> float:
+    return max(prediction.peak_memory_bytes for prediction in ranked.predictions)
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)

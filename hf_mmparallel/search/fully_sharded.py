@@ -1,0 +1,174 @@
+"""What a step takes with every rank a data-parallel one and all parameters sharded, in closed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost import layer_table, training_flops
+from ..cost.analytic import DTYPE_BYTES
+from ..plan import ParameterSpec, SampleSizes
+from .options import Kind, ModuleOptions
+from .problem import PlanningProblem
+
+_GRADIENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class FullySharded:
+    """
+    An estimate of FSDP, which the engine does not run.
+
+    Args:
+        num_shards (`int`): Ranks that share the parameters, all of them or those of a node.
+        microbatch_size (`int`): Samples of a rank between two gathers of a layer.
+        checkpointing (`bool`): Whether activations are recomputed.
+        step_ms (`float`): Mean over the batches.
+        bubble_fraction (`float`): Share of all ranks' time in which they do not compute.
+        memory_bytes (`float`): Of the fullest rank.
+        flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks.
+    """
+
+    num_shards: int
+    microbatch_size: int
+    checkpointing: bool
+    step_ms: float
+    bubble_fraction: float
+    memory_bytes: float
+    flops_utilisation: float
+
+    def __str__(self) -> str:
+        again = ", recomputed" if self.checkpointing else ""
+        return f"parameters over {self.num_shards} ranks, {self.microbatch_size} samples a rank at once{again}"
+
+
+def fully_sharded(problem: PlanningProblem, batches: Sequence[SampleSizes]) -> list[FullySharded]:
+    """
+    All ways to run FSDP.
+
+    A layer's parameters are gathered while the layer before it computes, for the forward and again for the backward
+    where one runs; gradients are scattered meanwhile. Every layer waits for the rank with the largest samples. With
+    parameters sharded within nodes their gradients are summed over nodes at the end.
+
+    Args:
+        problem ([`PlanningProblem`]): The question.
+        batches (`Sequence[SampleSizes]`): Global batches, whose samples are dealt out in their order.
+    """
+    nodes = {problem.num_ranks, min(problem.costs.device.node_size, problem.num_ranks)}
+    share = -(-problem.global_batch_size // problem.num_ranks)
+    sizes = sorted({size for power in range(share.bit_length()) for size in [1 << power] if size < share} | {share})
+    sizes = sizes if problem.microbatch_size is None else [min(share, problem.microbatch_size)]
+    given = {problem.checkpointing.get(name) for name in problem.spec.modules}
+    recomputed = [True] if given == {True} else [False] if given == {False} else [False, True]
+    return [
+        _Estimate(problem, num_shards, size, again).of(batches)
+        for num_shards in sorted(nodes)
+        for size in sizes
+        for again in recomputed
+    ]
+
+
+class _Estimate:
+    """One way to run it."""
+
+    def __init__(self, problem: PlanningProblem, num_shards: int, microbatch_size: int, checkpointing: bool):
+        self.problem, self.costs = problem, problem.costs
+        self.num_shards, self.microbatch_size, self.checkpointing = num_shards, microbatch_size, checkpointing
+        self.link = self.costs.device.link_bytes_per_ms(range(num_shards))
+
+    def of(self, batches: Sequence[SampleSizes]) -> FullySharded:
+        times = np.array([self._step(batch) for batch in batches])
+        step_ms, computed_ms = times.mean(axis=0)
+        flops = np.mean([self._flops(batch) for batch in batches])
+        ranks = self.problem.num_ranks
+        return FullySharded(
+            self.num_shards,
+            self.microbatch_size,
+            self.checkpointing,
+            float(step_ms),
+            float(1 - computed_ms / step_ms),
+            max(self._memory_bytes(batch) for batch in batches),
+            float(flops / (1e9 * self.costs.device.peak_tflops * ranks * step_ms)),
+        )
+
+    def _flops(self, batch: SampleSizes) -> float:
+        found = 0.0
+        for name in self.problem.spec.modules:
+            per_token, per_square = training_flops(self.costs.spec, name)
+            found += per_token * batch.tokens[name].sum() + per_square * batch.squares[name].sum()
+        return found
+
+    def _rounds(self, batch: SampleSizes) -> Iterator[list[NDArray]]:
+        """The samples of each rank, microbatch by microbatch."""
+        shares = np.array_split(np.arange(batch.num_samples), self.problem.num_ranks)
+        for start in range(0, max(map(len, shares)), self.microbatch_size):
+            yield [share[start : start + self.microbatch_size] for share in shares]
+
+    def _step(self, batch: SampleSizes) -> tuple[float, float]:
+        """Time of a step, and the mean over ranks of the time in which they compute."""
+        step_ms = self._sums_over_nodes_ms()
+        computed_ms = 0.0
+        for slots in self._rounds(batch):
+            modules = [self._module(name, batch, slots) for name in self.problem.spec.modules]
+            forward, backward, gathers, again, mean_ms = map(np.concatenate, zip(*modules, strict=True))
+            step_ms += _overlapped(forward, gathers) + _overlapped(backward[::-1], again[::-1])
+            computed_ms += float(mean_ms.sum())
+        return step_ms, computed_ms
+
+    def _module(self, name: str, batch: SampleSizes, slots: list[NDArray]) -> tuple[NDArray, ...]:
+        """
+        Forwards and backwards of the slowest rank, what is gathered for them, and what both take on average: a value
+        for each layer.
+        """
+        table = layer_table(self.costs, name, 1, self.checkpointing)
+        tokens = np.array([batch.tokens[name][own].sum() for own in slots], float)
+        squares = np.array([batch.squares[name][own].sum() for own in slots], float)
+        sizes = np.stack([squares, tokens, (tokens > 0).astype(float)])
+        forward, backward = table.forward @ sizes, table.backward @ sizes
+        travels = (self.num_shards - 1) / self.num_shards / self.link
+        weights, gradients = self._layer_bytes(name)
+        gathers = weights * travels
+        again = np.where(table.backward.any(axis=1), gathers, 0.0) + gradients * travels
+        return forward.max(axis=1), backward.max(axis=1), gathers, again, (forward + backward).mean(axis=1)
+
+    def _layer_bytes(self, name: str) -> tuple[NDArray, NDArray]:
+        """Bytes of the parameters of each layer, and of the gradients of those that are trained."""
+        count = self.problem.spec.modules[name].num_layers + 2
+        weights, gradients = np.zeros(count), np.zeros(count)
+        for parameter in self.problem.spec.modules[name].parameters:
+            weights[parameter.layer + 1] += _bytes(parameter)
+            gradients[parameter.layer + 1] += _bytes(parameter) if parameter.trainable else 0.0
+        return weights, gradients
+
+    def _sums_over_nodes_ms(self) -> float:
+        """Where each node has all parameters: a ring over the nodes for a rank's part of the gradients."""
+        count = self.problem.num_ranks // self.num_shards
+        if count < 2:
+            return 0.0
+        trained = [p for p in self.problem.spec.parameters.values() if p.trainable]
+        link = self.costs.device.link_bytes_per_ms(range(0, self.problem.num_ranks, self.num_shards))
+        return 2 * (count - 1) / count * sum(map(_bytes, trained)) / self.num_shards / link
+
+    def _memory_bytes(self, batch: SampleSizes) -> float:
+        """Shards of the state, two layers in full, and the activations of a microbatch."""
+        state = layers = kept = 0.0
+        kind = Kind(1, 1, self.checkpointing)
+        for name in self.problem.spec.modules:
+            options = ModuleOptions(self.problem, name)
+            state += options.state_bytes(kind, 1)
+            layers = max(layers, float(self._layer_bytes(name)[0].max()))
+            largest = max(batch.tokens[name][own].sum() for slots in self._rounds(batch) for own in slots)
+            kept += options.kept_bytes(kind) * float(largest) / max(options.tokens, 1.0)
+        return state / self.num_shards + 2 * layers + kept
+
+
+def _overlapped(compute_ms: NDArray, gather_ms: NDArray) -> float:
+    """Layers one after the other, each with the gather of the next beside it."""
+    return float(gather_ms[0] + np.maximum(compute_ms, np.append(gather_ms[1:], 0.0)).sum())
+
+
+def _bytes(parameter: ParameterSpec) -> float:
+    return float(parameter.num_elements * DTYPE_BYTES.get(parameter.dtype, _GRADIENT_BYTES))

@@ -1,0 +1,136 @@
+"""One layout for the whole model, as Megatron-LM has it: encoders are the first stages of the pipeline."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import LANGUAGE_MODEL
+from .candidates import Estimated
+from .options import Kind, ModuleOptions, divisors
+from .problem import Candidate, Layout, PlanningProblem
+from .rank_tables import Choice
+
+_MOST_MICROBATCHES = 256
+_KEPT = 4  # ways to divide the stages, of one layout and number of microbatches
+
+
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Stages with the same number of layers; the first ones have one more where they do not divide."""
+    size, rest = divmod(num_layers, num_stages)
+    return tuple(size + (stage < rest) for stage in range(num_stages))
+
+
+class SingleLayouts:
+    """
+    All plans with one data-, tensor- and pipeline-parallel size for the whole model.
+
+    Encoders share the first stages, generators the last ones, and layers are cut evenly. Without pipeline parallelism
+    all modules are on the same ranks.
+
+    Args:
+        problem ([`PlanningProblem`]): The question; sizes that the user has set do not count.
+    """
+
+    def __init__(self, problem: PlanningProblem):
+        self.problem, spec = problem, problem.spec
+        self.options = {name: ModuleOptions(problem, name) for name in spec.modules}
+        parts = (spec.encoders, (LANGUAGE_MODEL,), spec.generators)
+        self.parts = [tuple(part) for part in parts if part]
+        self._known: dict[tuple, list[float]] = {}
+
+    def __iter__(self) -> Iterator[Estimated]:
+        """All of them with the closed form of their step, in no order."""
+        problem = self.problem
+        for kind in self._kinds():
+            for pp_size in divisors(problem.num_ranks // kind.tp_size):
+                dp_size = problem.num_ranks // (kind.tp_size * pp_size)
+                if problem.num_ranks % kind.tp_size or problem.global_batch_size % dp_size:
+                    continue
+                for count in self._microbatch_counts(problem.global_batch_size // dp_size):
+                    yield from self._estimated(kind, dp_size, pp_size, count)
+
+    def candidate(self, found: Estimated) -> Candidate:
+        """The candidate with its layers cut evenly."""
+        layouts = {
+            name: Layout(
+                even_layers(self.options[name].part.num_layers, choice.pp_size),
+                choice.dp_size,
+                tp_size=choice.kind.tp_size,
+                activation_checkpointing=choice.kind.checkpointing,
+            )
+            for name, choice in found.choices.items()
+        }
+        return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.schedule)
+
+    def _kinds(self) -> list[Kind]:
+        """Tensor-parallel sizes and recomputation that all modules allow."""
+        kinds = [{kind for kind in own.kinds if kind.cp_size == 1} for own in self.options.values()]
+        return sorted(set.intersection(*kinds), key=lambda kind: (kind.tp_size, kind.checkpointing))
+
+    def _microbatch_counts(self, replica: int) -> list[int]:
+        if self.problem.microbatch_size is not None:
+            return [-(-replica // self.problem.microbatch_size)]
+        return [count for count in divisors(replica) if count <= _MOST_MICROBATCHES]
+
+    def _estimated(self, kind: Kind, dp_size: int, pp_size: int, count: int) -> Iterator[Estimated]:
+        """Every way to divide the stages between the parts of the model."""
+        num_samples = self.problem.global_batch_size / dp_size / count
+        fill_ms = float(sum(own.layer_ms(kind, num_samples).sum() for own in self.options.values()))
+        if pp_size == 1:
+            hosts = {name: LANGUAGE_MODEL for name in self.options if name != LANGUAGE_MODEL}
+            choices = {name: self._choice(name, kind, dp_size, 1, num_samples) for name in self.options}
+            yield Estimated(count * fill_ms, choices, hosts, count)
+            return
+        hosts = {name: part[0] for part in self.parts for name in part[1:]}
+        slowest = [self._slowest(part, kind, num_samples) for part in self.parts]
+        found = []
+        for stages in self._divisions(pp_size):
+            bottleneck_ms = max(times[own - 1] for times, own in zip(slowest, stages, strict=True))
+            found.append((fill_ms + (count - 1) * bottleneck_ms, stages))
+        for step_ms, stages in heapq.nsmallest(_KEPT, found):
+            choices = {
+                name: self._choice(name, kind, dp_size, own, num_samples)
+                for part, own in zip(self.parts, stages, strict=True)
+                for name in part
+            }
+            yield Estimated(step_ms, choices, hosts, count)
+
+    def _slowest(self, part: tuple[str, ...], kind: Kind, num_samples: float) -> list[float]:
+        """The slowest stage of modules that share their stages, for 1, 2, ... stages."""
+        key = part, kind, num_samples
+        if key not in self._known:
+            layers_ms = [self.options[name].layer_ms(kind, num_samples) for name in part]
+            most = min(self.options[name].max_stages for name in part)
+            stages = (sum(_stage_ms(values, count) for values in layers_ms) for count in range(1, most + 1))
+            self._known[key] = [float(np.max(values)) for values in stages]
+        return self._known[key]
+
+    def _divisions(self, pp_size: int) -> Iterator[tuple[int, ...]]:
+        """Stages of each part, at least one and no more than it has layers."""
+        most = [min(self.options[name].max_stages for name in part) for part in self.parts]
+        for ends in itertools.combinations(range(1, pp_size), len(self.parts) - 1):
+            stages = tuple(np.diff([0, *ends, pp_size]).tolist())
+            if all(count <= limit for count, limit in zip(stages, most, strict=True)):
+                yield stages
+
+    def _choice(self, name: str, kind: Kind, dp_size: int, pp_size: int, num_samples: float) -> Choice:
+        own = self.options[name]
+        kept = num_samples * own.kept_bytes(kind) / pp_size
+        return Choice(kind, dp_size, pp_size, num_samples, own.state_bytes(kind, pp_size), kept)
+
+
+def _stage_ms(layer_ms: NDArray, num_stages: int) -> NDArray:
+    """`[num_stages]`: even stages."""
+    return np.add.reduceat(layer_ms, _starts(len(layer_ms), num_stages))
+
+
+@lru_cache(maxsize=4096)
+def _starts(num_layers: int, num_stages: int) -> NDArray:
+    """`[num_stages]`: the first layer of each even stage."""
+    return np.cumsum([0, *even_layers(num_layers, num_stages)])[:-1]

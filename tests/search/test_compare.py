@@ -1,0 +1,187 @@
+"""What others would do: their own rules, the true costs, the same batches."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.cost import HARDWARE, analytic_costs, layer_table
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from hf_mmparallel.search.compare import DISTTRAIN, SHARDED, SINGLE, UNAWARE, UnawareOptions, all_trained, compare
+from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
+from hf_mmparallel.search.options import ModuleOptions
+from hf_mmparallel.search.problem import PlanningProblem
+from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.search.single_layout import SingleLayouts, even_layers
+from hf_mmparallel.search.steps import StepPlanner
+
+from ..cost.models import LAYERS, model
+
+NUM_RANKS, BATCH = 8, 16
+NAMES = (UNAWARE, SINGLE, SHARDED, DISTTRAIN)
+
+
+def problem(frozen: tuple[str, ...] = ("vision",), **settings) -> PlanningProblem:
+    """Samples whose encoder has about as much to do as the language model."""
+    rng = np.random.default_rng(0)
+    lengths = {"vision": rng.integers(40_000, 90_000, 64), LANGUAGE_MODEL: rng.integers(30_000, 70_000, 64)}
+    sizes = SampleSizes.of_sequences({name: [[int(n)] for n in values] for name, values in lengths.items()})
+    given = {"num_ranks": NUM_RANKS, "global_batch_size": BATCH, "num_simulated": 4, **settings}
+    return PlanningProblem(analytic_costs(model(frozen), HARDWARE["a40"]), sizes, **given)
+
+
+def quick_search(question: PlanningProblem):
+    """An answer with one layout; those of others are not bound by it."""
+    fixed = {name: {"tp_size": 1, "cp_size": 1, "dp_size": 2} for name in question.spec.modules}
+    return search_plans(replace(question, fixed=fixed, microbatch_size=1, num_simulated=1))
+
+
+@pytest.fixture(scope="module")
+def answer():
+    """A question, our plan, and those of others."""
+    question = problem()
+    result = quick_search(question)
+    return question, result, dict(zip(NAMES, compare(question, result), strict=True))
+
+
+class TestCompare:
+    def test_each_is_there_with_its_figures(self, answer):
+        _, _, others = answer
+        for name, other in others.items():
+            assert other.name == name and other.step_ms > 0 and other.layout and other.note
+            assert 0 <= other.bubble_fraction < 1 and 0 < other.flops_utilisation < 1 and other.peak_memory_bytes > 0
+            assert (other.plan is None) == (name == SHARDED)
+
+    def test_figures_are_those_of_the_plan_at_the_true_costs(self, answer):
+        """Simulated with all ranks and another planner."""
+        question, result, others = answer
+        for name, method in ((UNAWARE, "contiguous"), (SINGLE, "contiguous"), (DISTTRAIN, "disttrain")):
+            plan = others[name].plan
+            dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+            size = -(-BATCH // (dp_size * plan.num_microbatches))
+            groups = sync_groups(question.spec, plan)
+            times, peaks = [], []
+            for known in result.best.predictions:
+                planner = StepPlanner(question.costs, plan, groups, size, method, sizes=lambda _, own=known: own.sizes)
+                prediction = planner.predict(planner(known.planned.step))
+                times.append(prediction.step_ms)
+                peaks.append(prediction.peak_memory_bytes)
+            assert others[name].step_ms == pytest.approx(np.mean(times))
+            assert others[name].peak_memory_bytes == pytest.approx(max(peaks))
+
+    def test_all_have_all_ranks(self, answer):
+        _, _, others = answer
+        assert others[UNAWARE].plan.world_size == others[SINGLE].plan.world_size == NUM_RANKS
+        assert others[DISTTRAIN].plan.world_size <= NUM_RANKS
+
+    def test_too_little_memory_is_told(self):
+        """Our own plan is for more memory than the others are then judged by."""
+        question = problem()
+        for other in compare(replace(question, memory_bytes=2.0**24), quick_search(question)):
+            assert "GiB more than a rank has" in other.note
+            gib = float(other.note.partition("needs ")[2].split()[0])
+            assert gib > 0
+            if other.step_ms > 0:
+                assert gib == pytest.approx(other.peak_memory_gib - 2**-6, rel=0.01)
+
+
+class TestUnaware:
+    def test_costs_are_those_of_a_trained_model(self):
+        question = problem(("vision", LANGUAGE_MODEL))
+        assumed = question.costs.with_spec(all_trained(question.spec))
+        for name in question.spec.modules:
+            aware, unaware = ModuleOptions(question, name), UnawareOptions(question, name, assumed)
+            kind = aware.kinds[0]
+            table = layer_table(assumed, name)
+            sizes = 2 * aware.tokens, 2 * aware.squares
+            assert unaware.layer_ms(kind, 2.0) == pytest.approx(table.step_ms(*sizes))
+            assert unaware.layer_ms(kind, 2.0).sum() > aware.layer_ms(kind, 2.0).sum()
+            assert unaware.state_bytes(kind, 1) == aware.state_bytes(kind, 1)
+
+    def test_nothing_changes_where_nothing_is_frozen(self):
+        question = problem(())
+        assert all_trained(question.spec) == question.spec
+
+    def test_a_frozen_encoder_gets_too_many_stages(self):
+        """Of six, on which four layers of each module can only be on ranks of their own."""
+        never = {"vision": False, LANGUAGE_MODEL: False}
+        question = problem(num_ranks=6, global_batch_size=15, microbatch_size=1, checkpointing=never)
+        fixed = {name: {"tp_size": 1, "cp_size": 1, "dp_size": 1} for name in question.spec.modules}
+        aware = search_plans(replace(question, fixed=fixed)).best.candidate.layouts
+        assumed = replace(question, costs=question.costs.with_spec(all_trained(question.spec)), fixed=fixed)
+        unaware = search_plans(assumed).best.candidate.layouts
+        assert aware["vision"].pp_size < unaware["vision"].pp_size
+
+
+class TestSingleLayout:
+    def test_even_layers(self):
+        assert even_layers(10, 4) == (3, 3, 2, 2) and even_layers(4, 4) == (1, 1, 1, 1)
+
+    def test_one_layout_for_all(self):
+        layouts = SingleLayouts(problem())
+        found = list(layouts)
+        assert found
+        for own in found:
+            candidate = layouts.candidate(own)
+            vision, language = candidate.layouts["vision"], candidate.layouts[LANGUAGE_MODEL]
+            assert (vision.dp_size, vision.tp_size) == (language.dp_size, language.tp_size)
+            assert vision.layers == even_layers(LAYERS, vision.pp_size)
+            assert candidate.num_ranks == NUM_RANKS
+            assert bool(candidate.hosts) == (language.num_ranks == NUM_RANKS)
+
+    def test_the_best_division_is_there(self):
+        """Exhaustively: layers cut evenly, every number of stages of the encoder."""
+        layouts = SingleLayouts(problem(checkpointing={"vision": False, LANGUAGE_MODEL: False}))
+        found = [own for own in layouts if own.choices["vision"].pp_size + own.choices[LANGUAGE_MODEL].pp_size == 4]
+        for key in {(own.choices["vision"].kind, own.num_microbatches) for own in found}:
+            same = [own for own in found if (own.choices["vision"].kind, own.num_microbatches) == key]
+            kind, count = key
+            samples = same[0].choices["vision"].num_samples
+            times = {name: layouts.options[name].layer_ms(kind, samples) for name in layouts.options}
+            every = []
+            for stages in ((1, 3), (2, 2), (3, 1)):
+                slowest = 0.0
+                for values, number in zip(times.values(), stages, strict=True):
+                    ends = list(itertools.accumulate(even_layers(LAYERS, number), initial=0))
+                    slowest = max(slowest, *(values[a:b].sum() for a, b in itertools.pairwise(ends)))
+                every.append(sum(values.sum() for values in times.values()) + (count - 1) * slowest)
+            assert min(own.step_ms for own in same) == pytest.approx(min(every))
+
+
+class TestFullySharded:
+    def test_overlap(self):
+        """The first gather is waited for, of the others what is longer than the layer before."""
+        assert _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0])) == 3 + 4 + 5 + 2
+
+    def test_one_rank_only_computes(self):
+        question = problem(num_ranks=1, microbatch_size=1, checkpointing={"vision": False, LANGUAGE_MODEL: False})
+        batch = question.sizes.take(range(BATCH))
+        (found,) = fully_sharded(question, [batch])
+        tables = {name: layer_table(question.costs, name) for name in question.spec.modules}
+        steps = [
+            table.step_ms(batch.tokens[name][slot], batch.squares[name][slot]).sum()
+            for name, table in tables.items()
+            for slot in range(BATCH)
+        ]
+        assert found.step_ms == pytest.approx(sum(steps)) and found.bubble_fraction == pytest.approx(0)
+
+    def test_ways_to_run_it(self):
+        """Parameters over a node or all ranks, microbatches of 1 and 2 samples, with and without recomputation."""
+        found = fully_sharded(problem(), [problem().sizes.take(range(BATCH))])
+        ways = {(own.num_shards, own.microbatch_size, own.checkpointing) for own in found}
+        assert ways == set(itertools.product((4, 8), (1, 2), (False, True)))
+        by_way = {(own.num_shards, own.microbatch_size, own.checkpointing): own for own in found}
+        assert by_way[8, 1, False].memory_bytes < by_way[4, 1, False].memory_bytes < by_way[4, 2, False].memory_bytes
+        assert by_way[8, 2, False].step_ms < by_way[8, 1, False].step_ms  # half as many gathers
+        assert by_way[8, 2, True].step_ms > by_way[8, 2, False].step_ms
+
+    def test_slow_links_cost_time(self):
+        slow = replace(HARDWARE["a40"], node_link_gb_per_s=0.001)
+        question = problem()
+        slower = replace(question, costs=replace(question.costs, device=slow))
+        batch = question.sizes.take(range(BATCH))
+        for fast, found in zip(fully_sharded(question, [batch]), fully_sharded(slower, [batch]), strict=True):
+            assert found.step_ms > fast.step_ms and found.memory_bytes == fast.memory_bytes
