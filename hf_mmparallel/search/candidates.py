@@ -78,7 +78,6 @@ class CandidateSpace:
         # Ways to divide ranks between modules grow with the square of both.
         self._few = MOST_KEPT if problem.num_ranks <= _MANY_RANKS else 3
         self.num_too_large = 0
-        self.least_bytes, self.leanest = float("inf"), None
 
     def __iter__(self) -> Iterator[Estimated]:
         """The best candidates of every placement, number of copies and number of microbatches, in no order."""
@@ -93,14 +92,11 @@ class CandidateSpace:
                     yield from itertools.islice((own for own in found if self._fits(own)), _KEPT)
 
     def _fits(self, found: Estimated) -> bool:
-        """Whether a candidate fits the memory, about; the least that does not is remembered."""
-        needed = found.memory_bytes(self.problem)
-        if self.problem.memory_bytes is None or needed <= self.problem.memory_bytes:
-            return True
-        self.num_too_large += 1
-        if needed < self.least_bytes:
-            self.least_bytes, self.leanest = needed, found
-        return False
+        """Whether a candidate fits the memory, about."""
+        limit = self.problem.memory_bytes
+        fits = limit is None or found.memory_bytes(self.problem) <= limit
+        self.num_too_large += not fits
+        return fits
 
     def _microbatch_counts(self, dp_size: int) -> list[int]:
         """Numbers of microbatches of a replica."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from ..cost import RankMemory
 from ..cost.stage_memory import GIB
+from .candidates import CandidateSpace
 from .problem import PlanningProblem, RankedPlan
-
-if TYPE_CHECKING:
-    from .candidates import CandidateSpace
 
 
 def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
@@ -80,10 +78,12 @@ def reason_for(problem: PlanningProblem, best: RankedPlan, other: RankedPlan) ->
     return f"{slower:.1%} slower: {what}."
 
 
-def no_plan_error(problem: PlanningProblem, space: CandidateSpace, least_bytes: float | None = None) -> ValueError:
-    """Why there is no plan at all, by how many GiB it fails, and which knob helps."""
+def no_plan_error(problem: PlanningProblem) -> ValueError:
+    """Why there is no plan at all: by how many GiB it fails, and which knob helps."""
     what = f"{problem.num_ranks} x {problem.costs.device.name}"
-    if space.leanest is None and least_bytes is None:
+    roomy = replace(problem, memory_bytes=None)
+    leanest = min((found.memory_bytes(roomy) for found in CandidateSpace(roomy)), default=None)
+    if leanest is None or problem.memory_bytes is None:
         fixed = "; ".join(
             f"{name} {size}={value}" for name, sizes in problem.fixed.items() for size, value in sizes.items()
         )
@@ -93,25 +93,30 @@ def no_plan_error(problem: PlanningProblem, space: CandidateSpace, least_bytes: 
             + ". Numbers of copies divide the global batch, and tensor-parallel sizes the heads: change the number "
             "of ranks, the global batch or the sizes."
         )
-    needed = space.least_bytes if least_bytes is None else least_bytes
-    limit = problem.memory_bytes or 0.0
+    missing = max(0.0, leanest - problem.memory_bytes)
     return ValueError(
-        f"No plan for {what} fits: the leanest needs about {needed / GIB:.1f} GiB on its fullest rank, "
-        f"{(needed - limit) / GIB:.1f} GiB more than the {limit / GIB:.1f} GiB that there are. {_knob(problem, space)}"
+        f"No plan for {what} fits: the leanest needs about {leanest / GIB:.3g} GiB on its fullest rank, "
+        f"{missing / GIB:.3g} GiB more than the {problem.memory_bytes / GIB:.3g} GiB that there are. "
+        f"{_what_helps(problem)}"
     )
 
 
-def _knob(problem: PlanningProblem, space: CandidateSpace) -> str:
-    """What helps: fewer states where these are too large, smaller microbatches where activations are."""
-    leanest = space.leanest
-    state = 0.0 if leanest is None else max(choice.state_bytes for choice in leanest.choices.values())
-    limit = problem.memory_bytes or 0.0
-    if state > limit / 2:
-        factor = max(2, -(-int(space.least_bytes) // max(1, int(limit))))
-        return (
-            f"Most of it are weights, gradients and optimizer state: use about {factor * problem.num_ranks} ranks, "
-            "freeze more, or train adapters."
-        )
-    if not all(choice.kind.checkpointing for choice in (leanest.choices.values() if leanest else ())):
-        return "Most of it are activations: allow activation checkpointing, or set a smaller microbatch size."
-    return "Most of it are activations: set a smaller microbatch size, use more ranks, or shorten the samples."
+def _what_helps(problem: PlanningProblem) -> str:
+    """The first of a few changes with which there is a plan."""
+    frozen = {name: module.with_frozen(True) for name, module in problem.spec.modules.items()}
+    knobs: list[tuple[str, PlanningProblem]] = []
+    if not all(problem.checkpointing.values()):
+        knobs.append(("allow activation checkpointing", replace(problem, checkpointing={})))
+    if problem.microbatch_size is not None:
+        knobs.append(("leave the microbatch size open", replace(problem, microbatch_size=None)))
+    if problem.fixed:
+        knobs.append(("leave the sizes of modules open", replace(problem, fixed={})))
+    more = [problem.num_ranks << power for power in range(1, 6)]
+    knobs += [(f"use {count} ranks", replace(problem, num_ranks=count)) for count in more]
+    for name, module in frozen.items():
+        spec = replace(problem.spec, modules={**problem.spec.modules, name: module})
+        knobs.append((f"freeze `{name}`, or train adapters", replace(problem, costs=problem.costs.with_spec(spec))))
+    for words, changed in knobs:
+        if next(iter(CandidateSpace(changed)), None) is not None:
+            return f"It is expected to fit if you {words}."
+    return "Shorten the samples, or use devices with more memory."

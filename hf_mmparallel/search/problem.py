@@ -69,6 +69,12 @@ class Candidate:
         return sum(layout.num_ranks for name, layout in self.layouts.items() if name not in self.hosts)
 
     @property
+    def num_tasks(self) -> int:
+        """Forwards and backwards of a step, about."""
+        stages = sum(layout.dp_size * layout.pp_size for layout in self.layouts.values())
+        return 2 * stages * self.num_microbatches
+
+    @property
     def placement(self) -> str:
         """In words: which modules share ranks."""
         shared: dict[str, list[str]] = {}
@@ -138,7 +144,8 @@ class PlanningProblem:
             Module -> sizes that the user has set, such as `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
             Module -> whether its activations are recomputed; tried both ways where left out.
-        num_simulated (`int`, *optional*, defaults to 16): Candidates that are simulated on real batches.
+        num_simulated (`int`, *optional*, defaults to 16):
+            Candidates that are simulated on real batches at least; more where these are small.
         seed (`int`, *optional*, defaults to 0): Of the batches that are drawn from `sizes`.
     """
 

@@ -19,6 +19,7 @@ _NUM_BATCHES = 3
 _PER_FAMILY = 2
 _FINALISTS = 6
 _RUNNERS_UP = 3
+_FEW_TASKS = 4096
 
 
 def search_plans(problem: PlanningProblem) -> SearchResult:
@@ -27,7 +28,7 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
 
     Every layout of every module, placement and number of microbatches is estimated by the closed form of Entrain
     (algorithm 3, which contains Cornstarch's algorithm 1). The best, of unlike families, are simulated with a real
-    batch in its arrangement; then those like the best of these; the finalists with several batches.
+    batch in its arrangement; then more with the best's placement; the finalists with several batches.
 
     Args:
         problem (`PlanningProblem`): The question.
@@ -42,17 +43,14 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     space = CandidateSpace(problem)
     found = sorted(space, key=lambda own: own.step_ms)
     if not found:
-        raise no_plan_error(problem, space)
+        raise no_plan_error(problem)
     simulator = _Simulator(space)
     simulator.simulate(_unlike(found, _PER_FAMILY), problem.num_simulated)
-    if simulator.plans:
-        best = simulator.best(1)[0][0]
-        alike = [own for own in found if own.family == best.family or own.hosts == best.hosts]
-        simulator.simulate(alike, problem.num_simulated // 2)
-    else:
-        simulator.simulate(found, problem.num_simulated)
+    best = [own.hosts for own, _ in simulator.best(1)]
+    simulator.simulate((own for own in found if own.hosts in best), problem.num_simulated // 2)
+    simulator.simulate(found, 0 if simulator.plans else problem.num_simulated)
     if not simulator.plans:
-        raise no_plan_error(problem, space, simulator.least_bytes)
+        raise no_plan_error(problem)
     ranked = simulator.finalists(_FINALISTS)
     best, *others = ranked
     others = _unlike_plans(best, others)[:_RUNNERS_UP]
@@ -95,15 +93,14 @@ class _Simulator:
         self.space, self.problem = space, space.problem
         self.batches = [draw_batch(self.problem, number) for number in range(_NUM_BATCHES)]
         self.plans: list[tuple[Estimated, RankedPlan]] = []
-        self.least_bytes = float("inf")
         self._seen: set[str] = set()
         self._num_too_large = 0
 
     def simulate(self, candidates: Iterable[Estimated], limit: int) -> None:
-        """Adds at most `limit` candidates that fit."""
-        added = 0
+        """Adds candidates that fit: `limit` of them, and more as long as all together are few tasks."""
+        added = num_tasks = 0
         for own in candidates:
-            if added == limit:
+            if added >= limit and num_tasks >= _FEW_TASKS:
                 return
             candidate = self.space.candidate(own)
             if str(candidate) in self._seen:
@@ -114,16 +111,19 @@ class _Simulator:
                 self._num_too_large += 1
                 continue
             self.plans.append((own, RankedPlan(candidate, prediction.plan, (prediction,), own.step_ms)))
-            added += 1
+            added, num_tasks = added + 1, num_tasks + candidate.num_tasks
 
     def best(self, count: int) -> list[tuple[Estimated, RankedPlan]]:
         """The fastest so far."""
         return sorted(self.plans, key=lambda pair: pair[1].step_ms)[:count]
 
     def finalists(self, count: int) -> list[RankedPlan]:
-        """The fastest by all batches, each with its first batch on all ranks."""
-        result = []
-        for _, plan in self.best(count):
+        """The fastest by the first batch, `count` of them or more where they are small, by all batches."""
+        result, num_tasks = [], 0
+        for _, plan in self.best(len(self.plans)):
+            if len(result) >= count and num_tasks >= _FEW_TASKS:
+                break
+            num_tasks += plan.candidate.num_tasks
             more = [self._predict(plan.candidate, batch) for batch in self.batches[1:]]
             kept = (found for found in more if found is not None)
             result.append(replace(plan, predictions=(*plan.predictions, *kept)))
@@ -141,9 +141,8 @@ class _Simulator:
         if not _has_room(planner, candidate, batch):
             return None
         prediction = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
-        needed = prediction.peak_memory_bytes
-        self.least_bytes = min(self.least_bytes, needed)
-        return None if problem.memory_bytes is not None and needed > problem.memory_bytes else prediction
+        fits = problem.memory_bytes is None or prediction.peak_memory_bytes <= problem.memory_bytes
+        return prediction if fits else None
 
 
 def _has_room(planner: StepPlanner, candidate: Candidate, batch: SampleSizes) -> bool:

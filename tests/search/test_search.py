@@ -1,0 +1,218 @@
+"""The search against exhaustive search, its answers against the rules of the engine, and what changes them."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.cost import HARDWARE, analytic_costs, layer_table
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
+from hf_mmparallel.search.candidates import CandidateSpace
+from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.search.options import divisors
+from hf_mmparallel.search.partition import partition_layers
+from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
+from hf_mmparallel.search.search import search_plans, step_planner
+from tests.cost.models import LAYERS, model, module
+
+FROZEN = [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)]
+
+
+def sizes_of(count: int, seed: int, modules=("vision", LANGUAGE_MODEL), spread: float = 0.6) -> SampleSizes:
+    rng = np.random.default_rng(seed)
+    lengths = {name: np.rint(400 * np.exp(spread * rng.standard_normal(count))) + 1 for name in modules}
+    return SampleSizes.of_sequences({name: [[int(n)] for n in own] for name, own in lengths.items()})
+
+
+def problem_of(num_ranks: int, batch: int, frozen=(), seed: int = 0, device="h100", **settings) -> PlanningProblem:
+    spec = settings.pop("spec", None) or model(frozen)
+    sizes = sizes_of(3 * batch, seed, tuple(spec.modules))
+    return PlanningProblem(analytic_costs(spec, HARDWARE[device]), sizes, num_ranks, batch, **settings)
+
+
+def longest_first(times: list[float], parts: int) -> float:
+    """The largest part over the mean."""
+    loads = [0.0] * parts
+    for time in sorted(times, reverse=True):
+        loads[loads.index(min(loads))] += time
+    return max(loads) * parts / sum(loads)
+
+
+class Exhaustive:
+    """The closed form of every layout of every module, by plain loops."""
+
+    def __init__(self, problem: PlanningProblem):
+        self.problem = problem
+        self.batch = draw_batch(problem, 0)
+
+    def module(self, name: str, dp: int, pp: int, tp: int, again: bool, count: int) -> tuple[float, float]:
+        """Bottleneck and fill."""
+        problem, part = self.problem, self.problem.spec.modules[name]
+        samples = problem.global_batch_size / dp / count
+        tokens, squares = (float(own[name].mean()) for own in (problem.sizes.tokens, problem.sizes.squares))
+        layers = layer_table(problem.costs, name, tp, again).step_ms(samples * tokens, samples * squares)
+        whole = layer_table(problem.costs, name)
+        square, token, _ = (whole.forward + whole.backward).sum(axis=0)
+        times = (square * self.batch.squares[name] + token * self.batch.tokens[name]).tolist()
+        device, trained = problem.costs.device, sum(2 * p.num_elements for p in part.parameters if p.trainable)
+        link = device.link_bytes_per_ms(range(0, dp * pp * tp, pp * tp))
+        sums = 2 * (dp - 1) / dp * trained / pp / tp / link
+        bottleneck = longest_first(times, dp) * partition_layers(layers, pp).bottleneck_ms
+        return bottleneck, longest_first(times, dp * count) * float(layers.sum()) + sums
+
+    def best_ms(self) -> float:
+        problem, batch = self.problem, self.problem.global_batch_size
+        encoders = list(problem.spec.encoders)
+        sizes = [
+            (dp, pp, tp, again)
+            for dp, pp, tp in itertools.product(divisors(batch), range(1, LAYERS + 1), (1, 2, 4))
+            for again in (False, True)
+            if dp * pp * tp <= problem.num_ranks
+        ]
+        best = float("inf")
+        for own in sizes:
+            for count in divisors(batch // own[0]):
+                if count & (count - 1) and count != batch // own[0]:
+                    continue
+                language = self.module(LANGUAGE_MODEL, *own, count)
+                fitting = [s for s in sizes if s[0] % own[0] == 0 or own[0] % s[0] == 0]
+                for others in itertools.product(fitting, repeat=len(encoders)):
+                    found = [self.module(name, *s, count) for name, s in zip(encoders, others, strict=True)]
+                    ranks = [int(np.prod(s[:3])) for s in others]
+                    for time in self.placed(language, int(np.prod(own[:3])), found, ranks, count):
+                        best = min(best, time)
+        return best
+
+    def placed(self, language, own_ranks, found, ranks, count):
+        """The step with each encoder on its own ranks or the language model's, or all encoders together."""
+        total = self.problem.num_ranks
+        for shared in itertools.product((False, True), repeat=len(found)):
+            if any(there and r != own_ranks for there, r in zip(shared, ranks, strict=True)):
+                continue
+            if own_ranks + sum(r for there, r in zip(shared, ranks, strict=True) if not there) != total:
+                continue
+            inside = [own for there, own in zip(shared, found, strict=True) if there]
+            beside = [own for there, own in zip(shared, found, strict=True) if not there]
+            busy = language[0] + sum(own[0] for own in inside)
+            fill = language[1] + sum(own[1] for own in inside) + max((own[1] for own in beside), default=0.0)
+            yield fill + (count - 1) * max([busy, *(own[0] for own in beside)])
+        if len(found) > 1 and len(set(ranks)) == 1 and own_ranks + ranks[0] == total:
+            busy, fill = (sum(own[place] for own in found) for place in (0, 1))
+            yield language[1] + fill + (count - 1) * max(language[0], busy)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 6), st.sampled_from([2, 4, 6, 12]), st.sampled_from(FROZEN), st.integers(0, 9))
+def test_the_best_estimate_is_that_of_exhaustive_search(ranks, batch, frozen, seed):
+    problem = problem_of(ranks, batch, frozen, seed)
+    found = min((own.step_ms for own in CandidateSpace(problem)), default=float("inf"))
+    assert found == pytest.approx(Exhaustive(problem).best_ms(), rel=1e-9)
+
+
+def test_two_encoders_are_divided_as_exhaustive_search_does():
+    spec = model(("audio",))
+    spec = replace(spec, modules={"audio": module("audio", True), **spec.modules})
+    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False))
+    exhaustive = Exhaustive(problem)
+    whole = exhaustive.module
+    exhaustive.module = lambda name, dp, pp, tp, again, count: (
+        whole(name, dp, pp, tp, False, count) if not again else (1e9, 1e9)
+    )
+    found = min(own.step_ms for own in CandidateSpace(problem))
+    assert found == pytest.approx(exhaustive.best_ms(), rel=1e-9)
+
+
+CANDIDATES = [
+    Candidate({"vision": Layout((4,), 2), LANGUAGE_MODEL: Layout((1, 3), 2, 1, 2)}, {}, 4),
+    Candidate({"vision": Layout((2, 2), 1, 1, 2), LANGUAGE_MODEL: Layout((4,), 1, 2, 2)}, {}, 2),
+    Candidate({"vision": Layout((4,), 4), LANGUAGE_MODEL: Layout((2, 2), 1, 1, 2)}, {"vision": LANGUAGE_MODEL}, 4),
+    Candidate({"vision": Layout((1, 3), 2, 1, 2, True), LANGUAGE_MODEL: Layout((4,), 4, 1, 2)}, {}, 2),
+]
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
+    problem = problem_of(candidate.num_ranks, 16)
+    planner = step_planner(problem, candidate)
+    check_plan(planner.plan, problem.spec)
+    batch = draw_batch(problem, 1)
+    few = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
+    all_of_them = replace(planner, sizes=lambda _: batch)
+    whole = all_of_them.predict(all_of_them(_Draw(tuple(range(16)))))
+    assert few.step_ms == pytest.approx(whole.step_ms)
+    assert few.memory == whole.memory and few.flops_utilisation == pytest.approx(whole.flops_utilisation)
+    assert len(few.simulation.busy_ms) <= len(whole.simulation.busy_ms)
+
+
+class _Draw:
+    def __init__(self, samples: tuple[int, ...]):
+        self.samples, self.epoch = samples, 0
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_answers_keep_to_the_rules_of_the_engine(frozen):
+    problem = problem_of(6, 6, frozen, memory_bytes=2e9)
+    result = search_plans(problem)
+    plans = [result.best, *result.runners_up]
+    assert len(result.runners_up) == len(result.reasons) <= 3
+    assert [plan.step_ms for plan in plans] == sorted(plan.step_ms for plan in plans)
+    for plan in plans:
+        check_plan(plan.plan, problem.spec)
+        assert plan.plan.world_size == 6
+        assert max(own.peak_memory_bytes for own in plan.predictions) <= 2e9
+        assert sync_groups(problem.spec, plan.plan) == list(step_planner(problem, plan.candidate).groups)
+        assert plan.bound
+
+
+def test_nothing_simulated_by_hand_is_faster():
+    problem = problem_of(3, 4)
+    result = search_plans(problem)
+    space = CandidateSpace(problem)
+    for own in space:
+        planner = step_planner(problem, space.candidate(own))
+        condensed = condense(planner.plan, tuple(planner.groups))
+        times = [predict_condensed(planner, condensed, draw_batch(problem, number)).step_ms for number in range(3)]
+        assert result.best.step_ms <= np.mean(times) * 1.02, str(space.candidate(own))
+
+
+def test_a_device_that_is_twice_as_slow_gets_the_same_plan():
+    problem = problem_of(4, 8)
+    device = problem.costs.device
+    slow = replace(
+        device,
+        peak_tflops=device.peak_tflops / 2,
+        link_gb_per_s=device.link_gb_per_s / 2,
+        memory_gb_per_s=device.memory_gb_per_s / 2,
+        node_link_gb_per_s=device.node_link_gb_per_s / 2,
+    )
+    answers = [search_plans(own) for own in (problem, replace(problem, costs=analytic_costs(problem.spec, slow)))]
+    assert answers[0].best.plan == answers[1].best.plan
+    assert answers[1].best.step_ms == pytest.approx(2 * answers[0].best.step_ms)
+    assert answers[1].best.prediction.flops_utilisation == pytest.approx(answers[0].best.prediction.flops_utilisation)
+
+
+def test_sizes_that_are_set_are_kept():
+    fixed = {LANGUAGE_MODEL: {"tp_size": 2, "pp_size": 2}, "vision": {"dp_size": 2}}
+    best = search_plans(problem_of(6, 8, fixed=fixed, microbatch_size=1)).best
+    assert best.plan.modules[LANGUAGE_MODEL].tp_size == 2 and len(best.plan.modules[LANGUAGE_MODEL].replicas[0]) == 2
+    assert best.plan.modules["vision"].dp_size == 2
+    assert best.microbatch_size == 1
+
+
+def test_recomputation_where_memory_asks_for_it():
+    roomy = search_plans(problem_of(2, 8)).best
+    assert not any(layout.activation_checkpointing for layout in roomy.candidate.layouts.values())
+    needed = roomy.prediction.peak_memory_bytes
+    tight = search_plans(problem_of(2, 8, memory_bytes=0.5 * needed)).best
+    assert tight.prediction.peak_memory_bytes <= 0.5 * needed
+    assert tight.step_ms > roomy.step_ms
+
+
+def test_a_model_that_fits_no_plan_says_by_how_much_and_what_helps():
+    with pytest.raises(ValueError, match=r"No plan for 2 x h100 fits: .*GiB more than.*(ranks|checkpointing)"):
+        search_plans(problem_of(2, 8, memory_bytes=1e6))
+    with pytest.raises(ValueError, match=r"No layout .* 3 x h100 .*language_model tp_size=3"):
+        search_plans(problem_of(3, 8, fixed={LANGUAGE_MODEL: {"tp_size": 3}}))
