@@ -78,11 +78,16 @@ def reason_for(problem: PlanningProblem, best: RankedPlan, other: RankedPlan) ->
     return f"{slower:.1%} slower: {what}."
 
 
+def least_memory_bytes(problem: PlanningProblem) -> float | None:
+    """What the leanest layout needs on its fullest rank, about; `None` if no layout takes the ranks."""
+    roomy = replace(problem, memory_bytes=None)
+    return min((found.memory_bytes(roomy) for found in CandidateSpace(roomy)), default=None)
+
+
 def no_plan_error(problem: PlanningProblem) -> ValueError:
     """Why there is no plan at all: by how many GiB it fails, and which knob helps."""
     what = f"{problem.num_ranks} x {problem.costs.device.name}"
-    roomy = replace(problem, memory_bytes=None)
-    leanest = min((found.memory_bytes(roomy) for found in CandidateSpace(roomy)), default=None)
+    leanest = least_memory_bytes(problem)
     if leanest is None or problem.memory_bytes is None:
         fixed = "; ".join(
             f"{name} {size}={value}" for name, sizes in problem.fixed.items() for size, value in sizes.items()
