@@ -26,6 +26,22 @@ class _Row:
     gib: float = 0.0
 
 
+@dataclass(frozen=True)
+class Cells:
+    """
+    A table as texts.
+
+    Args:
+        columns (`tuple[str, ...]`): Headings.
+        rows (`tuple[tuple[str, ...], ...]`): As many cells as columns each.
+        right (`tuple[str, ...]`, *optional*): Headings of columns of numbers.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: tuple[str, ...] = ()
+
+
 def plan_table(
     plan: ParallelPlan,
     spec: ModelSpec | None,
@@ -44,27 +60,47 @@ def plan_table(
     Returns:
         `Table`: For rich.
     """
+    cells = plan_cells(plan, spec, simulation, memory)
     table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
-    right = ("parameters", "trainable", "in flight", "GiB a rank")
+    for column in cells.columns:
+        table.add_column(column, justify="right" if column in cells.right else "left", no_wrap=column != "ranks")
+    for number, row in enumerate(cells.rows):
+        last = number + 1 == len(cells.rows) or bool(cells.rows[number + 1][0])
+        table.add_row(*row, end_section=last)
+    return table
+
+
+def layout_text(plan: ParallelPlan, name: str) -> str:
+    """The sizes of a module, and the modules before it whose ranks it shares."""
+    taken = {other: {r for _, _, s in module.stages() for r in s.all_ranks} for other, module in plan.modules.items()}
+    before = list(plan.modules)[: list(plan.modules).index(name)]
+    shared = [other for other in before if taken[other] & taken[name]]
+    return plan.modules[name].layout + (f", with {' and '.join(shared)}" if shared else "")
+
+
+def plan_cells(
+    plan: ParallelPlan,
+    spec: ModelSpec | None,
+    simulation: Simulation,
+    memory: Mapping[int, RankMemory] | None,
+) -> Cells:
+    """The cells of [`plan_table`]; the first is empty in all rows of a module but its first."""
     cut = any(module.cp_size > 1 for module in plan.modules.values())
     columns = ["module", "dp/pp/cp/tp" if cut else "dp/pp/tp", "stage", "layers", "ranks"]
     columns += ["parameters", "trainable"] if spec is not None else ["backward"]
     columns += ["in flight"] + (["GiB a rank"] if memory is not None else [])
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=column != "ranks")
+    cells = []
     for name, module in plan.modules.items():
         depths = sorted({len(stages) for stages in module.replicas})
         inner = f"{module.cp_size}/{module.tp_size}" if cut else f"{module.tp_size}"
         sizes = f"{module.dp_size}/{'-'.join(map(str, depths))}/{inner}"
-        rows = _merge(_stage_rows(plan, name, spec, simulation, memory))
-        for number, row in enumerate(rows):
+        for number, row in enumerate(_merge(_stage_rows(plan, name, spec, simulation, memory))):
             stage = str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
             layers = f"{row.layers[0]}-{row.layers[1] - 1}"
             head = (name, sizes) if number == 0 else ("", "")
-            tail = (f"{row.in_flight:g}", *((f"{row.gib:.2f}",) if memory is not None else ()))
-            cells = (*head, stage, layers, rank_ranges(row.ranks), *row.cells, *tail)
-            table.add_row(*cells, end_section=number == len(rows) - 1)
-    return table
+            tail = (f"{row.in_flight:.3g}", *((f"{row.gib:.2f}",) if memory is not None else ()))
+            cells.append((*head, stage, layers, rank_ranges(row.ranks), *row.cells, *tail))
+    return Cells(tuple(columns), tuple(cells), ("parameters", "trainable", "in flight", "GiB a rank"))
 
 
 def _stage_rows(

@@ -1,0 +1,271 @@
+"""From settings, a model and samples to a plan with its prediction: of sizes that are given, or found by a search."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..arrange import num_microbatches
+from ..cost import CostModel, RankMemory, analytic_costs
+from ..cost.memory import state_per_rank
+from ..cost.stage_memory import stage_memories
+from ..data.draws import Draw
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
+from ..schedule.draw import rank_ranges
+from ..search.problem import PlanningProblem, SearchResult
+from ..search.steps import Prediction, StepPlanner
+from .inputs import ModelSource, Samples
+from .settings import Settings, check_searchable, has_all_sizes
+
+SAMPLES_PER_GPU = 4
+"""Of a global batch, where none is given to a search."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """
+    What settings are answered for.
+
+    Args:
+        source (`ModelSource`): The model.
+        samples (`Samples`): Its samples.
+        profile (`str`, *optional*): File of measured costs.
+        seed (`int`, *optional*, defaults to 0): Of the batches that are drawn.
+    """
+
+    source: ModelSource
+    samples: Samples
+    profile: str | None = None
+    seed: int = 0
+
+    def costs(self, settings: Settings) -> CostModel:
+        """What layers cost, with what is frozen."""
+        spec = settings.frozen_spec(self.source.spec)
+        if self.profile is None:
+            return analytic_costs(spec, settings.device, settings.value_bytes)
+        from ..cost.profile import LayerProfile, measured_costs
+
+        return measured_costs(spec, settings.device, LayerProfile.load(self.profile))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """
+    A plan and what its step is expected to take.
+
+    Args:
+        settings (`Settings`): What was asked.
+        inputs (`Inputs`): Of which model and samples.
+        costs (`CostModel`): What it was predicted by.
+        prediction (`Prediction`): Of one global batch, on all ranks.
+        predictions (`tuple[Prediction, ...]`): Of all batches that were simulated.
+        global_batch_size (`int`): Samples of a step.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+        method (`str`): How samples come to microbatches.
+        result (`SearchResult`, *optional*): The search that found it.
+    """
+
+    settings: Settings
+    inputs: Inputs
+    costs: CostModel
+    prediction: Prediction
+    predictions: tuple[Prediction, ...]
+    global_batch_size: int
+    microbatch_size: int
+    method: str
+    result: SearchResult | None = None
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return self.prediction.plan
+
+    @property
+    def groups(self) -> list[SyncGroup]:
+        """The gradient sums."""
+        return sync_groups(self.costs.spec, self.plan)
+
+    @property
+    def step_ms(self) -> float:
+        """The mean over the batches."""
+        return sum(own.step_ms for own in self.predictions) / len(self.predictions)
+
+    @property
+    def samples_per_second(self) -> float:
+        return 1e3 * self.global_batch_size / self.step_ms
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the language model."""
+        tokens = sum(float(own.sizes.tokens[LANGUAGE_MODEL].sum()) for own in self.predictions)
+        return 1e3 * tokens / sum(own.step_ms for own in self.predictions)
+
+    @property
+    def flops_utilisation(self) -> float:
+        """Model FLOPs a second over the peak of all ranks (MFU)."""
+        flops = sum(own.flops_utilisation * own.step_ms for own in self.predictions)
+        return flops / sum(own.step_ms for own in self.predictions)
+
+    @property
+    def memory(self) -> dict[int, RankMemory]:
+        """Rank -> its memory, the most over the batches."""
+        return {
+            rank: max((own.memory[rank] for own in self.predictions), key=lambda memory: memory.total)
+            for rank in self.prediction.memory
+        }
+
+    @property
+    def peak_gib(self) -> float:
+        """Memory of the fullest rank."""
+        return max(memory.total_gib for memory in self.memory.values())
+
+
+def solve(settings: Settings, inputs: Inputs) -> Answer:
+    """
+    Answers settings.
+
+    Args:
+        settings (`Settings`): What is asked.
+        inputs (`Inputs`): Of which model and samples.
+
+    Raises:
+        `ValueError`: For what does not fit, with a remedy.
+    """
+    costs = inputs.costs(settings)
+    draft = _draft(settings, costs)
+    if draft is None:
+        return _searched(settings, inputs, costs)
+    if settings.gpus is not None and settings.gpus != draft.world_size:
+        layouts = "; ".join(f"{name}: {module.layout}" for name, module in draft.modules.items())
+        raise ValueError(
+            f"`--gpus {settings.gpus}`: the plan takes {draft.world_size} ranks ({layouts}). Change the sizes, leave "
+            f"some of them out to have them chosen, or use `--gpus {draft.world_size}`."
+        )
+    return predict_plan(settings, inputs, costs, draft)
+
+
+def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
+    """The plan that the sizes make, if they leave nothing to search for."""
+    if not settings.sizes and settings.gpus is not None and settings.plugin.plan is None:
+        return None
+    try:
+        draft = plan_for_model(settings.plugin, costs.spec, None)
+    except ValueError:
+        if has_all_sizes(settings, costs.spec, 0):
+            raise
+        return None
+    return draft if has_all_sizes(settings, costs.spec, draft.world_size) else None
+
+
+def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
+    """The best plan for a number of ranks."""
+    from ..search.search import search_plans, step_planner
+
+    assert settings.gpus is not None
+    check_searchable(settings)
+    batch = settings.global_batch_size or SAMPLES_PER_GPU * settings.gpus
+    method = _method(settings, inputs)
+    problem = PlanningProblem(
+        costs,
+        inputs.samples.sizes(inputs.source, settings, batch),
+        settings.gpus,
+        batch,
+        memory_bytes=settings.memory_bytes,
+        microbatch_size=settings.microbatch_size,
+        schedule=settings.schedule or settings.plugin.schedule,
+        method=method,
+        fixed=settings.sizes,
+        checkpointing=settings.checkpointing,
+        seed=inputs.seed,
+    )
+    result = search_plans(problem)
+    best = result.best
+    # The search looks at one of the ranks that do the same; what is shown has all of them, for a batch like the mean.
+    typical = min(best.predictions, key=lambda own: abs(own.step_ms - best.step_ms))
+    planner = step_planner(problem, best.candidate)
+    prediction = _predicted(planner, typical.sizes)
+    size = planner.microbatch_size
+    return Answer(settings, inputs, costs, prediction, best.predictions, batch, size, method, result)
+
+
+def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: ParallelPlan) -> Answer:
+    """
+    Predicts one step of a plan.
+
+    Args:
+        settings (`Settings`): What is asked.
+        inputs (`Inputs`): Of which model and samples.
+        costs (`CostModel`): What layers cost.
+        plan (`ParallelPlan`): The plan.
+    """
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    size = settings.microbatch_size or 1
+    batch = settings.global_batch_size or batch_to_fill(plan, size, settings.plugin.num_microbatches)
+    count = num_microbatches(batch, size, dp_size)
+    plan = replace(plan, num_microbatches=count, schedule=settings.schedule or plan.schedule)
+    pool = inputs.samples.sizes(inputs.source, settings, batch)
+    sizes = inputs.samples.draw(pool, batch, inputs.seed)
+    method = _method(settings, inputs)
+
+    limit = settings.memory_bytes if _state_fits(settings, costs, plan) else None
+    planner = StepPlanner(costs, plan, sync_groups(costs.spec, plan), size, method, memory_bytes=limit)
+    prediction = _predicted(planner, sizes)
+    return Answer(settings, inputs, costs, prediction, (prediction,), batch, size, method)
+
+
+def _predicted(planner: StepPlanner, sizes: SampleSizes) -> Prediction:
+    """One step with samples of these sizes."""
+    planner = replace(planner, sizes=sizes.take)
+    return planner.predict(planner(Draw(tuple(range(sizes.num_samples)))))
+
+
+def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None = None) -> int:
+    """
+    Samples of a batch with the number of microbatches that is wanted, or with enough to fill the pipelines twice.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+        wanted (`int`, *optional*): Microbatches of each of them.
+    """
+    module = plan.modules[LANGUAGE_MODEL]
+    depth = max(len(stages) for stages in module.replicas) + (len(plan.modules) > 1)
+    return microbatch_size * module.dp_size * (wanted or 2 * depth)
+
+
+def _state_fits(settings: Settings, costs: CostModel, plan: ParallelPlan) -> bool:
+    """Whether weights, gradients and optimizer state leave memory for microbatches, which then are made to fit."""
+    if settings.memory_bytes is None:
+        return False
+    states = state_per_rank(plan, stage_memories(costs, plan)).values()
+    return max(state.total for state in states) < settings.memory_bytes
+
+
+def _method(settings: Settings, inputs: Inputs) -> str:
+    """How samples come to microbatches: by their sizes, where these differ."""
+    return settings.microbatch_assignment or ("contiguous" if inputs.samples.are_alike else "hierarchical")
+
+
+def check_memory(answer: Answer) -> None:
+    """
+    Raises `ValueError` with the fullest rank if a rank needs more memory than it has.
+
+    Args:
+        answer (`Answer`): The plan.
+    """
+    limit_gib = limit_of(answer.settings)
+    memory = answer.memory
+    if limit_gib is None or answer.peak_gib <= limit_gib:
+        return
+    over = [rank for rank, own in memory.items() if own.total_gib > limit_gib]
+    fullest = max(over, key=lambda rank: memory[rank].total)
+    needed = memory[fullest].total_gib
+    names = sorted({name for name, _, _ in answer.plan.stages_of_rank(fullest)})
+    raise ValueError(
+        f"Rank {fullest} ({', '.join(names)}) needs about {needed:.1f} GiB, {needed - limit_gib:.1f} more than the "
+        f"{limit_gib:g} GiB of {answer.settings.gpu_type}; in all {len(over)} ranks need more: {rank_ranges(over)}. "
+        f"Raise `pp` or `tp` of `{names[0]}`, lower `--microbatch-size`, or set `checkpointing=true`."
+    )
+
+
+def limit_of(settings: Settings) -> float | None:
+    """GiB of a rank: what the user allows, or all that the device has; `None` where it has no fixed size."""
+    return settings.device.memory_gib if settings.memory_limit_gib is None else settings.memory_limit_gib

@@ -1,0 +1,263 @@
+"""The arguments of the commands. Imports nothing heavy before a command runs, for a fast `--help`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+PLAN_EXAMPLES = """\
+examples:
+  hf-mmparallel plan --model ./my-vlm --dataset chartqa --gpus 64 --gpu-type h100 --output plan.yaml --html plan.html
+  hf-mmparallel plan --model ./my-vlm --dataset ./train.parquet --gpus 64 --freeze vision=tower --explain --compare
+  hf-mmparallel plan --model ./my-vlm --gpus 64 --what-if frozen=vision,gpus=128 --what-if gpu_type=h200
+  hf-mmparallel plan --model ./my-vlm --module language_model:tp=4 --gpus 64
+  hf-mmparallel plan --model ./my-vlm --module vision:dp=2,freeze=tower --module language_model:pp=2,tp=2 \\
+      --global-batch-size 64 --microbatch-size 2 --dry-run
+
+Without sizes of modules, or with some of them and --gpus, the best plan is searched for; sizes that are given stay.
+
+settings of `--module` (any field of `ModulePlugin`, the short names are the same as `dp_size` and so on):
+  dp, pp, tp          copies, pipeline stages, ranks that share each matrix
+  cp                  ranks that share the tokens of a microbatch (language_model only)
+  freeze              true, tower, or a regular expression over parameter names
+  layers              layers of each stage, such as 10/12/12
+  colocate            another module whose ranks this one shares
+  checkpointing       true to recompute activations in the backward
+
+what `--what-if` may change, separated by commas:
+  frozen, trainable   a module, as in --freeze
+  gpus, gpu_type, global_batch_size, microbatch_size, seq_len, image_tokens, memory_limit_gib, schedule,
+  microbatch_assignment, dtype
+"""
+SIMULATE_EXAMPLES = """\
+examples:
+  hf-mmparallel simulate plan.yaml --picture schedule.png
+  hf-mmparallel simulate plan.yaml --model ./my-vlm --dataset chartqa --gpu-type a100 --global-batch-size 64
+Without --model a forward counts 1 ms and a backward 2 ms on every stage.
+"""
+
+
+def add_plan_parser(commands: Any) -> None:
+    """
+    Adds `plan`.
+
+    Args:
+        commands: What `ArgumentParser.add_subparsers` returns.
+    """
+    plan = commands.add_parser(
+        "plan",
+        help="find the best plan of a model, or predict the one whose sizes are given",
+        description="Reads a model's configuration (never its weights), and finds the plan with the fastest step on "
+        "a number of GPUs. With sizes of modules it predicts that plan.",
+        epilog=PLAN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    plan.add_argument("--model", required=True, metavar="PATH|ID", help="model folder, config.json, or id on the Hub")
+    plan.add_argument("--gpus", type=positive, metavar="N", help="ranks there are, all of which a plan takes")
+    layout = plan.add_argument_group("layout")
+    sizes = layout.add_mutually_exclusive_group()
+    sizes.add_argument("--parallel", metavar="FILE", help="YAML or JSON file: settings of modules, or a saved plan")
+    sizes.add_argument(
+        "--module",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE,...",
+        help="layout of one module; repeat for others; without --gpus, modules left out are on one rank",
+    )
+    _add_model_arguments(plan)
+    _add_batch_arguments(plan)
+    _add_data_arguments(plan)
+    answers = plan.add_argument_group("answers")
+    answers.add_argument("--explain", action="store_true", help="say why the other plans are not chosen")
+    answers.add_argument(
+        "--compare",
+        action="store_true",
+        help="show what is chosen if freezing is ignored, one layout for all modules, FSDP, and DistTrain's plan",
+    )
+    answers.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="plan again with something changed, and show both; repeat for more",
+    )
+    answers.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="fail unless the plan fits the device's memory and its program passes the checks; say what was checked",
+    )
+    _add_output_arguments(plan)
+    plan.add_argument("--output", metavar="FILE", help="write the plan as YAML for the Trainer, or JSON by its ending")
+    plan.set_defaults(run=_run_plan)
+
+
+def add_simulate_parser(commands: Any) -> None:
+    """
+    Adds `simulate`.
+
+    Args:
+        commands: What `ArgumentParser.add_subparsers` returns.
+    """
+    simulate = commands.add_parser(
+        "simulate",
+        help="replay one step of a saved plan",
+        description="Builds the program of a saved plan, checks it for deadlocks and replays it.",
+        epilog=SIMULATE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulate.add_argument("plan", metavar="PLAN", help="a plan that `hf-mmparallel plan --output` wrote")
+    simulate.add_argument("--model", metavar="PATH|ID", help="the model, for times and memory of its sizes")
+    _add_model_arguments(simulate)
+    _add_batch_arguments(simulate)
+    _add_data_arguments(simulate)
+    _add_output_arguments(simulate)
+    simulate.set_defaults(run=_run_simulate)
+
+
+def add_env_parser(commands: Any) -> None:
+    """
+    Adds `env`.
+
+    Args:
+        commands: What `ArgumentParser.add_subparsers` returns.
+    """
+    env = commands.add_parser(
+        "env", help="versions and devices, for bug reports", description="Prints versions and devices."
+    )
+    env.set_defaults(run=_run_env)
+
+
+def _run_plan(args: argparse.Namespace) -> None:
+    from .plan import run_plan
+
+    run_plan(args)
+
+
+def _run_simulate(args: argparse.Namespace) -> None:
+    from .simulate import run_simulate
+
+    run_simulate(args)
+
+
+def _run_env(args: argparse.Namespace) -> None:
+    from .env import print_environment
+
+    print_environment()
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is trained, and on what."""
+    group = parser.add_argument_group("model and device")
+    group.add_argument(
+        "--gpu-type", default="h100", metavar="NAME", help="h100, h200, a100, a40 or cpu: speed and memory (h100)"
+    )
+    group.add_argument(
+        "--freeze",
+        action="append",
+        default=[],
+        metavar="NAME[=WHAT]",
+        help="a module that is not trained: all of it, or `vision=tower` for all but the projector; repeat for others",
+    )
+    group.add_argument(
+        "--generator",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE,...",
+        help="a module behind the language model, such as image:layers=28,hidden=3072,heads=24,intermediate=12288,"
+        "tokens=1024; it is planned, no Trainer runs it",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="what is computed in (bfloat16); weights are as the configuration says",
+    )
+    group.add_argument(
+        "--profile", metavar="FILE", help="times that `hf-mmparallel profile` measured, instead of operation counts"
+    )
+    group.add_argument(
+        "--memory-limit-gib", type=_above_zero, metavar="GIB", help="memory of a rank (90 %% of the device's)"
+    )
+
+
+def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a step is made up."""
+    group = parser.add_argument_group("step")
+    group.add_argument(
+        "--global-batch-size", type=positive, metavar="N", help="samples of an optimizer step (in a search: 4 a GPU)"
+    )
+    group.add_argument(
+        "--microbatch-size",
+        type=positive,
+        metavar="N",
+        help="samples of a microbatch of one language-model replica (chosen by a search, else 1)",
+    )
+    group.add_argument("--schedule", choices=("1f1b", "eager", "gpipe"), help="order of forwards and backwards (1f1b)")
+    group.add_argument(
+        "--microbatch-assignment",
+        metavar="NAME",
+        help="how samples come to microbatches, as in the Trainer (hierarchical; contiguous where all are alike)",
+    )
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """How large samples are."""
+    group = parser.add_argument_group("samples")
+    group.add_argument(
+        "--dataset",
+        metavar="PATH|ID|NAME",
+        help="file or folder that `datasets` reads, id on the Hub, or sizes as published of synthchartnet, chartqa, "
+        "cocoqa or llava-150k; without it all samples are alike",
+    )
+    group.add_argument("--split", metavar="NAME", help="split of the dataset (train)")
+    group.add_argument(
+        "--token-columns",
+        metavar="COLUMN|MODULE=COLUMN,...",
+        help="columns with the tokens of a sample in the language model, or in each module",
+    )
+    group.add_argument("--processor", metavar="PATH|ID", help="counts the tokens of conversations (the model's)")
+    group.add_argument(
+        "--num-samples", type=positive, default=4096, metavar="N", help="samples that are measured at most (4096)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples that are drawn (0)")
+    group.add_argument(
+        "--seq-len",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="without a dataset: tokens of a sample in the language model (2048)",
+    )
+    group.add_argument(
+        "--image-tokens",
+        type=positive,
+        default=576,
+        metavar="N",
+        help="without a dataset: tokens of a sample in each encoder (576)",
+    )
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """Files to write."""
+    group = parser.add_argument_group("files")
+    group.add_argument("--picture", metavar="FILE", help="draw the schedule as a PNG")
+    group.add_argument("--html", metavar="FILE", help="write one page with all there is, to hand around")
+    group.add_argument("--json", metavar="FILE", help="write the figures as JSON")
+    group.add_argument("--trace", metavar="FILE", help="write the schedule for chrome://tracing and Perfetto")
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"`{text}` must be a whole number of at least 1.")
+    return int(text)
+
+
+def _above_zero(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"`{text}` must be a number above 0.")
+    return value

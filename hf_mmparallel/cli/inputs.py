@@ -1,0 +1,243 @@
+"""What a plan is made from: the model as numbers, and how large its samples are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..cost.published import PUBLISHED
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ModuleSpec, ParameterSpec, SampleSizes
+from ..plan.plugin import reject_unknown_keys
+from .arguments import positive
+from .settings import Settings, named_pairs
+
+GENERATOR_KEYS = ("layers", "hidden", "heads", "intermediate", "tokens")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """
+    A model without its weights.
+
+    Args:
+        name (`str`): What it was read from.
+        model ([`~transformers.PreTrainedModel`]): On the meta device.
+        spec (`ModelSpec`): As numbers, with nothing frozen but what adapters freeze, and with generators.
+        generator_tokens (`Mapping[str, int]`, *optional*): Generator -> tokens of a sample.
+    """
+
+    name: str
+    model: Any
+    spec: ModelSpec
+    generator_tokens: Mapping[str, int]
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether a Trainer can run it."""
+        return not self.generator_tokens
+
+
+def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: list[str]) -> ModelSource:
+    """
+    The model that a folder, a `config.json` or an id describes, read on the meta device.
+
+    Args:
+        source (`str`): Where the configuration is.
+        plugins (`Mapping[str, ModulePlugin]`): Settings by module; adapters are added.
+        generators (`list[str]`): The values of `--generator`.
+
+    Raises:
+        `ValueError`: If there is no such model, or a module has no such name.
+    """
+    path = Path(source)
+    if not path.exists() and (source.startswith((".", "/")) or source.endswith(".json")):
+        raise ValueError(f"`--model {source}` does not exist. Give a folder, a config.json or a model id.")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"`--model {source}` is a folder without a config.json. Give the folder of a saved model.")
+    from ..modeling import build_model_spec
+    from ..modeling.adapters import add_adapters
+    from ..modeling.loading import build_on_meta
+
+    model = build_on_meta(source)
+    spec = build_model_spec(model)
+    adapters = {name: plugin.peft_config for name, plugin in plugins.items() if plugin.peft_config is not None}
+    if adapters:
+        add_adapters(model, spec, adapters)
+        spec = build_model_spec(model)
+    tokens = {}
+    for text in generators:
+        module, count = parse_generator(text, spec)
+        tokens[module.name] = count
+        spec = replace(spec, modules={**spec.modules, module.name: module})
+    return ModelSource(source, model, spec, tokens)
+
+
+def parse_generator(text: str, spec: ModelSpec) -> tuple[ModuleSpec, int]:
+    """
+    Reads `image:layers=28,hidden=3072,heads=24,intermediate=12288,tokens=1024`: a stack of transformer layers behind
+    the language model, such as a diffusion transformer.
+
+    Args:
+        text (`str`): What follows `--generator`.
+        spec (`ModelSpec`): The model that it belongs to.
+
+    Returns:
+        The module, and its tokens of a sample.
+
+    Raises:
+        `ValueError`: If a size is missing or no number, or the model has a module of this name.
+    """
+    example = "image:layers=28,hidden=3072,heads=24,intermediate=12288,tokens=1024"
+    name, pairs = named_pairs("--generator", text, example)
+    reject_unknown_keys("`--generator`", list(pairs), GENERATOR_KEYS)
+    missing = [key for key in GENERATOR_KEYS if key not in pairs]
+    if missing:
+        raise ValueError(f"`--generator {text}` lacks `{missing[0]}`. It must look like `{example}`.")
+    if name in spec.modules:
+        raise ValueError(f"`--generator {name}`: the model has a module of this name. Choose another one.")
+    try:
+        sizes = {key: positive(value) for key, value in pairs.items()}
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"`--generator {text}`: {error}") from error
+    width, inner, heads, num_layers = (sizes[key] for key in ("hidden", "intermediate", "heads", "layers"))
+    if width % heads:
+        raise ValueError(
+            f"`--generator {name}`: `heads={heads}` does not divide `hidden={width}`. Change one of them."
+        )
+    dtype = spec.language_model.parameters[0].dtype
+    shapes = {
+        **dict.fromkeys(("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj"), (width, width)),
+        "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }
+    stack = f"{name}.layers"
+    enter = ParameterSpec(f"{name}.proj_in.weight", (width, spec.language_model.hidden_size), -1, dtype)
+    inside = tuple(
+        ParameterSpec(f"{stack}.{layer}.{part}.weight", shape, layer, dtype)
+        for layer in range(num_layers)
+        for part, shape in shapes.items()
+    )
+    module = ModuleSpec(name, stack, num_layers, width, heads, heads, inner, (enter, *inside), tower=stack)
+    return module, sizes["tokens"]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """
+    Sizes of samples to plan for.
+
+    Args:
+        origin (`str`): Where they come from, in words.
+        measured (`SampleSizes`, *optional*): Of samples of a dataset; without them all are alike.
+    """
+
+    origin: str
+    measured: SampleSizes | None = None
+
+    @property
+    def are_alike(self) -> bool:
+        return self.measured is None
+
+    def sizes(self, source: ModelSource, settings: Settings, num_samples: int) -> SampleSizes:
+        """
+        At least so many samples; those of a dataset are repeated if there are fewer.
+
+        Args:
+            source (`ModelSource`): The model.
+            settings (`Settings`): Tokens of samples that are alike.
+            num_samples (`int`): How many.
+        """
+        tokens = {
+            name: settings.seq_len if name == LANGUAGE_MODEL else settings.image_tokens for name in source.spec.modules
+        }
+        if self.measured is None:
+            return SampleSizes.uniform({**tokens, **source.generator_tokens}, num_samples)
+        found = self.measured
+        if found.num_samples < num_samples:
+            found = found.take(np.arange(num_samples) % found.num_samples)
+        generated = SampleSizes.uniform(source.generator_tokens, found.num_samples)
+        return SampleSizes({**found.tokens, **generated.tokens}, {**found.squares, **generated.squares})
+
+    def draw(self, sizes: SampleSizes, num_samples: int, seed: int) -> SampleSizes:
+        """A global batch of them."""
+        if self.measured is None:
+            return sizes.take(range(num_samples))
+        return sizes.take(np.random.default_rng(seed).choice(sizes.num_samples, num_samples, replace=False))
+
+
+def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
+    """
+    The samples that `--dataset` names.
+
+    Args:
+        args (`argparse.Namespace`): The arguments.
+        source (`ModelSource`): The model.
+
+    Raises:
+        `ValueError`: For a dataset that can't be read or whose samples can't be measured.
+    """
+    if args.dataset is None:
+        for name in ("token_columns", "processor", "split"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"`--{name.replace('_', '-')}` has no effect without `--dataset`. Give both.")
+        return Samples("all samples alike")
+    known = [name for name in source.spec.modules if name not in source.generator_tokens]
+    published = PUBLISHED.get(args.dataset.removeprefix("published:"))
+    if published is not None and not Path(args.dataset).exists():
+        drawn = published.draw(args.num_samples, args.seed)
+        if set(known) != set(drawn.tokens):
+            raise ValueError(
+                f"`--dataset {args.dataset}` has sizes of {_listed(drawn.tokens)}; the model has {_listed(known)}. "
+                "Give a dataset of your own, or leave it out and give `--seq-len` and `--image-tokens`."
+            )
+        return Samples(f"{args.num_samples:,} samples with sizes as published of {published.name}", drawn)
+    from ..data.dataset_sizes import measure_dataset
+
+    spec = replace(source.spec, modules={name: source.spec.modules[name] for name in known})
+    columns = None if args.token_columns is None else parse_columns(args.token_columns)
+    found = measure_dataset(
+        args.dataset,
+        source.model,
+        spec,
+        columns,
+        _processor(args.processor or source.name),
+        args.split,
+        args.num_samples,
+        args.seed,
+    )
+    drawn = found.sizes.num_samples
+    count = f"all {drawn:,}" if drawn == found.num_samples else f"{drawn:,} of {found.num_samples:,}"
+    return Samples(f"{count} samples of {args.dataset}, split {found.split}", found.sizes)
+
+
+def parse_columns(text: str) -> str | dict[str, str]:
+    """Reads `length`, or `language_model=length,vision=patches`."""
+    if "=" not in text:
+        return text
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    if not all(module and equals and column for module, equals, column in pairs):
+        raise ValueError(
+            f"`--token-columns {text}` must be a column, or look like `language_model=length,vision=patches`."
+        )
+    return {module: column for module, _, column in pairs}
+
+
+def _processor(source: str) -> Callable[[], Any]:
+    """What loads the processor of a model."""
+    folder = str(Path(source).parent) if source.endswith(".json") else source
+
+    def load() -> Any:
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(folder)
+
+    return load
+
+
+def _listed(names: Any) -> str:
+    return " and ".join(f"`{name}`" for name in names)

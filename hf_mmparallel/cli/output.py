@@ -1,0 +1,271 @@
+"""The files of a plan: YAML for the Trainer, figures as JSON, one HTML page."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan
+from ..search.problem import RankedPlan
+from .answer import Answer, limit_of
+from .report import batch_text, layouts_text, origins, samples_text, summary
+from .settings import SIZES
+from .table import layout_text, plan_cells
+
+if TYPE_CHECKING:
+    from ..page import PlanPage
+    from ..search.compare import ComparedPlan
+
+GIB = 2**30
+WhatIfs = Sequence[tuple[str, Answer]]
+
+
+def layout_data(answer: Answer) -> dict[str, Any]:
+    """What `parallel=` takes: the plan, and with it the settings of modules that a plan does not hold."""
+    placed = {*SIZES, "layers_per_stage", "colocate_with", "activation_checkpointing"}
+    placed |= {"cp_method", "cp_mode", "cp_block"}
+    modules = {
+        name: {key: value for key, value in module.to_dict().items() if key not in placed}
+        for name, module in answer.settings.plugin.modules.items()
+    }
+    modules = {name: own for name, own in modules.items() if own}
+    plan = answer.plan.to_dict()
+    return {"modules": modules, "plan": plan} if modules else plan
+
+
+def save_plan(path: str, answer: Answer, command: Sequence[str]) -> None:
+    """
+    Writes the file that the Trainer takes as `parallel`: YAML with comments, or JSON by its ending.
+
+    Args:
+        path (`str`): The file.
+        answer (`Answer`): The plan.
+        command (`Sequence[str]`): What made it.
+    """
+    data = layout_data(answer)
+    if path.endswith(".json"):
+        Path(path).write_text(json.dumps(data, indent=2) + "\n")
+        return
+    text = comments(path, answer, command)
+    if "plan" in data:
+        text += "# What a plan does not hold: settings of modules.\n" + _yaml({"modules": data["modules"]})
+        text += "plan:\n" + textwrap.indent(plan_yaml(answer), "  ")
+    else:
+        text += plan_yaml(answer)
+    Path(path).write_text(text)
+
+
+def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
+    """What the numbers mean and what may be edited, as the head of a YAML file."""
+    figures = [f"{label}: {text}" for label, text in summary(answer)]
+    training = [f"parallel={str(Path(path).name)!r}", f"global_batch_size={answer.global_batch_size}"]
+    training += [f"per_device_train_batch_size={answer.microbatch_size}"]
+    training += [f"microbatch_assignment={answer.method!r}"]
+    lines = [
+        f"A plan of {answer.inputs.source.name} for {answer.plan.world_size} ranks of {answer.settings.gpu_type}.",
+        f"Made by: {shlex.join(command)}",
+        *figures,
+        f"Samples: {samples_text(answer)}",
+        "",
+        f"Train with MultimodalTrainingArguments({', '.join(training)}, ...)."
+        if answer.inputs.source.is_runnable
+        else "No Trainer runs it: the model has no generator.",
+        "What may be edited; `hf-mmparallel simulate` with `--model` then says what comes of it:",
+        "  schedule: 1f1b, eager (forwards ahead as far as memory goes) or gpipe.",
+        "  replicas: the copies of a module, each a list of stages.",
+        "  layers: the first layer of a stage and the one after its last; those of a copy follow each other.",
+        "  ranks: rows of ranks; a row shares the matrices (tp), the rows share the tokens (cp, language_model only).",
+        "    All stages of a module have as many rows and ranks; ranks are numbered from 0 without gaps.",
+        "  activation_checkpointing: true recomputes activations in the backward.",
+        "num_microbatches and trainable follow from the batch sizes and from what is frozen.",
+    ]
+    return "".join(f"# {line}".rstrip() + "\n" for text in lines for line in _wrapped(text))
+
+
+def _wrapped(text: str) -> list[str]:
+    """A paragraph in lines that fit a screen."""
+    spaces = " " * (len(text) - len(text.lstrip()) + 2)
+    return textwrap.wrap(text, 116, subsequent_indent=spaces, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def plan_yaml(answer: Answer) -> str:
+    """The plan as YAML: a line for each stage, and what each module is."""
+    data = answer.plan.to_dict()
+    modules = data.pop("modules")
+    text = _yaml(data) + "modules:\n"
+    for name, own in modules.items():
+        module, part = answer.plan.modules[name], answer.costs.spec.modules[name]
+        held = sum(p.num_elements for p in part.parameters)
+        trained = sum(p.num_elements for p in part.parameters if p.trainable)
+        text += f"  # {module.layout}; {part.num_layers} layers, {held:,} parameters, {trained:,} of them trained\n"
+        replicas = own.pop("replicas")
+        text += f"  {_yaml_key(name)}:\n"
+        text += "".join(f"    {key}: {_yaml_line([value])[1:-1]}\n" for key, value in own.items()) + "    replicas:\n"
+        for stages in replicas:
+            lines = [_yaml_line(stage) for stage in stages]
+            text += f"    - - {lines[0]}\n" + "".join(f"      - {line}\n" for line in lines[1:])
+    return text
+
+
+def _yaml(data: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None, width=116)
+
+
+def _yaml_line(data: Any) -> str:
+    """Data on one line."""
+    import yaml
+
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=True, width=float("inf")).strip()
+
+
+def _yaml_key(name: str) -> str:
+    """A name as a key, in quotes where it needs them."""
+    return _yaml_line({name: 0})[1:-1].rpartition(":")[0]
+
+
+def figures(
+    answer: Answer, command: Sequence[str], comparison: Iterable[ComparedPlan] = (), what_ifs: WhatIfs = ()
+) -> dict[str, Any]:
+    """
+    All figures, as what JSON holds.
+
+    Args:
+        answer (`Answer`): The plan.
+        command (`Sequence[str]`): What made it.
+        comparison (`Iterable[ComparedPlan]`, *optional*): What others would do.
+        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): What was changed, and the answers.
+    """
+    memory = answer.memory
+    data: dict[str, Any] = {
+        "command": shlex.join(command),
+        "model": answer.inputs.source.name,
+        "samples": samples_text(answer),
+        **_figures(answer),
+        "memory_gib": [memory[rank].total_gib for rank in sorted(memory)],
+        "memory_limit_gib": limit_of(answer.settings),
+    }
+    result = answer.result
+    if result is not None:
+        data["bound"] = result.best.bound
+        data["runners_up"] = [
+            {"step_ms": own.step_ms, "layouts": str(own.candidate), "reason": why}
+            for own, why in zip(result.runners_up, result.reasons, strict=True)
+        ]
+        data["search"] = {
+            "num_candidates": result.num_candidates,
+            "num_simulated": result.num_simulated,
+            "seconds": result.search_s,
+            "rejected": dict(result.rejected),
+        }
+    if comparison:
+        data["comparison"] = [
+            {
+                "name": own.name,
+                "layout": own.layout,
+                "step_ms": _finite(own.step_ms),
+                "bubble_fraction": _finite(own.bubble_fraction),
+                "peak_memory_gib": _finite(own.peak_memory_gib),
+                "flops_utilisation": _finite(own.flops_utilisation),
+                "note": own.note,
+            }
+            for own in comparison
+        ]
+    if what_ifs:
+        data["what_if"] = {text: _figures(other) for text, other in what_ifs}
+    data["plan"] = layout_data(answer)
+    return data
+
+
+def _figures(answer: Answer) -> dict[str, Any]:
+    prediction, plan = answer.prediction, answer.plan
+    return {
+        "num_ranks": plan.world_size,
+        "gpu_type": answer.settings.gpu_type,
+        "global_batch_size": answer.global_batch_size,
+        "microbatch_size": answer.microbatch_size,
+        "microbatch_assignment": answer.method,
+        "num_microbatches": max(len(own) for own in prediction.planned.step.microbatches[LANGUAGE_MODEL]),
+        "schedule": plan.schedule,
+        "layouts": {name: module.layout for name, module in plan.modules.items()},
+        "step_ms": answer.step_ms,
+        "samples_per_second": answer.samples_per_second,
+        "tokens_per_second": answer.tokens_per_second,
+        "flops_utilisation": answer.flops_utilisation,
+        "bubble_fraction": prediction.simulation.bubble_fraction,
+        "peak_memory_gib": answer.peak_gib,
+    }
+
+
+def _finite(value: float) -> float | None:
+    """A number, or nothing for what JSON can't hold."""
+    return value if abs(value) < float("inf") else None
+
+
+def page_of(
+    answer: Answer, command: Sequence[str], comparison: Iterable[ComparedPlan] = (), what_ifs: WhatIfs = ()
+) -> PlanPage:
+    """
+    The page of a plan.
+
+    Args:
+        answer (`Answer`): The plan.
+        command (`Sequence[str]`): What made it.
+        comparison (`Iterable[ComparedPlan]`, *optional*): What others would do.
+        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): What was changed, and the answers.
+    """
+    from ..arrange.balance import compare_with_contiguous, step_balance
+    from ..cost import memory_timeline
+    from ..page import MemoryCurves, PlanChoice, PlanPage, TextTable
+    from .env import environment
+
+    prediction, result = answer.prediction, answer.result
+    planned, sizes = prediction.planned, prediction.sizes
+    cells = plan_cells(answer.plan, answer.costs.spec, prediction.simulation, answer.memory)
+    curves = memory_timeline(answer.costs, answer.plan, planned.step, sizes, prediction.simulation.spans)
+    limit = limit_of(answer.settings)
+    if answer.method == "contiguous":
+        workloads = {"contiguous": step_balance(planned.step, planned.workloads)}
+    else:
+        both = compare_with_contiguous(answer.plan, planned.step, planned.workloads, answer.microbatch_size)
+        workloads = dict(zip(("before, contiguous", f"after, {answer.method}"), both, strict=True))
+    found = environment()
+    versions = {name: found[name] for name in ("hf_mmparallel", "python", "torch", "transformers")}
+    others = [] if result is None else list(zip(result.runners_up, result.reasons, strict=True))
+    return PlanPage(
+        title=f"{Path(answer.inputs.source.name).name} on {answer.plan.world_size:,} x {answer.settings.gpu_type}",
+        subtitle=f"{samples_text(answer)}. {batch_text(answer)}.",
+        plan=answer.plan,
+        simulation=prediction.simulation,
+        summary=[(label, text) for label, text in [*summary(answer), *origins(answer)] if label != "Bound"],
+        bound="" if result is None else result.best.bound,
+        table=TextTable(cells.columns, cells.rows, cells.right),
+        memory=MemoryCurves(curves, {}, None if limit is None else limit * GIB),
+        workloads=workloads,
+        runners_up=[
+            PlanChoice(f"plan {number}", one_line(ranked), ranked.step_ms, why)
+            for number, (ranked, why) in enumerate(others, start=2)
+        ],
+        comparison=[
+            *(PlanChoice(own.name, own.layout, _finite(own.step_ms), own.note) for own in comparison),
+            *(PlanChoice(f"what if {text}", plan_line(own.plan), own.step_ms) for text, own in what_ifs),
+        ],
+        step_ms=answer.step_ms,
+        command=shlex.join(command),
+        versions=versions,
+    )
+
+
+def one_line(ranked: RankedPlan) -> str:
+    """The layouts of a plan that was found."""
+    return "; ".join(layouts_text(ranked).splitlines())
+
+
+def plan_line(plan: ParallelPlan) -> str:
+    """The layouts of a plan."""
+    return "; ".join(f"{name}: {layout_text(plan, name)}" for name in plan.modules)

@@ -1,0 +1,222 @@
+"""What is printed of a plan: its table, what it is expected to take, what it was chosen over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ..cost import RankMemory
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SyncGroup
+from ..runtime.groups import context_groups, talking_pairs
+from ..schedule.draw import gantt_text
+from ..search.problem import RankedPlan, SearchResult
+from .answer import Answer, limit_of
+from .table import plan_table
+
+WIDTH = 160  # of what goes into a file or a pipe
+GANTT_ROWS = 12
+
+
+def new_console() -> Console:
+    """A console as wide as the terminal."""
+    return Console(width=None if Console().is_terminal else WIDTH)
+
+
+def report(console: Console, answer: Answer, more: Sequence[tuple[str, str]] = ()) -> None:
+    """
+    Prints a plan with its prediction.
+
+    Args:
+        console (`Console`): Where to.
+        answer (`Answer`): The plan.
+        more (`Sequence[tuple[str, str]]`, *optional*): Further labels and texts.
+    """
+    prediction = answer.prediction
+    console.print(plan_table(answer.plan, answer.costs.spec, prediction.simulation, answer.memory))
+    print_labelled(console, [*summary(answer), *origins(answer), *more])
+
+
+def print_labelled(console: Console, lines: Sequence[tuple[str, str]]) -> None:
+    """Prints labels and texts in two columns."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for label, text in lines:
+        table.add_row(label, text)
+    console.print(table, highlight=False)
+
+
+def summary(answer: Answer) -> list[tuple[str, str]]:
+    """
+    What a step is expected to take: labels and texts.
+
+    Args:
+        answer (`Answer`): The plan.
+    """
+    prediction, result = answer.prediction, answer.result
+    times = [own.step_ms for own in answer.predictions]
+    ends = [ms_text(end) for end in (min(times), max(times))]
+    spread = f" ({ends[0]} to {ends[1]} in {len(times)} batches)" if ends[0] != ends[1] else ""
+    lines = [
+        ("Predicted step", f"{ms_text(answer.step_ms)}{spread}"),
+        (
+            "Throughput",
+            f"{_count(answer.samples_per_second)} samples/s, {_count(answer.tokens_per_second)} tokens/s of the "
+            f"language model, MFU {answer.flops_utilisation:.1%}",
+        ),
+        ("Bubble", f"{prediction.simulation.bubble_fraction:.1%} of the ranks' time"),
+        ("Memory", memory_text(answer)),
+    ]
+    bound = "" if result is None else result.best.bound
+    return [*lines, ("Bound", bound)] if bound else lines
+
+
+def memory_text(answer: Answer) -> str:
+    """The fullest rank, what fills it, and the limit."""
+    memory = answer.memory
+    fullest = max(memory, key=lambda rank: (memory[rank].total, -rank))
+    limit = limit_of(answer.settings)
+    of = "" if limit is None else f" of {limit:g}"
+    median = float(np.median([own.total_gib for own in memory.values()]))
+    text = f"{answer.peak_gib:.3g}{of} GiB on the fullest rank, {fullest} ({_parts(memory[fullest])})"
+    return text if len(memory) == 1 else f"{text}; {median:.3g} GiB on half of them or less"
+
+
+def _parts(memory: RankMemory) -> str:
+    """The largest parts of a rank's memory."""
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+    }
+    shares = {name: value / memory.total for name, value in parts.items() if memory.total}
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+
+
+def origins(answer: Answer) -> list[tuple[str, str]]:
+    """What a prediction is made from: labels and texts."""
+    settings = answer.settings
+    given = settings.global_batch_size is not None
+    chosen = "" if given else " (chosen here; set it with `--global-batch-size`)"
+    costs = "operation counts" if answer.inputs.profile is None else f"measured, {answer.inputs.profile}"
+    frozen = [f"{name} ({what})" if isinstance(what, str) else name for name, what in settings.frozen.items()]
+    lines = [
+        ("Global batch", f"{batch_text(answer)}{chosen}"),
+        ("Samples", samples_text(answer)),
+        ("Costs", f"{costs}, {settings.gpu_type}, {settings.dtype}; frozen: {', '.join(frozen) or 'nothing'}"),
+        ("Groups", groups_text(answer.plan, answer.groups)),
+    ]
+    result = answer.result
+    if result is not None:
+        text = f"{result.num_candidates:,} candidates estimated, {result.num_simulated} simulated"
+        lines.append(("Search", f"{text}, in {result.search_s:.1f} s"))
+    return lines
+
+
+def batch_text(answer: Answer) -> str:
+    """`64 samples, 8 microbatches of ...`."""
+    plan, step = answer.plan, answer.prediction.planned.step
+    counts = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
+    if answer.method == "contiguous":
+        each = f"up to {answer.microbatch_size}"
+    else:
+        each = f"on average {answer.global_batch_size / sum(counts):.3g}"
+    return (
+        f"{answer.global_batch_size:,} samples, {plural(max(counts), 'microbatch')} of {each} on each language-model "
+        f"replica, schedule {plan.schedule}, arranged by `{answer.method}`"
+    )
+
+
+def samples_text(answer: Answer) -> str:
+    """Where sizes come from, and how large samples are."""
+    samples, sizes = answer.inputs.samples, answer.prediction.sizes
+    if samples.are_alike:
+        tokens = ", ".join(f"{name} {int(values[0]):,}" for name, values in sizes.tokens.items())
+        return f"all alike, with tokens: {tokens}. Real samples differ; give `--dataset` to plan for them"
+    measured = samples.measured
+    assert measured is not None
+    spread = ", ".join(
+        f"{name} {values.mean():,.0f} ({values.min():,} to {values.max():,})"
+        for name, values in measured.tokens.items()
+    )
+    return f"{samples.origin}; mean tokens: {spread}"
+
+
+def groups_text(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> str:
+    """Process groups and channels that a run opens."""
+    rows = {row for m in plan.modules.values() for _, _, s in m.stages() for row in s.ranks if len(row) > 1}
+    found = rows | set(context_groups(plan)) | {group.ranks for group in groups}
+    return f"{len(found)} besides the world; {len(talking_pairs(plan)):,} channels between ranks"
+
+
+def print_runners_up(console: Console, result: SearchResult, explain: bool) -> None:
+    """
+    Prints the next best plans.
+
+    Args:
+        console (`Console`): Where to.
+        result (`SearchResult`): The search.
+        explain (`bool`): Whether to say why they are slower, and why others are left out.
+    """
+    if result.runners_up:
+        table = Table(title="Next best plans", title_justify="left")
+        for column in ("", "layouts", "step", "slower"):
+            table.add_column(column, justify="right" if column in ("step", "slower") else "left")
+        if explain:
+            table.add_column("why")
+        whys = ["", *result.reasons]
+        for number, (ranked, why) in enumerate(zip([result.best, *result.runners_up], whys, strict=True)):
+            slower = f"{ranked.step_ms / result.best.step_ms - 1:.1%}" if number else ""
+            label = str(number + 1)
+            cells = [label, layouts_text(ranked), ms_text(ranked.step_ms), slower]
+            table.add_row(*cells, *([why] if explain else []), end_section=True)
+        console.print(table, highlight=False)
+    if explain:
+        print_explanation(console, result)
+
+
+def layouts_text(ranked: RankedPlan) -> str:
+    """A line for each module, and what they share."""
+    candidate = ranked.candidate
+    lines = [
+        f"{name}: {layout}, on the ranks of {candidate.hosts[name]}"
+        if name in candidate.hosts
+        else f"{name}: {layout}"
+        for name, layout in candidate.layouts.items()
+    ]
+    return "\n".join([*lines, plural(candidate.num_microbatches, "microbatch")])
+
+
+def print_explanation(console: Console, result: SearchResult) -> None:
+    """Prints why the other candidates are not chosen."""
+    lines = [("Left out", f"{count:,} candidates: {reason}") for reason, count in result.rejected.items()]
+    slower = result.num_candidates - result.num_simulated - sum(result.rejected.values())
+    lines.append(("Not simulated", f"{slower:,} candidates: slower by the closed form"))
+    lines += [(f"Plan {number}", other.bound) for number, other in enumerate(result.runners_up, start=2)]
+    print_labelled(console, lines)
+
+
+def print_gantt(console: Console, simulation) -> None:
+    """Draws a step as text."""
+    width = max(40, min(120, console.width - 36))
+    text = gantt_text(simulation, width, GANTT_ROWS)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 microbatch`, `2 microbatches`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}es"
+
+
+def ms_text(value: float) -> str:
+    """`812 ms`, `1,234 ms`."""
+    return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
+
+
+def _count(value: float) -> str:
+    """`1,234`, `12.3`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

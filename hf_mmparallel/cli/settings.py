@@ -1,0 +1,306 @@
+"""What a plan is asked for, as values: read from the arguments, changed by `--what-if`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ..arrange import ARRANGEMENTS
+from ..cost import Hardware, hardware
+from ..cost.analytic import DTYPE_BYTES
+from ..cost.stage_memory import GIB
+from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin
+from ..plan.parallel_plan import SCHEDULES, Schedule
+from ..plan.plugin import reject_unknown_keys
+from .arguments import positive
+
+SHORT_NAMES = {
+    "dp": "dp_size",
+    "pp": "pp_size",
+    "tp": "tp_size",
+    "cp": "cp_size",
+    "layers": "layers_per_stage",
+    "colocate": "colocate_with",
+    "checkpointing": "activation_checkpointing",
+}
+SIZES = ("dp_size", "pp_size", "cp_size", "tp_size")
+MEMORY_SHARE = 0.9  # of a device's, as in the Trainer; the rest is the allocator's and the kernels'
+Freeze = bool | str | list[str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """
+    What a plan is asked for.
+
+    Args:
+        gpus (`int`, *optional*): Ranks there are.
+        gpu_type (`str`, *optional*, defaults to `"h100"`): What each of them is.
+        global_batch_size (`int`, *optional*): Samples of a step.
+        microbatch_size (`int`, *optional*): Samples of a microbatch of one language-model replica.
+        seq_len (`int`, *optional*, defaults to 2048): Tokens of a sample in the language model, without a dataset.
+        image_tokens (`int`, *optional*, defaults to 576): Tokens of a sample in each encoder, without a dataset.
+        schedule (`str`, *optional*): The schedule's name; that of the layout when left out.
+        microbatch_assignment (`str`, *optional*): How samples come to microbatches.
+        memory_limit_gib (`float`, *optional*): Memory of a rank.
+        dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in.
+        plugin (`MultimodalParallelPlugin`): Layouts and settings of modules, as far as they are given.
+        sizes (`Mapping[str, Mapping[str, int]]`): Module -> those of its sizes that are given.
+        checkpointing (`Mapping[str, bool]`): Module -> whether activations are recomputed, where that is given.
+    """
+
+    gpus: int | None = None
+    gpu_type: str = "h100"
+    global_batch_size: int | None = None
+    microbatch_size: int | None = None
+    seq_len: int = 2048
+    image_tokens: int = 576
+    schedule: Schedule | None = None
+    microbatch_assignment: str | None = None
+    memory_limit_gib: float | None = None
+    dtype: str = "bfloat16"
+    plugin: MultimodalParallelPlugin = field(default_factory=MultimodalParallelPlugin)
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    checkpointing: Mapping[str, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, **layout: Any) -> Settings:
+        """From the arguments of a command and its layout, see [`read_layout`]."""
+        settings = cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}, **layout)
+        if settings.microbatch_assignment is not None:
+            known = list(ARRANGEMENTS)
+            reject_unknown_keys("`--microbatch-assignment`", [settings.microbatch_assignment], known)
+        for text in args.freeze:
+            name, _, what = text.partition("=")
+            settings = settings.with_frozen(name, what or True)
+        return settings
+
+    @property
+    def device(self) -> Hardware:
+        return hardware(self.gpu_type)
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a value of an activation."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Memory of a rank that a plan has to fit; `None` where it is not known."""
+        if self.memory_limit_gib is not None:
+            return GIB * self.memory_limit_gib
+        device_gib = self.device.memory_gib
+        return None if device_gib is None else MEMORY_SHARE * GIB * device_gib
+
+    @property
+    def frozen(self) -> dict[str, Freeze]:
+        """Module -> what of it is frozen."""
+        return {name: module.freeze for name, module in self.plugin.modules.items() if module.freeze}
+
+    def frozen_spec(self, spec: ModelSpec) -> ModelSpec:
+        """The model with the frozen parameters marked. Raises `ValueError` for modules that it has not."""
+        reject_unknown_keys("The model", list(self.plugin.modules), list(spec.modules))
+        frozen = self.frozen
+        modules = {name: module.with_frozen(frozen.get(name, False)) for name, module in spec.modules.items()}
+        return replace(spec, modules=modules)
+
+    def with_frozen(self, name: str, freeze: Freeze) -> Settings:
+        """The same with a module frozen, or trained."""
+        module = replace(self.plugin.modules.get(name, ModulePlugin()), freeze=freeze)
+        return replace(self, plugin=replace(self.plugin, modules={**self.plugin.modules, name: module}))
+
+    def with_changes(self, text: str) -> Settings:
+        """
+        The settings of a `--what-if`.
+
+        Args:
+            text (`str`): Such as `frozen=vision,gpus=128`.
+
+        Raises:
+            `ValueError`: For a key or a value that it can't have.
+        """
+        changed = self
+        for pair in text.split(","):
+            key, equals, value = pair.partition("=")
+            if not key or not equals or not value:
+                raise ValueError(f"`--what-if {text}` must look like `frozen=vision,gpus=128`: `key=value` pairs.")
+            reject_unknown_keys("`--what-if`", [key], [*CHANGES, "frozen", "trainable"])
+            if key == "trainable":
+                changed = changed.with_frozen(value, False)
+            elif key == "frozen":
+                name, _, what = value.partition(":")
+                changed = changed.with_frozen(name, what or True)
+            else:
+                changed = replace(changed, **{key: _parsed(key, value)})
+        return changed
+
+
+def _name_in(known: tuple[str, ...] | list[str]) -> Callable[[str], str]:
+    """A reader of one of some names."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise ValueError(f"it is none of {', '.join(known)}")
+        return text
+
+    return read
+
+
+CHANGES: Mapping[str, Callable[[str], Any]] = {
+    "gpus": positive,
+    "gpu_type": lambda text: hardware(text).name,
+    "global_batch_size": positive,
+    "microbatch_size": positive,
+    "seq_len": positive,
+    "image_tokens": positive,
+    "schedule": _name_in(SCHEDULES),
+    "microbatch_assignment": _name_in(list(ARRANGEMENTS)),
+    "memory_limit_gib": float,
+    "dtype": _name_in(["bfloat16", "float16", "float32"]),
+}
+"""What `--what-if` may change besides what is frozen -> how a value is read."""
+
+
+def _parsed(key: str, value: str) -> Any:
+    """A value of [`CHANGES`]."""
+    try:
+        return CHANGES[key](value)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise ValueError(f"`--what-if {key}={value}`: {str(error).rstrip('.')}.") from error
+
+
+def read_layout(args: argparse.Namespace) -> dict[str, Any]:
+    """
+    Reads `--parallel` or `--module`.
+
+    Returns:
+        The `plugin`, `sizes` and `checkpointing` of [`Settings`].
+
+    Raises:
+        `ValueError`: If one can't be read or a module is named twice.
+    """
+    if args.parallel is not None:
+        plugin = read_plugin(args.parallel)
+        given = {name: module.to_dict() for name, module in plugin.modules.items()}
+    else:
+        given = {}
+        for text in args.module:
+            name, settings = module_settings(text)
+            if name in given:
+                raise ValueError(f"`--module {name}` is given twice. Put all of its settings into one.")
+            given[name] = settings
+        plugin = MultimodalParallelPlugin({name: ModulePlugin.from_dict(own) for name, own in given.items()})
+    sizes = {name: {key: own[key] for key in SIZES if key in own} for name, own in given.items()}
+    key = "activation_checkpointing"
+    return {
+        "plugin": plugin,
+        "sizes": {name: own for name, own in sizes.items() if own},
+        "checkpointing": {name: own[key] for name, own in given.items() if key in own},
+    }
+
+
+def read_plugin(path: str) -> MultimodalParallelPlugin:
+    """
+    Reads settings of modules or a plan, which people edit.
+
+    Args:
+        path (`str`): A YAML or JSON file.
+
+    Raises:
+        `ValueError`: If it is none, with the place.
+    """
+    import yaml
+
+    try:
+        return MultimodalParallelPlugin.from_any(path)
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{path}` is no valid YAML: {error}. Mend it.") from error
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"`{path}` is neither a plan nor settings of modules: {reason}. Compare it with what `hf-mmparallel plan "
+            "--output` writes."
+        ) from error
+
+
+def module_settings(text: str) -> tuple[str, dict[str, Any]]:
+    """
+    Reads `vision:dp=2,freeze=tower`.
+
+    Args:
+        text (`str`): What follows `--module`.
+
+    Returns:
+        The module, and its settings by the names of [`ModulePlugin`].
+
+    Raises:
+        `ValueError`: If it has another form.
+    """
+    name, pairs = named_pairs("--module", text, "vision:dp=2,tp=2")
+    settings = {SHORT_NAMES.get(key, key): _value(value) for key, value in pairs.items()}
+    layers = settings.get("layers_per_stage")
+    if layers is not None:
+        parts = str(layers).split("/")
+        if not all(part.isdecimal() for part in parts):
+            raise ValueError(
+                f"`layers={layers}` must be numbers with slashes between them, such as `layers=10/12/12`."
+            )
+        settings["layers_per_stage"] = [int(part) for part in parts]
+    return name, settings
+
+
+def named_pairs(flag: str, text: str, example: str) -> tuple[str, dict[str, str]]:
+    """
+    Reads `name:key=value,key=value`.
+
+    Args:
+        flag (`str`): The argument, for the error.
+        text (`str`): Its value.
+        example (`str`): What it should look like.
+
+    Raises:
+        `ValueError`: If it has another form.
+    """
+    name, colon, rest = text.partition(":")
+    pairs = [pair.partition("=") for pair in rest.split(",") if pair]
+    if not name or not colon or not all(key and equals and value for key, equals, value in pairs):
+        raise ValueError(f"`{flag} {text}` must look like `{example}`: a name, a colon, `key=value` pairs.")
+    return name, {key: value for key, _, value in pairs}
+
+
+def _value(text: str) -> Any:
+    """A number, a truth value, or the text itself."""
+    if text.isdecimal():
+        return int(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def has_all_sizes(settings: Settings, spec: ModelSpec, num_ranks: int) -> bool:
+    """
+    Whether a layout leaves nothing to search for: a finished plan, no number of GPUs, all of the GPUs taken, or all
+    sizes of all modules named.
+
+    Args:
+        settings (`Settings`): What is given.
+        spec (`ModelSpec`): The model.
+        num_ranks (`int`): Ranks of the layout if sizes that are left out are 1.
+    """
+    if settings.plugin.plan is not None or settings.gpus is None:
+        return True
+    needed = {"dp_size", "pp_size", "tp_size"}
+    named = all(needed <= set(settings.sizes.get(name, ())) for name in spec.modules)
+    return named or (bool(settings.sizes) and num_ranks == settings.gpus)
+
+
+def check_searchable(settings: Settings) -> None:
+    """Raises `ValueError` for settings of modules that a search can't keep to."""
+    plain = ModulePlugin()
+    for name, module in settings.plugin.modules.items():
+        for key in ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block"):
+            if getattr(module, key) != getattr(plain, key):
+                raise ValueError(
+                    f"`{key}={getattr(module, key)}` of `{name}` is chosen by the search. Leave it out, or give the "
+                    f"sizes of all modules, for {settings.gpus} ranks together."
+                )

@@ -1,0 +1,106 @@
+"""`hf-mmparallel simulate`: one step of a saved plan."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from ..arrange import contiguous_step, num_microbatches
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, check_plan
+from ..schedule import build_program, simulate
+from ..schedule.draw import chrome_trace, gantt_png
+from .answer import Inputs, batch_to_fill, predict_plan
+from .inputs import read_model, read_samples
+from .plan import warn_of_memory, write_files
+from .report import groups_text, ms_text, new_console, plural, print_gantt, print_labelled, report
+from .settings import Settings, read_plugin
+from .table import plan_table
+
+
+def run_simulate(args: argparse.Namespace) -> None:
+    """
+    Runs `hf-mmparallel simulate`.
+
+    Args:
+        args (`argparse.Namespace`): Its arguments.
+
+    Raises:
+        `ValueError`: For a file without a plan, and a plan that does not fit the model.
+    """
+    plugin = read_plugin(args.plan)
+    if plugin.plan is None:
+        raise ValueError(
+            f"`{args.plan}` holds settings of modules, no plan. Make one with `hf-mmparallel plan --output`."
+        )
+    settings = Settings.of(args, plugin=plugin)
+    if args.model is None:
+        _simulate_in_units(args, settings, plugin.plan)
+        return
+    source = read_model(args.model, plugin.modules, args.generator)
+    check_plan(plugin.plan, source.spec)
+    if not settings.frozen:
+        source = replace(source, spec=freeze_as_planned(source.spec, plugin.plan))
+    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
+    answer = predict_plan(settings, inputs, inputs.costs(settings), plugin.plan)
+    console = new_console()
+    report(console, answer)
+    warn_of_memory(console, answer)
+    print_gantt(console, answer.prediction.simulation)
+    write_files(console, args, answer)
+
+
+def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: ParallelPlan) -> None:
+    """A step whose forwards take 1 ms and whose backwards take 2 ms on every stage."""
+    for name in ("dataset", "profile", "html", "json", "freeze", "generator"):
+        if getattr(args, name):
+            raise ValueError(f"`--{name}` has no effect without `--model`. Give the model of the plan.")
+    size = settings.microbatch_size or 1
+    batch = settings.global_batch_size or batch_to_fill(plan, size, plan.num_microbatches)
+    count = num_microbatches(batch, size, plan.modules[LANGUAGE_MODEL].dp_size)
+    plan = replace(plan, num_microbatches=count, schedule=settings.schedule or plan.schedule)
+    simulation = simulate(plan, build_program(plan, contiguous_step(plan, range(batch), size), []))
+    console = new_console()
+    console.print(plan_table(plan, None, simulation, None))
+    print_labelled(
+        console,
+        [
+            (
+                "Global batch",
+                f"{batch:,} samples, {plural(count, 'microbatch')} of up to {size} on each language-model replica, "
+                f"schedule {plan.schedule}",
+            ),
+            (
+                "Predicted step",
+                f"{ms_text(simulation.iteration_ms)}, bubble {simulation.bubble_fraction:.1%}, where a forward is "
+                "1 ms and a backward 2 ms on every stage; give `--model` for times and memory",
+            ),
+            ("Groups", groups_text(plan, [])),
+        ],
+    )
+    print_gantt(console, simulation)
+    if args.picture:
+        gantt_png(simulation, args.picture)
+        console.print(f"Picture written to {args.picture}", highlight=False, soft_wrap=True)
+    if args.trace:
+        chrome_trace(simulation, args.trace)
+        console.print(f"Trace written to {args.trace}", highlight=False, soft_wrap=True)
+
+
+def freeze_as_planned(spec: ModelSpec, plan: ParallelPlan) -> ModelSpec:
+    """
+    Marks the parameters of stages that the plan says have nothing trainable, for plans without settings of modules.
+
+    Args:
+        spec (`ModelSpec`): The model.
+        plan (`ParallelPlan`): The plan.
+    """
+    modules = {}
+    for name, module in spec.modules.items():
+        stages = [stage for _, _, stage in plan.modules[name].stages() if not stage.trainable]
+        parameters = []
+        for parameter in module.parameters:
+            layer = min(max(parameter.layer, 0), module.num_layers - 1)
+            frozen = any(stage.layers[0] <= layer < stage.layers[1] for stage in stages)
+            parameters.append(replace(parameter, trainable=parameter.trainable and not frozen))
+        modules[name] = replace(module, parameters=tuple(parameters))
+    return replace(spec, modules=modules)

@@ -1,0 +1,208 @@
+"""Sizes of the samples of a dataset without a Trainer: some of them, drawn at random, measured as a Trainer does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..plan import ModelSpec, SampleSizes
+from .defaults import default_collator
+from .layer_tokens import measure_layers
+from .sample_sizes import size_source
+
+FORMATS = {
+    ".parquet": "parquet",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
+"""Ending of a file -> what `datasets` reads it with."""
+_SAVED = ("state.json", "dataset_dict.json")  # what `save_to_disk` leaves in a folder
+_LABELS = ("labels", "label", "label_ids")
+
+
+@dataclass(frozen=True)
+class MeasuredSamples:
+    """
+    Sizes of some samples of a dataset.
+
+    Args:
+        sizes (`SampleSizes`): Of the samples that were drawn, in tokens of the modules' layers.
+        num_samples (`int`): Samples of the whole split.
+        split (`str`): Its name.
+    """
+
+    sizes: SampleSizes
+    num_samples: int
+    split: str
+
+
+def measure_dataset(
+    source: str,
+    model: Any,
+    spec: ModelSpec,
+    columns: str | Mapping[str, str] | None = None,
+    processor: Callable[[], Any] | None = None,
+    split: str | None = None,
+    num_samples: int = 4096,
+    seed: int = 0,
+) -> MeasuredSamples:
+    """
+    Measures samples of a dataset, see [`size_source`].
+
+    Args:
+        source (`str`): A file, a folder, or an id on the Hub.
+        model ([`~transformers.PreTrainedModel`]): The model, which may be on the meta device.
+        spec ([`ModelSpec`]): The same model.
+        columns (`str` or `Mapping[str, str]`, *optional*): As the Trainer's `token_columns`.
+        processor (`Callable[[], ProcessorMixin]`, *optional*):
+            Loads the model's processor; only called for conversations. Raises `OSError` or `ValueError` without one.
+        split (`str`, *optional*): Which split; `train`, or the only one, when left out.
+        num_samples (`int`, *optional*, defaults to 4096): How many samples are drawn, if there are more.
+        seed (`int`, *optional*, defaults to 0): Of the draw.
+
+    Raises:
+        `ValueError`: For a dataset that can't be read, or whose columns do not say how large samples are.
+    """
+    dataset, split = open_dataset(source, split)
+    total = len(dataset)
+    if not total:
+        raise ValueError(f"Split `{split}` of `{source}` has no samples. Choose another one.")
+    if total > num_samples:
+        chosen = np.random.default_rng(seed).choice(total, num_samples, replace=False)
+        dataset = dataset.select(np.sort(chosen))
+    names = dataset.column_names
+    loaded = None
+    if columns is None and "messages" in names and "input_ids" not in names:
+        loaded = _load_processor(source, processor)
+    sizes = size_source(dataset, None, spec, columns, None, loaded)
+    if sizes is None:
+        raise ValueError(_nothing_says(source, names, loaded))
+    if sizes.counts_rows:
+        collator, raw = default_collator(dataset, loaded)
+        readable = dataset if raw else dataset.select_columns(_inputs(model, names))
+        sizes = sizes.with_layers(measure_layers(model, spec, readable, collator or _default(), sizes))
+    return MeasuredSamples(sizes(range(len(dataset))), total, split)
+
+
+def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
+    """
+    A split of what `datasets` reads: a file, a folder of files, a folder from `save_to_disk`, an id on the Hub.
+
+    Returns:
+        The `datasets.Dataset`, and the name of the split.
+
+    Raises:
+        `ValueError`: If there is no such dataset or split, or it can't be reached.
+    """
+    from datasets import Dataset, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetsError
+
+    path = Path(source)
+    if not path.exists():
+        _check_hub(source)
+    try:
+        if path.is_file():
+            if path.suffix not in FORMATS:
+                raise ValueError(
+                    f"Dataset `{source}` ends in `{path.suffix}`; files end in {', '.join(FORMATS)}. Convert it, or "
+                    "give a folder that `save_to_disk` wrote."
+                )
+            found: Any = load_dataset(FORMATS[path.suffix], data_files=str(path))
+        elif path.is_dir() and any((path / name).is_file() for name in _SAVED):
+            found = load_from_disk(str(path))
+        else:
+            found = load_dataset(str(path) if path.is_dir() else source)
+    except (OSError, DatasetsError) as error:
+        raise ValueError(_unreachable(source, path, error)) from error
+    if isinstance(found, Dataset):
+        name = str(found.split or "train")
+        if split not in (None, name):
+            raise ValueError(f"Dataset `{source}` is one split, `{name}`, and has no `{split}`. Leave the split out.")
+        return found, name
+    if split is None and "train" not in found and len(found) > 1:
+        raise ValueError(f"Dataset `{source}` has the splits {list(found)}. Choose one of them.")
+    name = split or ("train" if "train" in found else next(iter(found)))
+    if name not in found:
+        raise ValueError(f"Dataset `{source}` has no split `{name}`; it has {list(found)}. Choose one of these.")
+    return found[name], name
+
+
+def _check_hub(source: str) -> None:
+    """Raises `ValueError` unless the Hub has a dataset; `load_dataset` itself tries for half a minute."""
+    from huggingface_hub import HfApi, is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if is_offline_mode():  # it may be in the cache
+        return
+    missing = f"Dataset `{source}` is no file or folder here"
+    try:
+        HfApi().dataset_info(source, timeout=10)
+    except (HfHubHTTPError, HFValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{missing}, and the Hub has none of this name: {reason}. Correct it.") from error
+    except Exception as error:  # whatever the client raises without a network
+        raise ValueError(
+            f"{missing}, and the Hub, where it may be, can't be reached ({error}). Give a file or folder; for a "
+            "dataset that was downloaded before set `HF_HUB_OFFLINE=1`."
+        ) from error
+
+
+def _unreachable(source: str, path: Path, error: Exception) -> str:
+    """Why a dataset was not read, in one sentence and a remedy."""
+    reason = " ".join(str(error).split())
+    if path.exists():
+        return f"Dataset `{source}` can't be read: {reason}. Give a folder or file that `datasets.load_dataset` reads."
+    return f"Dataset `{source}` is neither a file or folder nor a dataset on the Hub: {reason}. Correct the name."
+
+
+def _load_processor(source: str, processor: Callable[[], Any] | None) -> Any:
+    """The processor for conversations."""
+    reason = "none is given"
+    if processor is not None:
+        try:
+            return processor()
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+    raise ValueError(
+        f"The samples of `{source}` are conversations (`messages`), whose tokens the model's processor counts, and it "
+        f"can't be loaded: {reason}. Name its folder in `processor`, or columns with the numbers of tokens in "
+        "`token_columns`."
+    )
+
+
+def _nothing_says(source: str, names: Sequence[str], processor: Any) -> str:
+    """Which columns a dataset lacks."""
+    if processor is not None and not hasattr(processor, "apply_chat_template"):
+        return (
+            f"The samples of `{source}` are conversations (`messages`), and `{type(processor).__name__}` has no chat "
+            "template to count their tokens with. Name another `processor`."
+        )
+    if "messages" in names:
+        return (
+            f"Nothing says the sizes of the samples of `{source}`: their images have to be fetched or decoded. If "
+            f"columns hold the numbers of tokens, name them in `token_columns`; it has {list(names)}."
+        )
+    return (
+        f"Dataset `{source}` has the columns {list(names)}. It lacks `input_ids` (token ids), `messages` "
+        "(conversations), or numbers of tokens; if some hold these, name them in `token_columns`."
+    )
+
+
+def _inputs(model: Any, names: Sequence[str]) -> list[str]:
+    """The columns that the model takes, as the Trainer leaves them."""
+    known = {*inspect.signature(model.forward).parameters, *_LABELS}
+    return [name for name in names if name in known]
+
+
+def _default() -> Callable[[list], Mapping[str, Any]]:
+    """The collator of samples without labels."""
+    from transformers import default_data_collator
+
+    return default_data_collator
