@@ -205,7 +205,9 @@ def test_nothing_that_was_left_out_is_better(case):
     assert not np.isfinite(strategies.whole_stages(found.iteration_ms * (1 - 1e-7))[1]).any()
     near = np.flatnonzero(strategies.bound_ms <= found.relaxed_ms * (1 + 1e-5))
     every = [strategies.solve(row, float(strategies.bound_ms[row])) for row in near.tolist()]
-    assert min(every) == pytest.approx(found.relaxed_ms, rel=1e-4)
+    assert min(every) <= found.relaxed_ms * (1 + 1e-4)
+    if (strategies.num_microbatches[near] >= strategies.num_layers.sum()).all():  # or the chord depends on the limit
+        assert min(every) == pytest.approx(found.relaxed_ms, rel=1e-4)
     assert found.num_solved <= len(strategies.table)
 
 
