@@ -97,7 +97,7 @@ def proportional_allocations(
         start = np.ceil(shares - taken - 1)
     ranks = np.maximum(start, minimum).astype(np.int64)
     left = num_ranks - ranks.sum(axis=1)
-    while (rows := np.flatnonzero(left)).size:
+    while (rows := np.flatnonzero(left > 0)).size:
         neediest = _NEEDS[rounding](shares[rows], ranks[rows]).argmax(axis=1)
         ranks[rows, neediest] += 1
         left[rows] -= 1

@@ -212,7 +212,7 @@ def test_nothing_that_was_left_out_is_better(case):
 
 
 @settings(deadline=None)
-@given(st.integers(0, 20), st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 9))
+@given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 9))
 def test_the_fewest_stages_are_those_that_fit(state, kept, room, count, behind):
     def fits(stages: float) -> bool:
         return (state + kept * min(stages + behind, count)) / stages <= room * (1 + 1e-12)
