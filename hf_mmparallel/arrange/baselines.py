@@ -10,7 +10,7 @@ from math import gcd
 
 import numpy as np
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of, generators_of
 from ..plan.step_plan import Slots
 from .contiguous import contiguous, num_microbatches, share
 
@@ -30,12 +30,10 @@ def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]]) -> dict[str
         language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> slots of the language model.
     """
     result: dict[str, Replicas] = {}
-    for name, module in plan.modules.items():
-        if name == LANGUAGE_MODEL:
-            result[name] = tuple(tuple(replica) for replica in language)
-            continue
-        groups = gcd(module.dp_size, len(language))
-        sources, takers = len(language) // groups, module.dp_size // groups
+    for name in encoders_of(plan):
+        dp_size = plan.modules[name].dp_size
+        groups = gcd(dp_size, len(language))
+        sources, takers = len(language) // groups, dp_size // groups
         replicas = []
         for group in range(groups):
             members = language[group * sources : (group + 1) * sources]
@@ -43,6 +41,7 @@ def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]]) -> dict[str
             for part in range(takers):
                 replicas.append(tuple(share(slots, part, takers, turn) for turn, slots in enumerate(pooled)))
         result[name] = tuple(replicas)
+    result[LANGUAGE_MODEL] = tuple(tuple(replica) for replica in language)
     return result
 
 
@@ -204,15 +203,17 @@ class _Pipeline:
 
     @classmethod
     def longest(cls, plan: ParallelPlan, workloads: Workloads) -> _Pipeline:
-        """From the encoder with most stages to the end of the language model."""
-        encoders = [edge.source for edge in plan.edges if edge.target == LANGUAGE_MODEL]
-        encoders = sorted(encoders, key=lambda name: -len(plan.modules[name].replicas[0]))[:1]
+        """From the encoder with most stages to the end of the generator with most stages."""
+        encoders, generators = (
+            sorted(names, key=lambda name: -len(plan.modules[name].replicas[0]))[:1]
+            for names in (encoders_of(plan), generators_of(plan))
+        )
         num_replicas = plan.modules[LANGUAGE_MODEL].dp_size
         times, ratios = [], []
-        for name in (*encoders, LANGUAGE_MODEL):
+        for name in (*encoders, LANGUAGE_MODEL, *generators):
             module = plan.modules[name]
             for stage in module.replicas[0]:
-                # An encoder with fewer replicas works for several of the language model's, one with more shares.
+                # A module with fewer replicas works for several of the language model's, one with more shares.
                 share_of_time = stage.num_layers / module.num_layers * num_replicas / module.dp_size
                 times.append(workloads.forward_ms[name] * share_of_time / len(stage.all_ranks))
                 ratios.append(workloads.backward_ratio.get(name, 2.0))

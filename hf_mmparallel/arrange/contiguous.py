@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of
 from ..plan.step_plan import Slots
 
 
@@ -34,15 +34,14 @@ def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -
         stop = min(start + microbatch_size, num_samples)
         language[block % dp_size][block // dp_size] = tuple(range(start, stop))
     microbatches: dict[str, tuple[tuple[Slots, ...], ...]] = {}
-    for name, module in plan.modules.items():
-        if name == LANGUAGE_MODEL:
-            microbatches[name] = tuple(tuple(replica) for replica in language)
-            continue
-        by_index = [[slot for replica in language for slot in replica[index]] for index in range(count)]
+    by_index = [[slot for replica in language for slot in replica[index]] for index in range(count)]
+    for name in encoders_of(plan):
+        copies = plan.modules[name].dp_size
         microbatches[name] = tuple(
-            tuple(share(slots, replica, module.dp_size, turn) for turn, slots in enumerate(by_index))
-            for replica in range(module.dp_size)
+            tuple(share(slots, replica, copies, turn) for turn, slots in enumerate(by_index))
+            for replica in range(copies)
         )
+    microbatches[LANGUAGE_MODEL] = tuple(tuple(replica) for replica in language)
     return microbatches
 
 

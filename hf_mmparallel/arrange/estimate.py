@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Stage
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Stage, encoders_of, generators_of
 
 
 def stage_share(plan: ParallelPlan, module: str, stage: Stage) -> float:
@@ -23,7 +23,8 @@ class Pipeline:
     The stages that a microbatch passes, and the time that each takes.
 
     The first replica of each module stands for all of its replicas. Encoders are chains side by side that end right
-    before the language model. A stage on ranks that another module uses, too, adds to the time of that module's stage.
+    before the language model, generators chains side by side that start right behind it. A stage on ranks that another
+    module uses, too, adds to the time of that module's stage.
 
     Args:
         modules (`tuple[str, ...]`): Names.
@@ -49,7 +50,8 @@ class Pipeline:
         chains: dict[str, list[int]] = {}
         costs: list[tuple[str, int, float]] = []
         count = 0
-        for name in reversed(list(plan.modules)):
+        encoders, generators = encoders_of(plan)[::-1], generators_of(plan)
+        for name in (LANGUAGE_MODEL, *encoders, *generators):
             stages, chains[name] = plan.modules[name].replicas[0], []
             places: list[int] = []
             for stage in stages:
@@ -65,16 +67,21 @@ class Pipeline:
         for name, place, share in costs:
             shares[name][place] += share
 
-        language = chains.pop(LANGUAGE_MODEL)
-        encoders = [chain for chain in chains.values() if chain]
-        longest = max(map(len, encoders), default=0)
+        language = chains[LANGUAGE_MODEL]
+        fronts = [chains[name] for name in encoders if chains[name]]
+        ends = [chains[name] for name in generators if chains[name]]
+        longest = max(map(len, fronts), default=0)
+        starts = [(longest - len(chain), chain) for chain in fronts]
+        starts += [(longest, language), *((longest + len(language), chain) for chain in ends)]
         depth: list[int] = [0] * count
         before: list[tuple[int, ...]] = [()] * count
-        for start, chain in [(longest, language), *((longest - len(chain), chain) for chain in encoders)]:
+        for start, chain in starts:
             for index, place in enumerate(chain):
                 depth[place] = start + index
                 before[place] = tuple(chain[index - 1 : index])
-        before[language[0]] = tuple(chain[-1] for chain in encoders)
+        before[language[0]] = tuple(chain[-1] for chain in fronts)
+        for chain in ends:
+            before[chain[0]] = (language[-1],)
         return cls(
             tuple(plan.modules),
             tuple(float(backward_ratio[name]) for name in plan.modules),
@@ -154,11 +161,14 @@ def _waits(pipeline: Pipeline, count: int) -> tuple[NDArray, NDArray]:
     are next to it on the way of the microbatch.
     """
     slots, stages = pipeline.slots(count), np.arange(len(pipeline.depth))
-    inputs = max(2, 1 + max(map(len, pipeline.before)))
+    takers = np.bincount([source for sources in pipeline.before for source in sources], minlength=1)
+    inputs = 1 + max(1, *map(len, pipeline.before), int(takers.max()))
     waits = np.broadcast_to(stages, (int(slots.max()) + 1, inputs, len(stages))).copy()
+    known = [0] * len(stages)
     for stage, sources in enumerate(pipeline.before):
         for number, source in enumerate(sources):
             waits[slots[0, :, stage], 1 + number, stage] = source
             if pipeline.backwards[source]:
-                waits[slots[1, :, source], 1, source] = stage
+                known[source] += 1
+                waits[slots[1, :, source], known[source], source] = stage
     return slots, waits

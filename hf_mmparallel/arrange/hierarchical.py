@@ -24,7 +24,7 @@ from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
 from .replicas import assign_replicas
 from .sizes import LARGEST, Sizes, best_count, best_sizes
-from .tracks import Track, paces_of, tracks_of
+from .tracks import Track, cut, generator_tracks, paces_of, tracks_of
 
 _LANGUAGE_EVEN = 0.5  # what the language model counts between microbatches, where encoders come first and count 1
 _EXCHANGES = 20  # most rounds of them for each of the weights
@@ -71,8 +71,10 @@ class Batch:
         self.language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
         self.dp_size = plan.modules[LANGUAGE_MODEL].dp_size
         self.tracks = tracks_of(plan, workloads, self.pipeline.bottleneck)
-        self.work = np.stack([np.zeros(len(self.language)), *(track.work for track in self.tracks)], axis=1)[:, 1:]
-        self.encoded = (self.work > 0).any(axis=1)
+        self.generators = generator_tracks(plan, workloads, self.pipeline.bottleneck)
+        self.around = (*self.tracks, *self.generators)
+        self.work = np.stack([np.zeros(len(self.language)), *(track.work for track in self.around)], axis=1)[:, 1:]
+        self.busy = (self.work > 0).any(axis=1)
         self.limits = {name: limit for name, limit in workloads.max_tokens.items() if name in plan.modules}
         for name, limit in self.limits.items():
             largest = int(workloads.tokens[name].max(initial=0))
@@ -85,7 +87,7 @@ class Batch:
 
     @cached_property
     def totals(self) -> NDArray:
-        """Work `[replicas, 1 + tracks]` of the language model and of each track."""
+        """Work `[replicas, 1 + tracks]` of the language model and of each track, generators last."""
         columns = [self.language, *self.work.T]
         return np.stack([np.bincount(self.replica, column, self.dp_size) for column in columns], axis=1)
 
@@ -129,7 +131,7 @@ class Batch:
     def best_count(self, count: int) -> int:
         """At most `count` microbatches: fewer where single samples are so large that others would wait for them."""
         heaviest = {}
-        for name in (name for track in self.tracks for name in track.modules):
+        for name in (name for track in self.around for name in track.modules):
             work = np.asarray(self.workloads.forward_ms[name], dtype=float)
             order = np.argsort(-work, kind="stable")
             own = np.append(work[order], 0.0)[padded(self.replica[order], self.dp_size)][:, :_HEAVIEST]
@@ -157,18 +159,23 @@ class Batch:
         bins = self._spread(bins, count) if spread else self._ordered(bins, encoder_sizes, language_sizes)
         targets = self.totals[:, :1] * language_sizes / count
         nothing = np.zeros(len(bins), dtype=bool)
-        room = self.room([LANGUAGE_MODEL])
+        room = _as_one(self.room([LANGUAGE_MODEL, *(name for track in self.generators for name in track.modules)]))
         microbatch = bins + defer(self.replica * count + bins, self.language, nothing, targets, _SWEEPS, room)
         encoder = tuple(self._balanced(track, bins, microbatch, encoder_sizes) for track in self.tracks)
         copies = tuple(
             track.copies(self.replica, own, count, self.room(list(track.modules), per_copy=True))
             for track, own in zip(self.tracks, encoder, strict=True)
         )
+        for track in self.generators:  # whether what the language model takes fits them
+            track.copies(self.replica, microbatch, count, self.room(list(track.modules), per_copy=True))
         return Placement(count, microbatch, encoder, copies)
 
     def _stratified(self, sizes: NDArray, language_sizes: NDArray, language_weight: float) -> NDArray:
-        """The microbatch of each sample by its work in encoders; samples without any fill up the language model."""
-        count, some = len(sizes), np.flatnonzero(self.encoded)
+        """
+        The microbatch of each sample by its work in encoders and generators; samples without any fill up the language
+        model.
+        """
+        count, some = len(sizes), np.flatnonzero(self.busy)
         replica, work = self.replica[some], np.append(self.work[some], self.language[some, None], axis=1)
         sums = np.stack([_sums(replica, column, self.dp_size) for column in work.T], axis=1)
         work /= np.maximum(sums.max(axis=0), 1e-300)
@@ -189,7 +196,7 @@ class Batch:
         bins = np.zeros(len(self.replica), np.int64)
         bins[some] = found - replica * count
 
-        rest = np.flatnonzero(~self.encoded)
+        rest = np.flatnonzero(~self.busy)
         loads = self._loads(found, self.language[some], count)[:, :, None]
         used = None
         if room is not None:
@@ -225,14 +232,14 @@ class Batch:
 
     def _spread(self, bins: NDArray, count: int) -> NDArray:
         """
-        The same microbatches in an order where those of replicas that share an encoder fit beside each other: the
-        largest first, each to the place where its encoders have most room.
+        The same microbatches in an order where those of replicas that share an encoder or a generator fit beside each
+        other: the largest first, each to the place where these have most room.
         """
-        shared = [(name, track) for track in self.tracks for name in track.modules if name in self.limits]
+        shared = [(name, track) for track in self.around for name in track.modules if name in self.limits]
         if not shared:
             return bins
         places = self.replica * count + bins
-        # What each microbatch takes of all that an encoder has at one place `[encoders, replicas, count]`.
+        # What each microbatch takes of all that a module has at one place `[modules, replicas, count]`.
         taken = np.stack(
             [
                 self._loads(places, self.workloads.tokens[name], count) / (self.limits[name] * track.num_copies)
@@ -240,11 +247,11 @@ class Batch:
             ]
         )
         groups = np.stack([np.arange(self.dp_size) // track.num_served for _, track in shared])
-        used, encoder = np.zeros((len(shared), self.dp_size, count)), np.arange(len(shared))
+        used, module = np.zeros((len(shared), self.dp_size, count)), np.arange(len(shared))
         place, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
         for index in np.argsort(-taken.max(axis=0), axis=None, kind="stable").tolist():
             replica, number = divmod(index, count)
-            own = encoder, groups[:, replica]
+            own = module, groups[:, replica]
             after = (used[own] + taken[:, replica, number, None]).max(axis=0)
             best = int(np.where(free[replica], after, np.inf).argmin())
             used[(*own, best)] += taken[:, replica, number]
@@ -259,7 +266,7 @@ class Batch:
         different modules, are computed at the same time, they hold them up once.
         """
         count, loads = language.shape[1], {}
-        for name in (name for track in self.tracks for name in track.modules):
+        for name in (name for track in self.around for name in track.modules):
             scale = self.dp_size / self.plan.modules[name].dp_size
             work = np.asarray(self.workloads.forward_ms[name], dtype=float)
             loads[name] = scale * self._loads(self.replica * count + bins, work, count)
@@ -296,15 +303,13 @@ class Batch:
         return result
 
     def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[Slots, ...], ...]]:
-        """Module -> replica -> microbatch -> slots."""
+        """Module -> replica -> microbatch -> slots, of encoders and language model."""
         count, result = placement.count, {}
         for track, encoder, copy in zip(self.tracks, placement.encoder, placement.copy, strict=True):
-            some = np.flatnonzero(track.work > 0)
-            found = _cut(some, (copy * count + encoder)[some], track.dp_size, count)
-            result.update(dict.fromkeys(track.modules, found))
+            result.update(dict.fromkeys(track.modules, track.microbatches(copy, encoder, count)))
         places = self.replica * count + placement.microbatch
-        result[LANGUAGE_MODEL] = _cut(np.arange(len(places)), places, self.dp_size, count)
-        return {name: result[name] for name in self.plan.modules}
+        result[LANGUAGE_MODEL] = cut(np.arange(len(places)), places, self.dp_size, count)
+        return result
 
 
 def _sums(places: NDArray, weights: NDArray, size: int) -> NDArray:
@@ -321,12 +326,11 @@ def _lower_half(weights: NDArray, replica: NDArray) -> NDArray:
     return 2 * place >= counts[replica]
 
 
-def _cut(slots: NDArray, places: NDArray, dp_size: int, count: int) -> tuple[tuple[Slots, ...], ...]:
-    """Replica -> microbatch -> slots, ascending."""
-    flat = slots[np.argsort(places, kind="stable")].tolist()
-    stops = np.cumsum(np.bincount(places, minlength=dp_size * count)).tolist()
-    found = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-    return tuple(tuple(found[first : first + count]) for first in range(0, dp_size * count, count))
+def _as_one(room: Room | None) -> Room | None:
+    """One limit within which all limits hold: of each item counts what it takes most of."""
+    if room is None or len(room.limits) == 1:
+        return room
+    return Room((room.sizes / np.maximum(room.limits, 1)).max(axis=1, keepdims=True), np.ones(1))
 
 
 def hierarchical(
@@ -345,7 +349,8 @@ def hierarchical(
     The number of microbatches is that of the contiguous arrangement, more where limits of tokens need it, fewer where
     single samples are so large that an estimate of the step's time says so. Targets are equal, and those of the
     encoders come first, as in Entrain (sections 4.3 and 4.5). Where replicas share an encoder and do not fit beside
-    each other in it, microbatches are ordered by that instead of in pairs.
+    each other in it, microbatches are ordered by that instead of in pairs. Generators take what the language model
+    takes; their work counts in steps 1 and 2 as that of encoders does.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -356,8 +361,9 @@ def hierarchical(
             modules alike. The step is shorter, but the microbatches in its middle are larger.
 
     Returns:
-        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> the slots it takes.
-        A sample is in its microbatch of the language model or one before in every module that has work for it.
+        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> the slots it takes, of
+        encoders and language model. A sample is in its microbatch of the language model or one before in every encoder
+        that has work for it.
 
     Raises:
         `ValueError`: If samples do not fit into microbatches of at most `workloads.max_tokens` tokens.

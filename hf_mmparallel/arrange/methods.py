@@ -10,6 +10,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
 from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
+from .generators import generated
 from .hierarchical import hierarchical, tapered
 
 Microbatches = Mapping[str, tuple[tuple[Slots, ...], ...]]
@@ -36,6 +37,8 @@ def arrange_step(
     """
     Arranges a global batch. Its samples and its gradient are the same whatever the method, only the order differs.
 
+    The method arranges encoders and language model; generators take what the language model takes, see [`generated`].
+
     Args:
         plan (`ParallelPlan`): The plan.
         samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
@@ -50,13 +53,14 @@ def arrange_step(
     """
     _check_workloads(samples, workloads)
     found = ARRANGEMENTS[method](plan, workloads, microbatch_size)
+    found = {**found, **generated(plan, workloads, found[LANGUAGE_MODEL])}
     busy = {name: workloads.forward_ms[name] > 0 for name in found if name != LANGUAGE_MODEL}
     microbatches = {
         name: tuple(
             tuple(tuple(slot for slot in slots if name == LANGUAGE_MODEL or busy[name][slot]) for slots in replica)
             for replica in replicas
         )
-        for name, replicas in found.items()
+        for name, replicas in ((name, found[name]) for name in plan.modules)
     }
     targets: dict[str, tuple[str, ...]] = {}
     for edge in plan.edges:

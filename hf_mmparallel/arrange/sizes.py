@@ -108,7 +108,9 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     """
     work = np.exp(_STEP * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
     costs = pipeline.costs * work[:, None]
-    kinds = [int(name == LANGUAGE_MODEL) for name in pipeline.modules]
+    # Generators take the language model's microbatches.
+    language = pipeline.modules.index(LANGUAGE_MODEL)
+    kinds = [int(place >= language) for place in range(len(pipeline.modules))]
     by_kind = np.stack([costs[:, [kind == own for own in kinds]].sum(axis=1) for kind in range(2)], axis=1)
     slots, num_stages = pipeline.slots(count), len(pipeline.depth)
     end = 2 * count + 2 * num_stages * count

@@ -1,16 +1,17 @@
-"""Encoders as the arrangement sees them: those on the same ranks, with as many replicas, count as one."""
+"""Encoders and generators as the arrangement sees them: those on the same ranks, with as many replicas, are one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of, generators_of
+from ..plan.step_plan import Slots
 from .estimate import stage_share
 from .exchange import Room, exchange
 from .greedy import fill_bins
@@ -21,13 +22,13 @@ _EXCHANGES = 4  # rounds between the replicas that share a microbatch
 @dataclass(frozen=True)
 class Track:
     """
-    Encoders on the same ranks, which take turns there.
+    Encoders, or generators, on the same ranks, which take turns there.
 
-    Replicas are in groups, as many as divide the numbers of replicas of the encoders and of the language model: the
-    encoder replicas of a group serve the language-model replicas of the same group, so that a rank has few partners.
+    Replicas are in groups, as many as divide the numbers of replicas of these modules and of the language model: the
+    replicas of a group serve the language-model replicas of the same group, so that a rank has few partners.
 
     Args:
-        modules (`tuple[str, ...]`): The encoders.
+        modules (`tuple[str, ...]`): The encoders, or the generators.
         work (`numpy.ndarray` of shape `[num_samples]`): Time of each sample on their slowest stages.
         dp_size (`int`): Replicas of each of them.
         num_groups (`int`): Groups of replicas.
@@ -42,7 +43,7 @@ class Track:
 
     @property
     def num_copies(self) -> int:
-        """Encoder replicas of a group."""
+        """Replicas of a group."""
         return self.dp_size // self.num_groups
 
     @property
@@ -52,7 +53,7 @@ class Track:
 
     def copies(self, replica: NDArray, microbatch: NDArray, count: int, room: Room | None) -> NDArray:
         """
-        Divides the microbatches of each group among its encoder replicas.
+        Divides the microbatches of each group among its replicas.
 
         Args:
             replica (`numpy.ndarray` of shape `[num_samples]`): Language-model replica of each sample.
@@ -61,7 +62,7 @@ class Track:
             room ([`Room`], *optional*): Limits of a microbatch.
 
         Returns:
-            `numpy.ndarray`: Encoder replica of each sample, int64 `[num_samples]`; of samples without work, any.
+            `numpy.ndarray`: The track's replica of each sample, int64 `[num_samples]`; of samples without work, any.
 
         Raises:
             `NoRoomError`: If a microbatch does not fit.
@@ -84,6 +85,19 @@ class Track:
         result[some] += taker[place, part]
         return result
 
+    def microbatches(self, copy: NDArray, microbatch: NDArray, count: int) -> tuple[tuple[Slots, ...], ...]:
+        """
+        Args:
+            copy (`numpy.ndarray` of shape `[num_samples]`): The track's replica of each sample.
+            microbatch (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
+            count (`int`): Microbatches.
+
+        Returns:
+            `tuple[tuple[tuple[int, ...], ...], ...]`: Replica -> microbatch -> slots with work, ascending.
+        """
+        some = np.flatnonzero(self.work > 0)
+        return cut(some, (copy * count + microbatch)[some], self.dp_size, count)
+
     def _takers(self, sums: NDArray) -> NDArray:
         """Who takes each part `[groups, count, copies]`: the heaviest of a microbatch goes to who has least so far."""
         total, taker = np.zeros(sums[:, 0].shape), np.empty(sums.shape, np.int64)
@@ -94,6 +108,14 @@ class Track:
             added = np.take_along_axis(sums[:, index], parts, 1)
             np.put_along_axis(total, takers, np.take_along_axis(total, takers, 1) + added, 1)
         return taker
+
+
+def cut(slots: NDArray, places: NDArray, dp_size: int, count: int) -> tuple[tuple[Slots, ...], ...]:
+    """Replica -> microbatch -> slots, ascending; the place of a slot is `replica * count + microbatch`."""
+    flat = slots[np.argsort(places, kind="stable")].tolist()
+    stops = np.cumsum(np.bincount(places, minlength=dp_size * count)).tolist()
+    found = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+    return tuple(tuple(found[first : first + count]) for first in range(0, dp_size * count, count))
 
 
 class _ByIdentity:
@@ -111,13 +133,13 @@ class _ByIdentity:
         return isinstance(other, _ByIdentity) and self.plan is other.plan
 
 
-@lru_cache(maxsize=16)
-def _together(key: _ByIdentity) -> tuple[tuple[str, ...], ...]:
-    """The encoders; those on the same ranks are together if they have as many replicas as each other."""
+@lru_cache(maxsize=32)
+def _together(key: _ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The modules; those on the same ranks are together if they have as many replicas as each other."""
+    modules = {name: key.plan.modules[name] for name in names}
     ranks = {
         name: {(module.dp_size, rank) for _, _, stage in module.stages() for rank in stage.all_ranks}
-        for name, module in key.plan.modules.items()
-        if name != LANGUAGE_MODEL
+        for name, module in modules.items()
     }
     found: list[tuple[str, ...]] = []
     for name in ranks:
@@ -141,16 +163,27 @@ def paces_of(plan: ParallelPlan) -> NDArray:
 
 def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:
     """
-    The tracks of a plan.
+    The tracks of the encoders of a plan.
 
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): What samples cost.
         weight (`Mapping[str, float]`): Module -> what a millisecond of its forward counts.
     """
+    return _tracks(plan, workloads, weight, encoders_of(plan))
+
+
+def generator_tracks(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:
+    """The tracks of the generators of a plan, see [`tracks_of`]."""
+    return _tracks(plan, workloads, weight, generators_of(plan))
+
+
+def _tracks(
+    plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float], modules: tuple[str, ...]
+) -> tuple[Track, ...]:
     language_dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     tracks = []
-    for names in _together(_ByIdentity(plan)):
+    for names in _together(_ByIdentity(plan), modules):
         work = np.sum([np.asarray(workloads.forward_ms[name], dtype=float) * weight[name] for name in names], axis=0)
         dp_size = plan.modules[names[0]].dp_size
         groups = math.gcd(language_dp_size, dp_size)

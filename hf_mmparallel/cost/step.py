@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
 from ..schedule import Task
 from ..schedule.actions import Message
 from .analytic import DTYPE_BYTES
@@ -53,9 +53,10 @@ class StepCost:
         if message.kind == "grad":
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk][0]
+        part = self.costs.spec.modules[before.module]
         if message.crosses_boundary:
-            num_tokens = message_tokens(self.step, self.sizes, before, after)
-        num_bytes = self.costs.value_bytes * num_tokens * self.costs.spec.modules[after.module].hidden_size
+            num_tokens, part = message_tokens(self.step, self.sizes, before, after), self.costs.spec.language_model
+        num_bytes = self.costs.value_bytes * num_tokens * part.hidden_size
         grids = [self.plan.stage(*task.stage_key).all_ranks for task in (before, after)]
         return num_bytes / min(map(len, grids)) / self.costs.device.link_bytes_per_ms(chain(*grids))
 
@@ -73,13 +74,15 @@ class StepCost:
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
     """
-    At most so many rows of features go from the chunk of `before` to that of `after`: a row for each token of the
-    encoder's layers, which may merge into fewer, and no more than the module that takes them has tokens for.
+    At most so many rows, as wide as the language model, go from the chunk of `before` to that of `after`. From an
+    encoder that is a row for each token of its layers, which may merge into fewer, and no more than the language model
+    has tokens for; to a generator the hidden states of all tokens that the language model has of the samples.
     """
     slots = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
     taken = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
     shared = sorted(set(slots) & set(taken))
-    return int(np.minimum(sizes.tokens[before.module][shared], sizes.tokens[after.module][shared]).sum())
+    ends = {before.module, LANGUAGE_MODEL}
+    return int(np.min([sizes.tokens[name][shared] for name in ends], axis=0).sum())
 
 
 def chunk_sizes(step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, tuple[float, float]]:

@@ -5,6 +5,7 @@ from .ownership import Holding, SyncGroup, holdings, stage_holds, stage_paramete
 from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .resolve import check_plan, check_world_size, plan_for_model, resolve_plan
+from .sides import encoders_of, generators_of
 from .sizes import SampleSizes, Workloads
 from .step_plan import StepPlan
 
@@ -29,6 +30,8 @@ __all__ = [
     "Workloads",
     "check_plan",
     "check_world_size",
+    "encoders_of",
+    "generators_of",
     "holdings",
     "plan_for_model",
     "resolve_plan",

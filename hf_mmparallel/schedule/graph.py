@@ -50,9 +50,9 @@ class GradientFlow:
         """Whether the stage sends a gradient to the stage before it."""
         return stage > 0 and self._backward[module, replica, stage - 1]
 
-    def feature_needs_grad(self, encoder: str) -> bool:
-        """Whether the features of `encoder` need a gradient."""
-        return self._features[encoder]
+    def feature_needs_grad(self, module: str) -> bool:
+        """Whether what `module` hands to another one, such as the features of an encoder, needs a gradient."""
+        return self._features[module]
 
     def has_backward(self, module: str, replica: int, stage: int) -> bool:
         """Whether the stage runs backwards: it is trainable or an input of it needs a gradient."""

@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from ..plan import ParallelPlan, StepPlan
+from ..plan import ParallelPlan, StepPlan, encoders_of
 from .actions import StageKey, Task
 from .graph import TaskGraph
 
@@ -66,10 +66,10 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """
     How many microbatches may be in flight on each stage under 1F1B.
 
-    In the language model that is [`stage_depths`]. An encoder must be ahead by all that the microbatches in flight
-    behind it take, while it keeps all whose last gradient comes from them: when every sample is taken in its own
-    microbatch that is the depth again, one more when some are taken a microbatch later, and more where an encoder has
-    more microbatches than the module behind it.
+    In generators and the language model that is [`stage_depths`]. An encoder must be ahead by all that the
+    microbatches in flight behind it take, while it keeps all whose last gradient comes from them: when every sample is
+    taken in its own microbatch that is the depth again, one more when some are taken a microbatch later, and more where
+    an encoder has more microbatches than the module behind it.
 
     Args:
         plan (`ParallelPlan`): The layout.
@@ -104,7 +104,7 @@ def _microbatch_of_slot(replicas: Sequence[Sequence[Sequence[int]]], num_slots: 
 
 def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:
     """
-    The most microbatches that an encoder must be ahead of `depth` microbatches behind it, at any time.
+    The most microbatches that a module must be ahead of `depth` microbatches behind it, at any time.
 
     Args:
         indices (`np.ndarray`): int64 `[num_slots]`: for each of its samples, the microbatch that it is in.
@@ -137,8 +137,8 @@ def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
     """
-    sources = {edge.source for edge in plan.edges}
-    return {key: cap + 2 * (key[0] in sources) for key, cap in live_caps(plan, step).items()}
+    encoders = encoders_of(plan)
+    return {key: cap + 2 * (key[0] in encoders) for key, cap in live_caps(plan, step).items()}
 
 
 def policy_caps(

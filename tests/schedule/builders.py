@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
-    Edge,
     FeatureSpec,
     ModelSpec,
     ModulePlan,
@@ -54,7 +53,7 @@ def make_plan(
         name: module_spec(name, feature_layers=() if name == LANGUAGE_MODEL else (0,)) for name in modules
     }
     spec = ModelSpec(specs, tied=tied or {})
-    plans = {}
+    plans: dict[str, ModulePlan] = {}
     for name, replicas in modules.items():
         rows = []
         for ranks in replicas:
@@ -64,24 +63,18 @@ def make_plan(
             trainable = trainable_stages(specs[name], spec.tied, ranges)
             rows.append(tuple(Stage(c, (r,), t) for c, r, t in zip(ranges, ranks, trainable, strict=True)))
         plans[name] = ModulePlan(tuple(rows))
-    edges = tuple(
-        Edge(name, LANGUAGE_MODEL, tuple(f.layer for f in module.features))
-        for name, module in specs.items()
-        if module.features
-    )
-    return spec, ParallelPlan(plans, edges, schedule)
+    return spec, ParallelPlan(plans, spec.edges, schedule)
 
 
-def make_step(microbatches: dict[str, list[list[list[int]]]]) -> StepPlan:
-    """`microbatches[module][replica][microbatch]` are slots."""
+def make_step(microbatches: dict[str, list[list[list[int]]]], generators: tuple[str, ...] = ()) -> StepPlan:
+    """`microbatches[module][replica][microbatch]` are slots; what is neither language model nor generator encodes."""
     frozen = {
         name: tuple(tuple(tuple(slots) for slots in replica) for replica in replicas)
         for name, replicas in microbatches.items()
     }
     count = sum(len(slots) for replica in frozen[LANGUAGE_MODEL] for slots in replica)
-    return StepPlan(
-        tuple(range(count)), frozen, {name: (LANGUAGE_MODEL,) for name in frozen if name != LANGUAGE_MODEL}
-    )
+    targets = {name: (LANGUAGE_MODEL,) for name in frozen if name not in (LANGUAGE_MODEL, *generators)}
+    return StepPlan(tuple(range(count)), frozen, {**targets, **({LANGUAGE_MODEL: generators} if generators else {})})
 
 
 def chain(num_stages: int, num_microbatches: int, schedule: Schedule = "1f1b") -> Case:
