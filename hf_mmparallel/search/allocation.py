@@ -80,7 +80,7 @@ def proportional_allocations(
         `numpy.ndarray`: int64 `[num_works, num_modules]`.
 
     Raises:
-        `ValueError`: If there are too few ranks.
+        `ValueError`: If there are too few ranks, or a work is not a number of at least 0 or all of them are 0.
     """
     num_modules = work.shape[1]
     if minimum < 1 or num_ranks < num_modules * minimum:
@@ -88,7 +88,10 @@ def proportional_allocations(
             f"{num_ranks} ranks are not {max(minimum, 1)} for each of {num_modules} modules. "
             "Use more ranks for a replica, or a smaller `dp_size`."
         )
-    shares = work * (num_ranks / work.sum(axis=1, keepdims=True))
+    total = work.sum(axis=1, keepdims=True)
+    if not ((work >= 0).all() and np.isfinite(total).all() and (total > 0).all()):
+        raise ValueError(f"Works are from {work.min()} to {work.max()}. Each is at least 0, some of a batch above 0.")
+    shares = work * (num_ranks / total)
     taken = num_modules * minimum
     # Both are on the way that one by one takes: what all have when the need has come down to some level.
     if rounding == "fastest":

@@ -87,15 +87,15 @@ def exhaustive(modules, num_ranks, batch_size, memory_bytes, microbatch_size=1):
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases())
-def test_no_whole_layout_is_faster(case):
+@given(cases(), st.sampled_from([1, 1, 2]))
+def test_no_whole_layout_is_faster(case, microbatch_size):
     modules, num_ranks, batch_size, memory_bytes = case
-    best = exhaustive(modules, num_ranks, batch_size, memory_bytes)
+    best = exhaustive(modules, num_ranks, batch_size, memory_bytes, microbatch_size)
     if not np.isfinite(best):
         with pytest.raises(ValueError, match="GiB"):
-            allocate(modules, num_ranks, batch_size, memory_bytes, tp_sizes=(1, 2))
+            allocate(modules, num_ranks, batch_size, memory_bytes, microbatch_size, (1, 2))
         return
-    found = allocate(modules, num_ranks, batch_size, memory_bytes, tp_sizes=(1, 2))
+    found = allocate(modules, num_ranks, batch_size, memory_bytes, microbatch_size, (1, 2))
     assert found.iteration_ms == pytest.approx(best, rel=1e-7)
     assert found.relaxed_ms <= found.iteration_ms <= found.rounded_ms * (1 + 1e-7)
     assert found.num_ranks <= num_ranks
