@@ -465,19 +465,31 @@ def prepare_stages(
     return {key: ModuleStage(model, spec, key[0], stage.layers, parts) for key, stage in owned.items()}
 
 
-def _check_selected_layers(model: PreTrainedModel, module: ModuleSpec, plan: ParallelPlan) -> None:
-    """Raises `ValueError` if the config selects a hidden state that the encoder's last stage does not see."""
+def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int | None:
+    """
+    The first hidden state of an encoder that the model's config selects, `None` where it selects none.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        module (`ModuleSpec`): The encoder.
+    """
     selected = getattr(model.config, "vision_feature_layer", None)
     if selected is None or getattr(model.get_submodule(module.tower), "config", None) is not getattr(
         model.config, "vision_config", None
     ):
+        return None
+    return min(index % (module.num_layers + 1) for index in ([selected] if isinstance(selected, int) else selected))
+
+
+def _check_selected_layers(model: PreTrainedModel, module: ModuleSpec, plan: ParallelPlan) -> None:
+    """Raises `ValueError` if the config selects a hidden state that the encoder's last stage does not see."""
+    earliest = earliest_selected_layer(model, module)
+    if earliest is None:
         return
-    count = module.num_layers + 1
-    indices = [index % count for index in ([selected] if isinstance(selected, int) else selected)]
     for replica in plan.modules[module.name].replicas:
-        if min(indices) < replica[-1].layers[0]:
+        if earliest < replica[-1].layers[0]:
             raise ValueError(
-                f"`vision_feature_layer={selected}` selects hidden state {min(indices)}, which the last stage of "
-                f"`{module.name}` (layers {replica[-1].layers}) does not see. Use `pp_size=1` or `layers_per_stage` "
-                f"that put layer {min(indices)} in the last stage."
+                f"`vision_feature_layer={model.config.vision_feature_layer}` selects hidden state {earliest}, which "
+                f"the last stage of `{module.name}` (layers {replica[-1].layers}) does not see. Use `pp_size=1` or "
+                f"`layers_per_stage` that put layer {earliest} in the last stage."
             )

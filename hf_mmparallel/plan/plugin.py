@@ -18,6 +18,10 @@ from .parallel_plan import (
     Schedule,
 )
 
+AUTO = "auto"
+SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
+CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
+
 
 def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) -> None:
     """Raises `ValueError` naming the nearest known key for the first key that is not known."""
@@ -58,6 +62,9 @@ class ModulePlugin:
         peft_config (*optional*): A `peft` config, or its dict, for adapters in this module.
         attn_implementation (`str`, *optional*): The attention function of this module's config.
         zero_stage (`int`, *optional*, defaults to 0): Optimizer sharding over the copies. Only 0 is built.
+        named (`frozenset[str]`, *optional*):
+            Settings that were written down, those with their default among them; [`~ModulePlugin.from_dict`] fills it.
+            A search keeps to them.
     """
 
     dp_size: int = 1
@@ -74,6 +81,7 @@ class ModulePlugin:
     cp_method: str = "lpt"
     cp_mode: str = "auto"
     cp_block: int = 128
+    named: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self):
         if self.layers_per_stage is not None:
@@ -118,11 +126,11 @@ class ModulePlugin:
         return ContextSettings(self.cp_method, self.cp_mode, self.cp_block)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, as plain data."""
+        """The settings that were written down or differ from their defaults, as plain data."""
         result = {}
-        for f in dataclasses.fields(self):
+        for f in _settings(type(self)):
             value = getattr(self, f.name)
-            if value != f.default:
+            if value != f.default or f.name in self.named:
                 result[f.name] = value.to_dict() if hasattr(value, "to_dict") else value
         return result
 
@@ -130,8 +138,13 @@ class ModulePlugin:
     def from_dict(cls, data: Mapping[str, Any] | ModulePlugin) -> ModulePlugin:
         if isinstance(data, ModulePlugin):
             return data
-        reject_unknown_keys("A `ModulePlugin`", list(data), [f.name for f in dataclasses.fields(cls)])
-        return cls(**data)
+        reject_unknown_keys("A `ModulePlugin`", list(data), [f.name for f in _settings(cls)])
+        return cls(**data, named=frozenset(data))
+
+
+def _settings(cls: type[ModulePlugin]) -> list[dataclasses.Field]:
+    """The fields that a user writes."""
+    return [f for f in dataclasses.fields(cls) if f.name != "named"]
 
 
 @dataclass
@@ -146,12 +159,20 @@ class MultimodalParallelPlugin:
         num_microbatches (`int`, *optional*):
             Microbatches of each language-model replica; for plans without a Trainer, where the batch sizes give it.
         plan (`ParallelPlan`, *optional*): A finished plan; then `modules` may only hold settings, no sizes.
+        auto (`bool`, *optional*, defaults to `False`):
+            Whether the Trainer searches for the best plan of the model, the dataset and the launched ranks. The sizes
+            that `modules` names, 1 as well, and `activation_checkpointing` are kept; what it leaves out is chosen.
+            `"auto"` in place of a plugin is this without further settings.
+
+    Raises:
+        `ValueError`: For settings that contradict each other.
     """
 
     modules: dict[str, ModulePlugin] = field(default_factory=dict)
     schedule: Schedule = "1f1b"
     num_microbatches: int | None = None
     plan: ParallelPlan | None = None
+    auto: bool = False
 
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
@@ -160,6 +181,37 @@ class MultimodalParallelPlugin:
             if module is not None and not isinstance(module, (ModulePlugin, Mapping)):
                 raise ValueError(f"`{name}={module!r}` must be a `ModulePlugin` or a dict of its settings.")
         self.modules = {name: ModulePlugin.from_dict(module or {}) for name, module in self.modules.items()}
+        if self.plan is not None and not isinstance(self.plan, ParallelPlan):
+            raise ValueError(
+                f"`plan={self.plan!r}` is no plan. Leave it out; `auto: true` has the best one searched for."
+            )
+        if self.auto:
+            self._check_auto()
+
+    def _check_auto(self) -> None:
+        """Raises `ValueError` for what a search can't keep to."""
+        for name in ("plan", "num_microbatches"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{name}` is given and to be found, `auto=True`. Leave one of them out.")
+        plain = ModulePlugin()
+        for name, module in self.modules.items():
+            for key in CHOSEN_BY_SEARCH:
+                if getattr(module, key) != getattr(plain, key):
+                    raise ValueError(
+                        f"`{key}={getattr(module, key)}` of `{name}` is chosen by the search, `auto=True`. Leave it "
+                        "out, or lay out all modules without `auto`."
+                    )
+
+    @property
+    def fixed_sizes(self) -> dict[str, dict[str, int]]:
+        """Module -> the sizes that are set, for a search to keep."""
+        plain, found = ModulePlugin(), {}
+        for name, module in self.modules.items():
+            sizes = {key: getattr(module, key) for key in SIZES}
+            own = {key: size for key, size in sizes.items() if key in module.named or size != getattr(plain, key)}
+            if own:
+                found[name] = own
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
@@ -168,14 +220,18 @@ class MultimodalParallelPlugin:
             result["num_microbatches"] = self.num_microbatches
         if self.plan is not None:
             result["plan"] = self.plan.to_dict()
+        if self.auto:
+            result["auto"] = True
         return result
 
     @classmethod
     def from_any(cls, value: Any) -> MultimodalParallelPlugin:
         """
-        Reads what `parallel=` takes: a plugin, a dict of [`ModulePlugin`], the dict form of either, a JSON string, or
-        the path of a YAML or JSON file that holds one of these or a saved [`ParallelPlan`].
+        Reads what `parallel=` takes: `"auto"`, a plugin, a dict of [`ModulePlugin`], the dict form of either, a JSON
+        string, or the path of a YAML or JSON file that holds one of these or a saved [`ParallelPlan`].
         """
+        if value == AUTO:
+            return cls(auto=True)
         if isinstance(value, MultimodalParallelPlugin):
             return value
         if isinstance(value, ParallelPlan):
@@ -183,7 +239,7 @@ class MultimodalParallelPlugin:
         if isinstance(value, (str, Path)):
             value = _read(value)
         if not isinstance(value, Mapping):
-            raise ValueError(f"`parallel={value!r}` must be a dict of modules, a plan's file or a plugin.")
+            raise ValueError(f'`parallel={value!r}` must be "auto", a dict of modules, a plan\'s file or a plugin.')
         if isinstance(value.get("plan"), Mapping):
             value = {**value, "plan": ParallelPlan.from_dict(value["plan"])}
         modules = value.get("modules")
@@ -191,7 +247,7 @@ class MultimodalParallelPlugin:
             isinstance(module, Mapping) and "replicas" in module for module in modules.values()
         ):
             return cls.from_any(ParallelPlan.from_dict(value))
-        if isinstance(modules, Mapping) or "plan" in value:
+        if isinstance(modules, Mapping) or "plan" in value or isinstance(value.get(AUTO), bool):
             reject_unknown_keys("`parallel`", list(value), [f.name for f in dataclasses.fields(cls)])
             return cls(**value)
         return cls(modules=dict(value))
@@ -206,6 +262,6 @@ def _read(source: str | Path) -> Any:
     path = Path(source)
     if not path.is_file():
         raise ValueError(
-            f"`parallel={text!r}` is neither a file nor a JSON object. Give the path of a plan, or a dict."
+            f'`parallel={text!r}` is neither a file nor a JSON object. Give the path of a plan, a dict, or "auto".'
         )
     return yaml.safe_load(path.read_text())

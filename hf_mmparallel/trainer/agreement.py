@@ -1,8 +1,9 @@
-"""What the ranks agree on before a step: which samples can be read."""
+"""What the ranks agree on: what the first of them finds out, and which samples of a step can be read."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,35 @@ from ..data.bad_samples import BadSample, BadSampleError
 from ..data.loader import StepBatch, StepDataset
 
 logger = get_logger(__name__)
+T = TypeVar("T")
+
+
+def from_first_rank(find: Callable[[], T], device: torch.device) -> T:
+    """
+    What the first rank finds, on all ranks. Collective.
+
+    Args:
+        find (`Callable`): Called on the first rank only; what it returns can be pickled.
+        device (`torch.device`): Where collectives of the default group take place.
+
+    Raises:
+        `ValueError`: On all ranks with the sentence of the first, for a `ValueError` or `OSError` there.
+    """
+    if not dist.is_initialized():
+        return find()
+    found: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            found[0] = find()
+        except (OSError, ValueError) as error:
+            failure, found[1] = error, str(error)
+    dist.broadcast_object_list(found, src=0, device=device if dist.get_backend() == "nccl" else None)
+    if failure is not None:
+        raise failure
+    if found[1] is not None:
+        raise ValueError(found[1])
+    return found[0]
 
 
 class SampleAgreement:

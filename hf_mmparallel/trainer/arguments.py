@@ -27,10 +27,13 @@ class MultimodalTrainingArguments(TrainingArguments):
     Args:
         parallel (`dict` or `str`, *optional*):
             The layout: a dict of [`ModulePlugin`] by module, a [`MultimodalParallelPlugin`], the path of a YAML or
-            JSON file, or a JSON string. Without it the stock Trainer runs.
+            JSON file, or a JSON string. `"auto"` searches for the best plan of the model, the training dataset and
+            the launched ranks; `{"auto": True, "modules": {...}}` does so with settings of modules, whose sizes it
+            keeps. Without it the stock Trainer runs.
         global_batch_size (`int`, *optional*):
             Samples of an optimizer step, whatever the layout. By default `per_device_train_batch_size *
-            gradient_accumulation_steps`, times the copies of the language model.
+            gradient_accumulation_steps`, times the copies of the language model; times the number of ranks, as in the
+            stock Trainer, with `parallel="auto"`, which chooses the samples of a microbatch itself.
         packing (`bool`, *optional*, defaults to `False`):
             Puts the samples of a microbatch one after the other in one row, without padding. The language model then
             runs `"bitfield"` attention, in which no sample sees another; losses and weights stay what they are.
@@ -49,6 +52,9 @@ class MultimodalTrainingArguments(TrainingArguments):
         memory_limit_gib (`float`, *optional*):
             Memory of each rank that microbatches are made to fit, by estimate; by default 90 % of that of a GPU whose
             type is known.
+        layer_profile (`str`, *optional*):
+            File of `hf-mmparallel profile` with measured costs of the model's layers, for the search of
+            `parallel="auto"`, the arrangement of samples and predictions; by default costs are counted from shapes.
         on_bad_sample (`str`, *optional*, defaults to `"raise"`):
             What happens to a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
             leaves it out on all ranks, counts it and logs it.
@@ -60,14 +66,15 @@ class MultimodalTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Layout of each module: a dict of module settings, the path of a YAML or JSON file, or a JSON "
-            'string such as \'{"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}\'.'
+            'string such as \'{"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}\'; or "auto", which '
+            "searches for the best plan of the model, the dataset and the launched ranks."
         },
     )
     global_batch_size: int | None = field(
         default=None,
         metadata={
             "help": "Samples of an optimizer step, whatever the layout. By default per_device_train_batch_size x "
-            "gradient_accumulation_steps x the copies of the language model."
+            "gradient_accumulation_steps x the copies of the language model (of ranks with parallel=auto)."
         },
     )
     packing: bool = field(
@@ -100,6 +107,13 @@ class MultimodalTrainingArguments(TrainingArguments):
     memory_limit_gib: float | None = field(
         default=None,
         metadata={"help": "Memory of each rank that microbatches are made to fit; by default 90 %% of a known GPU's."},
+    )
+    layer_profile: str | None = field(
+        default=None,
+        metadata={
+            "help": "File of `hf-mmparallel profile` with measured costs of the model's layers; by default costs are "
+            "counted from shapes."
+        },
     )
     on_bad_sample: str = field(
         default="raise",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from ..arrange import num_microbatches
 from ..callbacks.metrics import hardware_of
-from ..cost import HARDWARE, Hardware, analytic_costs
+from ..cost import HARDWARE, CostModel, Hardware, analytic_costs
 from ..cost.analytic import DTYPE_BYTES
+from ..cost.profile import LayerProfile, measured_costs
 from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
@@ -25,6 +26,7 @@ from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_fil
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, plan_for_model
 from ..plan.plugin import reject_unknown_keys
 from ..runtime.engine import ParallelEngine
+from .agreement import from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .checks import check_context, check_model
 
@@ -188,20 +190,37 @@ def planned_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingAr
     return args
 
 
-def build_engine(
-    model: PreTrainedModel | str | Path, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
-) -> tuple[ParallelEngine, int]:
+@dataclass(frozen=True)
+class PreparedModel:
     """
-    Prepares this rank's part of the model.
+    A model with the settings of its modules, before it is laid out.
+
+    Args:
+        model (`PreTrainedModel`): The whole model; on the meta device if each rank reads its own part.
+        spec (`ModelSpec`): Its description, with what is frozen and with adapters.
+        costs (`CostModel`): What its layers cost, the same on all ranks.
+        source (`str` or `Path`, *optional*): Id or folder that ranks read their parts from.
+        adapters (*optional*): What was added to it.
+    """
+
+    model: Any
+    spec: ModelSpec
+    costs: CostModel
+    source: str | Path | None = None
+    adapters: Any = None
+
+
+def prepare_model(
+    model: PreTrainedModel | str | Path, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
+) -> PreparedModel:
+    """
+    Freezes parts of a model, adds adapters and sets attention functions, in place. Collective.
 
     Args:
         model (`PreTrainedModel`, `str` or `Path`):
             A whole model, equal on all ranks, or an id or folder from which each rank reads only what it holds.
         args (`MultimodalTrainingArguments`): The arguments.
-        plugin (`MultimodalParallelPlugin`): The layout.
-
-    Returns:
-        The engine, and the samples of a global batch.
+        plugin (`MultimodalParallelPlugin`): The settings of modules.
     """
     source = model if isinstance(model, (str, Path)) else None
     whole: Any = build_on_meta(source) if source is not None else model
@@ -215,25 +234,42 @@ def build_engine(
         with seeded(args.seed):  # copies start from equal adapters, whatever a rank has drawn before
             adapters = add_adapters(whole, spec, configs)
         spec = build_model_spec(whole)
+    return PreparedModel(whole, spec, _costs(spec, args), source, adapters)
+
+
+def build_engine(
+    prepared: PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
+) -> tuple[ParallelEngine, int]:
+    """
+    Prepares this rank's part of a model, in place. Collective.
+
+    Args:
+        prepared ([`PreparedModel`]): The model.
+        args (`MultimodalTrainingArguments`): The arguments.
+        plugin (`MultimodalParallelPlugin`): The layout.
+
+    Returns:
+        The engine, and the samples of a global batch.
+    """
+    spec, source = prepared.spec, prepared.source
     plan = _plan(plugin, spec, args)
     if plan.modules[LANGUAGE_MODEL].cp_size > 1:
-        prepare_context(whole, spec, plugin.modules.get(LANGUAGE_MODEL))
+        prepare_context(prepared.model, spec, plugin.modules.get(LANGUAGE_MODEL))
     _check_same_plan(plan)
-    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    global_batch_size = resolve_batch(args, dp_size)
+    global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
     # accelerate's `cpu:0` is the CPU, but a move to it copies, and gives what other ranks hold memory of its own.
     device = torch.device("cpu") if args.device.type == "cpu" else args.device
     engine = ParallelEngine(
-        whole,
+        prepared.model,
         spec,
         plan,
         device,
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
         load=None if source is None else lambda pruned: load_owned(pruned, source, device),
-        costs=analytic_costs(spec, _common_hardware(device) or HARDWARE["cpu"], value_bytes(spec, args)),
+        costs=prepared.costs,
     )
-    engine.adapters = adapters
+    engine.adapters = prepared.adapters
     return engine, global_batch_size
 
 
@@ -244,11 +280,23 @@ def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:
     return max((DTYPE_BYTES.get(p.dtype, 4) for p in spec.language_model.parameters), default=4)
 
 
-def _common_hardware(device: torch.device) -> Hardware | None:
-    """What rank 0 is, which stands for all ranks: they must decide alike."""
-    found = [hardware_of(device)]
-    dist.broadcast_object_list(found, src=0, device=device if dist.get_backend() == "nccl" else None)
-    return found[0]
+def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
+    """
+    What layers cost. The device and the profile are those of rank 0, which stand for all: ranks must decide alike.
+
+    Raises:
+        `ValueError`: For a profile that can't be read or is of another model.
+    """
+
+    def find() -> tuple[Hardware | None, LayerProfile | None]:
+        profile = None if args.layer_profile is None else LayerProfile.load(args.layer_profile)
+        return hardware_of(args.device), profile
+
+    found, profile = from_first_rank(find, args.device)
+    hardware = found or HARDWARE["cpu"]
+    if profile is None:
+        return analytic_costs(spec, hardware, value_bytes(spec, args))
+    return measured_costs(spec, hardware, profile)
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:

@@ -12,6 +12,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
+from ..cost import Hardware
+from ..cost.stage_memory import GIB
 from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
@@ -57,18 +59,28 @@ def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: s
 
 def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | None) -> StepPlanner:
     """Plans the training steps, by the sizes of samples."""
-    args, memory_gib = trainer.args, trainer.args.memory_limit_gib
-    known_gib = trainer._engine.costs.device.memory_gib  # the same on all ranks, which have to arrange alike
-    if memory_gib is None and known_gib is not None:
-        memory_gib = _MEMORY_SHARE * known_gib
+    args = trainer.args
     return _planner(
         trainer,
         args.per_device_train_batch_size,
         method=args.microbatch_assignment,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
-        memory_bytes=None if memory_gib is None else 2**30 * memory_gib,
+        memory_bytes=memory_limit_bytes(args, trainer._engine.costs.device),
     )
+
+
+def memory_limit_bytes(args: Any, device: Hardware) -> float | None:
+    """
+    Memory of a rank that microbatches have to fit, `None` where it is not known.
+
+    Args:
+        args ([`MultimodalTrainingArguments`]): The arguments.
+        device (`Hardware`): What each rank is; the same on all ranks, which have to arrange alike.
+    """
+    if args.memory_limit_gib is not None:
+        return GIB * args.memory_limit_gib
+    return None if device.memory_gib is None else _MEMORY_SHARE * GIB * device.memory_gib
 
 
 def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ ARRANGEMENT_SETTINGS = (
     "token_columns",
     "max_tokens_per_microbatch",
     "memory_limit_gib",
+    "layer_profile",
     "on_bad_sample",
 )
 _SAMPLES = 8
@@ -58,12 +59,20 @@ class StepReport:
     before_ms: float | None = None
 
 
-def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str, int] | None:
-    """Module -> mean tokens of the first samples: sequence length, rows of an encoder. `None` without a dataset."""
-    if dataset is None or not len(dataset):
+def sample_tokens(
+    dataset: Any, collator: Callable, spec: ModelSpec, indices: Sequence[int] | None = None
+) -> dict[str, int] | None:
+    """
+    Module -> mean tokens of the first samples, or of those at `indices`: sequence length, rows of an encoder. `None`
+    without a dataset.
+    """
+    if dataset is None:
         return None
-    samples = min(_SAMPLES, len(dataset))
-    batch = collator([dataset[index] for index in range(samples)])
+    indices = range(min(_SAMPLES, len(dataset))) if indices is None else indices
+    samples = len(indices)
+    if not samples:
+        return None
+    batch = collator([dataset[index] for index in indices])
     if "input_ids" not in batch:
         return None
     rows = count_rows(batch, spec) if spec.placeholders else {}
@@ -74,13 +83,19 @@ def sample_tokens(dataset: Any, collator: Callable, spec: ModelSpec) -> dict[str
     return tokens
 
 
-def mean_tokens(trainer: MultimodalParallelTrainer) -> dict[str, int] | None:
-    """See [`sample_tokens`]; `None` for a stream, and where samples may be skipped and the first can't be read."""
-    if is_stream(trainer.train_dataset):
+def mean_tokens(trainer: MultimodalParallelTrainer, window: StreamWindow | None = None) -> dict[str, int] | None:
+    """
+    See [`sample_tokens`]; of the samples in a window, `None` for a stream without one, and where samples may be
+    skipped and the first can't be read.
+    """
+    if is_stream(trainer.train_dataset) and window is None:
         return None
-    dataset, collator = without_unused_columns(trainer, trainer.train_dataset, "Training")
+    dataset, collator = without_unused_columns(
+        trainer, trainer.train_dataset if window is None else window, "Training"
+    )
+    indices = None if window is None else list(window.rows)[:_SAMPLES]
     try:
-        return sample_tokens(dataset, collator, trainer._engine.spec)
+        return sample_tokens(dataset, collator, trainer.model_spec, indices)
     except Exception:
         if trainer.args.on_bad_sample == "skip":
             return None
@@ -88,17 +103,21 @@ def mean_tokens(trainer: MultimodalParallelTrainer) -> dict[str, int] | None:
 
 
 def representative_draw(
-    trainer: MultimodalParallelTrainer, sizes: SizeFunction | None, window: StreamWindow | None
+    trainer: MultimodalParallelTrainer,
+    sizes: SizeFunction | None,
+    window: StreamWindow | None,
+    count: int | None = None,
 ) -> Draw:
     """
-    Samples for a full global batch: from all over the training set, without those whose file can't be read, or that
-    have no size if they may be skipped; or the first of a stream. Empty if there are none.
+    Samples for a full global batch, or `count`: from all over the training set, without those whose file can't be
+    read, or that have no size if they may be skipped; or the first of a stream. Empty if there are none.
     """
-    first = Draw(tuple(range(trainer.global_batch_size)))
-    if sizes is None:
+    first = Draw(tuple(range(trainer.global_batch_size if count is None else count)))
+    if sizes is None and window is None:
         return first
     if window is not None:
         return window.fetch(first)
+    assert sizes is not None
     count, length = len(first.samples), len(trainer.train_dataset)
     chosen = np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
     skip = trainer.args.on_bad_sample == "skip"
@@ -209,15 +228,19 @@ def settings_without_plan(args: TrainingArguments) -> str | None:
     return f"No effect without a plan: {given}. The stock Trainer makes its own batches; give a layout in `parallel`."
 
 
+def stderr_console() -> Console:
+    """Where a run says what it does: the terminal, or a file or a pipe of a fixed width."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else Console(stderr=True, width=_WIDTH)
+
+
 def report_plan(trainer: MultimodalParallelTrainer) -> None:
     """Prints the plan with the predicted bubble and balance, and draws the predicted step into the output folder."""
     engine, args = trainer.engine, trainer.args
     assert engine is not None
     with seeded(args.seed):  # only this rank reads samples here
         planner, prediction = predict(trainer)
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        console = Console(stderr=True, width=_WIDTH)
+    console = stderr_console()
     console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
     for line in report_lines(trainer, planner, prediction):
         console.print(line, highlight=False)

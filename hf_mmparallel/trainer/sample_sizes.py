@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from ..data.layer_tokens import measure_layers
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
 from ..data.size_sources import LayerTokens
 from ..runtime.failure import shared_failure
+from .agreement import from_first_rank
 from .loaders import without_unused_columns
 
 if TYPE_CHECKING:
@@ -47,15 +46,14 @@ class TrainingSizes:
         The first rank measures the encoders, and all samples that are measured in advance; ranks read a file with
         different luck.
         """
-        found: list[Any] = [None]
+
+        def find() -> tuple[SizeSource | None, dict[str, LayerTokens] | None]:
+            source = self.of_rank(dataset)
+            local = source is not None and not source.is_table
+            return (None, self._layers) if local else (source, None)
+
         with shared_failure():
-            if dist.get_rank() == 0:
-                source = self.of_rank(dataset)
-                local = source is not None and not source.is_table
-                found = [(None, self._layers) if local else (source, None)]
-            device = self.trainer._engine.device if dist.get_backend() == "nccl" else None
-            dist.broadcast_object_list(found, src=0, device=device)
-            table, layers = found[0]
+            table, layers = from_first_rank(find, self.trainer.args.device)
             if layers is None:
                 return table
             own = self._rows(dataset)
@@ -68,7 +66,7 @@ class TrainingSizes:
             source = size_source(
                 dataset,
                 trainer.data_collator,
-                trainer._engine.spec,
+                trainer.model_spec,
                 trainer.args.token_columns,
                 trainer.sample_tokens,
                 trainer.processing_class,
@@ -83,5 +81,5 @@ class TrainingSizes:
             trainer = self.trainer
             lean, collator = without_unused_columns(trainer, dataset, "Training")
             with seeded(trainer.args.seed):  # only this rank reads samples here
-                self._layers = measure_layers(trainer.model, trainer._engine.spec, lean, collator, source)
+                self._layers = measure_layers(trainer.model, trainer.model_spec, lean, collator, source)
         return self._layers

@@ -31,10 +31,12 @@ from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from .agreement import SampleAgreement
 from .arguments import MultimodalTrainingArguments
+from .auto import AutoSearch, find_plan, report_search
 from .build import (
     build_engine,
     is_single_process,
     planned_arguments,
+    prepare_model,
     prepare_single_process,
     restore_renamed,
     single_process_arguments,
@@ -56,7 +58,7 @@ def planned(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def wrapper(self, *args, **kwargs):
-        if self.engine is None:
+        if not self.is_planned:
             return getattr(super(MultimodalParallelTrainer, self), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -69,7 +71,8 @@ class MultimodalParallelTrainer(Trainer):
 
     Takes the arguments of [`~transformers.Trainer`]. Losses, gradient norms and weights are those of the stock Trainer
     on one process with the same global batch. Without `args.parallel`, or with every size 1 on one process, it is the
-    stock Trainer.
+    stock Trainer. With `parallel="auto"` the first rank searches for the best plan, prints what it found and writes it
+    to `plan.yaml` and `plan.html` in the output folder.
 
     Args:
         model (`PreTrainedModel`, `str` or `Path`):
@@ -104,7 +107,9 @@ class MultimodalParallelTrainer(Trainer):
         self.sample_tokens = sample_tokens
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
+        self.is_planned = False
         self.engine: ParallelEngine | None = None
+        self.search: AutoSearch | None = None
         plugin = getattr(args, "plugin", None)
         if kwargs.get("data_collator") is None:
             datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
@@ -132,9 +137,17 @@ class MultimodalParallelTrainer(Trainer):
             return
         check_arguments(args)
         check_trainer(self, model, kwargs)
+        self.is_planned = True
         with shared_failure():
-            self.engine, self.global_batch_size = build_engine(model, args, plugin)  # type: ignore[arg-type]
-            super().__init__(model=self.engine.module, args=planned_arguments(args), **kwargs)
+            prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
+            self.model_spec = prepared.spec
+            super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
+            if plugin.auto:
+                found, self.search = find_plan(self, prepared, plugin, args)
+                plugin, args = found.applied(plugin, args)
+                self.args = planned_arguments(args)
+                self._train_batch_size = self.args.train_batch_size
+            self.engine, self.global_batch_size = build_engine(prepared, args, plugin)
             self._pack()
         skip = args.on_bad_sample == "skip"
         self._readable = SampleAgreement(skip, self.engine.device)
@@ -146,6 +159,8 @@ class MultimodalParallelTrainer(Trainer):
         if self.is_world_process_zero():
             with shared_failure():
                 report_plan(self)
+                if self.search is not None:
+                    report_search(self.search, Path(self.args.output_dir))
 
     @property
     def _engine(self) -> ParallelEngine:
@@ -207,7 +222,7 @@ class MultimodalParallelTrainer(Trainer):
         """Gives callbacks that look into the engine their engine."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, EngineCallback):
-                callback.engine = self._engine
+                callback.engine = self.engine
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self.engine is not None and "loss" in logs:
