@@ -10,6 +10,7 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import stage_memories
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
+from ..schedule import Simulation, Span
 from ..schedule.draw import rank_ranges
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.steps import Prediction, StepPlanner
@@ -157,7 +158,7 @@ def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
 
 def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     """The best plan for a number of ranks."""
-    from ..search.search import search_plans, step_planner
+    from ..search.search import search_plans
 
     assert settings.gpus is not None
     check_searchable(settings)
@@ -178,12 +179,22 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     )
     result = search_plans(problem)
     best = result.best
-    # The search looks at one of the ranks that do the same; what is shown has all of them, for a batch like the mean.
     typical = min(best.predictions, key=lambda own: abs(own.step_ms - best.step_ms))
-    planner = step_planner(problem, best.candidate)
-    prediction = _predicted(planner, typical.sizes)
-    size = planner.microbatch_size
+    prediction = replace(typical, simulation=_on_all_ranks(best.plan, typical.simulation))
+    size = best.microbatch_size
     return Answer(settings, inputs, costs, prediction, best.predictions, batch, size, method, result)
+
+
+def _on_all_ranks(plan: ParallelPlan, simulation: Simulation) -> Simulation:
+    """A step with the spans of all ranks, where a search has those of one of all that run the same list."""
+    tasks = {span.task: span for span in simulation.spans}
+    spans = [
+        Span(rank, task, span.start_ms, span.end_ms)
+        for task, span in tasks.items()
+        for rank in plan.stage(*task.stage_key).all_ranks
+    ]
+    ordered = tuple(sorted(spans, key=lambda span: (span.start_ms, span.rank, span.end_ms)))
+    return replace(simulation, spans=ordered, num_ranks=plan.world_size)
 
 
 def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: ParallelPlan) -> Answer:

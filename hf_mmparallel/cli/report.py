@@ -111,10 +111,11 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         ("Groups", groups_text(answer.plan, answer.groups)),
     ]
     result = answer.result
+    text = "none: the sizes are given"
     if result is not None:
         text = f"{result.num_candidates:,} candidates estimated, {result.num_simulated} simulated"
-        lines.append(("Search", f"{text}, in {result.search_s:.1f} s"))
-    return lines
+        text += f", in {result.search_s:.1f} s"
+    return [*lines, ("Search", text)]
 
 
 def batch_text(answer: Answer) -> str:

@@ -279,8 +279,8 @@ def _value(text: str) -> Any:
 
 def has_all_sizes(settings: Settings, spec: ModelSpec, num_ranks: int) -> bool:
     """
-    Whether a layout leaves nothing to search for: a finished plan, no number of GPUs, all of the GPUs taken, or all
-    sizes of all modules named.
+    Whether a layout leaves nothing to search for: a finished plan, no number of GPUs, all sizes of all modules named,
+    or some of each that together take all of the GPUs.
 
     Args:
         settings (`Settings`): What is given.
@@ -290,8 +290,10 @@ def has_all_sizes(settings: Settings, spec: ModelSpec, num_ranks: int) -> bool:
     if settings.plugin.plan is not None or settings.gpus is None:
         return True
     needed = {"dp_size", "pp_size", "tp_size"}
-    named = all(needed <= set(settings.sizes.get(name, ())) for name in spec.modules)
-    return named or (bool(settings.sizes) and num_ranks == settings.gpus)
+    if all(needed <= set(settings.sizes.get(name, ())) for name in spec.modules):
+        return True
+    hosted = {name for name, module in settings.plugin.modules.items() if module.colocate_with is not None}
+    return num_ranks == settings.gpus and all(name in settings.sizes or name in hosted for name in spec.modules)
 
 
 def check_searchable(settings: Settings) -> None:
