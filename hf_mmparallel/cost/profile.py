@@ -80,7 +80,8 @@ class Curve:
 def fit_curve(points: Sequence[MeasuredPoint], name: str) -> Curve:
     """
     Fits `a s + b x + c`, for one sequence `a x^2 + b x + c` (Entrain, section 4.4.1), by least squares of the relative
-    errors with coefficients from 0.
+    errors with coefficients from 0. Where all sequences have one length, as the images of an encoder may, squares are
+    not told apart from tokens, and `a` is 0.
 
     Args:
         points (`Sequence[MeasuredPoint]`): At least one.
@@ -90,6 +91,8 @@ def fit_curve(points: Sequence[MeasuredPoint], name: str) -> Curve:
     values = np.array([getattr(point, name) for point in points])
     scales = values + (np.array([point.data_gradient for point in points]) if name == "weight_gradient" else 0.0)
     sizes = np.array([(point.squares, point.tokens, 1.0) for point in points])
+    if np.ptp(sizes[:, 0] / sizes[:, 1]) == 0:
+        sizes[:, 0] = 0.0
     weights = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     rows = sizes * weights[:, None]
     units = np.maximum(rows.max(axis=0), np.finfo(float).tiny)  # columns of one size keep the system well conditioned

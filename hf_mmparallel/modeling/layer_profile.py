@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from statistics import median
@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest
 from .hollow import hidden_of
-from .layer_runs import Clock, CudaClock, Forward, HostClock, ModuleRuns, Skeleton
+from .layer_runs import Clock, CudaClock, Forward, HostClock, Inputs, ModuleRuns, Skeleton
 
 BEFORE, AFTER = "before", "after"
 LENGTHS = (64, 256, 1024, 4096, 16384)
-MIN_REPEATS, MAX_REPEATS = 3, 30
 _PROBE_TOKENS = 64
 _MASKED = -1e4
 """What is below this in a float mask is not looked at."""
@@ -43,6 +42,9 @@ class ProfileSettings:
         device (`str`, *optional*, defaults to `"cpu"`): `"cpu"` or `"cuda"`.
         attention (`str`, *optional*): Attention function; the model's default when left out.
         budget_s (`float`, *optional*, defaults to 0.5): Time for the repeats of one chunk.
+        num_rounds (`int`, *optional*, defaults to 5):
+            All chunks of a layer are timed in turns, in so many rounds, of which the quickest counts: what else the
+            machine does meanwhile slows none of them alone.
         limit_s (`float`, *optional*, defaults to 10.0):
             Chunks of which one forward and backward would take longer than about this are left out.
     """
@@ -55,6 +57,7 @@ class ProfileSettings:
     device: str = "cpu"
     attention: str | None = None
     budget_s: float = 0.5
+    num_rounds: int = 5
     limit_s: float = 10.0
 
     def chunks(self) -> list[tuple[int, int]]:
@@ -177,32 +180,81 @@ class _Profiler:
 
     def points(self, kind: str, index: int) -> list[MeasuredPoint]:
         """The measurements of one layer, shortest first, up to what time and memory allow."""
-        found: dict[tuple[int, int], MeasuredPoint] = {}
         label = f"{self.runs.name} {kind}, tp {self.tp_size}"
         with self.runs.skeleton.real(self.runs.name, index, self.mesh) as layer:
             part = _Part(self.runs, layer, index)
-            for tokens, sequences in self.settings.chunks():
-                last = next(reversed(found.values()), None)
-                if last is not None and _seconds(last) * tokens / last.tokens > self.settings.limit_s:
-                    self.left_out.append(
-                        f"{label}: {tokens} tokens would take longer than {self.settings.limit_s:g} s"
-                    )
-                    break
-                self.report(f"{label}: {tokens} tokens in {sequences} sequences")
-                try:
-                    point = part.measure(tokens, sequences, self.settings.budget_s, set(found))
-                except torch.OutOfMemoryError:
-                    self.left_out.append(f"{label}: {tokens} tokens do not fit in memory")
-                    break
-                if point is not None:
-                    found[point.tokens, point.sequences] = point
+            chunks = self.chunks(part, label)
+            for number in range(2, self.settings.num_rounds + 1):
+                for chunk in chunks:
+                    self.report(f"{label}: {chunk.tokens} tokens, round {number} of {self.settings.num_rounds}")
+                    part.time(chunk, self.settings.budget_s / self.settings.num_rounds)
+            part.forget()
+        return [chunk.point for chunk in chunks]
+
+    def chunks(self, part: _Part, label: str) -> list[Chunk]:
+        """The chunks that time and memory allow, each timed in a first round."""
+        found: dict[tuple[int, int], Chunk] = {}
+        for tokens, sequences in self.settings.chunks():
+            last = next(reversed(found.values()), None)
+            if last is not None and last.seconds * tokens / last.tokens > self.settings.limit_s:
+                self.left_out.append(f"{label}: {tokens} tokens would take over {self.settings.limit_s:g} s")
+                break
+            self.report(f"{label}: {tokens} tokens")
+            inputs = self.runs.inputs(tokens, sequences)
+            key = (inputs.tokens, inputs.sequences)
+            if key in found:  # items of the encoder's own size
+                continue
+            try:
+                chunk = part.chunk(inputs)
+                part.time(chunk, self.settings.budget_s / self.settings.num_rounds)
+            except torch.OutOfMemoryError:
+                self.left_out.append(f"{label}: {tokens} tokens do not fit in memory")
+                break
+            found[key] = chunk
         if not found:
-            raise ValueError(f"No chunk of `{label}` fits in memory. Use shorter `--lengths`.")
+            raise ValueError(f"no chunk fits in memory ({label}). Use shorter `--lengths`")
         return list(found.values())
 
 
-def _seconds(point: MeasuredPoint) -> float:
-    return (2 * point.forward + point.data_gradient + point.weight_gradient) / 1e3
+@dataclass
+class Chunk:
+    """
+    A chunk of one part, and what was measured of it.
+
+    Args:
+        tokens: Its tokens.
+        sequences: Its sequences.
+        run: One forward of the part.
+        kept: Trained or not -> bytes kept for the backward.
+        forwards: Milliseconds of forwards, the median of each round.
+        backwards: Trained or not -> milliseconds of backwards, the same.
+    """
+
+    tokens: int
+    sequences: int
+    run: Callable[[], Forward]
+    kept: dict[bool, float]
+    forwards: list[float] = field(default_factory=list)
+    backwards: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+
+    @property
+    def seconds(self) -> float:
+        """What a forward and a backward take."""
+        return (min(self.forwards) + min(self.backwards[True])) / 1e3
+
+    @property
+    def point(self) -> MeasuredPoint:
+        """The quickest round."""
+        data = min(self.backwards[False])
+        return MeasuredPoint(
+            tokens=self.tokens,
+            sequences=self.sequences,
+            forward=min(self.forwards),
+            data_gradient=data,
+            weight_gradient=max(0.0, min(self.backwards[True]) - data),
+            activations=self.kept[True],
+            frozen_activations=self.kept[False],
+        )
 
 
 class _Part:
@@ -214,36 +266,31 @@ class _Part:
         named = runs.skeleton.model.named_parameters()
         self.parameters = [p for name, p in named if name in names and p.is_floating_point()]
 
-    def measure(
-        self, tokens: int, sequences: int, budget_s: float, known: set[tuple[int, int]]
-    ) -> MeasuredPoint | None:
-        """One chunk; nothing if inputs of the encoder's own size make it one that is known."""
-        inputs = self.runs.inputs(tokens, sequences)
-        if (inputs.tokens, inputs.sequences) in known:
-            return None
+    def chunk(self, inputs: Inputs) -> Chunk:
+        """A chunk with what it keeps; what is compiled, allocated or accumulated for the first time is done."""
         run, shared = self._forward(inputs.batch)
-        kept, frozen_kept = (self._kept_bytes(run, shared, trained) for trained in (True, False))
+        kept = {trained: self._kept_bytes(run, shared, trained) for trained in (True, False)}
+        for trained in kept:
+            self._timed(run, trained)
+        return Chunk(inputs.tokens, inputs.sequences, run, kept)
+
+    def time(self, chunk: Chunk, budget_s: float) -> None:
+        """One round: at least one forward and backward with the weights trained, and one without."""
         forwards, backwards = [], {True: [], False: []}
         end = time.monotonic() + budget_s
-        for trained in (True, False):  # what is compiled, allocated or accumulated for the first time
-            self._timed(run, trained)
-        while len(forwards) < 2 * MIN_REPEATS or (len(forwards) < 2 * MAX_REPEATS and time.monotonic() < end):
-            for trained in (True, False):  # in turns, so that a machine that slows down slows both
-                forward, backward = self._timed(run, trained)
+        while not forwards or time.monotonic() < end:
+            for trained, own in backwards.items():
+                forward, backward = self._timed(chunk.run, trained)
                 forwards.append(forward)
-                backwards[trained].append(backward)
+                own.append(backward)
+        chunk.forwards.append(median(forwards))
+        for trained, own in backwards.items():
+            chunk.backwards[trained].append(median(own))
+
+    def forget(self) -> None:
+        """Drops the gradients, which accumulate as in a step."""
         for parameter in self.parameters:
             parameter.grad = None
-        whole, data = median(backwards[True]), median(backwards[False])
-        return MeasuredPoint(
-            tokens=inputs.tokens,
-            sequences=inputs.sequences,
-            forward=median(forwards),
-            data_gradient=data,
-            weight_gradient=max(0.0, whole - data),
-            activations=kept,
-            frozen_activations=frozen_kept,
-        )
 
     def _forward(self, batch: dict[str, Tensor]) -> tuple[Callable[[], Forward], list[Tensor]]:
         """One forward of this part and nothing else, and tensors that all layers share, such as rotary embeddings."""

@@ -1,0 +1,216 @@
+"""`hf-mmparallel profile`: times the layers of a model on this machine and writes them to a file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import positive
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..cost.profile import LayerProfile, MeasuredLayer
+
+EXAMPLES = """\
+examples:
+  hf-mmparallel profile --model ./my-vlm --device cuda --dtype bfloat16 --tp 1,2,4 --output h100.json
+  hf-mmparallel profile --model ./my-vlm/config.json --lengths 64,256,1024 --output laptop.json
+  hf-mmparallel plan --model ./my-vlm --gpus 64 --profile h100.json
+
+One layer of each kind is made with random weights at a time, so that a model which fits on no GPU can be measured.
+A profile holds no weights and no data: share it with those who plan for the same model and the same GPUs.
+"""
+DTYPES = ("bfloat16", "float16", "float32")
+LABELS = {"forward": "forward", "data_gradient": "data grad", "weight_gradient": "weight grad"}
+WIDTH = 160
+
+
+def add_profile_parser(commands: Any) -> None:
+    """
+    Adds `profile`.
+
+    Args:
+        commands: What `ArgumentParser.add_subparsers` returns.
+    """
+    parser = commands.add_parser(
+        "profile",
+        help="time the layers of a model on this machine, for `--profile` of the other commands",
+        description="Times one layer of each kind of a model at several lengths, forward and gradients apart, and "
+        "fits `a x^2 + b x + c` to each. Needs the model's configuration, not its weights.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--model", required=True, metavar="PATH|ID", help="model folder, config.json, or id on the Hub"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="write the profile as JSON")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="what is measured (cuda if there is one)")
+    parser.add_argument(
+        "--tp", type=_numbers, default=(1,), metavar="N,...", help="tensor-parallel sizes; one device suffices (1)"
+    )
+    parser.add_argument("--lengths", type=_numbers, metavar="N,...", help="tokens of a chunk (64,256,1024,4096,16384)")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="leave longer chunks out")
+    parser.add_argument(
+        "--max-seconds",
+        type=_seconds,
+        default=10.0,
+        metavar="S",
+        help="leave chunks out of which one forward and backward takes longer (10)",
+    )
+    parser.add_argument("--module", action="append", metavar="NAME", help="only this module; repeat for others")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (as the configuration says)")
+    parser.add_argument("--autocast", choices=DTYPES[:2], help="multiply matrices in this type, as `--bf16` does")
+    parser.add_argument("--attention", metavar="NAME", help="attention function, such as sdpa (the model's default)")
+    parser.set_defaults(run=run_profile)
+
+
+def run_profile(args: argparse.Namespace) -> None:
+    """Runs `hf-mmparallel profile`."""
+    import torch
+    from rich.console import Console
+
+    from ..modeling.layer_profile import LENGTHS, ProfileSettings, profile_layers
+    from .inputs import read_model
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("`--device cuda`: torch finds no CUDA device. Use `--device cpu`, or run it on the GPU.")
+    lengths = tuple(n for n in args.lengths or LENGTHS if n <= (args.max_tokens or n))
+    if not lengths:
+        raise ValueError(
+            f"`--max-tokens {args.max_tokens}` leaves none of the lengths. Raise it, or give `--lengths`."
+        )
+    config = read_model(args.model, {}, []).model.config
+    settings = ProfileSettings(
+        tp_sizes=args.tp,
+        lengths=lengths,
+        modules=None if args.module is None else tuple(args.module),
+        dtype=None if args.dtype is None else getattr(torch, args.dtype),
+        autocast=None if args.autocast is None else getattr(torch, args.autocast),
+        device=device,
+        attention=args.attention,
+        limit_s=args.max_seconds,
+    )
+    with Console(stderr=True).status("Building the model") as status:
+        profile = profile_layers(config, settings, report=status.update)
+    profile = replace(profile, model=_name(args.model))
+    profile.save(args.output)
+    report(Console(width=None if Console().is_terminal else WIDTH), profile)
+    print(f"Profile written to {args.output}")
+
+
+def report(console: Console, profile: LayerProfile) -> None:
+    """
+    Prints a table for each module, then what does not fit and what is left out.
+
+    Args:
+        console (`Console`): Where.
+        profile ([`LayerProfile`]): The measurements.
+    """
+    kind = profile.dtype if profile.autocast is None else f"{profile.dtype} with {profile.autocast} autocast"
+    console.print(f"{profile.model} on {profile.device}: {kind}, {profile.attention} attention", highlight=False)
+    for module in dict.fromkeys(layer.module for layer in profile.layers):
+        console.print(profile_table(module, profile.of_module(module)))
+    for line in (*misfits(profile), *(f"Left out: {text}." for text in profile.left_out)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
+    """
+    The measurements of a module: rows of times at each chunk, coefficients and errors of the curve through them.
+
+    Args:
+        module (`str`): Its name.
+        layers (`list[MeasuredLayer]`): Its kinds of layers in each layout.
+    """
+    from rich.table import Table
+
+    chunks = sorted({(point.tokens, point.sequences) for layer in layers for point in layer.points})
+    table = Table(title=f"{module}: ms at tokens of a chunk, curves `a x² + b x + c`", title_justify="left")
+    for name in ("layers", "tp", ""):
+        table.add_column(name, no_wrap=True)
+    for name in (*(_chunk(*chunk) for chunk in chunks), "a ns", "b µs", "c ms", "r²", "worst error", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for layer in layers:
+        rows = [name for name in LABELS if any(getattr(point, name) for point in layer.points)]
+        for name in rows:
+            heads = (_label(layer), str(layer.tp_size)) if name == rows[0] else ("", "")
+            cells = _cells(layer, name, chunks)
+            table.add_row(*heads, LABELS[name], *cells, end_section=name == rows[-1])
+    return table
+
+
+def _cells(layer: MeasuredLayer, name: str, chunks: list[tuple[int, int]]) -> Iterator[str]:
+    """Times at each chunk, the coefficients, and how well they fit."""
+    times = {(point.tokens, point.sequences): f"{getattr(point, name):.3g}" for point in layer.points}
+    yield from (times.get(chunk, "") for chunk in chunks)
+    curve, polynomial = layer.curves[name], layer.curves[name].polynomial
+    yield from (f"{n:.3g}" for n in (polynomial.square * 1e6, polynomial.token * 1e3, polynomial.constant))
+    yield f"{curve.r_squared:.4f}"
+    yield f"{curve.worst_error:.1%} at {_chunk(*curve.worst_point)}"
+    yield "yes" if curve.fits else "no"
+
+
+def misfits(profile: LayerProfile) -> Iterator[str]:
+    """
+    A sentence for each curve that does not fit.
+
+    Args:
+        profile ([`LayerProfile`]): The measurements.
+    """
+    for layer in profile.layers:
+        for name, curve in layer.misfits.items():
+            yield (
+                f"Does not fit: {name.replace('_', ' ')} of {layer.module}, {_label(layer)}, with tp "
+                f"{layer.tp_size} is off by {curve.worst_error:.0%} at {_chunk(*curve.worst_point)} tokens."
+            )
+
+
+def _chunk(tokens: int, sequences: int) -> str:
+    """`1024`, or `4x256` for four sequences."""
+    return f"{tokens:,}" if sequences == 1 else f"{sequences}x{tokens // sequences:,}"
+
+
+def _label(layer: MeasuredLayer) -> str:
+    """`before`, or `LlamaDecoderLayer 0-31`."""
+    return layer.kind if layer.kind in ("before", "after") else f"{layer.kind} {_ranges(layer.layers)}"
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """`0-31`, or `0-4 6-10`."""
+    ends: list[list[int]] = []
+    for layer in layers:
+        if ends and layer == ends[-1][1] + 1:
+            ends[-1][1] = layer
+        else:
+            ends.append([layer, layer])
+    return " ".join(str(first) if first == last else f"{first}-{last}" for first, last in ends)
+
+
+def _name(source: str) -> str:
+    """What a model is called, without where it is on this machine."""
+    path = Path(source)
+    if not path.exists():
+        return source
+    return (path.resolve().parent if path.is_file() else path.resolve()).name
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them."""
+    return tuple(positive(part.strip()) for part in text.split(","))
+
+
+def _seconds(text: str) -> float:
+    """A time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"`{text}` must be a number of seconds above 0.")
+    return value

@@ -1,0 +1,115 @@
+"""`hf-mmparallel profile`: a table, a file that the other commands read, errors in one line."""
+
+import json
+from typing import Any
+
+import pytest
+import transformers
+from rich.console import Console
+
+from hf_mmparallel.cli.main import main
+from hf_mmparallel.cli.profile import misfits, report
+from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, measured_costs
+from hf_mmparallel.modeling import build_model_spec, layer_profile
+from hf_mmparallel.modeling.layer_profile import Chunk
+from hf_mmparallel.modeling.loading import build_on_meta
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A configuration without weights."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-vlm"
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 4,
+    }
+    transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=28, patch_size=14),
+        text_config=transformers.LlamaConfig(**sizes, vocab_size=200, num_key_value_heads=4),
+        image_token_index=199,
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Every forward takes a thousandth of a millisecond a token and a tenth more, backwards three times that."""
+
+    def point(chunk: Chunk) -> MeasuredPoint:
+        ms = 0.1 + 1e-3 * chunk.tokens + 1e-6 * chunk.tokens**2 / chunk.sequences
+        return MeasuredPoint(chunk.tokens, chunk.sequences, ms, 2 * ms, ms, chunk.kept[True], chunk.kept[False])
+
+    monkeypatch.setattr(Chunk, "point", property(point))
+    monkeypatch.setattr(Chunk, "seconds", 0.0)
+    monkeypatch.setattr(layer_profile._Part, "time", lambda *_: None)
+
+
+def test_profile_prints_and_writes_what_plan_reads(model, tmp_path, capsys, steady):
+    path = tmp_path / "profile.json"
+    arguments = ["profile", "--model", str(model), "--lengths", "8,16,32,64", "--max-tokens", "32", "--device", "cpu"]
+    assert main([*arguments, "--dtype", "float32", "--output", str(path)]) == 0
+    captured = capsys.readouterr()
+    out = " ".join(captured.out.split())
+    assert "tiny-vlm on" in out and "float32, sdpa attention" in out and f"Profile written to {path}" in out
+    assert "vision: ms at tokens of a chunk" in out and "CLIPEncoderLayer 0-3" in out
+    assert "LlamaDecoderLayer 0-3 │ 1 │ forward │ 0.108 │ 0.116 │ 0.133 │ 0.133 │ 1 │ 1 │ 0.1 │ 1.0000 │" in out
+    assert "weight grad" in out and "Does not fit" not in out
+    assert str(model.parent) not in path.read_text()
+    profile = LayerProfile.load(path)
+    assert profile.model == "tiny-vlm" and profile.dtype == "float32" and len(profile.layers) == 6
+    costs = measured_costs(build_model_spec(build_on_meta(model)), HARDWARE["cpu"], profile)
+    layer = costs.layers.layer("language_model", 2, 1)
+    assert layer.forward(24, 576) == pytest.approx(0.1 + 24e-3 + 576e-6)
+    assert layer.weight_gradient.constant == pytest.approx(0.1)
+
+
+def test_only_some_modules_and_layouts(model, tmp_path, capsys, steady):
+    path = tmp_path / "profile.json"
+    arguments = ["profile", "--model", str(model / "config.json"), "--lengths", "8", "--module", "language_model"]
+    assert main([*arguments, "--tp", "1,2", "--output", str(path), "--device", "cpu"]) == 0
+    data = json.loads(path.read_text())
+    assert {(layer["module"], layer["tp_size"]) for layer in data["layers"]} == {
+        ("language_model", 1),
+        ("language_model", 2),
+    }
+    assert data["model"] == "tiny-vlm" and "vision" not in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_said(capsys):
+    found = [MeasuredPoint(n, 1, 1e-3 * n, 1e-3 * n, 1e-3 * n, 8.0 * n, 8.0 * n) for n in (64, 256, 1024)]
+    found.append(MeasuredPoint(1024, 4, 9.0, 1.024, 1.024, 8192.0, 8192.0))
+    layer = MeasuredLayer.fitted("vision", "Block", (0, 1, 2, 5), "0" * 12, 2, found)
+    profile = LayerProfile("tiny", "a device", "float32", None, "sdpa", {}, (layer,), ("`audio`: no inputs",))
+    (line,) = misfits(profile)
+    assert line.startswith("Does not fit: forward of vision, Block 0-2 5, with tp 2 is off by ")
+    report(Console(width=200), profile)
+    out = " ".join(capsys.readouterr().out.split())
+    assert line in out and "Left out: `audio`: no inputs." in out and "4x256" in out and "│ no │" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--model", "./nowhere"], "`--model ./nowhere` does not exist"),
+        (["--lengths", "64", "--max-tokens", "32"], "`--max-tokens 32` leaves none of the lengths"),
+        (["--module", "audio"], "The model has no module `audio`. Its modules are ['vision', 'language_model']."),
+        (["--device", "cuda"], "torch finds no CUDA device"),
+    ],
+)
+def test_errors_are_one_line(model, tmp_path, capsys, monkeypatch, arguments, complaint):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    chosen = [] if "--model" in arguments else ["--model", str(model)]
+    assert main(["profile", *chosen, *arguments, "--output", str(tmp_path / "profile.json")]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and complaint in error
+    assert not (tmp_path / "profile.json").exists()
+
+
+def test_wrong_numbers_are_refused(capsys):
+    for arguments in (["--tp", "1,x"], ["--lengths", "0"], ["--max-seconds", "-1"]):
+        with pytest.raises(SystemExit):
+            main(["profile", "--model", "m", "--output", "o", *arguments])
+        assert "must be a" in capsys.readouterr().err

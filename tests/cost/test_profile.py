@@ -1,0 +1,235 @@
+"""Curves through measured points, files of them, and costs of layers taken from them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.cost import HARDWARE, CostModel, LayerCost, Polynomial, analytic_costs, layer_table
+from hf_mmparallel.cost.profile import (
+    CURVES,
+    FIT_TOLERANCE,
+    LayerProfile,
+    MeasuredLayer,
+    MeasuredLayers,
+    MeasuredPoint,
+    fit_curve,
+    measured_costs,
+    shape_digest,
+)
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ParameterSpec
+from tests.cost import models
+
+CHUNKS = ((64, 1), (256, 1), (1024, 1), (1024, 4), (4096, 1), (4096, 16))
+H100 = HARDWARE["h100"]
+
+
+def points(cost: LayerCost, chunks=CHUNKS) -> tuple[MeasuredPoint, ...]:
+    """What a layer of this cost takes, without noise."""
+    found = []
+    for tokens, sequences in chunks:
+        values = {name: getattr(cost, name)(tokens, tokens**2 / sequences) for name in CURVES}
+        found.append(MeasuredPoint(tokens, sequences, **values))
+    return tuple(found)
+
+
+def forwards(times: dict[tuple[int, int], float]) -> list[MeasuredPoint]:
+    return [MeasuredPoint(*chunk, ms, 0.0, 0.0, 0.0, 0.0) for chunk, ms in times.items()]
+
+
+def times(factor: float) -> LayerCost:
+    """Costs of a layer with a term of each order."""
+    forward = Polynomial(2e-7, 3e-4, 0.05) * factor
+    return LayerCost(forward, forward * 1.5, forward * 0.5, Polynomial(0.0, 4000.0, 96.0), Polynomial(1.0, 900.0))
+
+
+def profile_of(spec, factors: dict[tuple[str, int], float], tp_sizes=(1,)) -> LayerProfile:
+    """A profile in which (module, layer) takes this factor of [`times`]; the ranks of a layout share it evenly."""
+    layers = [
+        MeasuredLayer.fitted(
+            module, "Layer", (index,), shape_digest(spec, module, index), tp_size, points(times(factor / tp_size))
+        )
+        for tp_size in tp_sizes
+        for (module, index), factor in factors.items()
+    ]
+    return LayerProfile("tiny", "a device", "bfloat16", None, "sdpa", {"torch": "2"}, tuple(layers))
+
+
+def missing(costs: CostModel) -> list[str]:
+    assert isinstance(costs.layers, MeasuredLayers)
+    return costs.layers.missing
+
+
+LAYERS = {(LANGUAGE_MODEL, index): 1.0 + index for index in range(-1, models.LAYERS + 1)}
+coefficients = st.one_of(st.just(0.0), st.floats(1e-3, 1e3))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.tuples(coefficients, coefficients, coefficients))
+def test_curves_of_points_without_noise_are_exact(found):
+    square, token, constant = found
+    wanted = Polynomial(square * 1e-6, token * 1e-3, constant)
+    curve = fit_curve(forwards({chunk: wanted(chunk[0], chunk[0] ** 2 / chunk[1]) for chunk in CHUNKS}), "forward")
+    for tokens, sequences in CHUNKS:
+        squares = tokens**2 / sequences
+        assert curve.polynomial(tokens, squares) == pytest.approx(wanted(tokens, squares), rel=1e-6)
+    assert curve.fits and curve.worst_error < 1e-6
+    if min(found) > 0:
+        assert curve.polynomial.square == pytest.approx(wanted.square, rel=1e-4)
+        assert curve.polynomial.token == pytest.approx(wanted.token, rel=1e-4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1e-3, 1e3), min_size=len(CHUNKS), max_size=len(CHUNKS)))
+def test_no_coefficient_is_negative_whatever_was_measured(found):
+    curve = fit_curve(forwards(dict(zip(CHUNKS, found, strict=True))), "forward")
+    polynomial = curve.polynomial
+    assert min(polynomial.square, polynomial.token, polynomial.constant) >= 0.0
+    assert curve.r_squared <= 1.0 + 1e-9
+    assert curve.fits == (curve.worst_error <= FIT_TOLERANCE)
+
+
+def test_a_curve_that_does_not_fit_says_where():
+    exact = {chunk: 1e-3 * chunk[0] + 0.1 for chunk in CHUNKS}
+    assert fit_curve(forwards(exact), "forward").r_squared == pytest.approx(1.0)
+    curve = fit_curve(forwards({**exact, (1024, 4): 3 * exact[1024, 4]}), "forward")
+    assert not curve.fits and curve.worst_point == (1024, 4)
+    assert curve.worst_error > 0.3 and curve.r_squared < 1.0
+
+
+def test_small_times_count_as_much_as_large_ones():
+    # A least-squares fit of absolute errors would give up the first point.
+    curve = fit_curve(forwards({(64, 1): 1.0, (65536, 1): 1000.0, (131072, 1): 2100.0}), "forward")
+    assert curve.polynomial(64, 64**2) == pytest.approx(1.0, rel=0.02)
+
+
+def test_squares_are_left_alone_where_all_sequences_have_one_length():
+    curve = fit_curve(forwards({(577 * n, n): 2e-3 * 577 * n + 0.5 for n in (1, 2, 7, 28)}), "forward")
+    assert curve.polynomial.square == 0.0
+    assert curve.polynomial.token == pytest.approx(2e-3) and curve.polynomial.constant == pytest.approx(0.5)
+
+
+def test_what_trained_weights_add_counts_relative_to_the_whole_backward():
+    found = [MeasuredPoint(n, 1, 1.0, 10.0, 0.5 + 0.1 * (n == 256), 0.0, 0.0) for n in (64, 128, 256)]
+    assert fit_curve(found, "weight_gradient").worst_error < 0.02
+    nothing = [replace(point, data_gradient=0.0, weight_gradient=0.0) for point in found]
+    assert fit_curve(nothing, "weight_gradient").polynomial == Polynomial() and fit_curve(nothing, "forward").fits
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    profile = replace(profile_of(models.model(), LAYERS), left_out=("`vision`: no inputs",), autocast="float16")
+    profile.save(tmp_path / "profile.json")
+    assert LayerProfile.load(tmp_path / "profile.json") == profile
+    text = (tmp_path / "profile.json").read_text()
+    data = json.loads(text)
+    assert data["version"] == 1 and data["device"] == "a device" and profile.value_bytes == 2
+    assert all(curve["fits"] for layer in data["layers"] for curve in layer["curves"].values())
+    assert len(text) < 5000 * len(profile.layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("modules: {}", "is no profile of layers"),
+        ("[1]", "is no profile of layers"),
+        ('{"version": 99, "layers": []}', "profile of version 99; this version of hf_mmparallel reads 1"),
+        ('{"version": 1, "layers": [{}]}', "fields missing"),
+        ('{"version": 1}', "fields missing"),
+    ],
+)
+def test_what_is_no_profile_is_refused(tmp_path, text, complaint):
+    (tmp_path / "profile.json").write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        LayerProfile.load(tmp_path / "profile.json")
+
+
+def test_a_profile_of_another_model_is_refused():
+    profile = profile_of(models.model(), LAYERS)
+    other = models.model()
+    wider = tuple(
+        replace(p, shape=(99, models.HIDDEN)) if p.layer == 2 and "up" in p.name else p
+        for p in other.language_model.parameters
+    )
+    modules = {**other.modules, LANGUAGE_MODEL: replace(other.language_model, parameters=wider)}
+    with pytest.raises(ValueError, match="measured for `tiny`.*layer 2 of `language_model` has parameters of other"):
+        measured_costs(replace(other, modules=modules), H100, profile)
+    with pytest.raises(ValueError, match=r"it has \['language_model'\], the model \['vision'\]"):
+        profile.check(replace(other, modules={"vision": other.modules["vision"]}))
+
+
+def test_adapters_and_frozen_weights_do_not_make_another_model():
+    module = models.model().language_model
+    plain, adapted = [], []
+    for layer in range(models.LAYERS):
+        name = f"{module.stack}.{layer}.attention"
+        shape = (4 * models.HIDDEN, models.HIDDEN)
+        plain.append(ParameterSpec(f"{name}.weight", shape, layer))
+        adapted.append(ParameterSpec(f"{name}.base_layer.weight", shape, layer, trainable=False))
+        adapted.append(ParameterSpec(f"{name}.lora_A.default.weight", (8, models.HIDDEN), layer))
+    base, lora, other = (
+        ModelSpec({LANGUAGE_MODEL: replace(module, parameters=tuple(found))})
+        for found in (plain, adapted, [replace(p, shape=(8, 8)) for p in plain])
+    )
+    digests = {shape_digest(base, LANGUAGE_MODEL, index) for index in range(models.LAYERS)}
+    assert len(digests) == 1  # layers that are alike have one
+    profile_of(base, {(LANGUAGE_MODEL, 1): 1.0}).check(lora)
+    with pytest.raises(ValueError, match="layer 1 of `language_model`"):
+        profile_of(base, {(LANGUAGE_MODEL, 1): 1.0}).check(other)
+
+
+def test_measured_layers_are_the_curves():
+    spec = models.model()
+    costs = measured_costs(spec, H100, profile_of(spec, LAYERS))
+    for (module, index), factor in LAYERS.items():
+        layer = costs.layers.layer(module, index, 1)
+        for name in CURVES:
+            assert getattr(layer, name)(2000, 3e6) == pytest.approx(getattr(times(factor), name)(2000, 3e6), abs=1e-9)
+    assert layer_table(costs, LANGUAGE_MODEL).forward[1, 2] == pytest.approx(0.05)
+    assert missing(costs) == [] and costs.value_bytes == 2
+
+
+def test_sums_over_tensor_parallel_ranks_are_added():
+    spec = models.model()
+    costs = measured_costs(spec, H100, profile_of(spec, LAYERS, tp_sizes=(1, 2)))
+    layer, counted = costs.layers.layer(LANGUAGE_MODEL, 1, 2), analytic_costs(spec, H100).layers
+    unlinked = analytic_costs(spec, replace(H100, link_gb_per_s=float("inf"))).layers
+    sums = counted.layer(LANGUAGE_MODEL, 1, 2).forward.token - unlinked.layer(LANGUAGE_MODEL, 1, 2).forward.token
+    assert sums > 0
+    assert layer.forward.token == pytest.approx(times(1.0).forward.token + sums)
+    assert layer.data_gradient.token == pytest.approx(times(1.0).data_gradient.token + sums)
+    assert layer.weight_gradient.token == pytest.approx(times(1.0).weight_gradient.token)
+    assert missing(costs) == []
+
+
+def test_what_is_missing_is_counted_and_scaled():
+    spec = models.model()
+    counted = analytic_costs(spec, replace(H100, link_gb_per_s=float("inf"))).layers
+    inner = {key: factor for key, factor in LAYERS.items() if 0 <= key[1] < models.LAYERS}
+    profile = profile_of(spec, inner)
+    costs = measured_costs(spec, replace(H100, link_gb_per_s=float("inf")), profile)
+
+    def taken(layer, name: str) -> float:
+        """Of all of the measured chunks."""
+        return sum(getattr(layer, name)(tokens, tokens**2 / sequences) for tokens, sequences in CHUNKS)
+
+    # Another layout of a measured layer, by that layer; another module, by all that is measured.
+    for name in ("forward", "data_gradient", "activations"):
+        ratio = taken(times(3.0), name) / taken(counted.layer(LANGUAGE_MODEL, 2, 1), name)
+        found = taken(costs.layers.layer(LANGUAGE_MODEL, 2, 4), name)
+        assert found == pytest.approx(ratio * taken(counted.layer(LANGUAGE_MODEL, 2, 4), name))
+    assert len(missing(costs)) == 1 and "tp 4 is not in the profile" in missing(costs)[0]
+    total = sum(taken(times(factor), "forward") for factor in inner.values())
+    ratio = total / sum(taken(counted.layer(module, index, 1), "forward") for module, index in inner)
+    found = taken(costs.layers.layer("vision", 0, 1), "forward")
+    assert found == pytest.approx(ratio * taken(counted.layer("vision", 0, 1), "forward"))
+    assert "`vision` with tp 1" in missing(costs)[1] and "of the other modules" in missing(costs)[1]
+
+
+def test_what_nothing_is_counted_for_stays_as_measured_in_other_layouts():
+    spec = models.model()
+    costs = measured_costs(spec, H100, profile_of(spec, LAYERS))
+    lookup = costs.layers.layer(LANGUAGE_MODEL, -1, 8)
+    assert analytic_costs(spec, H100).layers.layer(LANGUAGE_MODEL, -1, 8).forward == Polynomial()
+    assert lookup.forward == costs.layers.layer(LANGUAGE_MODEL, -1, 1).forward
