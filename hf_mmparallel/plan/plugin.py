@@ -239,7 +239,7 @@ class MultimodalParallelPlugin:
         if isinstance(value, (str, Path)):
             value = _read(value)
         if not isinstance(value, Mapping):
-            raise ValueError(f'`parallel={value!r}` must be "auto", a dict of modules, a plan\'s file or a plugin.')
+            raise ValueError(f'`parallel={value!r}` must be a dict of modules, a plan\'s file, a plugin or "auto".')
         if isinstance(value.get("plan"), Mapping):
             value = {**value, "plan": ParallelPlan.from_dict(value["plan"])}
         modules = value.get("modules")
