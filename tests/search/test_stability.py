@@ -107,7 +107,7 @@ def test_of_two_modules_the_border_is_exact():
 
 
 def test_the_interval_holds_the_shares_of_batches():
-    work = population([1.0, 2.0], [0.7, 0.7])
+    work = population([3.0, 1.0], [0.7, 0.7])
     report = minimum_stable_batch(draw_from(work), None, 8, 1)
     share = report.shares["vision"]
     drawn = draw_from(work)(2000 * report.history[-1].batch_size, np.random.default_rng(5))
