@@ -40,6 +40,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.cost import CostModel, StepCost, analytic_costs, memory_per_rank, memory_timeline
+from hf_mmparallel.schedule import simulate
 from hf_mmparallel.trainer import report
 
 GOAL = 0.15
@@ -112,14 +114,12 @@ def random_cases(count: int, seed: int) -> list[Case]:
     cases = []
     while len(cases) < count:
         family = rng.choice([*memory_models.FAMILIES, "llava"])
-        sizes = [{}, {"pp_size": 2}, {"tp_size": 2}, {"dp_size": 2}]
+        layouts = [{}, {"pp_size": 2}, {"tp_size": 2}, {"dp_size": 2}]
         modules = {
-            name: dict(rng.choice(sizes[: 1 if name != LM else 4])) for name in memory_models.FAMILIES[family].media
+            name: dict(rng.choice(layouts)) if rng.random() < 0.4 else {}
+            for name in memory_models.FAMILIES[family].media
         }
-        modules = {
-            **{n: dict(rng.choice(sizes)) if rng.random() < 0.4 else {} for n in modules},
-            LM: dict(rng.choice(sizes)),
-        }
+        modules[LM] = dict(rng.choice(layouts))
         for name, settings in modules.items():
             if rng.random() < 0.3:
                 settings["freeze"] = True if name == LM else "tower"
@@ -127,7 +127,7 @@ def random_cases(count: int, seed: int) -> list[Case]:
                 settings["peft_config"] = LORA
             if rng.random() < 0.25:
                 settings["activation_checkpointing"] = True
-        world_size = sum(next(iter(s for k, s in m.items() if k.endswith("p_size")), 1) for m in modules.values())
+        world_size = sum(m.get("pp_size", 1) * m.get("tp_size", 1) * m.get("dp_size", 1) for m in modules.values())
         if world_size > 4 or (family == "qwen2_5_vl" and modules[VISION].get("tp_size")):
             continue
         arguments = rng.choice([{}, {}, {"bf16": True}, {"packing": True}])
@@ -193,35 +193,56 @@ class PeakMemory(TrainerCallback):
             self._read()
 
     def _read(self) -> None:
-        """Follows the sum of what the allocator gave and took back."""
+        """Follows what is allocated and freed, without what the data loader makes: that is the host's."""
         events: list[tuple[int, int, int]] = []
         pending = list(self.profiler.profiler.kineto_results.experimental_event_tree())
         while pending:
             event = pending.pop()
-            pending.extend(event.children)
+            if not event.name.startswith("enumerate(DataLoader)"):
+                pending.extend(event.children)
             if event.tag == _EventType.Allocation:
                 events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-        live: dict[int, int] = {}
-        total = peak = peak_ns = 0
-        for when, pointer, size in sorted(events, key=lambda event: event[0]):
+        changes: list[tuple[int, int]] = []
+        live: dict[int, tuple[int, int]] = {}
+        for when, pointer, size in sorted(events):
             if size > 0:
-                live[pointer] = size
-                total += size
-            else:
-                total -= live.pop(pointer, 0)
+                self._free_unseen(changes, live.pop(pointer, None))
+                live[pointer] = when, size
+            elif pointer in live:
+                changes += [(live[pointer][0], live[pointer][1]), (when, -live.pop(pointer)[1])]
+        for block in live.values():
+            self._free_unseen(changes, block)
+        total = peak = peak_ns = 0
+        for when, change in sorted(changes):
+            total += change
             if total > peak:
                 peak, peak_ns = total, when
         state = self.measured["weights"] + self.measured["optimizer"]
-        self.measured |= {"peak": state + peak, "peak_at": self._place(peak_ns)}  # type: ignore[dict-item]
+        task, share = self._task_at(peak_ns)
+        place = f"{task.task} ({share:.0%})" if task else "between tasks"
+        self.measured |= {"peak": state + peak, "peak_at": place}  # type: ignore[dict-item]
 
-    def _place(self, time_ns: int) -> str:
-        """What ran at a time."""
+    def _free_unseen(self, changes: list[tuple[int, int]], block: tuple[int, int] | None) -> None:
+        """
+        Counts a block that this thread did not free. Threads of gloo hold the tensors of their last collective until
+        the next one; these count until the end of the task that allocated them.
+        """
+        if block is None:
+            return
+        changes.append(block)
+        task, _ = self._task_at(block[0])
+        if task is not None:
+            started_ns = 1e9 * self.trainer.engine.last_result.started_s
+            changes.append((int(started_ns + 1e6 * task.end_ms), -block[1]))
+
+    def _task_at(self, time_ns: int) -> tuple[Any, float]:
+        """The task that ran at a time, and how far it was."""
         result = self.trainer.engine.last_result
         at_ms = time_ns / 1e6 - 1e3 * result.started_s
         for item in result.timeline:
             if item.start_ms <= at_ms <= item.end_ms:
-                return f"{item.task} ({(at_ms - item.start_ms) / (item.end_ms - item.start_ms):.0%})"
-        return "between tasks" if at_ms < result.duration_ms else "after the tasks"
+                return item, (at_ms - item.start_ms) / (item.end_ms - item.start_ms)
+        return None, 0.0
 
 
 def make_trainer(case: Case, shrink: bool) -> Any:
@@ -263,6 +284,18 @@ def make_trainer(case: Case, shrink: bool) -> Any:
     return trainer
 
 
+def predict(trainer: Any, costs: CostModel) -> tuple[dict[int, float], dict[int, float]]:
+    """For each rank, the peak of its timeline and the bound, of the step that ran last."""
+    engine = trainer.engine
+    plan, step, sizes = engine.plan, engine.current_step, engine.current_sizes
+    program = engine.planner.program(step, sizes)
+    simulation = simulate(plan, program, StepCost(costs, plan, step, sizes))
+    timeline = memory_timeline(costs, plan, step, sizes, simulation.spans)
+    bound = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
+    peaks = {rank: float(num_bytes.max()) for rank, (_, num_bytes) in timeline.items()}
+    return peaks, {rank: memory.total for rank, memory in bound.items()}
+
+
 def measure(case: Case, shrink: bool) -> list[dict[str, Any]]:
     """For each rank, the predicted and the measured bytes."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -270,8 +303,12 @@ def measure(case: Case, shrink: bool) -> list[dict[str, Any]]:
         peaks = PeakMemory(trainer)
         trainer.add_callback(peaks)
         trainer.train()
+    value_bytes = 2 if case.arguments.get("bf16") or case.dtype == "bfloat16" else 4
+    costs = analytic_costs(trainer.engine.spec, trainer.engine.costs.device, value_bytes)
+    predicted, bound = predict(trainer, costs)
+    rank = dist.get_rank()
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, peaks.measured)
+    dist.all_gather_object(rows, {**peaks.measured, "predicted": predicted[rank], "bound": bound[rank]})
     return rows
 
 
@@ -301,13 +338,20 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    """Predicted and measured MiB of each case's fullest rank, and the largest error of its ranks."""
-    table = Table("plan", "rank", "weights", "gradients", "optimizer", "peak MiB", "at")
+    """Predicted and measured MiB of each rank."""
+    table = Table("plan", "rank", "measured MiB", "predicted", "error", "bound", "of that state", "peak at")
     for row in rows:
         for rank, found in enumerate(row["ranks"]):
-            cells = [f"{found[name] / MIB:.1f}" for name in ("weights", "gradients", "optimizer", "peak")]
-            table.add_row(row["name"], str(rank), *cells, found["peak_at"])
+            state = found["weights"] + found["gradients"] + found["optimizer"]
+            cells = [f"{found[name] / MIB:.1f}" for name in ("peak", "predicted")]
+            cells += [f"{error(found):+.1%}", f"{found['bound'] / MIB:.1f}", f"{state / found['peak']:.0%}"]
+            table.add_row(row["name"] if rank == 0 else "", str(rank), *cells, found["peak_at"])
     return table
+
+
+def error(found: dict[str, float]) -> float:
+    """How far the prediction is above the measured peak, as a share of it."""
+    return found["predicted"] / found["peak"] - 1
 
 
 def main() -> None:

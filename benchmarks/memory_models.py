@@ -48,17 +48,34 @@ AUDIO = {
 }
 
 
+class Medium(NamedTuple):
+    """
+    An item of a module's input.
+
+    Args:
+        token (`int`): Its placeholder.
+        rows (`int`): Rows of features that it gives.
+        layer_tokens (`int`): Tokens that the layers see of it.
+        entries (`Mapping[str, Any]`): Name in a batch -> shape, or value.
+    """
+
+    token: int
+    rows: int
+    layer_tokens: int
+    entries: Mapping[str, Any]
+
+
 class Family(NamedTuple):
     """
     A model and what an item of its samples is.
 
     Args:
         build (`Callable[[], Any]`): Makes it, always with the same weights.
-        media (`Mapping[str, tuple]`): Module -> (placeholder, its tokens for an item, entries of a batch).
+        media (`Mapping[str, Medium]`): Module -> what an item of it is.
     """
 
     build: Callable[[], Any]
-    media: Mapping[str, tuple[int, int, Mapping[str, Any]]]
+    media: Mapping[str, Medium]
 
 
 def _llava() -> Any:
@@ -112,12 +129,15 @@ def _composed() -> Any:
 _PIXELS = {"pixel_values": (1, 3, 128, 128)}
 _PATCHES = {"pixel_values": (256, 3 * 2 * 8 * 8), "image_grid_thw": torch.tensor([[1, 16, 16]])}
 FAMILIES = {
-    "llava": Family(_llava, {"vision": (IMAGE, 256, _PIXELS)}),
-    "gemma3": Family(_gemma, {"vision": (IMAGE, 64, _PIXELS)}),
-    "qwen2_5_vl": Family(_qwen, {"vision": (IMAGE, 64, _PATCHES)}),
+    "llava": Family(_llava, {"vision": Medium(IMAGE, 256, 256, _PIXELS)}),
+    "gemma3": Family(_gemma, {"vision": Medium(IMAGE, 64, 256, _PIXELS)}),
+    "qwen2_5_vl": Family(_qwen, {"vision": Medium(IMAGE, 64, 256, _PATCHES)}),
     "composed": Family(
         _composed,
-        {"vision": (IMAGE, 257, _PIXELS), "audio": (CLIP, 200, {"input_features": (1, 16, 400)})},
+        {
+            "vision": Medium(IMAGE, 257, 257, _PIXELS),
+            "audio": Medium(CLIP, 200, 200, {"input_features": (1, 16, 400)}),
+        },
     ),
 }
 
@@ -135,9 +155,9 @@ def make_dataset(family: str, num_items: Sequence[int], text_tokens: Sequence[in
     samples = []
     for count, length in zip(num_items, text_tokens, strict=True):
         pieces, entries = [], {}
-        for token, rows, shapes in FAMILIES[family].media.values():
-            pieces.append(torch.full((count * rows,), token))
-            for name, shape in shapes.items() if count else ():
+        for medium in FAMILIES[family].media.values():
+            pieces.append(torch.full((count * medium.rows,), medium.token))
+            for name, shape in medium.entries.items() if count else ():
                 one = shape if torch.is_tensor(shape) else torch.randn(shape, generator=generator)
                 entries[name] = torch.cat([one] * count)
         ids = torch.cat([*pieces, torch.randint(2, 1000, (length,), generator=generator)])
@@ -162,9 +182,9 @@ def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def sample_tokens(family: str, sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens of a sample in the language model, and the feature rows of each of its items."""
+    """Tokens of a sample in the language model, and those of each of its items in the layers of an encoder."""
     ids = sample["input_ids"]
     result: dict[str, Any] = {"language_model": len(ids)}
-    for module, (token, rows, _) in FAMILIES[family].media.items():
-        result[module] = [rows] * (int((ids == token).sum()) // rows)
+    for module, medium in FAMILIES[family].media.items():
+        result[module] = [medium.layer_tokens] * (int((ids == medium.token).sum()) // medium.rows)
     return result

@@ -4,8 +4,9 @@ from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
 from .hardware import HARDWARE, Hardware, hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import eager_caps, fitting_tokens
-from .memory import RankMemory, memory_per_rank
-from .peaks import activation_peaks
+from .memory import memory_per_rank
+from .peaks import activation_peaks, memory_timeline
+from .stage_memory import RankMemory
 from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs, training_flops
 from .step import StepCost
 from .workloads import batch_workloads
@@ -32,6 +33,7 @@ __all__ = [
     "layer_flops",
     "layer_table",
     "memory_per_rank",
+    "memory_timeline",
     "module_flops",
     "stage_costs",
     "training_flops",

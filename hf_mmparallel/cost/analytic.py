@@ -6,19 +6,11 @@ from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .hardware import Hardware
+from .kept import DTYPE_BYTES, Precision, layer_kept, with_trainable
 from .layers import BYTES_PER_VALUE, CostModel, LayerCost, Polynomial
 
 ATTENTION_BACKWARD = 2.5
 """Products of the backward of attention over those of its forward: five, with the scores computed again, over two."""
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-}
 
 
 def layer_flops(spec: ModelSpec, module: str, index: int) -> tuple[float, float]:
@@ -65,13 +57,16 @@ class AnalyticLayers:
         read_ms = matrix_bytes / tp_size / self.device.memory_bytes_per_ms
         written_ms = 4.0 * matrices / tp_size / self.device.memory_bytes_per_ms
         sums_ms = self._sums_ms(part, tp_size) if inside else 0.0
-        kept = Polynomial(token=self._kept_bytes(part, tp_size) if inside else 0.0)
+        precision = Precision.of(part, self.value_bytes)
+        kept, frozen = (
+            layer_kept(part, with_trainable(uses, trained), index, precision, tp_size) for trained in (True, False)
+        )
         return LayerCost(
             forward=Polynomial(per_square, per_token + sums_ms, read_ms),
             data_gradient=Polynomial(ATTENTION_BACKWARD * per_square, per_token + sums_ms, read_ms),
             weight_gradient=Polynomial(0.0, per_token, written_ms),
             activations=kept,
-            frozen_activations=kept,
+            frozen_activations=frozen,
         )
 
     def _flops(self, module: str, index: int) -> tuple[float, float]:
@@ -87,10 +82,6 @@ class AnalyticLayers:
         """Time for a token of the two sums over tensor-parallel ranks, each a ring's."""
         travels = 2.0 * (tp_size - 1) / tp_size * part.hidden_size * self.value_bytes
         return 2 * travels / self.device.link_bytes_per_ms(range(tp_size))
-
-    def _kept_bytes(self, part: ModuleSpec, tp_size: int) -> float:
-        """What a layer keeps of a token for its backward: norms, attention, feed-forward."""
-        return self.value_bytes * (8 * part.hidden_size + 3 * part.intermediate_size) / tp_size
 
 
 def analytic_costs(spec: ModelSpec, device: Hardware, value_bytes: int = BYTES_PER_VALUE) -> CostModel:

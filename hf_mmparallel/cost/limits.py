@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
 from ..schedule import GradientFlow, ahead_caps, live_caps, stage_depths
 from ..schedule.actions import StageKey
 from .layers import CostModel
-from .memory import GIB, StageMemory, largest_microbatches, stage_memories, state_per_rank
+from .memory import StepUse, sample_features, state_per_rank
+from .stage_memory import GIB, StageMemory, stage_memories
 
 
 def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, memory_bytes: float) -> dict[str, int]:
@@ -29,31 +33,80 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
     memories = stage_memories(costs, plan)
     free = free_bytes(plan, memories, memory_bytes)
     in_flight = steady_in_flight(plan)
-    share = {name: sizes.tokens[name].sum() / module.dp_size for name, module in plan.modules.items()}
-    needed = dict.fromkeys(free, 0.0)
+    rates = _Rates(costs, plan, sizes)
+    needed, cases = dict.fromkeys(free, 0.0), {rank: [np.zeros((1, 2))] for rank in free}
     for key, memory in memories.items():
+        kept, fixed, running = rates.of_stage(key, memory, in_flight[key])
         for rank in plan.stage(*key).all_ranks:
-            needed[rank] += memory.bytes_per_token * in_flight[key] * share[key[0]]
+            needed[rank] += kept
+            free[rank] -= fixed
+            cases[rank].append(running)
+    # Of what a copy of a module has to do, this part is a microbatch that fits each rank.
+    parts = {}
+    for rank, left in free.items():
+        growing, constant = np.concatenate(cases[rank]).T
+        slopes = needed[rank] + growing
+        room = np.maximum(left - constant, 0.0)
+        parts[rank] = float(np.divide(room, slopes, out=np.full_like(room, np.inf), where=slopes > 0).min())
     result = {}
     for name, module in plan.modules.items():
-        if share[name]:
+        if rates.share[name]:
             ranks = {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
-            result[name] = int(min(free[rank] / needed[rank] for rank in ranks) * share[name])
+            limit = int(min(min(parts[rank] for rank in ranks), 1e18) * rates.share[name])
+            block = module.context.block * module.cp_size if module.cp_size > 1 else 1
+            result[name] = limit - limit % block if limit >= block else limit  # rows of ranks have whole blocks
     return result
+
+
+class _Rates:
+    """What stages need for a microbatch that is a part of all that a copy of each module has to do."""
+
+    def __init__(self, costs: CostModel, plan: ParallelPlan, sizes: SampleSizes):
+        self.plan = plan
+        self.share = {name: sizes.tokens[name].sum() / module.dp_size for name, module in plan.modules.items()}
+        self.squares = {
+            name: sizes.squares[name].sum() / module.dp_size
+            if costs.spec.modules[name].attention == "eager" and module.cp_size == 1
+            else 0.0
+            for name, module in plan.modules.items()
+        }
+        self.features = {name: float(sample_features(costs, sizes, name).sum()) for name in costs.spec.encoders}
+
+    def of_stage(self, key: StageKey, memory: StageMemory, in_flight: float) -> tuple[float, float, NDArray]:
+        """
+        Bytes that grow with the microbatch, bytes whatever its size, and for each case of what runs `[cases, 2]` both
+        of what it holds besides.
+        """
+        name, replica, stage = key
+        grown = np.array([self.squares[name], self.share[name]]) / memory.num_rows
+        kept = memory.kept.sum(axis=0)
+        growing, fixed = in_flight * float(kept[:2] @ grown), in_flight * float(kept[2])
+        fixed += memory.input_bytes * self.share[name]
+        for edge in self.plan.edges:
+            if edge.target == name and stage in self.plan.edge_stages(edge, replica) and edge.source in self.features:
+                copies = self.plan.modules[name].dp_size * memory.num_rows
+                growing += in_flight * self.features[edge.source] / copies
+        if name in self.features and memory.hands_on_only:
+            fixed += self.features[name] / self.plan.modules[name].dp_size
+        return growing, fixed, np.stack([memory.extras[:, :2] @ grown, memory.extras[:, 2]], axis=1)
 
 
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:
     """Rank -> what is left of its memory for activations. Raises `ValueError` where nothing is."""
-    result = {rank: memory_bytes - state.total for rank, state in state_per_rank(plan, memories).items()}
-    fullest = min(result, key=lambda rank: (result[rank], rank))
-    if result[fullest] <= 0:
+    states = state_per_rank(plan, memories)
+    least = {rank: state.total for rank, state in states.items()}
+    for key, memory in memories.items():
+        for rank in plan.stage(*key).all_ranks:
+            least[rank] += memory.widened
+    fullest = max(least, key=lambda rank: (least[rank], -rank))
+    if least[fullest] >= memory_bytes:
         names = list(dict.fromkeys(name for name, _, _ in plan.stages_of_rank(fullest)))
         raise ValueError(
-            f"Rank {fullest} ({', '.join(names)}) needs {(memory_bytes - result[fullest]) / GIB:.3g} GiB for weights, "
-            f"gradients and optimizer state alone, of {memory_bytes / GIB:.3g} GiB of memory. Raise `pp_size` or "
-            f"`tp_size` of `{names[-1]}`, freeze more of it, or allow more memory."
+            f"Rank {fullest} ({', '.join(names)}) needs {least[fullest] / GIB:.3g} GiB for weights, gradients and "
+            f"optimizer state alone, of {memory_bytes / GIB:.3g} GiB of memory. Raise `pp_size` or `tp_size` of "
+            f"`{names[-1]}`, freeze more of it, or allow more memory."
         )
-    return result
+    return {rank: memory_bytes - state.total for rank, state in states.items()}
 
 
 def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
@@ -98,8 +151,15 @@ def eager_caps(
     free = free_bytes(plan, memories, memory_bytes)
     flow = GradientFlow(plan)
     caps = live_caps(plan, step)
-    largest = largest_microbatches(step, sizes)
-    needed = {key: memory.bytes_per_token * largest[key[0], key[1]] for key, memory in memories.items()}
+    use = StepUse(costs, plan, step, sizes)
+    needed, running = {}, dict.fromkeys(free, 0.0)
+    for key, memory in memories.items():
+        fixed, extra = use.of_stage(key, memory, 0.0)
+        needed[key] = use.of_stage(key, memory, 1.0)[0] - fixed
+        for rank in plan.stage(*key).all_ranks:
+            free[rank] -= fixed
+            running[rank] = max(running[rank], extra)
+    free = {rank: left - running[rank] for rank, left in free.items()}
     kept = [key for key in caps if flow.has_backward(*key) and needed[key]]
     for key in kept:
         for rank in plan.stage(*key).all_ranks:

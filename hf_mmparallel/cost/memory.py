@@ -1,135 +1,63 @@
-"""Memory of a rank: weights, gradients, optimizer state, and the activations in flight."""
+"""Memory of a rank: weights, gradients, optimizer state, and a bound of the activations in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, Stage, StepPlan, stage_parameters
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
 from ..schedule.actions import StageKey
-from .analytic import DTYPE_BYTES
 from .layers import CostModel
-
-GIB = 2**30
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """
-    Estimated bytes of one rank.
-
-    Args:
-        weights (`float`): Parameters, in the dtype of the model.
-        gradients (`float`): Of the trainable parameters, in float32 where they accumulate.
-        optimizer (`float`): AdamW: two float32 values for each trainable parameter.
-        activations (`float`): What the microbatches in flight keep for their backwards.
-    """
-
-    weights: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-    @property
-    def total_gib(self) -> float:
-        return self.total / GIB
-
-    def __add__(self, other: RankMemory) -> RankMemory:
-        return RankMemory(
-            self.weights + other.weights,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.activations + other.activations,
-        )
-
-
-def stage_state(spec: ModelSpec, module: str, stage: Stage) -> RankMemory:
-    """Weights, gradients and optimizer state of a stage on each of its ranks. Vectors are not divided over them."""
-    tp_size = len(stage.ranks[0])
-    weights = trainable = 0.0
-    for parameter in stage_parameters(spec, module, stage):
-        share = parameter.num_elements / (tp_size if len(parameter.shape) > 1 else 1)
-        weights += share * DTYPE_BYTES.get(parameter.dtype, 4)
-        trainable += share if parameter.trainable else 0.0
-    return RankMemory(weights, 4 * trainable, 8 * trainable)
-
-
-def activation_bytes(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> float:
-    """
-    What one token keeps on each rank of a stage between its forward and its backward; each row of ranks has its share
-    of the tokens.
-
-    With activation checkpointing that is the input of each layer, and one layer in full. Logits count in float32,
-    with their gradient.
-    """
-    part, tp_size = costs.spec.modules[module], len(stage.ranks[0])
-    kept = [costs.layers.layer(module, layer, tp_size).activations.token for layer in range(*stage.layers)]
-    num_bytes = sum(kept)
-    if plan.modules[module].activation_checkpointing:
-        num_bytes = costs.value_bytes * stage.num_layers * part.hidden_size + max(kept)
-    if module == LANGUAGE_MODEL and stage.layers[1] == part.num_layers:
-        heads = [use.parameter for use in costs.spec.uses.get((module, part.num_layers), ()) if use.multiplies]
-        num_bytes += sum(8 * p.shape[0] / tp_size for p in heads)
-    return num_bytes / len(stage.ranks)
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """
-    What a stage needs on each of its ranks.
-
-    Args:
-        state (`RankMemory`): Weights, gradients and optimizer state.
-        bytes_per_token (`float`): Activations of a token in flight.
-    """
-
-    state: RankMemory
-    bytes_per_token: float
-
-
-def stage_memories(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageMemory]:
-    """
-    The memory of every stage of a plan.
-
-    Args:
-        costs (`CostModel`): What layers keep.
-        plan (`ParallelPlan`): The layout.
-
-    Returns:
-        `dict[tuple[str, int, int], StageMemory]`: (module, replica, stage) -> its memory.
-    """
-    known: dict[tuple, StageMemory] = {}
-    result = {}
-    for name, module in plan.modules.items():
-        for replica, index, stage in module.stages():
-            kind = (name, stage.layers, len(stage.ranks), len(stage.ranks[0]))
-            if kind not in known:
-                state = stage_state(costs.spec, name, stage)
-                known[kind] = StageMemory(state, activation_bytes(costs, plan, name, stage))
-            result[name, replica, index] = known[kind]
-    return result
+from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
+from .step import ChunkKey
 
 
 def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, RankMemory]:
-    """Rank -> weights, gradients and optimizer state of all of its stages."""
+    """Rank -> weights, gradients with the buffers of their sums, and optimizer state of all of its stages."""
     result = {rank: RankMemory() for rank in range(plan.world_size)}
     for key, memory in memories.items():
         for rank in plan.stage(*key).all_ranks:
-            result[rank] += memory.state
+            result[rank] += memory.state + RankMemory(gradients=memory.summed)
     return result
 
 
-def largest_microbatches(step: StepPlan, sizes: SampleSizes) -> dict[tuple[str, int], int]:
-    """(module, replica) -> tokens of its largest microbatch."""
-    return {
-        (name, replica): max((int(sizes.tokens[name][list(slots)].sum()) for slots in microbatches), default=0)
-        for name, replicas in step.microbatches.items()
-        for replica, microbatches in enumerate(replicas)
-    }
+def held_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, NDArray]:
+    """
+    For each chunk, `[squared tokens, tokens, 1]` of what its stages compute.
+
+    A microbatch of the language model is padded to its longest sample, unless its attention function reads packed
+    rows; where padding needs a mask, or scores are computed as a whole, pairs of tokens count. Ranks that share a row
+    of tokens have equally many blocks of it.
+    """
+    result = {}
+    for (name, replica, index), chunks in step.chunks.items():
+        module = plan.modules[name]
+        attention = "bitfield" if module.cp_size > 1 else costs.spec.modules[name].attention
+        block = module.context.block * module.cp_size if module.cp_size > 1 else 1
+        is_padded = name == LANGUAGE_MODEL and attention != "bitfield"
+        for number, slots in enumerate(chunks):
+            tokens, squares = sizes.tokens[name][list(slots)], sizes.squares[name][list(slots)]
+            longest = tokens.max(initial=0)
+            is_uneven = is_padded and attention == "sdpa" and bool((tokens < longest).any())
+            count = len(slots) * longest if is_padded else -(-tokens.sum() // block) * block
+            pairs = len(slots) * longest**2 if is_padded else squares.sum()
+            counts_pairs = attention == "eager" or is_uneven
+            result[name, replica, index, number] = np.array([pairs if counts_pairs else 0.0, count, float(count > 0)])
+    return result
+
+
+def sample_features(costs: CostModel, sizes: SampleSizes, encoder: str) -> NDArray:
+    """
+    Bytes of the features of each sample `[samples]`: a row for each token of the encoder's layers after neighbours are
+    merged, and no more than the language model has tokens for.
+    """
+    taker = costs.spec.language_model
+    per_token = feature_bytes(costs, costs.spec.modules[encoder])
+    row_bytes = feature_bytes(costs, costs.spec.modules[encoder], merged=False)
+    tokens = sizes.tokens.get(taker.name, sizes.tokens[encoder])
+    return np.minimum(per_token * sizes.tokens[encoder], row_bytes * tokens)
 
 
 def memory_per_rank(
@@ -140,7 +68,8 @@ def memory_per_rank(
     in_flight: Mapping[StageKey, float],
 ) -> dict[int, RankMemory]:
     """
-    Bounds the memory of every rank at its peak: all microbatches in flight count as much as the largest one.
+    Bounds the memory of every rank at its peak: all microbatches in flight count as much as the largest one, all
+    gradients are there, and what runs is what holds most.
 
     Args:
         costs (`CostModel`): What layers keep.
@@ -155,9 +84,66 @@ def memory_per_rank(
     """
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
-    largest = largest_microbatches(step, sizes)
+    use = StepUse(costs, plan, step, sizes)
+    kept, extra = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
+    widened = dict.fromkeys(result, 0.0)
     for key, memory in memories.items():
-        kept = memory.bytes_per_token * largest[key[0], key[1]] * in_flight.get(key, 0.0)
+        always, running = use.of_stage(key, memory, in_flight.get(key, 0.0))
         for rank in plan.stage(*key).all_ranks:
-            result[rank] += RankMemory(activations=kept)
-    return result
+            kept[rank] += always
+            extra[rank] = max(extra[rank], running)
+            widened[rank] += memory.widened
+    return {
+        rank: state + RankMemory(activations=max(kept[rank] + extra[rank], widened[rank]))
+        for rank, state in result.items()
+    }
+
+
+class StepUse:
+    """The largest microbatches and chunks of a step in each replica."""
+
+    def __init__(self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes):
+        self.plan = plan
+        held = held_sizes(costs, plan, step, sizes)
+        self.microbatches: dict[tuple[str, int], list[NDArray]] = {}
+        self.chunks: dict[tuple[str, int], NDArray] = {}
+        for (name, replica, index), chunks in step.chunks.items():
+            own = [held[name, replica, index, number] for number in range(len(chunks))]
+            self.microbatches.setdefault((name, replica), []).append(sum(own, np.zeros(3)))
+            for at in own:
+                largest = self.chunks.get((name, replica), np.zeros(3))
+                self.chunks[name, replica] = np.maximum(largest, at)
+        self.taken, self.given = self._features(costs, plan, step, sizes)
+
+    def _features(self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> tuple[dict, dict]:
+        """
+        (edge's encoder, replica of its target) -> bytes of the features of the largest microbatch that takes them, and
+        (encoder, replica) -> bytes of all that it gives.
+        """
+        taken: dict[tuple[str, int], float] = {}
+        given: dict[tuple[str, int], float] = {}
+        for edge in plan.edges:
+            if not costs.spec.modules[edge.source].is_encoder:
+                continue
+            values = sample_features(costs, sizes, edge.source)
+            for replica, microbatches in enumerate(step.microbatches[edge.target]):
+                taken[edge.source, replica] = max((values[list(m)].sum() for m in microbatches), default=0.0)
+            for replica, microbatches in enumerate(step.microbatches[edge.source]):
+                given[edge.source, replica] = sum(values[list(m)].sum() for m in microbatches)
+        return taken, given
+
+    def of_stage(self, key: StageKey, memory: StageMemory, in_flight: float) -> tuple[float, float]:
+        """What a stage keeps at most, and what its running task holds besides."""
+        name, replica, stage = key
+        microbatches = np.array(self.microbatches.get((name, replica), [np.zeros(3)]))
+        scale = np.array([1 / memory.num_rows, 1 / memory.num_rows, 1.0])
+        total = memory.kept.sum(axis=0) * scale
+        kept = in_flight * float((microbatches @ total).max(initial=0.0))
+        kept += memory.input_bytes * float(microbatches[:, 1].sum())
+        for edge in self.plan.edges:
+            if edge.target == name and stage in self.plan.edge_stages(edge, replica):
+                kept += in_flight * self.taken.get((edge.source, replica), 0.0) / memory.num_rows
+        if memory.hands_on_only:
+            kept += self.given.get((name, replica), 0.0)
+        largest = self.chunks.get((name, replica), np.zeros(3))
+        return kept, float((memory.extras @ (scale * largest)).max(initial=0.0))

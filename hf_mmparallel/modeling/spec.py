@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .features import feature_specs
@@ -294,7 +297,26 @@ def _module_spec(
         tower=part.tower,
         inner_features=any(feature.index is not None for feature in features),
         head_dim=_setting(config, "head_dim"),
+        attention=getattr(config, "_attn_implementation", None) or "sdpa",
+        activation_copies=activation_copies(
+            _setting(config, "hidden_act", "hidden_activation", "activation_function")
+        ),
     )
+
+
+@functools.cache
+def activation_copies(name: str | None) -> int:
+    """How many tensors the activation function of this name keeps for its backward."""
+    if name not in ACT2FN:
+        return 1
+    kept: set[int] = set()
+    value = torch.zeros(1, device="cpu", requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (kept.add(t.untyped_storage().data_ptr()), t)[1], lambda t: t
+    ):
+        result = ACT2FN[name](value)
+    del result
+    return max(1, len(kept))
 
 
 def _hidden_size(layer: nn.Module, config: Any) -> int:

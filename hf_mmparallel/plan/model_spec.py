@@ -105,6 +105,10 @@ class ModuleSpec:
         tower (`str`): Name of the submodule without the projector.
         inner_features (`bool`): Whether features leave from inside its stack, so that the stack can't be cut.
         head_dim (`int`, *optional*): Width of an attention head; `hidden_size / num_heads` when left out.
+        attention (`str`, *optional*, defaults to `"sdpa"`): The attention function, such as `"eager"`.
+        activation_copies (`int`, *optional*, defaults to 1):
+            Tensors that the activation function keeps for its backward: 1 for its input, more for one that a model
+            computes step by step.
     """
 
     name: str
@@ -119,6 +123,8 @@ class ModuleSpec:
     tower: str = ""
     inner_features: bool = False
     head_dim: int | None = None
+    attention: str = "sdpa"
+    activation_copies: int = 1
 
     @property
     def is_encoder(self) -> bool:

@@ -9,10 +9,11 @@ LAYER_MATRICES = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * WIDE
 
 def module(name: str, frozen: bool = False) -> ModuleSpec:
     parameters = []
+    shapes = {f"attn.{letter}_proj": (HIDDEN, HIDDEN) for letter in "qkvo"}
+    shapes |= {"mlp.up": (WIDE, HIDDEN), "mlp.down": (HIDDEN, WIDE), "norm": (HIDDEN,)}
     for layer in range(LAYERS):
-        for matrix, shape in (("attention", (4 * HIDDEN, HIDDEN)), ("up", (WIDE, HIDDEN)), ("down", (HIDDEN, WIDE))):
-            parameters.append(ParameterSpec(f"{name}.{layer}.{matrix}", shape, layer, "bfloat16", not frozen))
-        parameters.append(ParameterSpec(f"{name}.{layer}.norm", (HIDDEN,), layer, "bfloat16", not frozen))
+        for part, shape in shapes.items():
+            parameters.append(ParameterSpec(f"{name}.{layer}.{part}.weight", shape, layer, "bfloat16", not frozen))
     if name == LANGUAGE_MODEL:
         parameters.insert(0, ParameterSpec("embed_tokens.weight", (VOCABULARY, HIDDEN), -1, "bfloat16", not frozen))
     else:

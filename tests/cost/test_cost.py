@@ -3,11 +3,11 @@
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import HARDWARE, StepCost, hardware, layer_flops, memory_per_rank
+from hf_mmparallel.cost import HARDWARE, StepCost, hardware, layer_flops
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.schedule import Task, build_program, simulate
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, h100, model
+from hf_mmparallel.schedule import Task, build_program
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, h100, model
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
@@ -121,60 +121,6 @@ def test_messages_take_time():
     program = build_program(cost.plan, cost.step, [], cost)
     message = next(a.message for a in program.actions[0] if a.op == "send" and a.message is not None)
     assert cost.message_ms(message) == pytest.approx(2 * 2 * 7 * HIDDEN / 450e9 * 1e3)
-
-
-def test_memory_of_a_rank():
-    spec = model(("vision",))
-    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
-    step = contiguous_step(plan, range(4), 2)
-    program = build_program(plan, step, sync_groups(spec, plan))
-    in_flight = simulate(plan, program).peak_in_flight
-    memory = memory_per_rank(h100(spec), plan, step, SIZES, in_flight)
-    assert set(memory) == set(range(5))
-    frozen = LAYERS * (LAYER_MATRICES + HIDDEN)
-    projector = HIDDEN * HIDDEN
-    assert memory[0].weights == 2 * (frozen + projector)
-    assert memory[0].gradients == 4 * projector and memory[0].optimizer == 8 * projector
-    half = (2 * LAYER_MATRICES + VOCABULARY * HIDDEN) / 2 + 2 * HIDDEN
-    assert memory[1].weights == 2 * half and memory[1] == memory[2] and memory[3].weights == 2 * half
-    kept = 2 * 2 * (8 * HIDDEN + 3 * WIDE) / 2 * 10  # two layers, two bytes, halved by tp, ten tokens
-    assert in_flight[LANGUAGE_MODEL, 0, 0] == 2 and in_flight[LANGUAGE_MODEL, 0, 1] == 1
-    assert memory[1].activations == 2 * 2 * kept
-    assert memory[3].activations == 2 * (kept + 8 * VOCABULARY * 10 / 2)
-    assert memory[1].total_gib == memory[1].total / 2**30
-
-
-def test_the_largest_microbatch_counts():
-    spec = model()
-    plan = resolve_plan(spec, {})
-    in_flight = {("vision", 0, 0): 1.5, (LANGUAGE_MODEL, 0, 0): 1.0}
-    memory = memory_per_rank(h100(spec), plan, DEFERRED, MIXED, in_flight)
-    kept = 2 * LAYERS * (8 * HIDDEN + 3 * WIDE)
-    assert memory[0].activations == 1.5 * 11 * kept
-    assert memory[1].activations == 39 * (kept + 8 * VOCABULARY)
-
-
-def test_ranks_that_share_tokens_keep_their_share_of_them():
-    spec = model()
-    kept = []
-    for plugin in (ModulePlugin(), ModulePlugin(cp_size=2)):
-        plan = resolve_plan(spec, {LANGUAGE_MODEL: plugin})
-        step = contiguous_step(plan, range(4), 2)
-        memory = memory_per_rank(h100(spec), plan, step, SIZES, {(LANGUAGE_MODEL, 0, 0): 1.0})
-        kept.append(memory[1])
-    assert kept[1].activations == kept[0].activations / 2
-    assert kept[1].weights == kept[0].weights
-
-
-def test_checkpointing_keeps_less():
-    totals = []
-    for checkpointing in (False, True):
-        spec = model()
-        plan = resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=checkpointing)})
-        step = contiguous_step(plan, range(4), 2)
-        totals.append(memory_per_rank(h100(spec), plan, step, SIZES, {("vision", 0, 0): 1.0})[0].activations)
-    assert totals[1] == 2 * 2 * 7 * (LAYERS * HIDDEN + 8 * HIDDEN + 3 * WIDE)
-    assert totals[1] < totals[0]
 
 
 def test_unknown_device_names_the_nearest():

@@ -1,0 +1,152 @@
+"""What layers are said to keep, against what autograd keeps of models."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_mmparallel.cost.kept import Precision, layer_kept
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.spec import activation_copies
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+}
+LENGTH, SAMPLES = 48, 2
+FAMILIES = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 32}),
+    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config, {}),
+    "qwen3_moe": (
+        transformers.Qwen3MoeForCausalLM,
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16},
+    ),
+}
+
+
+def build(family: str, **settings: Any) -> Any:
+    """A language model in training."""
+    cls, config, own = FAMILIES[family]
+    torch.manual_seed(0)
+    return cls(config(**{**SIZES, **own, **settings})).train()
+
+
+def kept_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False) -> dict[int, int]:
+    """
+    Layer -> bytes of the tensors that its operations keep, each storage once and in the layer that keeps it first;
+    what comes after the layers counts as one more. Weights do not count.
+    """
+    layers = model.get_decoder().layers
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, tuple[int, int]] = {}
+    held: list[torch.Tensor] = []
+    place = [-1]
+    for index, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, index=index: place.append(index))
+    layers[-1].register_forward_hook(lambda *_: place.append(len(layers)))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found.setdefault(storage.data_ptr(), (place[-1], storage.nbytes()))
+        held.append(tensor)  # so that no address is used again
+        return tensor
+
+    ids = torch.randint(1, 300, (SAMPLES, LENGTH))
+    mask = torch.ones_like(ids)
+    if is_uneven:
+        mask[0, LENGTH // 2 :] = 0
+    cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cast:
+        embeddings = model.get_input_embeddings()(ids).requires_grad_()
+        model(inputs_embeds=embeddings, attention_mask=mask, labels=ids)
+    result: dict[int, int] = {}
+    for layer, num_bytes in found.values():
+        result[layer] = result.get(layer, 0) + num_bytes
+    return result
+
+
+def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False) -> dict[int, float]:
+    """Layer -> bytes, as derived from the model's description."""
+    spec = build_model_spec(model)
+    part = spec.language_model
+    tokens = SAMPLES * LENGTH
+    squares = SAMPLES * LENGTH**2 if is_uneven or part.attention == "eager" else 0
+    precision = Precision.of(part, value_bytes)
+    return {
+        index: layer_kept(part, spec.uses[part.name, index], index, precision, 1)(tokens, squares)
+        for index in range(part.num_layers + 1)
+    }
+
+
+def check(model: Any, tolerance: float = 0.04, value_bytes: int = 4, is_uneven: bool = False, is_cast: bool = False):
+    found = kept_by_autograd(model, is_uneven, is_cast)
+    expected = predicted(model, value_bytes, is_uneven)
+    for index in (1, 2):  # the first layer also keeps what all share, such as rotary tables
+        assert expected[index] == pytest.approx(found[index], rel=tolerance), (index, expected, found)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_a_trained_layer_keeps_what_is_derived(family, precision):
+    model = build(family)
+    if precision == "bfloat16":
+        model = model.bfloat16()
+    check(model, 0.06, 4 if precision == "float32" else 2, is_cast=precision == "autocast")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_a_frozen_layer_keeps_nothing_of_what_its_matrices_take(family):
+    model = build(family)
+    trained = predicted(model)
+    check(model.requires_grad_(False), 0.06)
+    frozen = predicted(model)
+    assert all(frozen[index] < 0.8 * trained[index] for index in (0, 1))
+
+
+def test_a_module_of_which_some_layers_are_trained():
+    model = build("llama").requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(bool(re.search(r"layers\.1\.mlp", name)))
+    check(model)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], "all-linear"])
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_adapters_keep_the_inputs_of_the_layers_that_they_adapt(targets, is_narrow):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model: Any = build("llama")
+    model = model.bfloat16() if is_narrow else model
+    model = inject_adapter_in_model(LoraConfig(r=8, target_modules=targets), model)
+    if is_narrow:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+    check(model, 0.06, 2 if is_narrow else 4)
+
+
+def test_scores_and_masks_grow_with_the_square():
+    check(build("llama", attn_implementation="eager"))
+    check(build("llama", attn_implementation="eager").bfloat16(), value_bytes=2)
+    check(build("llama", num_key_value_heads=4), is_uneven=True)
+
+
+def test_a_mixture_keeps_what_its_chosen_experts_take():
+    check(build("qwen3_moe"), tolerance=0.25)  # tokens are sorted by expert, in copies of their own
+
+
+def test_activation_functions_keep_as_many_tensors_as_they_take_steps():
+    assert activation_copies("silu") == activation_copies("gelu") == activation_copies(None) == 1
+    assert activation_copies("quick_gelu") == 2 and activation_copies("gelu_new") > 2

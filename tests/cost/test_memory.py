@@ -1,0 +1,151 @@
+"""The bound of a rank's memory, worked out by hand on a small model in bfloat16."""
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.cost import StepCost, memory_per_rank, memory_timeline
+from hf_mmparallel.cost.memory import held_sizes
+from hf_mmparallel.cost.stage_memory import stage_memories
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.schedule import build_program, simulate
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, WIDE, h100, model
+from tests.schedule.builders import make_step
+
+SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
+HEAD = VOCABULARY * HIDDEN
+# Of a token in a trained layer, bytes: what queries, keys and values read; these and the output; a float32 value of
+# each head; what an RMS norm reads, in float32, and gives; what `up` reads; before and behind the activation function.
+LAYER = 2 * HIDDEN + 2 * 4 * HIDDEN + 4 * 4 + (4 + 2) * HIDDEN + 2 * HIDDEN + 2 * 2 * WIDE
+FROZEN_LAYER = 2 * 4 * HIDDEN + 4 * 4 + 4 * HIDDEN + 2 * WIDE
+LOSS = 4 * VOCABULARY
+
+
+def memory_of(spec, plan, num_microbatches=2):
+    step = contiguous_step(plan, range(4), 4 // num_microbatches)
+    program = build_program(plan, step, sync_groups(spec, plan))
+    in_flight = simulate(plan, program).peak_in_flight
+    return memory_per_rank(h100(spec), plan, step, SIZES, in_flight), in_flight
+
+
+def test_state_is_in_the_type_of_the_weights():
+    spec = model(("vision",))
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
+    memory, _ = memory_of(spec, plan)
+    assert set(memory) == set(range(5))
+    frozen, projector = LAYERS * (LAYER_MATRICES + HIDDEN), HIDDEN * HIDDEN
+    assert memory[0].weights == 2 * (frozen + projector)
+    assert memory[0].gradients == 2 * projector and memory[0].optimizer == 4 * projector
+    # Tied embeddings are whole on each rank, at both ends; their gradients are summed in a buffer.
+    half = 2 * LAYER_MATRICES / 2 + 2 * HIDDEN + HEAD
+    assert memory[1].weights == 2 * half and memory[1] == memory[2] and memory[3].weights == 2 * half
+    assert memory[1].gradients == 2 * half + 2 * HEAD
+    assert memory[1].total_gib == memory[1].total / 2**30
+
+
+def test_copies_sum_their_gradients_in_a_buffer():
+    spec = model(tied=False)
+    gradients = []
+    for plugin in (ModulePlugin(), ModulePlugin(dp_size=2), ModulePlugin(cp_size=2)):
+        memory, _ = memory_of(spec, resolve_plan(spec, {LANGUAGE_MODEL: plugin}))
+        gradients.append(memory[1].gradients)
+    assert gradients[1] == gradients[2] == 2 * gradients[0]
+
+
+def test_what_stages_keep_of_a_token():
+    spec = model(("vision",))
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
+    memories = stage_memories(h100(spec), plan)
+    vision, first, last = (memories[key].kept.sum(axis=0)[1] for key in memories)
+    assert vision == 2 * HIDDEN + 2 * HIDDEN  # what the projector reads, and the features
+    assert first == 2 * LAYER + 2 * HIDDEN  # two layers, and what goes to the next stage
+    assert last == 2 * LAYER + 2 * HIDDEN + LOSS  # the head reads the last hidden state
+    frozen = stage_memories(h100(model(("vision", LANGUAGE_MODEL))), plan)
+    assert frozen[LANGUAGE_MODEL, 0, 1].kept.sum(axis=0)[1] == 2 * FROZEN_LAYER + LOSS
+    nothing = stage_memories(h100(_all_frozen()), plan)
+    assert not any(memory.kept.any() for memory in nothing.values())
+
+
+def _all_frozen():
+    spec = model()
+    modules = {name: module.with_frozen(True) for name, module in spec.modules.items()}
+    return type(spec)(modules, spec.tied)
+
+
+def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
+    spec = model()
+    plans = [resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=again)}) for again in (False, True)]
+    whole, again = (stage_memories(h100(spec), plan)["vision", 0, 0] for plan in plans)
+    assert whole.kept[1:-2].sum() == LAYERS * LAYER and again.kept[1:-2].sum() == LAYERS * 2 * HIDDEN
+    held = np.array([0.0, 100.0, 1.0])
+    more = again.backward_bytes(held, False) - again.kept_bytes(held)
+    assert more >= 100 * LAYER and again.backward_bytes(held, False) < whole.backward_bytes(held, False)
+
+
+def test_a_first_backward_makes_gradients_while_it_frees_activations():
+    memory = stage_memories(h100(model()), resolve_plan(model(), {}))[LANGUAGE_MODEL, 0, 0]
+    few, many = np.array([0.0, 1.0, 1.0]), np.array([0.0, 1e5, 1.0])
+    embedding = 2 * HEAD  # the second gradient of a tied matrix, before it is added to the first
+    assert memory.backward_bytes(few, True) == pytest.approx(memory.state.gradients + embedding, rel=0.01)
+    assert memory.backward_bytes(many, True) == pytest.approx(memory.backward_bytes(many, False), rel=0.01)
+    logits = 1e5 * 2 * 4 * VOCABULARY  # the gradients of the loss and of its softmax, beside what is kept
+    assert memory.backward_bytes(many, False) == pytest.approx(memory.kept_bytes(many) + logits, rel=1e-6)
+
+
+def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
+    spec = model()
+    alone, tp, cp = (
+        stage_memories(h100(spec), resolve_plan(spec, {LANGUAGE_MODEL: plugin}))[LANGUAGE_MODEL, 0, 0]
+        for plugin in (ModulePlugin(), ModulePlugin(tp_size=2), ModulePlugin(cp_size=2))
+    )
+    split = 2 * 4 * HIDDEN + 4 * 4 + 2 * 2 * WIDE
+    assert alone.kept[1, 1] - tp.kept[1, 1] == split / 2
+    held = np.array([0.0, 100.0, 1.0])
+    assert cp.kept_bytes(held) == alone.kept_bytes(held) / 2 and cp.state == alone.state
+
+
+LENGTHS = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [7]]})
+STEP = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
+
+
+def test_microbatches_are_padded_unless_rows_are_packed():
+    spec, chunk = model(), (LANGUAGE_MODEL, 0, 1, 0)
+    plan = resolve_plan(spec, {})
+    held = held_sizes(h100(spec), plan, STEP, LENGTHS)
+    assert held[chunk].tolist() == [3 * 20**2, 3 * 20, 1] and held[LANGUAGE_MODEL, 0, 0, 0].tolist() == [0, 5, 1]
+    assert held["vision", 0, 1, 0].tolist() == [0, 11, 1] and held["vision", 0, 0, 0].tolist() == [0, 0, 0]
+    cut = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(cp_size=2, cp_block=8)})
+    assert held_sizes(h100(spec), cut, STEP, LENGTHS)[chunk].tolist() == [0, 48, 1]  # 39 in blocks of two times eight
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager"])
+@pytest.mark.parametrize(
+    "plugins",
+    [
+        {},
+        {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)},
+        {LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")},
+        {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, activation_checkpointing=True)},
+        {LANGUAGE_MODEL: ModulePlugin(cp_size=2)},
+    ],
+    ids=["apart", "stages", "shared", "copies", "rows"],
+)
+@pytest.mark.parametrize("frozen", [(), ("vision",), ("vision", LANGUAGE_MODEL)])
+def test_the_bound_is_one(schedule, plugins, frozen):
+    spec = model(frozen)
+    plan = resolve_plan(spec, plugins, schedule=schedule)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(0, 300, (2, 16))
+    sizes = SampleSizes.of_sequences(
+        {
+            "vision": [[int(n)] if n > 60 else [] for n in lengths[0]],
+            LANGUAGE_MODEL: [[int(n) + 1] for n in lengths[1]],
+        }
+    )
+    step = contiguous_step(plan, range(16), 2)
+    cost = StepCost(h100(spec), plan, step, sizes)
+    simulation = simulate(plan, build_program(plan, step, [], cost), cost)
+    bound = memory_per_rank(h100(spec), plan, step, sizes, simulation.peak_in_flight)
+    for rank, (times, num_bytes) in memory_timeline(h100(spec), plan, step, sizes, simulation.spans).items():
+        assert (np.diff(times) >= 0).all() and num_bytes.max() <= bound[rank].total * (1 + 1e-9)
+        assert num_bytes.max() >= bound[rank].weights + bound[rank].optimizer
