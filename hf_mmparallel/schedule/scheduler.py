@@ -68,8 +68,8 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
 
     In generators and the language model that is [`stage_depths`]. An encoder must be ahead by all that the
     microbatches in flight behind it take, while it keeps all whose last gradient comes from them: when every sample is
-    taken in its own microbatch that is the depth again, one more when some are taken a microbatch later, and more where
-    an encoder has more microbatches than the module behind it.
+    taken in its own microbatch that is the depth again, one more when some are taken a microbatch later, and more
+    where an encoder has more microbatches than the module behind it.
 
     Args:
         plan (`ParallelPlan`): The layout.
