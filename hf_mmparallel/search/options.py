@@ -85,7 +85,7 @@ class ModuleOptions:
             if self.allows("cp_size", 1 << power) and (not power or self.tokens >= _MIN_ROW_TOKENS << power)
         ]
         given = self.problem.checkpointing.get(self.name)
-        again = (False, True) if given is None else (given,)
+        again = (False, True) if given is None and self._runs_back else (bool(given),)
         return tuple(
             Kind(cp, tp, recompute)
             for tp in tensor
@@ -93,6 +93,11 @@ class ModuleOptions:
             if cp * tp <= self.problem.num_ranks
             for recompute in again
         )
+
+    @cached_property
+    def _runs_back(self) -> bool:
+        """Whether a layer of the stack has a backward, before which it could compute again."""
+        return bool(layer_table(self.problem.costs, self.name).backward[1:-1].any())
 
     def layer_ms(self, kind: Kind, num_samples: float) -> NDArray:
         """float64 `[num_layers]`: forward and backward of a microbatch of mean samples."""

@@ -144,8 +144,8 @@ class PlanningProblem:
             Module -> sizes that the user has set, such as `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
             Module -> whether its activations are recomputed; tried both ways where left out.
-        num_simulated (`int`, *optional*, defaults to 16):
-            Candidates that are simulated on real batches at least; more where these are small.
+        effort (`int`, *optional*, defaults to 640):
+            Tasks of steps that are simulated for each rank: more candidates are simulated with more of it.
         seed (`int`, *optional*, defaults to 0): Of the batches that are drawn from `sizes`.
     """
 
@@ -159,7 +159,7 @@ class PlanningProblem:
     method: str = "hierarchical"
     fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
-    num_simulated: int = 16
+    effort: int = 640
     seed: int = 0
 
     @property

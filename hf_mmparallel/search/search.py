@@ -17,9 +17,8 @@ from .steps import Prediction, StepPlanner
 
 _NUM_BATCHES = 3
 _PER_FAMILY = 2
-_FINALISTS = 6
 _RUNNERS_UP = 3
-_FEW_TASKS = 4096
+_LEAST_RANKS = 16
 
 
 def search_plans(problem: PlanningProblem) -> SearchResult:
@@ -45,13 +44,13 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     if not found:
         raise no_plan_error(problem)
     simulator = _Simulator(space)
-    simulator.simulate(_unlike(found, _PER_FAMILY), problem.num_simulated)
+    simulator.simulate(_unlike(found, _PER_FAMILY), share=0.5, least=6)
     best = [own.hosts for own, _ in simulator.best(1)]
-    simulator.simulate((own for own in found if own.hosts in best), problem.num_simulated // 2)
-    simulator.simulate(found, 0 if simulator.plans else problem.num_simulated)
+    simulator.simulate((own for own in found if own.hosts in best), share=0.2, least=2)
+    simulator.simulate(found, share=0.1, least=0 if simulator.plans else 6)
     if not simulator.plans:
         raise no_plan_error(problem)
-    ranked = simulator.finalists(_FINALISTS)
+    ranked = simulator.finalists(share=0.2, least=4)
     best, *others = ranked
     others = _unlike_plans(best, others)[:_RUNNERS_UP]
     return SearchResult(
@@ -92,15 +91,16 @@ class _Simulator:
     def __init__(self, space: CandidateSpace):
         self.space, self.problem = space, space.problem
         self.batches = [draw_batch(self.problem, number) for number in range(_NUM_BATCHES)]
+        self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks)  # in tasks
         self.plans: list[tuple[Estimated, RankedPlan]] = []
         self._seen: set[str] = set()
         self._num_too_large = 0
 
-    def simulate(self, candidates: Iterable[Estimated], limit: int) -> None:
-        """Adds candidates that fit: `limit` of them, and more as long as all together are few tasks."""
+    def simulate(self, candidates: Iterable[Estimated], share: float, least: int) -> None:
+        """Adds candidates that fit: as many as a share of the effort allows, but `least` of them."""
         added = num_tasks = 0
         for own in candidates:
-            if added >= limit and num_tasks >= _FEW_TASKS:
+            if added >= least and num_tasks >= share * self.effort:
                 return
             candidate = self.space.candidate(own)
             if str(candidate) in self._seen:
@@ -117,11 +117,11 @@ class _Simulator:
         """The fastest so far."""
         return sorted(self.plans, key=lambda pair: pair[1].step_ms)[:count]
 
-    def finalists(self, count: int) -> list[RankedPlan]:
-        """The fastest by the first batch, `count` of them or more where they are small, by all batches."""
+    def finalists(self, share: float, least: int) -> list[RankedPlan]:
+        """The fastest by the first batch, as many as a share of the effort allows but `least`, by all batches."""
         result, num_tasks = [], 0
         for _, plan in self.best(len(self.plans)):
-            if len(result) >= count and num_tasks >= _FEW_TASKS:
+            if len(result) >= least and num_tasks >= share * self.effort:
                 break
             num_tasks += plan.candidate.num_tasks
             more = [self._predict(plan.candidate, batch) for batch in self.batches[1:]]

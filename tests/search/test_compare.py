@@ -29,14 +29,14 @@ def problem(frozen: tuple[str, ...] = ("vision",), **settings) -> PlanningProble
     rng = np.random.default_rng(0)
     lengths = {"vision": rng.integers(40_000, 90_000, 64), LANGUAGE_MODEL: rng.integers(30_000, 70_000, 64)}
     sizes = SampleSizes.of_sequences({name: [[int(n)] for n in values] for name, values in lengths.items()})
-    given = {"num_ranks": NUM_RANKS, "global_batch_size": BATCH, "num_simulated": 4, **settings}
+    given = {"num_ranks": NUM_RANKS, "global_batch_size": BATCH, "effort": 64, **settings}
     return PlanningProblem(analytic_costs(model(frozen), HARDWARE["a40"]), sizes, **given)
 
 
 def quick_search(question: PlanningProblem):
     """An answer with one layout; those of others are not bound by it."""
     fixed = {name: {"tp_size": 1, "cp_size": 1, "dp_size": 2} for name in question.spec.modules}
-    return search_plans(replace(question, fixed=fixed, microbatch_size=1, num_simulated=1))
+    return search_plans(replace(question, fixed=fixed, microbatch_size=1, effort=16))
 
 
 @pytest.fixture(scope="module")
