@@ -119,18 +119,19 @@ def deferred(num_encoder_stages: int, num_stages: int, num_microbatches: int, sc
 
 
 @st.composite
-def cases(draw) -> Case:
+def cases(draw, generators: tuple[str, ...] = ()) -> Case:
     """Any small layout: shared and overlapping ranks, unequal replicas, frozen layers, DeepStack, any arrangement."""
     names = draw(
         st.sampled_from([("language_model",), ("vision", "language_model"), ("vision", "audio", "language_model")])
     )
+    names += generators
     disjoint = draw(st.booleans())
     specs, modules, next_rank = {}, {}, 0
     for name in names:
         frozen = draw(
             st.sampled_from([frozenset(), frozenset(range(-1, 5)), frozenset(range(-1, 4)), frozenset({0, 1})])
         )
-        layers = () if name == LANGUAGE_MODEL else draw(st.sampled_from([(0,), (0, 2), (3,)]))
+        layers = () if name in (LANGUAGE_MODEL, *generators) else draw(st.sampled_from([(0,), (0, 2), (3,)]))
         specs[name] = module_spec(name, 4, frozen, layers)
         tp_size = draw(st.integers(1, 2))
         modules[name] = []
@@ -146,8 +147,11 @@ def cases(draw) -> Case:
     tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
     spec, plan = make_plan(modules, specs, draw(st.sampled_from(["1f1b", "gpipe", "eager"])), tied)
     slots = range(draw(st.integers(0, 14)))
-    microbatches = {}
+    microbatches: dict[str, list[list[list[int]]]] = {}
     for name in names:
+        if name in generators:
+            microbatches[name] = draw(generated(microbatches[LANGUAGE_MODEL], plan.modules[name].dp_size))
+            continue
         sizes = [draw(st.integers(1, 5)) for _ in range(plan.modules[name].dp_size)]
         rows = [[[] for _ in range(size)] for size in sizes]
         for slot in slots:
@@ -155,4 +159,16 @@ def cases(draw) -> Case:
                 replica = draw(st.integers(0, len(rows) - 1))
                 rows[replica][draw(st.integers(0, sizes[replica] - 1))].append(slot)
         microbatches[name] = rows
-    return Case(plan, make_step(microbatches), sync_groups(spec, plan))
+    return Case(plan, make_step(microbatches, generators), sync_groups(spec, plan))
+
+
+@st.composite
+def generated(draw, language: list[list[list[int]]], dp_size: int) -> list[list[list[int]]]:
+    """Some of the samples of the language model, each in its microbatch, on any replica of a generator."""
+    rows = [[[] for _ in range(max(map(len, language)))] for _ in range(dp_size)]
+    for replica in language:
+        for index, slots in enumerate(replica):
+            for slot in slots:
+                if draw(st.booleans()):
+                    rows[draw(st.integers(0, dp_size - 1))][index].append(slot)
+    return rows
