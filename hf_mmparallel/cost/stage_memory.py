@@ -230,17 +230,31 @@ def held_share(spec: ModelSpec, module: str, index: int, parameter: ParameterSpe
 
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:
     """What a stage needs on each of its ranks."""
-    part, tp_size = costs.spec.modules[module], len(stage.ranks[0])
-    rows = _rows(costs, module, tp_size, plan.modules[module].activation_checkpointing)
-    places = [i for i in range(-1, part.num_layers + 1) if stage_holds(stage.layers, part.num_layers, i)]
-    last = _last_row(costs, part, stage.layers[1], rows.needed)
+    grid = (len(stage.ranks), len(stage.ranks[0]))
+    planned = plan.modules[module]
+    is_copied = planned.dp_size * grid[0] > 1
+    return _stage_memory(costs, module, stage.layers, grid, planned.activation_checkpointing, is_copied)
+
+
+@lru_cache(maxsize=8192)
+def _stage_memory(
+    costs: CostModel,
+    module: str,
+    layers: tuple[int, int],
+    grid: tuple[int, int],
+    checkpointing: bool,
+    is_copied: bool,
+) -> StageMemory:
+    part, (num_rows, tp_size) = costs.spec.modules[module], grid
+    rows = _rows(costs, module, tp_size, checkpointing)
+    places = [i for i in range(-1, part.num_layers + 1) if stage_holds(layers, part.num_layers, i)]
+    last = _last_row(costs, part, layers[1], rows.needed)
     kept, forward, backward = (
         np.concatenate([table[[1 + index for index in places]], _array([own])])
         for table, own in zip((rows.kept, rows.forward, rows.backward), last, strict=True)
     )
     weights = _weights(costs.spec, module, places, tp_size)
     trained = float(weights.gradients.sum())
-    is_copied = plan.modules[module].dp_size * len(stage.ranks) > 1
     return StageMemory(
         RankMemory(weights.held, trained, 2 * trained),
         kept,
@@ -249,10 +263,10 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
         np.append(weights.gradients, 0.0),
         np.append(weights.largest, 0.0),
         _input_bytes(part),
-        len(stage.ranks),
+        num_rows,
         trained if is_copied else weights.tied,
         weights.widened,
-        part.is_encoder and stage.layers[1] == part.num_layers and not rows.needed[-1],
+        part.is_encoder and layers[1] == part.num_layers and not rows.needed[-1],
     )
 
 
