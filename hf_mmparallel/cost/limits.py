@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
+from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
 from ..schedule import GradientFlow, ahead_caps, live_caps, stage_depths
 from ..schedule.actions import StageKey
 from .layers import CostModel
@@ -119,8 +119,8 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     if plan.schedule == "gpipe":
         depths = dict.fromkeys(depths, plan.num_microbatches)
     elif plan.edges:
-        sources = {edge.source for edge in plan.edges}
-        depths = {key: depth + (key[0] in sources) for key, depth in depths.items()}
+        encoders = encoders_of(plan)
+        depths = {key: depth + (key[0] in encoders) for key, depth in depths.items()}
     return {key: float(depth) if flow.has_backward(*key) else 1.0 for key, depth in depths.items()}
 
 
@@ -164,7 +164,8 @@ def eager_caps(
     for key in kept:
         for rank in plan.stage(*key).all_ranks:
             free[rank] -= caps[key] * needed[key]
-    for key in sorted(kept, key=lambda key: (key[0] == LANGUAGE_MODEL, key)):
+    modules = list(plan.modules)
+    for key in sorted(kept, key=lambda key: (modules.index(key[0]), key)):
         ranks = plan.stage(*key).all_ranks
         all_of_them = len(step.microbatches[key[0]][key[1]])
         more = min(min(free[rank] for rank in ranks) // needed[key], all_of_them - caps[key])

@@ -140,21 +140,25 @@ class CandidateSpace:
         for name, host in hosts.items():
             joined[host] = joined[host].together(joined.pop(name)).first(MOST_KEPT, weight)
         language = joined.pop(LANGUAGE_MODEL)
-        for name in self.problem.spec.generators:
-            if name in joined:
-                generator = joined.pop(name).first(self._few, weight)
-                language = language.first(self._few, weight).beside(generator, weight, in_series=True)
+        generators = [joined.pop(name) for name in self.problem.spec.generators if name in joined]
+        if generators:
+            behind = self._side_by_side(generators, weight).first(self._few, weight)
+            language = language.first(self._few, weight).beside(behind, weight, in_series=True)
         if not joined:
             yield from self._alone(language, hosts, count)
             return
-        encoders = list(joined.values())
-        side = encoders[0]
-        for table in encoders[1:]:
-            side = side.first(self._few, weight).beside(table.first(self._few, weight), weight)
+        side = self._side_by_side(list(joined.values()), weight)
         division = language.divided(side, ranks, weight, in_series=True)
         for place in division.order[:_LOOKED_AT]:
             step_ms = division.fill_ms[place] + weight * division.bottleneck_ms[place]
             yield Estimated(float(step_ms), division.choices(place), hosts, count)
+
+    def _side_by_side(self, tables: list[RankTable], weight: float) -> RankTable:
+        """Modules on ranks of their own that do not feed each other."""
+        side, *others = tables
+        for table in others:
+            side = side.first(self._few, weight).beside(table.first(self._few, weight), weight)
+        return side
 
     def _alone(self, table: RankTable, hosts: Mapping[str, str], count: int) -> Iterator[Estimated]:
         """Candidates in which all ranks are those of one table."""

@@ -65,7 +65,7 @@ class Exhaustive:
 
     def best_ms(self) -> float:
         problem, batch = self.problem, self.problem.global_batch_size
-        encoders = list(problem.spec.encoders)
+        names = [name for name in problem.spec.modules if name != LANGUAGE_MODEL]
         sizes = [
             (dp, pp, tp, again)
             for dp, pp, tp in itertools.product(divisors(batch), range(1, LAYERS + 1), (1, 2, 4))
@@ -79,8 +79,8 @@ class Exhaustive:
                     continue
                 language = self.module(LANGUAGE_MODEL, *own, count)
                 fitting = [s for s in sizes if s[0] % own[0] == 0 or own[0] % s[0] == 0]
-                for others in itertools.product(fitting, repeat=len(encoders)):
-                    found = [self.module(name, *s, count) for name, s in zip(encoders, others, strict=True)]
+                for others in itertools.product(fitting, repeat=len(names)):
+                    found = [self.module(name, *s, count) for name, s in zip(names, others, strict=True)]
                     ranks = [int(np.prod(s[:3])) for s in others]
                     for time in self.placed(language, int(np.prod(own[:3])), found, ranks, count):
                         best = min(best, time)
