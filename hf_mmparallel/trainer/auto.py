@@ -130,7 +130,7 @@ def _found(
 ) -> tuple[FoundPlan, AutoSearch]:
     """The plan of the checkpoint that is resumed, or of a search."""
     batch = resolve_batch(args, args.world_size)
-    saved, origin = _saved_plan(prepared, plugin, args)
+    saved, origin = saved_plan(prepared, plugin, args)
     if saved is not None:
         dp_size = saved.modules[LANGUAGE_MODEL].dp_size
         size = -(-batch // (dp_size * saved.num_microbatches))
@@ -140,10 +140,20 @@ def _found(
     return FoundPlan(answer.plan, batch, answer.microbatch_size), AutoSearch(answer, origin)
 
 
-def _saved_plan(
+def saved_plan(
     prepared: PreparedModel, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
 ) -> tuple[ParallelPlan | None, str]:
-    """The plan of the checkpoint that `resume_from_checkpoint` names, if it can be taken; and a sentence about it."""
+    """
+    The plan of the checkpoint that `resume_from_checkpoint` names.
+
+    Args:
+        prepared ([`PreparedModel`]): The model.
+        plugin (`MultimodalParallelPlugin`): The sizes that are set.
+        args ([`MultimodalTrainingArguments`]): The arguments.
+
+    Returns:
+        The plan, if there is one for as many ranks with these sizes, and a sentence about it.
+    """
     folder: Any = args.resume_from_checkpoint
     if str(folder).lower() == "true":
         folder = get_last_checkpoint(str(args.output_dir))

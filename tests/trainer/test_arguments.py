@@ -71,6 +71,21 @@ def test_a_config_file_takes_a_nested_layout(tmp_path: Path):
     assert layouts(args) == SIZES
 
 
+def test_a_search_is_asked_for_by_a_word_or_with_settings_of_modules(tmp_path: Path):
+    line = ["--output_dir", "unused", "--use_cpu", "--parallel", "auto"]
+    (args,) = HfArgumentParser(MultimodalTrainingArguments).parse_args_into_dataclasses(line)
+    assert args.plugin == make(parallel="auto").plugin == MultimodalParallelPlugin(auto=True)
+    modules = {"vision": {"freeze": "tower", "tp_size": 1}, "language_model": {"cp_size": 2}}
+    path = tmp_path / "layout.yaml"
+    path.write_text(yaml.safe_dump({"auto": True, "schedule": "eager", "modules": modules}))
+    args = make(parallel=str(path))
+    assert_plain(args.parallel)
+    for again in (args, make(parallel=json.dumps(args.to_dict()["parallel"])), pickle.loads(pickle.dumps(args))):
+        assert again.plugin is not None and again.plugin.auto and again.plugin.schedule == "eager"
+        assert layouts(again) == modules
+        assert again.plugin.fixed_sizes == {"vision": {"tp_size": 1}, "language_model": {"cp_size": 2}}
+
+
 def test_a_saved_plan_is_a_layout(tmp_path: Path):
     spec = model_spec()
     plan = plan_for_model(MultimodalParallelPlugin({"vision": ModulePlugin(dp_size=2)}), spec, None)
