@@ -130,7 +130,7 @@ def eager_caps(
     """
     How many microbatches may be in flight on each stage under the schedule `"eager"` (Entrain, section 4.5.3): those
     of 1F1B, and more as far as the memory of a rank goes. What 1F1B leaves of it goes to the encoders first, whose
-    forwards make the features that wait for nobody, then to the language model.
+    forwards make the features that wait for nobody, then to the language model, then to generators.
 
     Args:
         costs (`CostModel`): What layers keep.
