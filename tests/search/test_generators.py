@@ -91,7 +91,7 @@ def test_every_module_is_on_its_own_ranks_or_on_the_language_models():
 @pytest.fixture(scope="module")
 def answer():
     spec = model_with(IMAGE)
-    problem = problem_of(4, 8, spec=spec, memory_bytes=2e9, num_simulated=4, microbatch_size=2)
+    problem = problem_of(4, 8, spec=spec, memory_bytes=2e9, microbatch_size=2)
     # A third of the samples generates nothing.
     problem.sizes.tokens[IMAGE][::3] = 0
     problem.sizes.squares[IMAGE][::3] = 0
