@@ -172,9 +172,9 @@ class Precision:
     @classmethod
     def of(cls, part: ModuleSpec, value_bytes: int) -> Precision:
         """Of a module whose matrices are multiplied with values of so many bytes."""
-        inside = [p for p in part.parameters if 0 <= p.layer < part.num_layers and "float" in p.dtype]
-        largest = max(inside, key=lambda p: p.num_elements, default=None)
-        stream = FULL if largest is None else DTYPE_BYTES.get(largest.dtype, FULL)
+        inside = (p for p in part.parameters if 0 <= p.layer < part.num_layers and len(p.shape) > 1)
+        first = next((p for p in inside if "float" in p.dtype), None)
+        stream = FULL if first is None else DTYPE_BYTES.get(first.dtype, FULL)
         return cls(min(value_bytes, stream), stream)
 
 

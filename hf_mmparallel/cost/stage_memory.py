@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, ParameterSpec, Stage, stage_holds
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, Stage, stage_holds
 from ..schedule.actions import StageKey
 from .kept import (
     DTYPE_BYTES,
@@ -213,19 +213,21 @@ def _head(costs: CostModel, part: ModuleSpec, index: int) -> int:
     return matrices[-1].shape[0] if matrices else 0
 
 
-def held_share(spec: ModelSpec, module: str, index: int, parameter: ParameterSpec, tp_size: int) -> float:
+def held_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[str, float]:
     """
-    The share of a parameter on a tensor-parallel rank. Vectors, embeddings, projectors and attention whose queries,
-    keys and values are one matrix are whole on each.
+    The share of each parameter of a layer on a tensor-parallel rank. Vectors, embeddings, projectors and attention
+    whose queries, keys and values are one matrix are whole on each.
     """
-    part = spec.modules[module]
-    if tp_size == 1 or len(parameter.shape) < 2 or parameter.name in spec.tied:
-        return 1.0
-    if not 0 <= index < part.num_layers:
-        return 1.0 / tp_size if module == LANGUAGE_MODEL and index == part.num_layers else 1.0
-    shape = LayerShape.of(part, spec.uses[module, index])
-    whole = not is_split(shape.attention) and any(parameter.name.startswith(m.name) for m in shape.attention)
-    return 1.0 if whole else 1.0 / tp_size
+    part, uses = spec.modules[module], spec.uses.get((module, index), ())
+    shape = LayerShape.of(part, uses)
+    inside, is_head = 0 <= index < part.num_layers, module == LANGUAGE_MODEL and index == part.num_layers
+    whole = () if is_split(shape.attention) else tuple(matrix.name for matrix in shape.attention)
+    result = {}
+    for use in uses:
+        name = use.parameter.name
+        is_whole = len(use.parameter.shape) < 2 or name in spec.tied or name.startswith(whole)
+        result[name] = 1.0 / tp_size if (inside or is_head) and not is_whole else 1.0
+    return result
 
 
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:
@@ -288,9 +290,10 @@ def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) 
     found = _Weights(np.zeros(len(places)), np.zeros(len(places)))
     seen: set[str] = set()
     for row, index in reversed(list(enumerate(places))):  # a tied gradient is made where the backward comes first
+        shares = held_shares(spec, module, index, tp_size)
         for use in spec.uses.get((module, index), ()):
             p, value_bytes = use.parameter, DTYPE_BYTES.get(use.parameter.dtype, FULL)
-            num_bytes = held_share(spec, module, index, p, tp_size) * p.num_elements * value_bytes
+            num_bytes = shares[p.name] * p.num_elements * value_bytes
             gradient = num_bytes if p.trainable else 0.0
             found.largest[row] = max(found.largest[row], gradient)
             if p.name in seen:
