@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.bitfield_attention import encode_words
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from .spec import ModulePart
 
@@ -22,19 +23,35 @@ _FRAMES = ("max_source_positions", "max_position_embeddings")
 _FRAMES_PER_POSITION = 2
 
 
-def text_inputs(spec: ModelSpec, num_sequences: int, length: int, device: torch.device) -> dict[str, Tensor]:
+def text_inputs(
+    spec: ModelSpec, num_sequences: int, length: int, device: torch.device, packed: bool
+) -> dict[str, Tensor]:
     """
     A batch of random tokens without media.
 
+    Args:
+        spec ([`ModelSpec`]): The model.
+        num_sequences (`int`): Sequences of equal length.
+        length (`int`): Their length.
+        device (`torch.device`): Where the tokens are.
+        packed (`bool`): Whether the sequences are one row, with words that keep them apart.
+
     Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `labels`, each `[num_sequences, length]`.
+        `dict[str, torch.Tensor]`: `input_ids` and `labels`, each `[num_sequences, length]`; for a packed row
+        `[1, num_sequences * length]`, like `attention_words` and `position_ids`.
     """
     uses = spec.uses[LANGUAGE_MODEL, -1]
     vocabulary = max((use.parameter.shape[0] for use in uses if len(use.parameter.shape) == 2), default=2)
     input_ids = torch.randint(vocabulary, (num_sequences, length), device=device)
     for token in spec.placeholders.values():
         input_ids[input_ids == token] = (token + 1) % vocabulary
-    return {"input_ids": input_ids, "labels": input_ids.clone()}
+    batch = {"input_ids": input_ids, "labels": input_ids.clone()}
+    if packed:
+        sequence = torch.arange(1, num_sequences + 1, device=device)[:, None].expand_as(input_ids)
+        places = torch.arange(length, device=device).expand_as(input_ids)
+        batch |= {"attention_words": encode_words(sequence), "position_ids": places}
+        batch = {name: value.reshape(1, -1) for name, value in batch.items()}
+    return batch
 
 
 def encoder_inputs(

@@ -63,7 +63,7 @@ class ProfileSettings:
     def chunks(self) -> list[tuple[int, int]]:
         """Tokens and sequences of each chunk: one sequence, and several short ones that tell squares from tokens."""
         lengths = sorted(set(self.lengths))
-        short = lengths[min(1, len(lengths) - 1)]
+        short = lengths[1 if len(lengths) > 2 else 0]
         several = [(length, length // short) for length in lengths if length // short > 1]
         return sorted([*((length, 1) for length in lengths), *several])
 
@@ -97,21 +97,22 @@ def profile_layers(
         unknown = next((name for name in names if name not in skeleton.spec.modules), None)
         if unknown is not None:
             raise ValueError(f"The model has no module `{unknown}`. Its modules are {list(skeleton.spec.modules)}.")
-        attention = str(getattr(skeleton.model.config, "_attn_implementation", None))
+        attention = skeleton.attention
         with _pretended_ranks(tp_size, device.type) as mesh:
-            for name in names:
-                runs = ModuleRuns(skeleton, name, clock, settings.autocast)
+            for module in names:
+                runs = ModuleRuns(skeleton, module, clock, settings.autocast)
                 dtype = str(runs.stage.input_dtype).removeprefix("torch.")
                 profiler = _Profiler(runs, settings, tp_size, mesh, report, left_out)
                 try:
                     layers += profiler.layers()
                 except Exception as error:  # whatever a model's code raises: other modules go on
-                    left_out.append(f"`{name}` with tp {tp_size}: {' '.join(str(error).split())}")
+                    left_out.append(f"`{module}` with tp {tp_size}: {' '.join(str(error).split())}")
+    name = source if isinstance(source, str) else type(source).__name__
     if not layers:
-        raise ValueError(f"Nothing of `{source}` can be measured: {'; '.join(left_out)}")
+        raise ValueError(f"Nothing of `{name}` can be measured: {'; '.join(left_out)}")
     autocast = None if settings.autocast is None else str(settings.autocast).removeprefix("torch.")
     return LayerProfile(
-        model=source if isinstance(source, str) else type(source).__name__,
+        model=name,
         device=device_name(device),
         dtype=dtype,
         autocast=autocast,
@@ -126,7 +127,8 @@ def device_name(device: torch.device) -> str:
     """What a device calls itself, with the number of threads of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    return f"{_processor()}, {count} thread{'' if count == 1 else 's'}"
 
 
 def _processor() -> str:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..kernels.bitfield_attention.hf import NAME as BITFIELD
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from .features import flat_rows
 from .hollow import hidden_of, hollow_parameters, placeholder, with_hidden
@@ -105,7 +106,7 @@ class Skeleton:
         """Builds the model that `source` describes; see [`build_on_meta`]."""
         model = build_on_meta(source, dtype)
         if attention is not None:
-            model.set_attn_implementation(attention)
+            _set_attention(model, attention)
         spec = build_model_spec(model)
         hollow_parameters(model, lambda name: False, device)
         initialize_rest(model, set(), device, str(source))
@@ -116,6 +117,11 @@ class Skeleton:
             for index, layer in enumerate(layers[name]):
                 stack[index] = placeholder(layer)
         return cls(model.eval(), spec, layers, device)
+
+    @property
+    def attention(self) -> str:
+        """The attention function of the language model."""
+        return str(getattr(self.model.config.get_text_config(), "_attn_implementation", None))
 
     def stage(self, module: str) -> ModuleStage:
         """The whole module as a stage."""
@@ -149,6 +155,13 @@ class Skeleton:
                 owner._parameters[attribute] = parameter
             if stand_in is not None:
                 stack[index] = stand_in
+
+
+def _set_attention(model: Any, attention: str) -> None:
+    """Sets the attention function: `"bitfield"` of the language model, others of all modules."""
+    text = model.config.get_text_config()
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({keys[0]: attention} if attention == BITFIELD and keys else attention)
 
 
 def _random_parameter(hollow: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -236,7 +249,8 @@ class ModuleRuns:
     def _inputs(self, num_items: int, length: int) -> Inputs:
         skeleton, refused = self.skeleton, None
         if self.name == LANGUAGE_MODEL:
-            candidates = iter([text_inputs(skeleton.spec, num_items, length, skeleton.device)])
+            packed = skeleton.attention == BITFIELD
+            candidates = iter([text_inputs(skeleton.spec, num_items, length, skeleton.device, packed)])
         else:
             config = getattr(skeleton.model.get_submodule(self.spec.tower), "config", skeleton.model.config)
             part = self.stage.parts[self.name]

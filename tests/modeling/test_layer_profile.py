@@ -92,6 +92,13 @@ def test_bytes_are_what_autograd_keeps():
     del output
 
 
+def test_packed_rows_are_measured_under_bitfield_attention():
+    profile = counted("llava", attention="bitfield")
+    assert profile.attention == "bitfield" and not profile.left_out
+    (layer,) = [found for found in profile.layers if found.kind == "LlamaDecoderLayer"]
+    assert [(point.tokens, point.sequences) for point in layer.points] == [(8, 1), (16, 1), (32, 1), (32, 2)]
+
+
 def test_layers_that_differ_are_measured_apart():
     kinds = {
         family: [found.layers for found in counted(family, lengths=(16,), modules=(module,)).layers[1:-1]]
