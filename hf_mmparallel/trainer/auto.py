@@ -298,7 +298,8 @@ def training_samples(trainer: MultimodalParallelTrainer, batch: int) -> Samples:
     if source is not None and draw.samples:
         sizes = source(draw.samples)
         if sizes.known and (sizes.tokens[LANGUAGE_MODEL] > 1).any():
-            return Samples(f"{len(draw.samples):,} training samples, by {size_origin(trainer)}", sizes)
+            which = "training samples" if window is None else "samples of the stream, the first"
+            return Samples(f"{len(draw.samples):,} {which}, by {size_origin(trainer)}", sizes)
     tokens = mean_tokens(trainer, window)
     if tokens is None:
         raise ValueError(

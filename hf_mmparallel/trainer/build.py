@@ -89,6 +89,14 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
         return wrap_with_adapters(model, spec, configs)
 
 
+def load_whole(model: Any) -> Any:
+    """A model that an id or a folder names, with all of its weights; other values as they are."""
+    if not isinstance(model, (str, Path)):
+        return model
+    blank = build_on_meta(model)
+    return type(blank).from_pretrained(model, dtype=blank.dtype)
+
+
 def restore_renamed(model: Any, folder: str | Path | None) -> bool:
     """
     Loads a checkpoint whose keys are named as on the Hub, of which the stock Trainer would restore nothing.

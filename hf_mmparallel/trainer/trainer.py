@@ -35,6 +35,7 @@ from .auto import AutoSearch, find_plan, report_search
 from .build import (
     build_engine,
     is_single_process,
+    load_whole,
     planned_arguments,
     prepare_model,
     prepare_single_process,
@@ -125,7 +126,7 @@ class MultimodalParallelTrainer(Trainer):
             plugin = with_packing(plugin)
         if plugin is None or stock:
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
-            whole: Any = model
+            whole: Any = load_whole(model)
             if plugin is not None and model is not None:
                 whole = prepare_single_process(whole, plugin, args.seed)
             self.loss_is_scaled_for_ga = None

@@ -242,7 +242,10 @@ def test_auto_on_one_process_is_the_stock_trainer(tmp_path: Path):
     parallel = {"auto": True, "modules": {"vision": {"freeze": True}}}
     batch: Any = {"global_batch_size": 4, "per_device_train_batch_size": 2}
     args = MultimodalTrainingArguments(output_dir=str(tmp_path), parallel=parallel, **runs.COMMON, **batch)
-    trainer: Any = MultimodalParallelTrainer(model=tiny.FAMILIES["llava"](), args=args)
+    model = tiny.FAMILIES["llava"]()
+    model.save_pretrained(tmp_path / "model")
+    trainer: Any = MultimodalParallelTrainer(model=tmp_path / "model", args=args)
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in trainer.model.state_dict().items())
     assert trainer.engine is None and trainer.plan is None and trainer.args.gradient_accumulation_steps == 2
     frozen = {name for name, parameter in trainer.model.named_parameters() if not parameter.requires_grad}
     assert frozen and all("vision" in name or "projector" in name for name in frozen)
