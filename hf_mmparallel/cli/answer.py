@@ -31,12 +31,14 @@ class Inputs:
         samples (`Samples`): Its samples.
         profile (`str`, *optional*): File of measured costs.
         seed (`int`, *optional*, defaults to 0): Of the batches that are drawn.
+        effort (`int`, *optional*): Of a search, see [`PlanningProblem`].
     """
 
     source: ModelSource
     samples: Samples
     profile: str | None = None
     seed: int = 0
+    effort: int | None = None
 
     def costs(self, settings: Settings) -> CostModel:
         """What layers cost, with what is frozen."""
@@ -162,6 +164,11 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
 
     assert settings.gpus is not None
     check_searchable(settings)
+    from ..trainer.auto import possible_sizes
+    from ..trainer.build import PreparedModel
+
+    prepared = PreparedModel(inputs.source.model, costs.spec, costs)
+    fixed = possible_sizes(prepared, settings.plugin)  # what the model does not allow is not tried
     batch = settings.global_batch_size or SAMPLES_PER_GPU * settings.gpus
     method = _method(settings, inputs)
     problem = PlanningProblem(
@@ -173,20 +180,28 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         microbatch_size=settings.microbatch_size,
         schedule=settings.schedule or settings.plugin.schedule,
         method=method,
-        fixed=settings.sizes,
+        fixed=fixed,
         checkpointing=settings.checkpointing,
         seed=inputs.seed,
     )
+    if inputs.effort is not None:
+        problem = replace(problem, effort=inputs.effort)
     result = search_plans(problem)
     best = result.best
     typical = min(best.predictions, key=lambda own: abs(own.step_ms - best.step_ms))
-    prediction = replace(typical, simulation=_on_all_ranks(best.plan, typical.simulation))
+    prediction = replace(typical, simulation=on_all_ranks(best.plan, typical.simulation))
     size = best.microbatch_size
     return Answer(settings, inputs, costs, prediction, best.predictions, batch, size, method, result)
 
 
-def _on_all_ranks(plan: ParallelPlan, simulation: Simulation) -> Simulation:
-    """A step with the spans of all ranks, where a search has those of one of all that run the same list."""
+def on_all_ranks(plan: ParallelPlan, simulation: Simulation) -> Simulation:
+    """
+    A step with the spans of all ranks, where a search has those of one of all that run the same list.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        simulation (`Simulation`): From [`search_plans`].
+    """
     tasks = {span.task: span for span in simulation.spans}
     spans = [
         Span(rank, task, span.start_ms, span.end_ms)

@@ -68,6 +68,12 @@ def add_plan_parser(commands: Any) -> None:
     _add_batch_arguments(plan)
     _add_data_arguments(plan)
     answers = plan.add_argument_group("answers")
+    answers.add_argument(
+        "--effort",
+        type=positive,
+        metavar="N",
+        help="of a search: tasks of steps that are simulated for each rank; more of it takes longer (640)",
+    )
     answers.add_argument("--explain", action="store_true", help="say why the other plans are not chosen")
     answers.add_argument(
         "--compare",

@@ -35,7 +35,9 @@ def run_plan(args: argparse.Namespace) -> None:
     settings = Settings.of(args, **read_layout(args))
     changed = [(text, settings.with_changes(text)) for text in args.what_if]
     source = read_model(args.model, settings.plugin.modules, args.generator)
-    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
+    for _, own in [("", settings), *changed]:
+        own.frozen_spec(source.spec)  # names of modules are checked before anything takes time
+    inputs = Inputs(source, read_samples(args, source), args.profile, args.seed, args.effort)
     answer = solve(settings, inputs)
     console = new_console()
     stability = split_stability(answer)

@@ -183,22 +183,18 @@ def read_layout(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.parallel is not None:
         plugin = read_plugin(args.parallel)
-        given = {name: module.to_dict() for name, module in plugin.modules.items()}
     else:
-        given = {}
+        modules = {}
         for text in args.module:
             name, settings = module_settings(text)
-            if name in given:
+            if name in modules:
                 raise ValueError(f"`--module {name}` is given twice. Put all of its settings into one.")
-            given[name] = settings
-        plugin = MultimodalParallelPlugin({name: ModulePlugin.from_dict(own) for name, own in given.items()})
-    sizes = {name: {key: own[key] for key in SIZES if key in own} for name, own in given.items()}
+            modules[name] = ModulePlugin.from_dict(settings)
+        plugin = MultimodalParallelPlugin(modules)
     key = "activation_checkpointing"
-    return {
-        "plugin": plugin,
-        "sizes": {name: own for name, own in sizes.items() if own},
-        "checkpointing": {name: own[key] for name, own in given.items() if key in own},
-    }
+    named = {name: module for name, module in plugin.modules.items() if key in module.named or getattr(module, key)}
+    checkpointing = {name: module.activation_checkpointing for name, module in named.items()}
+    return {"plugin": plugin, "sizes": plugin.fixed_sizes, "checkpointing": checkpointing}
 
 
 def read_plugin(path: str) -> MultimodalParallelPlugin:

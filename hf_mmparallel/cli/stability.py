@@ -72,8 +72,9 @@ def stability_lines(report: StabilityReport | None, global_batch_size: int) -> l
     what = f"the split of {sum(report.split)} GPUs by work, {split},"
     if report.batch_size is None:
         return [("Split", f"{what} is not stable. {' '.join(report.notes)}")]
+    noun = "sample" if report.batch_size == 1 else "samples"
     text = (
-        f"{what} is stable from batches of {report.batch_size} samples ({test.confidence:.0%} confidence, error "
+        f"{what} is stable from batches of {report.batch_size} {noun} ({test.confidence:.0%} confidence, error "
         f"{test.error:.0%})"
     )
     lines = [("Split", f"{text}. {' '.join(report.notes)}".rstrip())]

@@ -1,0 +1,179 @@
+"""`plan --gpus`: the best plan is found, explained, compared, asked what if, and written."""
+
+import contextlib
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hf_mmparallel.cli.main import main
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.loading import build_on_meta
+from hf_mmparallel.plan import MultimodalParallelPlugin, plan_for_model
+
+GENERATOR = "image:layers=4,hidden=64,heads=4,intermediate=128,tokens=256"
+SHORT = ["--seq-len", 64, "--image-tokens", 32, "--effort", 1, "--global-batch-size", 8]
+
+
+@pytest.fixture(scope="module")
+def found(model, tmp_path_factory):
+    """What one command prints and writes that asks for everything."""
+    folder = tmp_path_factory.mktemp("everything")
+    files = [flag for name in FILES for flag in (f"--{name}", str(folder / FILES[name]))]
+    asked = ["--explain", "--compare", "--what-if", "gpus=4,frozen=vision", "--freeze", "vision=tower"]
+    arguments = [
+        "plan",
+        "--model",
+        str(model),
+        "--gpus",
+        "2",
+        *map(str, SHORT),
+        "--dataset",
+        "chartqa",
+        *asked,
+        *files,
+    ]
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(arguments) == 0
+    return Found(" ".join(out.getvalue().split()), folder)
+
+
+FILES = {"output": "plan.yaml", "html": "page.html", "json": "figures.json", "picture": "step.png"}
+
+
+class Found(NamedTuple):
+    out: str
+    folder: Path
+
+    @property
+    def figures(self) -> dict:
+        return json.loads((self.folder / FILES["json"]).read_text())
+
+    @property
+    def plugin(self) -> MultimodalParallelPlugin:
+        return MultimodalParallelPlugin.from_any(self.folder / FILES["output"])
+
+    def read(self, name: str) -> str:
+        return (self.folder / FILES[name]).read_text()
+
+
+def test_figures(found):
+    data = found.figures
+    assert data["num_ranks"] == 2 and data["global_batch_size"] == 8 and data["gpu_type"] == "h100"
+    assert data["step_ms"] == pytest.approx(8e3 / data["samples_per_second"])
+    assert all(data["step_ms"] <= other["step_ms"] and other["reason"] for other in data["runners_up"])
+    assert data["search"]["num_candidates"] >= data["search"]["num_simulated"] > 1
+    assert len(data["memory_gib"]) == 2 and max(data["memory_gib"]) == pytest.approx(data["peak_memory_gib"])
+    assert 0 < data["flops_utilisation"] < 1 and 0 <= data["bubble_fraction"] < 1
+    assert data["microbatch_assignment"] == "hierarchical" and "4,096 samples" in data["samples"]
+    plan = MultimodalParallelPlugin.from_any(data["plan"]).plan
+    assert plan == found.plugin.plan and plan is not None and plan.world_size == 2
+    names = [own["name"] for own in data["comparison"]]
+    assert names == ["frozen-unaware", "single layout", "FSDP-like", "DistTrain"]
+    change = data["what_if"]["gpus=4,frozen=vision"]
+    assert change["num_ranks"] == 4 and change["global_batch_size"] == 8
+    assert change["samples_per_second"] > data["samples_per_second"]
+
+
+def test_what_is_printed(found):
+    data, out = found.figures, found.out
+    assert f"MFU {data['flops_utilisation']:.1%}" in out and data["bound"] in out
+    assert "Plan for 2 ranks" in out and "│ vision │" in out and "digits: forward of microbatch" in out
+    assert "Next best plans" in out and " why " in out and "Not simulated" in out
+    assert "What if" in out and f"{data['what_if']['gpus=4,frozen=vision']['tokens_per_second']:,.0f}" in out
+    assert "Beside other methods" in out and "DistTrain" in out
+    assert "the split of" in out and "(95% confidence, error 5%)" in out
+
+
+def test_the_page(found):
+    page = found.read("html")
+    for part in ("Runners-up", "what if gpus=4,frozen=vision", "DistTrain", "before, contiguous", "--gpus 2", "<svg"):
+        assert part in page, part
+    assert (found.folder / FILES["picture"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plan_can_be_edited_and_trained(found, model, run):
+    text = found.read("output")
+    plan = found.plugin.plan
+    assert plan is not None and found.plugin.modules["vision"].freeze == "tower"
+    stages = sum(len(stages) for module in plan.modules.values() for stages in module.replicas)
+    assert sum("layers: [" in line and "trainable:" in line for line in text.splitlines()) == stages
+    assert max(map(len, text.splitlines())) < 120
+    assert f"global_batch_size=8, per_device_train_batch_size={found.figures['microbatch_size']}" in text
+    # As the Trainer resolves it, which freezes first.
+    spec = build_model_spec(build_on_meta(str(model)))
+    spec = replace(spec, modules={**spec.modules, "vision": spec.modules["vision"].with_frozen("tower")})
+    assert plan_for_model(found.plugin, spec, 2) == plan
+
+
+def test_a_search_leaves_nothing_to_choose(model, run):
+    out = run("plan", "--model", model, "--gpus", 2, *SHORT[:-2])
+    assert "8 samples" in out and "set it with `--global-batch-size`" in out and " why " not in out
+    assert "give `--dataset` to plan for them" in out
+
+
+def test_some_sizes_can_be_fixed(model, figures, fail):
+    found = figures("plan", "--model", model, "--gpus", 3, "--module", "language_model:tp=2", *SHORT)
+    assert found["layouts"]["language_model"].endswith("tp 2") and found["num_ranks"] == 3
+    modules = ["--module", "vision:tp=2,checkpointing=true", "--module", "language_model:dp=1,tp=1"]
+    found = figures("plan", "--model", model, "--gpus", 4, *modules, *SHORT)
+    data = found["plan"]["modules"]
+    assert data["vision"]["activation_checkpointing"] and len(data["language_model"]["replicas"]) == 1
+    error = fail("plan", "--model", model, "--gpus", 3, "--module", "vision:dp=2", "--module", "language_model:tp=4")
+    assert "language_model tp_size=4" in error
+
+
+def test_too_little_memory_says_how_much_and_what_helps(model, fail):
+    arguments = ["plan", "--model", model, "--gpus", 2, *SHORT, "--memory-limit-gib", "0.0001"]
+    error = fail(*arguments)
+    assert "fits" in error and "GiB more than the 0.0001 GiB" in error and error.rstrip().endswith(".")
+
+
+def test_what_if_refuses_what_it_does_not_know(model, fail):
+    arguments = ["plan", "--model", model, "--gpus", 2, *SHORT]
+    for change, message in (
+        ("gpu=3", "Did you mean `gpus`?"),
+        ("gpus", "must look like `frozen=vision,gpus=128`"),
+        ("gpus=many", "whole number of at least 1"),
+        ("schedule=2f2b", "none of 1f1b, gpipe, eager"),
+        ("frozen=audio", "The model has no `audio`"),
+    ):
+        assert message in fail(*arguments, "--what-if", change)
+
+
+def test_what_if_keeps_sizes_that_are_given(model, figures):
+    layout = ["--module", "vision:dp=1", "--module", "language_model:pp=2"]
+    found = figures(
+        "plan", "--model", model, *layout, *SHORT, "--what-if", "frozen=vision", "--what-if", "seq_len=128"
+    )
+    frozen, longer = found["what_if"].values()
+    assert frozen["step_ms"] < found["step_ms"] < longer["step_ms"]
+    assert frozen["layouts"] == found["layouts"] == longer["layouts"]
+
+
+def test_generators_are_planned_but_not_trained(model, tmp_path, run, figures, fail):
+    files = [tmp_path / name for name in ("plan.yaml", "schedule.png")]
+    arguments = ["plan", "--model", model, "--gpus", 3, "--generator", GENERATOR, *SHORT]
+    found = figures(*arguments, "--output", files[0], "--picture", files[1])
+    assert list(found["layouts"]) == ["vision", "language_model", "image"] and found["num_ranks"] == 3
+    assert files[1].read_bytes().startswith(b"\x89PNG") and "No Trainer runs it" in files[0].read_text()
+    assert "image" in run("simulate", files[0], "--model", model, "--generator", GENERATOR)
+    error = fail("plan", "--model", model, "--parallel", files[0])  # what a Trainer says, which has no generators
+    assert "The model has no `image`" in error
+    for text, message in (
+        ("image:layers=4", "lacks `hidden`"),
+        (GENERATOR.replace("heads=4", "heads=5"), "`heads=5` does not divide `hidden=64`"),
+        (GENERATOR.replace("layers=4", "layers=0"), "whole number of at least 1"),
+        (GENERATOR.replace("image", "vision"), "the model has a module of this name"),
+        (GENERATOR.replace("heads", "head"), "Did you mean `heads`?"),
+    ):
+        assert message in fail("plan", "--model", model, "--gpus", 3, "--generator", text)
+
+
+def test_text_models_are_planned_too(text_model, figures):
+    found = figures("plan", "--model", text_model, "--gpus", 2, "--seq-len", 64)
+    assert list(found["layouts"]) == ["language_model"]
