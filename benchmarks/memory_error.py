@@ -395,14 +395,14 @@ def main() -> None:
     groups = {"named": [row for row in rows if row not in drawn], "random": drawn}
     errors = {name: summary(found) for name, found in groups.items() if found}
     notes = [
-        f"{name.capitalize()} plans: {found['plans']}, error on the fullest rank {found['median_error']:.1%} (median) to "
-        f"{found['largest_error']:.1%}; {found['ranks_within_goal']} of {found['ranks']} ranks within {GOAL:.0%}, the "
+        f"{name.capitalize()} plans: {found['plans']}, error on the fullest rank {found['median_error']:.1%} (median) "
+        f"to {found['largest_error']:.1%}; {found['ranks_within_goal']} of {found['ranks']} ranks within {GOAL:.0%}, the "
         f"worst at {found['largest_error_of_any_rank']:.1%}."
         for name, found in errors.items()
     ]
     notes += [
-        "Gloo's threads hold the tensors of a collective until their next one, and the Trainer on a CPU has each batch "
-        "twice, once as the host's. The former count for as long as the task runs, the latter once.",
+        "Gloo's threads hold the tensors of a collective until their next one, which counts. The Trainer on a CPU has "
+        "each batch twice, once as the host's, which does not.",
         "The bound is what plans are made by: all gradients, and microbatches in flight that are all as large as the "
         "largest one.",
     ]

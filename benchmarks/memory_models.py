@@ -156,7 +156,10 @@ def make_dataset(family: str, num_items: Sequence[int], text_tokens: Sequence[in
     for count, length in zip(num_items, text_tokens, strict=True):
         pieces, entries = [], {}
         for medium in FAMILIES[family].media.values():
-            pieces.append(torch.full((count * medium.rows,), medium.token))
+            item = torch.tensor(
+                [medium.token] * medium.rows + [2]
+            )  # neighbours are told apart by what is between them
+            pieces += [item] * count
             for name, shape in medium.entries.items() if count else ():
                 one = shape if torch.is_tensor(shape) else torch.randn(shape, generator=generator)
                 entries[name] = torch.cat([one] * count)

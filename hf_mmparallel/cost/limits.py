@@ -154,8 +154,7 @@ def eager_caps(
     use = StepUse(costs, plan, step, sizes)
     needed, running = {}, dict.fromkeys(free, 0.0)
     for key, memory in memories.items():
-        fixed, extra = use.of_stage(key, memory, 0.0)
-        needed[key] = use.of_stage(key, memory, 1.0)[0] - fixed
+        fixed, needed[key], extra = use.of_stage(key, memory)
         for rank in plan.stage(*key).all_ranks:
             free[rank] -= fixed
             running[rank] = max(running[rank], extra)

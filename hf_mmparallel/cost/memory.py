@@ -85,16 +85,15 @@ def memory_per_rank(
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
     use = StepUse(costs, plan, step, sizes)
-    kept, extra = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
-    widened = dict.fromkeys(result, 0.0)
+    held, extra, widened = (dict.fromkeys(result, 0.0) for _ in range(3))
     for key, memory in memories.items():
-        always, running = use.of_stage(key, memory, in_flight.get(key, 0.0))
+        fixed, each, running = use.of_stage(key, memory)
         for rank in plan.stage(*key).all_ranks:
-            kept[rank] += always
+            held[rank] += fixed + each * in_flight.get(key, 0.0)
             extra[rank] = max(extra[rank], running)
-            widened[rank] += memory.widened
+            widened[rank] += fixed + memory.widened
     return {
-        rank: state + RankMemory(activations=max(kept[rank] + extra[rank], widened[rank]))
+        rank: state + RankMemory(activations=max(held[rank] + extra[rank], widened[rank]))
         for rank, state in result.items()
     }
 
@@ -132,18 +131,17 @@ class StepUse:
                 given[edge.source, replica] = sum(values[list(m)].sum() for m in microbatches)
         return taken, given
 
-    def of_stage(self, key: StageKey, memory: StageMemory, in_flight: float) -> tuple[float, float]:
-        """What a stage keeps at most, and what its running task holds besides."""
+    def of_stage(self, key: StageKey, memory: StageMemory) -> tuple[float, float, float]:
+        """What a stage holds all the time, for each microbatch in flight at most, and for the task that runs."""
         name, replica, stage = key
         microbatches = np.array(self.microbatches.get((name, replica), [np.zeros(3)]))
         scale = np.array([1 / memory.num_rows, 1 / memory.num_rows, 1.0])
-        total = memory.kept.sum(axis=0) * scale
-        kept = in_flight * float((microbatches @ total).max(initial=0.0))
-        kept += memory.input_bytes * float(microbatches[:, 1].sum())
+        each = float((microbatches @ (memory.kept.sum(axis=0) * scale)).max(initial=0.0))
         for edge in self.plan.edges:
             if edge.target == name and stage in self.plan.edge_stages(edge, replica):
-                kept += in_flight * self.taken.get((edge.source, replica), 0.0) / memory.num_rows
+                each += self.taken.get((edge.source, replica), 0.0) / memory.num_rows
+        fixed = memory.input_bytes * float(microbatches[:, 1].sum())
         if memory.hands_on_only:
-            kept += self.given.get((name, replica), 0.0)
+            fixed += self.given.get((name, replica), 0.0)
         largest = self.chunks.get((name, replica), np.zeros(3))
-        return kept, float((memory.extras @ (scale * largest)).max(initial=0.0))
+        return fixed, each, float((memory.extras @ (scale * largest)).max(initial=0.0))
