@@ -297,8 +297,10 @@ def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
     """
 
     def find() -> tuple[Hardware | None, LayerProfile | None]:
-        profile = None if args.layer_profile is None else LayerProfile.load(args.layer_profile)
-        return hardware_of(args.device), profile
+        path = args.layer_profile
+        if path is not None and not Path(path).is_file():
+            raise ValueError(f"`layer_profile={path!r}` is no file. Write one with `hf-mmparallel profile --output`.")
+        return hardware_of(args.device), None if path is None else LayerProfile.load(path)
 
     found, profile = from_first_rank(find, args.device)
     hardware = found or HARDWARE["cpu"]

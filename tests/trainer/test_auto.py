@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.cost import HARDWARE, analytic_costs
+from hf_mmparallel.cost import HARDWARE, CostModel, analytic_costs
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
@@ -43,8 +43,9 @@ from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import possible_sizes, saved_plan, training_samples
-from hf_mmparallel.trainer.build import PreparedModel, prepare_context
+from hf_mmparallel.trainer.build import PreparedModel, prepare_context, prepare_model
 from tests import tiny
+from tests.cost.test_profile import profile_of
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime.loopback import assert_close, reference
 
@@ -249,6 +250,22 @@ def test_auto_on_one_process_is_the_stock_trainer(tmp_path: Path):
     assert trainer.engine is None and trainer.plan is None and trainer.args.gradient_accumulation_steps == 2
     frozen = {name for name, parameter in trainer.model.named_parameters() if not parameter.requires_grad}
     assert frozen and all("vision" in name or "projector" in name for name in frozen)
+
+
+def test_a_profile_of_layers_takes_the_place_of_counted_costs(tmp_path: Path):
+    def prepare(path: str | None) -> CostModel:
+        args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, layer_profile=path)
+        return prepare_model(tiny.FAMILIES["llava"](), args, MultimodalParallelPlugin(auto=True)).costs
+
+    counted = prepare(None)
+    slow = profile_of(counted.spec, {(LANGUAGE_MODEL, 0): 1000.0})
+    slow.save(tmp_path / "profile.json")
+    measured = prepare(str(tmp_path / "profile.json"))
+    forward = slow.layers[0].curves["forward"].polynomial
+    assert measured.layers.layer(LANGUAGE_MODEL, 0, 1).forward(10, 100) == pytest.approx(forward(10, 100))
+    assert counted.layers.layer(LANGUAGE_MODEL, 0, 1).forward(10, 100) != pytest.approx(forward(10, 100))
+    with pytest.raises(ValueError, match=r"`layer_profile='missing.json'` is no file"):
+        prepare("missing.json")
 
 
 def prepared_of(model: Any) -> PreparedModel:
