@@ -396,8 +396,8 @@ def main() -> None:
     errors = {name: summary(found) for name, found in groups.items() if found}
     notes = [
         f"{name.capitalize()} plans: {found['plans']}, error on the fullest rank {found['median_error']:.1%} (median) "
-        f"to {found['largest_error']:.1%}; {found['ranks_within_goal']} of {found['ranks']} ranks within {GOAL:.0%}, the "
-        f"worst at {found['largest_error_of_any_rank']:.1%}."
+        f"to {found['largest_error']:.1%}; {found['ranks_within_goal']} of {found['ranks']} ranks within {GOAL:.0%}, "
+        f"the worst at {found['largest_error_of_any_rank']:.1%}."
         for name, found in errors.items()
     ]
     notes += [

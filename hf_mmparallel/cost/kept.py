@@ -294,8 +294,8 @@ def _kept_before(shape: LayerShape, uses: Sequence[ParameterUse], precision: Pre
 
 def _kept_behind(shape: LayerShape, precision: Precision) -> Polynomial:
     """
-    Norms, and the chain of matrices of a projector or a head; behind a head the loss keeps the logarithms of all
-    probabilities in float32. These matrices are the same on all tensor-parallel ranks, and so are the logits.
+    Norms, and the chain of matrices of a projector or a head. These are the same on all tensor-parallel ranks. What
+    the loss keeps is not among it.
     """
     token = sum(norm.kept_bytes(norm.size, precision.stream, precision.stream) for norm in shape.norms)
     for matrix, (share, columns) in zip(shape.matrices, chain_widths(shape), strict=True):
@@ -303,8 +303,6 @@ def _kept_behind(shape: LayerShape, precision: Precision) -> Polynomial:
             token += share * columns * precision.compute
         if matrix is not shape.matrices[-1]:
             token += share * matrix.shape[0] * precision.compute
-    if shape.part.name == LANGUAGE_MODEL and shape.matrices:
-        token += FULL * shape.matrices[-1].shape[0]
     return Polynomial(token=token, constant=_cast_weights(shape.matrices, precision))
 
 

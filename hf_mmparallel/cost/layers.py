@@ -58,7 +58,7 @@ class LayerCost:
         forward (`Polynomial`): Milliseconds.
         data_gradient (`Polynomial`): Milliseconds of the gradient of its input, `B_d` of Cornstarch, section 4.3.
         weight_gradient (`Polynomial`): Milliseconds of the gradients of all of its weights, `B_w`.
-        activations (`Polynomial`): Bytes kept for the backward where the weights are trained.
+        activations (`Polynomial`): Bytes kept for the backward where the weights are trained, without those of a loss.
         frozen_activations (`Polynomial`): Bytes kept where only a gradient of the input is wanted.
     """
 

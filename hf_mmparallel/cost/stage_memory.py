@@ -176,13 +176,12 @@ def _layer_row(costs: CostModel, part: ModuleSpec, index: int, tp_size: int, kep
 
 
 def _outer_row(costs: CostModel, part: ModuleSpec, index: int, tp_size: int, kept: Polynomial, again: bool) -> _Row:
-    """What comes before or after the layers. What the loss keeps of the logits has a row of its own."""
+    """What comes before or after the layers. The loss has a row of its own."""
     head, precision = _head(costs, part, index), Precision.of(part, costs.value_bytes)
     logits = Polynomial(token=float(precision.compute * head))
     gradient = Polynomial(token=float(FULL * head)) + logits * float(precision.compute != FULL)
-    own = Polynomial(kept.square, max(0.0, kept.token - FULL * head), kept.constant)
     # Each tensor-parallel rank has a part of the logits, gathers all parts, and puts them together.
-    return own, logits * (2 + 1 / tp_size if tp_size > 1 else 1.0), gradient
+    return kept, logits * (2 + 1 / tp_size if tp_size > 1 else 1.0), gradient
 
 
 def _array(polynomials: Iterable[Polynomial]) -> NDArray:
@@ -308,7 +307,10 @@ def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) 
 
 
 def _last_row(costs: CostModel, part: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Row:
-    """The loss, or the tensors that a stage hands on, whose gradients arrive and are put together in its backward."""
+    """
+    The loss, which keeps the logarithms of all probabilities in float32, or the tensors that a stage hands on, whose
+    gradients arrive and are put together in its backward.
+    """
     precision, is_last = Precision.of(part, costs.value_bytes), stop == part.num_layers
     head = _head(costs, part, stop) if is_last else 0
     if head:

@@ -84,10 +84,12 @@ def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False) -> dict
     tokens = SAMPLES * LENGTH
     squares = SAMPLES * LENGTH**2 if is_uneven or part.attention == "eager" else 0
     precision = Precision.of(part, value_bytes)
-    return {
+    kept = {
         index: layer_kept(part, spec.uses[part.name, index], index, precision, 1)(tokens, squares)
         for index in range(part.num_layers + 1)
     }
+    kept[part.num_layers] += 4 * model.config.vocab_size * tokens  # of the loss
+    return kept
 
 
 def check(model: Any, tolerance: float = 0.04, value_bytes: int = 4, is_uneven: bool = False, is_cast: bool = False):
