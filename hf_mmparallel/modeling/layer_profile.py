@@ -46,7 +46,8 @@ class ProfileSettings:
             All chunks of a layer are timed in turns, in so many rounds, of which the quickest counts: what else the
             machine does meanwhile slows none of them alone.
         limit_s (`float`, *optional*, defaults to 10.0):
-            Chunks of which one forward and backward would take longer than about this are left out.
+            Chunks of which one forward and backward would take longer than about this are left out, and those of
+            which all rounds would get two.
     """
 
     tp_sizes: tuple[int, ...] = (1,)
@@ -188,6 +189,8 @@ class _Profiler:
             chunks = self.chunks(part, label)
             for number in range(2, self.settings.num_rounds + 1):
                 for chunk in chunks:
+                    if number > 2 and 2 * number * chunk.seconds > self.settings.limit_s:
+                        continue  # long chunks are steady, and take long
                     self.report(f"{label}: {chunk.tokens} tokens, round {number} of {self.settings.num_rounds}")
                     part.time(chunk, self.settings.budget_s / self.settings.num_rounds)
             part.forget()
