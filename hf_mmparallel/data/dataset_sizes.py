@@ -72,8 +72,6 @@ def measure_dataset(
     """
     dataset, split = open_dataset(source, split)
     total = len(dataset)
-    if not total:
-        raise ValueError(f"Split `{split}` of `{source}` has no samples. Choose another one.")
     if total > num_samples:
         chosen = np.random.default_rng(seed).choice(total, num_samples, replace=False)
         dataset = dataset.select(np.sort(chosen))
@@ -107,20 +105,20 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
     path = Path(source)
     if not path.exists():
         _check_hub(source)
+    elif path.is_file() and path.suffix not in FORMATS:
+        raise ValueError(
+            f"Dataset `{source}` ends in `{path.suffix}`; files end in {', '.join(FORMATS)}. Convert it, or give a "
+            "folder that `save_to_disk` wrote."
+        )
     try:
         if path.is_file():
-            if path.suffix not in FORMATS:
-                raise ValueError(
-                    f"Dataset `{source}` ends in `{path.suffix}`; files end in {', '.join(FORMATS)}. Convert it, or "
-                    "give a folder that `save_to_disk` wrote."
-                )
             found: Any = load_dataset(FORMATS[path.suffix], data_files=str(path))
-        elif path.is_dir() and any((path / name).is_file() for name in _SAVED):
+        elif any((path / name).is_file() for name in _SAVED):
             found = load_from_disk(str(path))
         else:
-            found = load_dataset(str(path) if path.is_dir() else source)
-    except (OSError, DatasetsError) as error:
-        raise ValueError(_unreachable(source, path, error)) from error
+            found = load_dataset(str(path) if path.exists() else source)
+    except (OSError, ValueError, IndexError, DatasetsError) as error:
+        raise ValueError(_unreadable(source, path, error)) from error
     if isinstance(found, Dataset):
         name = str(found.split or "train")
         if split not in (None, name):
@@ -154,11 +152,16 @@ def _check_hub(source: str) -> None:
         ) from error
 
 
-def _unreachable(source: str, path: Path, error: Exception) -> str:
+def _unreadable(source: str, path: Path, error: Exception) -> str:
     """Why a dataset was not read, in one sentence and a remedy."""
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error).split()).rstrip(".!")
     if path.exists():
-        return f"Dataset `{source}` can't be read: {reason}. Give a folder or file that `datasets.load_dataset` reads."
+        return f"Dataset `{source}` can't be read: {reason}. Give what `datasets.load_dataset` reads."
+    if isinstance(error, ConnectionError):
+        return (
+            f"Dataset `{source}` is no file or folder here nor in the cache, and the Hub, where it may be, can't be "
+            f"reached: {reason}. Give a file or folder."
+        )
     return f"Dataset `{source}` is neither a file or folder nor a dataset on the Hub: {reason}. Correct the name."
 
 
