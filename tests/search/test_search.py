@@ -147,6 +147,29 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     assert len(few.simulation.busy_ms) <= len(whole.simulation.busy_ms)
 
 
+@pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
+    problem = problem_of(candidate.num_ranks, 16)
+    one_node = replace(problem.costs.device, node_size=candidate.num_ranks)
+    problem = replace(problem, costs=analytic_costs(problem.spec, one_node))
+    planner = step_planner(problem, candidate)
+    number = np.random.default_rng(5).permutation(candidate.num_ranks).tolist()
+
+    def renumbered(stage):
+        return replace(stage, ranks=tuple(tuple(number[rank] for rank in row) for row in stage.ranks))
+
+    modules = {
+        name: replace(own, replicas=tuple(tuple(map(renumbered, stages)) for stages in own.replicas))
+        for name, own in planner.plan.modules.items()
+    }
+    plan = replace(planner.plan, modules=modules)
+    other = replace(planner, plan=plan, groups=sync_groups(problem.spec, plan))
+    batch = draw_batch(problem, 1)
+    found = [predict_condensed(own, condense(own.plan, tuple(own.groups)), batch) for own in (planner, other)]
+    assert found[1].step_ms == pytest.approx(found[0].step_ms)
+    assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
+
+
 class _Draw:
     def __init__(self, samples: tuple[int, ...]):
         self.samples, self.epoch = samples, 0
