@@ -12,6 +12,7 @@ from ..plan import ModelSpec, ParallelPlan, SampleSizes
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, Estimated
 from .condense import condense, predict_condensed
+from .explain import least_memory_bytes
 from .fully_sharded import FullySharded, fully_sharded
 from .options import Kind, ModuleOptions
 from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
@@ -20,8 +21,8 @@ from .single_layout import SingleLayouts, even_layers
 from .strategy_space import ModuleDemand, Role
 
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
-_SIMULATED, _TRIED, _CHECKED = 8, 24, 4  # candidates of a baseline: those that fit, all, and with all batches
-_MOST_TASKS = 100_000  # of these together
+_SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: those that fit, all, and with all batches
+_MOST_TASKS = 50_000  # of these together
 _PER_FAMILY = 2
 _UNLIMITED = 2.0**70
 _OPTIMIZER_BYTES = 8
@@ -127,7 +128,7 @@ class _Judge:
         space.options.update({name: UnawareOptions(self.problem, name, assumed.costs) for name in space.options})
         found = sorted(space, key=lambda own: own.step_ms)
         if not found:
-            return self._none(UNAWARE, self._excess(space.least_bytes))
+            return self._none(UNAWARE, self._excess(least_memory_bytes(self.problem) or 0.0))
         ranked = self._best(map(space.candidate, _unlike(found)), "contiguous", assumed)
         return self._compared(
             UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
