@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(400
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
-def _quick(name: str, folder: Path) -> dict[str, Any]:
+def _quick(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
     """The JSON line of a quick run, which is also the file that it leaves."""
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(folder)]
+    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--out", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -88,3 +88,38 @@ def test_microbatch_balance_compares_every_arrangement_with_the_bounds(tmp_path)
         assert min(row["peak_gib"]) > 0 < row["num_microbatches"]
     for row in result["slept"]:
         assert row["measured_ms"] > 0.9 * row["predicted_ms"]
+
+
+def test_memory_error_has_a_prediction_for_each_rank(tmp_path):
+    result = _quick("memory_error", tmp_path)
+    assert [len(case["ranks"]) for case in result["cases"]] == [2, 3]
+    for case in result["cases"]:
+        for found in case["ranks"]:
+            assert found["peak"] > found["weights"] + found["gradients"] + found["optimizer"] > 0
+            # Bytes are not noisy: this is the goal, on the few plans of a quick run.
+            assert abs(found["predicted"] / found["peak"] - 1) <= result["goal"]
+            assert found["bound"] >= found["predicted"] >= (1 - result["goal"]) * found["peak"]
+
+
+def test_planner_predicts_the_plans_that_run(tmp_path):
+    parts = _quick("planner", tmp_path, "--only", "real", "--only", "slept")["parts"]
+    assert set(parts) == {"real", "slept"}
+    for row in (parts["real"], parts["slept"]["4"]):
+        assert len({plan["plan"] for plan in row["plans"]}) == len(row["plans"]) == 2
+        assert all(plan["predicted_ms"] > 0 < plan["measured_ms"] for plan in row["plans"])
+    for plan in parts["slept"]["4"]["plans"]:
+        assert plan["measured_ms"] > 0.7 * plan["predicted_ms"]  # without sleep they would be done much sooner
+
+
+def test_planner_plans_for_itself_and_for_others(tmp_path):
+    _quick("planner", tmp_path, "--only", "frozen")
+    parts = _quick("planner", tmp_path, "--only", "speed", "--only", "others")["parts"]
+    assert set(parts) == {"frozen", "speed", "others"}  # what ran before is kept
+    (model,) = parts["frozen"]["models"]
+    assert model["model"] == "SSS" and model["paper"]["stages"] == {"aware": [4, 2], "unaware": [5, 1]}
+    for setting, mean in parts["frozen"]["mean_improvement"].items():
+        assert mean == model[setting]["improvement"] > 0.9
+    assert parts["speed"]["allocation"]["112"]["ms"]["min"] > 0 < parts["speed"]["search"]["8"]["s"]["min"]
+    assert parts["speed"]["profiling_batch"]["batch_size"] > 1
+    (case,) = parts["others"]["cases"]
+    assert set(case["others"]) == {"frozen-unaware", "single layout", "FSDP-like", "DistTrain"}
