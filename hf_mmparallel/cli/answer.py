@@ -164,11 +164,11 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
 
     assert settings.gpus is not None
     check_searchable(settings)
-    from ..trainer.auto import possible_sizes
-    from ..trainer.build import PreparedModel
+    from ..modeling.possible_sizes import possible_sizes
 
-    prepared = PreparedModel(inputs.source.model, costs.spec, costs)
-    fixed = possible_sizes(prepared, settings.plugin)  # what the model does not allow is not tried
+    fixed = possible_sizes(
+        inputs.source.model, costs.spec, settings.plugin
+    )  # what the model does not allow is not tried
     batch = settings.global_batch_size or SAMPLES_PER_GPU * settings.gpus
     method = _method(settings, inputs)
     problem = PlanningProblem(

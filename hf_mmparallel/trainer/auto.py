@@ -20,9 +20,8 @@ from ..cli.settings import Settings
 from ..cost.stage_memory import GIB
 from ..data.draws import Draw
 from ..data.loader import seeded
-from ..data.packing import ATTENTION
 from ..data.streams import StreamWindow, is_stream
-from ..modeling.stages import earliest_selected_layer
+from ..modeling.possible_sizes import possible_sizes
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_world_size
@@ -31,7 +30,6 @@ from ..search.search import search_plans, step_planner
 from .agreement import from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
-from .checks import check_context
 from .loaders import memory_limit_bytes
 from .report import mean_tokens, representative_draw, size_origin, stderr_console
 
@@ -203,7 +201,7 @@ def _searched(
         memory_bytes=memory_bytes,
         schedule=plugin.schedule,
         method=args.microbatch_assignment,
-        fixed=possible_sizes(prepared, plugin),
+        fixed=possible_sizes(prepared.model, prepared.spec, plugin),
         checkpointing=checkpointing,
         seed=args.seed,
     )
@@ -243,35 +241,6 @@ def _checkpointing(
         for name, module in plugin.modules.items()
         if module.activation_checkpointing or key in module.named
     }
-
-
-def possible_sizes(prepared: PreparedModel, plugin: MultimodalParallelPlugin) -> dict[str, dict[str, int]]:
-    """
-    Module -> the sizes that are set, and those of which the model only allows 1.
-
-    Args:
-        prepared ([`PreparedModel`]): The model with the settings of its modules.
-        plugin (`MultimodalParallelPlugin`): These settings.
-    """
-    spec, model = prepared.spec, prepared.model
-    only: dict[str, dict[str, int]] = {name: {} for name in spec.modules}
-    for name, module in spec.modules.items():
-        if any("lora_magnitude_vector" in parameter.name for parameter in module.parameters):
-            only[name]["tp_size"] = 1  # DoRA's norm needs the whole matrix
-        selected = earliest_selected_layer(model, module) if module.is_encoder else None
-        if selected is not None and selected < module.num_layers - 1:
-            only[name]["pp_size"] = 1  # its last stage has to see that hidden state
-    settings = plugin.modules.get(LANGUAGE_MODEL)
-    if settings is not None and settings.attn_implementation not in (None, ATTENTION):
-        only[LANGUAGE_MODEL]["cp_size"] = 1
-    else:
-        try:
-            check_context(model, spec)
-        except ValueError:
-            only[LANGUAGE_MODEL]["cp_size"] = 1
-    fixed = plugin.fixed_sizes
-    merged = {name: {**sizes, **fixed.get(name, {})} for name, sizes in only.items()}
-    return {name: sizes for name, sizes in merged.items() if sizes}
 
 
 def training_samples(trainer: MultimodalParallelTrainer, batch: int) -> Samples:

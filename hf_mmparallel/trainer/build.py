@@ -23,12 +23,13 @@ from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
 from ..modeling.adapters import add_adapters, wrap_with_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
+from ..modeling.possible_sizes import check_context
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, plan_for_model
 from ..plan.plugin import reject_unknown_keys
 from ..runtime.engine import ParallelEngine
 from .agreement import from_first_rank
 from .arguments import MultimodalTrainingArguments
-from .checks import check_context, check_model
+from .checks import check_model
 
 logger = get_logger(__name__)
 

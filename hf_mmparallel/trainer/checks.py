@@ -8,12 +8,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from .._environment import launched_processes
-from ..modeling.mask_rules import MaskRule
-from ..plan import LANGUAGE_MODEL, ModelSpec
 
 # Argument -> (is it set, why it can't hold, remedy).
 _REFUSED = {
@@ -86,20 +84,6 @@ def check_model(model: nn.Module) -> None:
                 f"`{name}` is a `{type(module).__name__}`: it mixes the samples of a batch, which a plan cuts. "
                 "Replace it by a norm over features."
             )
-
-
-def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Raises `ValueError` for a language model that can't share the tokens of a row between ranks."""
-    tower = type(model.get_submodule(spec.modules[LANGUAGE_MODEL].tower))
-    if not getattr(tower, "_supports_attention_backend", False):
-        raise ValueError(
-            f"`cp_size` above 1: the layers of `{tower.__name__}` call an attention of their own, which sees the "
-            "tokens of one rank only. Use `cp_size=1`."
-        )
-    try:
-        MaskRule(model)
-    except ValueError as error:
-        raise ValueError(f"`cp_size` above 1 cuts packed samples. {error} Use `cp_size=1`.") from error
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

@@ -28,6 +28,7 @@ from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.adapters import add_adapters
+from hf_mmparallel.modeling.possible_sizes import possible_sizes
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlugin,
@@ -42,7 +43,7 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import step_planner
 from hf_mmparallel.trainer import auto
-from hf_mmparallel.trainer.auto import possible_sizes, saved_plan, training_samples
+from hf_mmparallel.trainer.auto import saved_plan, training_samples
 from hf_mmparallel.trainer.build import PreparedModel, prepare_context, prepare_model
 from tests import tiny
 from tests.cost.test_profile import profile_of
@@ -275,15 +276,18 @@ def prepared_of(model: Any) -> PreparedModel:
 
 def test_sizes_that_a_model_can_not_have_are_not_tried():
     model = tiny.FAMILIES["llava"]()
-    fixed = MultimodalParallelPlugin.from_any({"auto": True, "modules": {LANGUAGE_MODEL: {"tp_size": 1}}})
-    assert possible_sizes(prepared_of(model), fixed) == {LANGUAGE_MODEL: {"tp_size": 1}}
+
+    def found(plugin: MultimodalParallelPlugin) -> dict[str, dict[str, int]]:
+        return possible_sizes(model, build_model_spec(model), plugin)
+
+    fixed = {"auto": True, "modules": {LANGUAGE_MODEL: {"tp_size": 1}}}
+    assert found(MultimodalParallelPlugin.from_any(fixed)) == {LANGUAGE_MODEL: {"tp_size": 1}}
     model.config.vision_feature_layer = [-4, -2]
     eager = MultimodalParallelPlugin({LANGUAGE_MODEL: ModulePlugin(attn_implementation="eager")}, auto=True)
-    found = possible_sizes(prepared_of(model), eager)
-    assert found == {"vision": {"pp_size": 1}, LANGUAGE_MODEL: {"cp_size": 1}}
+    assert found(eager) == {"vision": {"pp_size": 1}, LANGUAGE_MODEL: {"cp_size": 1}}
     adapters = LoraConfig(target_modules=["q_proj"], use_dora=True)
     add_adapters(model, build_model_spec(model), {LANGUAGE_MODEL: adapters})
-    assert possible_sizes(prepared_of(model), eager)[LANGUAGE_MODEL] == {"tp_size": 1, "cp_size": 1}
+    assert found(eager)[LANGUAGE_MODEL] == {"tp_size": 1, "cp_size": 1}
 
 
 def test_a_checkpoint_brings_its_plan_unless_it_does_not_fit(tmp_path: Path):

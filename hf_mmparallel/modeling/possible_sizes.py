@@ -1,0 +1,74 @@
+"""Which sizes of a layout a model does not allow, whatever the numbers of its heads and layers."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin
+from .mask_rules import MaskRule
+from .stages import earliest_selected_layer
+
+_WITH_WORDS = (None, "bitfield")  # attention functions of a language model whose tokens can be cut over ranks
+
+
+def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """
+    Makes sure that ranks can share the tokens of a row of the language model.
+
+    Args:
+        model (`PreTrainedModel`): The model.
+        spec (`ModelSpec`): Its description.
+
+    Raises:
+        `ValueError`: If its attention is its own, or nothing is known of its masks.
+    """
+    tower = type(model.get_submodule(spec.modules[LANGUAGE_MODEL].tower))
+    if not getattr(tower, "_supports_attention_backend", False):
+        raise ValueError(
+            f"`cp_size` above 1: the layers of `{tower.__name__}` call an attention of their own, which sees the "
+            "tokens of one rank only. Use `cp_size=1`."
+        )
+    try:
+        MaskRule(model)
+    except ValueError as error:
+        raise ValueError(f"`cp_size` above 1 cuts packed samples. {error} Use `cp_size=1`.") from error
+
+
+def possible_sizes(
+    model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin
+) -> dict[str, dict[str, int]]:
+    """
+    The sizes that a search keeps to: those that are set, and those of which a model only allows 1.
+
+    Args:
+        model (`PreTrainedModel`): The model, which may be on the meta device.
+        spec (`ModelSpec`): Its description, with adapters; further modules in it have no limits.
+        plugin (`MultimodalParallelPlugin`): The settings of its modules, and the sizes that are set.
+
+    Returns:
+        `dict[str, dict[str, int]]`: Module -> name of a size -> the size.
+    """
+    only: dict[str, dict[str, int]] = {name: {} for name in spec.modules}
+    for name, module in spec.modules.items():
+        if any("lora_magnitude_vector" in parameter.name for parameter in module.parameters):
+            only[name]["tp_size"] = 1  # DoRA's norm needs the whole matrix
+        selected = earliest_selected_layer(model, module) if module.is_encoder else None
+        if selected is not None and selected < module.num_layers - 1:
+            only[name]["pp_size"] = 1  # its last stage has to see that hidden state
+    if not _can_share_tokens(model, spec, plugin):
+        only[LANGUAGE_MODEL]["cp_size"] = 1
+    fixed = plugin.fixed_sizes
+    merged = {name: {**sizes, **fixed.get(name, {})} for name, sizes in only.items()}
+    return {name: sizes for name, sizes in merged.items() if sizes}
+
+
+def _can_share_tokens(model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin) -> bool:
+    """Whether ranks can share the tokens of a row of the language model."""
+    settings = plugin.modules.get(LANGUAGE_MODEL)
+    if settings is not None and settings.attn_implementation not in _WITH_WORDS:
+        return False
+    try:
+        check_context(model, spec)
+    except ValueError:
+        return False
+    return True
