@@ -60,11 +60,13 @@ format: $(INSTALLED) ## rewrite the code as `make lint` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## speed against the stock Trainer, error of the simulator
+bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/simulator_error.py
 	$(BIN)/python benchmarks/context_parallel_balance.py
 	$(BIN)/python benchmarks/sampler_overhead.py
+	$(BIN)/python benchmarks/memory_error.py
+	$(BIN)/python benchmarks/planner.py
 
 clean: ## the environment and what the tools left
 	rm -rf $(VENV) build dist out runs *.egg-info .pytest_cache .ruff_cache .hypothesis
