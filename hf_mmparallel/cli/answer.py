@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ..arrange import num_microbatches
-from ..cost import CostModel, RankMemory, analytic_costs
-from ..cost.memory import state_per_rank
-from ..cost.stage_memory import stage_memories
+from ..cost import CostModel, RankMemory, analytic_costs, fitting_tokens
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..schedule import Simulation, Span
@@ -231,7 +230,7 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     sizes = inputs.samples.draw(pool, batch, inputs.seed)
     method = _method(settings, inputs)
 
-    limit = settings.memory_bytes if _state_fits(settings, costs, plan) else None
+    limit = _memory_for(settings, costs, plan, sizes)
     planner = StepPlanner(costs, plan, sync_groups(costs.spec, plan), size, method, memory_bytes=limit)
     prediction = _predicted(planner, sizes)
     return Answer(settings, inputs, costs, prediction, (prediction,), batch, size, method)
@@ -257,12 +256,13 @@ def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None =
     return microbatch_size * module.dp_size * (wanted or 2 * depth)
 
 
-def _state_fits(settings: Settings, costs: CostModel, plan: ParallelPlan) -> bool:
-    """Whether weights, gradients and optimizer state leave memory for microbatches, which then are made to fit."""
-    if settings.memory_bytes is None:
-        return False
-    states = state_per_rank(plan, stage_memories(costs, plan)).values()
-    return max(state.total for state in states) < settings.memory_bytes
+def _memory_for(settings: Settings, costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) -> float | None:
+    """Memory that microbatches are made to fit; none where even the smallest do not, which is shown instead."""
+    if settings.memory_bytes is not None:
+        with suppress(ValueError):
+            fitting_tokens(costs, plan, sizes, settings.memory_bytes)
+            return settings.memory_bytes
+    return None
 
 
 def _method(settings: Settings, inputs: Inputs) -> str:

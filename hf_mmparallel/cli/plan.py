@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -112,28 +113,21 @@ def compared(console: Console, answer: Answer) -> tuple[ComparedPlan, ...]:
 
     found = compare(answer.result.problem, answer.result)
     table = Table(title="Beside other methods", title_justify="left")
-    for column in ("method", "layouts", "step", "slower", "bubble", "GiB", "MFU", "note"):
-        right = column in ("step", "slower", "bubble", "GiB", "MFU")
+    for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
+        right = column != "method"
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
-    prediction = answer.prediction
-    table.add_row(
-        "ours",
-        plan_line(answer.plan).replace("; ", "\n"),
-        ms_text(answer.step_ms),
-        "",
-        f"{prediction.simulation.bubble_fraction:.1%}",
-        f"{answer.peak_gib:.3g}",
-        f"{answer.flops_utilisation:.1%}",
-        "",
-        end_section=True,
-    )
+    bubble = answer.prediction.simulation.bubble_fraction
+    numbers = [f"{bubble:.1%}", f"{answer.peak_gib:.3g}", f"{answer.flops_utilisation:.1%}"]
+    layouts = plan_line(answer.plan).replace("; ", "\n")
+    table.add_row(f"this plan\n{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=True)
     for own in found:
-        cells = ["", "", "", "", ""]
-        if own.step_ms == own.step_ms:  # NaN where there is no plan at all
+        cells = [""] * 5
+        if not math.isnan(own.step_ms):  # else there is no plan at all
             slower = f"{own.step_ms / answer.step_ms - 1:+.1%}"
-            numbers = f"{own.bubble_fraction:.1%}", f"{own.peak_memory_gib:.3g}", f"{own.flops_utilisation:.1%}"
+            numbers = [f"{own.bubble_fraction:.1%}", f"{own.peak_memory_gib:.3g}", f"{own.flops_utilisation:.1%}"]
             cells = [ms_text(own.step_ms), slower, *numbers]
-        table.add_row(own.name, own.layout.replace("; ", "\n"), *cells, own.note, end_section=True)
+        text = "\n".join(part for part in (own.name, own.layout.replace("; ", "\n"), own.note) if part)
+        table.add_row(text, *cells, end_section=True)
     console.print(table, highlight=False)
     return found
 

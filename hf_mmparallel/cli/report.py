@@ -17,6 +17,7 @@ from .answer import Answer, limit_of
 from .table import plan_table
 
 WIDTH = 160  # of what goes into a file or a pipe
+NARROW = 100  # columns, below which tables leave out lines
 GANTT_ROWS = 12
 
 
@@ -35,7 +36,8 @@ def report(console: Console, answer: Answer, more: Sequence[tuple[str, str]] = (
         more (`Sequence[tuple[str, str]]`, *optional*): Further labels and texts.
     """
     prediction = answer.prediction
-    console.print(plan_table(answer.plan, answer.costs.spec, prediction.simulation, answer.memory))
+    narrow = console.width < NARROW
+    console.print(plan_table(answer.plan, answer.costs.spec, prediction.simulation, answer.memory, narrow))
     print_labelled(console, [*summary(answer), *origins(answer), *more])
 
 
@@ -165,16 +167,15 @@ def print_runners_up(console: Console, result: SearchResult, explain: bool) -> N
     """
     if result.runners_up:
         table = Table(title="Next best plans", title_justify="left")
-        for column in ("", "layouts", "step", "slower"):
-            table.add_column(column, justify="right" if column in ("step", "slower") else "left")
-        if explain:
-            table.add_column("why")
+        for column in ("", "plan", "step", "slower"):
+            numeric = column in ("step", "slower")
+            table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
         whys = ["", *result.reasons]
         for number, (ranked, why) in enumerate(zip([result.best, *result.runners_up], whys, strict=True)):
             slower = f"{ranked.step_ms / result.best.step_ms - 1:.1%}" if number else ""
             label = str(number + 1)
-            cells = [label, layouts_text(ranked), ms_text(ranked.step_ms), slower]
-            table.add_row(*cells, *([why] if explain else []), end_section=True)
+            text = layouts_text(ranked) + (f"\n{why}" if explain and why else "")
+            table.add_row(label, text, ms_text(ranked.step_ms), slower, end_section=True)
         console.print(table, highlight=False)
     if explain:
         print_explanation(console, result)

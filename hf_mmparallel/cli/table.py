@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rich import box
 from rich.table import Table
 
 from ..cost import RankMemory
@@ -47,6 +48,7 @@ def plan_table(
     spec: ModelSpec | None,
     simulation: Simulation,
     memory: Mapping[int, RankMemory] | None,
+    is_narrow: bool = False,
 ) -> Table:
     """
     A row for each stage of each module, replicas and equal neighbours together.
@@ -56,14 +58,22 @@ def plan_table(
         spec (`ModelSpec`, *optional*): The model, for numbers of parameters.
         simulation (`Simulation`): For microbatches in flight.
         memory (`Mapping[int, RankMemory]`, *optional*): Rank -> its memory; that of the fullest rank is shown.
+        is_narrow (`bool`, *optional*, defaults to `False`): Whether to leave out lines between columns.
 
     Returns:
         `Table`: For rich.
     """
     cells = plan_cells(plan, spec, simulation, memory)
     table = Table(title=f"Plan for {plan.world_size:,} ranks", title_justify="left")
+    if is_narrow:
+        table.box, table.padding, table.show_edge = box.SIMPLE_HEAD, 0, False
     for column in cells.columns:
-        table.add_column(column, justify="right" if column in cells.right else "left", no_wrap=column != "ranks")
+        table.add_column(
+            column.replace(" ", "\n", 1),
+            justify="right" if column in cells.right else "left",
+            no_wrap=column != "ranks",
+            min_width=11 if column == "ranks" else None,
+        )
     for number, row in enumerate(cells.rows):
         last = number + 1 == len(cells.rows) or bool(cells.rows[number + 1][0])
         table.add_row(*row, end_section=last)
@@ -71,11 +81,15 @@ def plan_table(
 
 
 def layout_text(plan: ParallelPlan, name: str) -> str:
-    """The sizes of a module, and the modules before it whose ranks it shares."""
+    """The sizes of a module that are not 1, and the modules before it whose ranks it shares."""
     taken = {other: {r for _, _, s in module.stages() for r in s.all_ranks} for other, module in plan.modules.items()}
     before = list(plan.modules)[: list(plan.modules).index(name)]
     shared = [other for other in before if taken[other] & taken[name]]
-    return plan.modules[name].layout + (f", with {' and '.join(shared)}" if shared else "")
+    module = plan.modules[name]
+    sizes = {"dp": module.dp_size, "pp": len(module.replicas[0]), "cp": module.cp_size, "tp": module.tp_size}
+    text = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one rank"
+    text += ", recomputed" if module.activation_checkpointing else ""
+    return text + (f", with {' and '.join(shared)}" if shared else "")
 
 
 def plan_cells(
@@ -87,7 +101,7 @@ def plan_cells(
     """The cells of [`plan_table`]; the first is empty in all rows of a module but its first."""
     cut = any(module.cp_size > 1 for module in plan.modules.values())
     columns = ["module", "dp/pp/cp/tp" if cut else "dp/pp/tp", "stage", "layers", "ranks"]
-    columns += ["parameters", "trainable"] if spec is not None else ["backward"]
+    columns += ["params", "trained"] if spec is not None else ["backward"]
     columns += ["in flight"] + (["GiB a rank"] if memory is not None else [])
     cells = []
     for name, module in plan.modules.items():
@@ -100,7 +114,7 @@ def plan_cells(
             head = (name, sizes) if number == 0 else ("", "")
             tail = (f"{row.in_flight:.3g}", *((f"{row.gib:.2f}",) if memory is not None else ()))
             cells.append((*head, stage, layers, rank_ranges(row.ranks), *row.cells, *tail))
-    return Cells(tuple(columns), tuple(cells), ("parameters", "trainable", "in flight", "GiB a rank"))
+    return Cells(tuple(columns), tuple(cells), ("params", "trained", "in flight", "GiB a rank"))
 
 
 def _stage_rows(

@@ -83,7 +83,7 @@ def test_what_is_printed(found):
     data, out = found.figures, found.out
     assert f"MFU {data['flops_utilisation']:.1%}" in out and data["bound"] in out
     assert "Plan for 2 ranks" in out and "│ vision │" in out and "digits: forward of microbatch" in out
-    assert "Next best plans" in out and " why " in out and "Not simulated" in out
+    assert "Next best plans" in out and "% slower: " in out and "Not simulated" in out
     assert "What if" in out and f"{data['what_if']['gpus=4,frozen=vision']['tokens_per_second']:,.0f}" in out
     assert "Beside other methods" in out and "DistTrain" in out
     assert "the split of" in out and "(95% confidence, error 5%)" in out
@@ -112,7 +112,7 @@ def test_the_plan_can_be_edited_and_trained(found, model, run):
 
 def test_a_search_leaves_nothing_to_choose(model, run):
     out = run("plan", "--model", model, "--gpus", 2, *SHORT[:-2])
-    assert "8 samples" in out and "set it with `--global-batch-size`" in out and " why " not in out
+    assert "8 samples" in out and "set it with `--global-batch-size`" in out and "% slower: " not in out
     assert "give `--dataset` to plan for them" in out
 
 
