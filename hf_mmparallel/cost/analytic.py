@@ -6,11 +6,27 @@ from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .hardware import Hardware
-from .kept import DTYPE_BYTES, Precision, layer_kept, with_trainable
+from .kept import DTYPE_BYTES, LayerShape, Precision, chain_widths, layer_kept, with_trainable
 from .layers import BYTES_PER_VALUE, CostModel, LayerCost, Polynomial
 
 ATTENTION_BACKWARD = 2.5
 """Products of the backward of attention over those of its forward: five, with the scores computed again, over two."""
+
+
+def active_elements(spec: ModelSpec, module: str, index: int) -> list[tuple[ParameterUse, float]]:
+    """
+    The parameters that are read in a layer, each with the elements of it that a token of the layers is multiplied
+    with. Behind the layers a merger makes one token of several, of which each counts with its share.
+    """
+    part, uses = spec.modules[module], spec.uses.get((module, index), ())
+    if index < part.num_layers:
+        return [(use, use.num_active) for use in uses]
+    shape = LayerShape.of(part, uses)
+    widths = chain_widths(shape)
+    shares = {f"{matrix.name}.": share for matrix, (share, _) in zip(shape.matrices, widths, strict=True)}
+    names = [f"{use.parameter.name}." for use in uses]  # an adapter's begins with that of its matrix
+    found = (next((share for own, share in shares.items() if name.startswith(own)), 1.0) for name in names)
+    return [(use, share * use.num_active) for use, share in zip(uses, found, strict=True)]
 
 
 def layer_flops(spec: ModelSpec, module: str, index: int) -> tuple[float, float]:
@@ -21,7 +37,7 @@ def layer_flops(spec: ModelSpec, module: str, index: int) -> tuple[float, float]
     `4 n^2` for each channel, half of it where it is causal.
     """
     part = spec.modules[module]
-    matrices = sum(use.num_active for use in spec.uses.get((module, index), ()))
+    matrices = sum(elements for _, elements in active_elements(spec, module, index))
     attention = 4.0 * part.attention_width if 0 <= index < part.num_layers else 0.0
     return 2.0 * matrices, attention / 2 if module == LANGUAGE_MODEL else attention
 
@@ -52,7 +68,9 @@ class AnalyticLayers:
         """See [`LayerCosts`]."""
         part, uses = self.spec.modules[module], self.spec.uses.get((module, index), ())
         inside = 0 <= index < part.num_layers
-        per_token, per_square = (flops / self.device.flops_per_ms / tp_size for flops in self._flops(module, index))
+        per_token, per_square = (
+            flops / self.device.flops_per_ms / tp_size for flops in layer_flops(self.spec, module, index)
+        )
         matrix_bytes, matrices = self._matrices(uses)
         read_ms = matrix_bytes / tp_size / self.device.memory_bytes_per_ms
         written_ms = 4.0 * matrices / tp_size / self.device.memory_bytes_per_ms
@@ -68,9 +86,6 @@ class AnalyticLayers:
             activations=kept,
             frozen_activations=frozen,
         )
-
-    def _flops(self, module: str, index: int) -> tuple[float, float]:
-        return layer_flops(self.spec, module, index)
 
     def _matrices(self, uses: tuple[ParameterUse, ...]) -> tuple[float, float]:
         """Bytes of the matrices that are read, and their elements."""

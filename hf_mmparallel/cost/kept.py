@@ -309,11 +309,14 @@ def _kept_behind(shape: LayerShape, precision: Precision) -> Polynomial:
 def chain_widths(shape: LayerShape) -> list[tuple[float, int]]:
     """
     For each matrix behind the layers, the share of tokens that is left and the values of each. A matrix that reads
-    several times the values of a token merges as many tokens into one.
+    several times the values of a token merges as many tokens into one; one that does not read what the matrix before
+    it gives reads the layers again, as the mergers of DeepStack do.
     """
     width, share, result = shape.part.hidden_size, 1.0, []
     for matrix in shape.matrices:
         rows, columns = matrix.shape
+        if columns != width:
+            width, share = shape.part.hidden_size, 1.0
         if columns > width and columns % width == 0:
             share *= width / columns
         result.append((share, columns))

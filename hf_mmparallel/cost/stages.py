@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..plan import ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import StageKey
-from .analytic import ATTENTION_BACKWARD, layer_flops
+from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
 from .layers import CostModel, LayerCost, Polynomial
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients go home
@@ -36,9 +36,9 @@ def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
 
 def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
     """The share of a layer's matrices whose gradients are wanted."""
-    uses = spec.uses.get((module, index), ())
-    trained = sum(use.num_active for use in uses if use.parameter.trainable)
-    return trained / sum(use.num_active for use in uses) if trained else 0.0
+    found = active_elements(spec, module, index)
+    trained = sum(elements for use, elements in found if use.parameter.trainable)
+    return trained / sum(elements for _, elements in found) if trained else 0.0
 
 
 def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
