@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..arrange import num_microbatches
 from ..cost import CostModel, RankMemory, analytic_costs, fitting_tokens
+from ..cost.profile import LayerProfile, measured_costs
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..schedule import Simulation, Span
@@ -44,8 +46,10 @@ class Inputs:
         spec = settings.frozen_spec(self.source.spec)
         if self.profile is None:
             return analytic_costs(spec, settings.device, settings.value_bytes)
-        from ..cost.profile import LayerProfile, measured_costs
-
+        if not Path(self.profile).is_file():
+            raise ValueError(
+                f"`--profile {self.profile}` does not exist. Write one with `hf-mmparallel profile --output`."
+            )
         return measured_costs(spec, settings.device, LayerProfile.load(self.profile))
 
 

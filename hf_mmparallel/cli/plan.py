@@ -36,8 +36,13 @@ def run_plan(args: argparse.Namespace) -> None:
     settings = Settings.of(args, **read_layout(args))
     changed = [(text, settings.with_changes(text)) for text in args.what_if]
     source = read_model(args.model, settings.plugin.modules, args.generator)
-    for _, own in [("", settings), *changed]:
-        own.frozen_spec(source.spec)  # names of modules are checked before anything takes time
+    for text, own in [("", settings), *changed]:  # checked before anything takes time
+        own.frozen_spec(source.spec)
+        if args.profile is not None and (own.gpu_type, own.dtype) != (settings.gpu_type, settings.dtype):
+            raise ValueError(
+                f"`--what-if {text}`: the times of `{args.profile}` were measured on one device, in one type. Leave "
+                "`--profile` out to compare others."
+            )
     inputs = Inputs(source, read_samples(args, source), args.profile, args.seed, args.effort)
     answer = solve(settings, inputs)
     console = new_console()

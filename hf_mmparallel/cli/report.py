@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..cost import RankMemory
+from ..cost.profile import MeasuredLayers
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SyncGroup
 from ..runtime.groups import context_groups, talking_pairs
 from ..schedule.draw import gantt_text
@@ -104,12 +105,11 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
     settings = answer.settings
     given = settings.global_batch_size is not None
     chosen = "" if given else " (chosen here; set it with `--global-batch-size`)"
-    costs = "operation counts" if answer.inputs.profile is None else f"measured, {answer.inputs.profile}"
     frozen = [f"{name} ({what})" if isinstance(what, str) else name for name, what in settings.frozen.items()]
     lines = [
         ("Global batch", f"{batch_text(answer)}{chosen}"),
         ("Samples", samples_text(answer)),
-        ("Costs", f"{costs}, {settings.gpu_type}, {settings.dtype}; frozen: {', '.join(frozen) or 'nothing'}"),
+        ("Costs", f"{costs_text(answer)}; frozen: {', '.join(frozen) or 'nothing'}"),
         ("Groups", groups_text(answer.plan, answer.groups)),
     ]
     result = answer.result
@@ -118,6 +118,21 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         text = f"{result.num_candidates:,} candidates estimated, {result.num_simulated} simulated"
         text += f", in {result.search_s:.1f} s"
     return [*lines, ("Search", text)]
+
+
+def costs_text(answer: Answer) -> str:
+    """Where times of layers come from."""
+    settings, layers = answer.settings, answer.costs.layers
+    if not isinstance(layers, MeasuredLayers):
+        return f"operation counts, {settings.gpu_type}, {settings.dtype}"
+    profile = layers.profile
+    text = (
+        f"measured on {profile.device} in {profile.autocast or profile.dtype}; links and memory of {settings.gpu_type}"
+    )
+    misfits = sum(bool(layer.misfits) for layer in profile.layers)
+    if misfits:
+        text += f"; {misfits} of {len(profile.layers)} kinds of layers do not fit their curves"
+    return f"{text}; not measured: {' '.join(layers.missing)}" if layers.missing else text
 
 
 def batch_text(answer: Answer) -> str:

@@ -177,3 +177,15 @@ def test_generators_are_planned_but_not_trained(model, tmp_path, run, figures, f
 def test_text_models_are_planned_too(text_model, figures):
     found = figures("plan", "--model", text_model, "--gpus", 2, "--seq-len", 64)
     assert list(found["layouts"]) == ["language_model"]
+
+
+def test_measured_costs(model, text_model, tmp_path, run, fail):
+    path = tmp_path / "profile.json"
+    timed = ["--lengths", 16, "--device", "cpu", "--dtype", "float32", "--max-seconds", 1]
+    run("profile", "--model", text_model, *timed, "--output", path)
+    arguments = ["plan", "--model", text_model, "--gpus", 2, *SHORT, "--gpu-type", "cpu", "--profile", path]
+    out = run(*arguments)
+    assert "Costs measured on" in out and "in float32; links and memory of cpu" in out
+    assert "were measured on one device" in fail(*arguments, "--what-if", "gpu_type=h100")
+    assert "another model" in fail("plan", "--model", model, "--gpus", 2, "--profile", path)
+    assert "does not exist" in fail("plan", "--model", model, "--gpus", 2, "--profile", tmp_path / "nothing.json")
