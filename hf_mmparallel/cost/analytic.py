@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .hardware import Hardware
-from .kept import DTYPE_BYTES, LayerShape, Precision, chain_widths, layer_kept, with_trainable
+from .kept import (
+    DTYPE_BYTES,
+    FULL,
+    LayerShape,
+    Precision,
+    chain_widths,
+    held_shares,
+    is_split,
+    layer_kept,
+    with_trainable,
+)
 from .layers import BYTES_PER_VALUE, CostModel, LayerCost, Polynomial
 
 ATTENTION_BACKWARD = 2.5
@@ -68,12 +79,13 @@ class AnalyticLayers:
         """See [`LayerCosts`]."""
         part, uses = self.spec.modules[module], self.spec.uses.get((module, index), ())
         inside = 0 <= index < part.num_layers
-        per_token, per_square = (
-            flops / self.device.flops_per_ms / tp_size for flops in layer_flops(self.spec, module, index)
-        )
-        matrix_bytes, matrices = self._matrices(uses)
-        read_ms = matrix_bytes / tp_size / self.device.memory_bytes_per_ms
-        written_ms = 4.0 * matrices / tp_size / self.device.memory_bytes_per_ms
+        shares = held_shares(self.spec, module, index, tp_size)
+        found = active_elements(self.spec, module, index)
+        per_token = sum(2.0 * shares[use.parameter.name] * elements for use, elements in found)
+        split = tp_size if is_split(LayerShape.of(part, uses).attention) else 1
+        per_square = layer_flops(self.spec, module, index)[1] / split
+        per_token, per_square = (flops / self.device.flops_per_ms for flops in (per_token, per_square))
+        read_ms, written_ms = (moved / self.device.memory_bytes_per_ms for moved in _moved_bytes(uses, shares))
         sums_ms = self._sums_ms(part, tp_size) if inside else 0.0
         precision = Precision.of(part, self.value_bytes)
         kept, frozen = (
@@ -87,16 +99,17 @@ class AnalyticLayers:
             frozen_activations=frozen,
         )
 
-    def _matrices(self, uses: tuple[ParameterUse, ...]) -> tuple[float, float]:
-        """Bytes of the matrices that are read, and their elements."""
-        matrices = [use.parameter for use in uses if use.multiplies]
-        num_bytes = sum(p.num_elements * DTYPE_BYTES.get(p.dtype, 4) for p in matrices)
-        return float(num_bytes), float(sum(p.num_elements for p in matrices))
-
     def _sums_ms(self, part: ModuleSpec, tp_size: int) -> float:
         """Time for a token of the two sums over tensor-parallel ranks, each a ring's."""
         travels = 2.0 * (tp_size - 1) / tp_size * part.hidden_size * self.value_bytes
         return 2 * travels / self.device.link_bytes_per_ms(range(tp_size))
+
+
+def _moved_bytes(uses: Sequence[ParameterUse], shares: Mapping[str, float]) -> tuple[float, float]:
+    """Bytes of the matrices that a rank reads, and of their gradients that it writes."""
+    matrices = [(use.parameter, shares[use.parameter.name]) for use in uses if use.multiplies]
+    read = sum(share * p.num_elements * DTYPE_BYTES.get(p.dtype, FULL) for p, share in matrices)
+    return read, sum(share * p.num_elements * FULL for p, share in matrices)
 
 
 def analytic_costs(spec: ModelSpec, device: Hardware, value_bytes: int = BYTES_PER_VALUE) -> CostModel:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..plan import LANGUAGE_MODEL, ModuleSpec, ParameterUse
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .layers import Polynomial
 
 DTYPE_BYTES = {
@@ -216,6 +216,23 @@ def with_trainable(uses: Sequence[ParameterUse], trainable: bool) -> list[Parame
 def is_split(attention: Sequence[Matrix]) -> bool:
     """Whether tensor parallelism cuts these projections: queries, keys and values each have their own."""
     return len(attention) > 3
+
+
+def held_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[str, float]:
+    """
+    The share of each parameter of a layer on a tensor-parallel rank. Vectors, embeddings, projectors and attention
+    whose queries, keys and values are one matrix are whole on each.
+    """
+    part, uses = spec.modules[module], spec.uses.get((module, index), ())
+    shape = LayerShape.of(part, uses)
+    inside, is_head = 0 <= index < part.num_layers, module == LANGUAGE_MODEL and index == part.num_layers
+    whole = () if is_split(shape.attention) else tuple(matrix.name for matrix in shape.attention)
+    result = {}
+    for use in uses:
+        name = use.parameter.name
+        is_whole = len(use.parameter.shape) < 2 or name in spec.tied or name.startswith(whole)
+        result[name] = 1.0 / tp_size if (inside or is_head) and not is_whole else 1.0
+    return result
 
 
 def _kept_by_attention(shape: LayerShape, precision: Precision) -> Polynomial:

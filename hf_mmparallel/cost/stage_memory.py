@@ -17,7 +17,7 @@ from .kept import (
     LayerShape,
     Precision,
     chain_widths,
-    is_split,
+    held_shares,
     layer_kept,
     layer_working,
     with_trainable,
@@ -210,23 +210,6 @@ def _head(costs: CostModel, part: ModuleSpec, index: int) -> int:
         return 0
     matrices = LayerShape.of(part, costs.spec.uses.get((part.name, index), ())).matrices
     return matrices[-1].shape[0] if matrices else 0
-
-
-def held_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[str, float]:
-    """
-    The share of each parameter of a layer on a tensor-parallel rank. Vectors, embeddings, projectors and attention
-    whose queries, keys and values are one matrix are whole on each.
-    """
-    part, uses = spec.modules[module], spec.uses.get((module, index), ())
-    shape = LayerShape.of(part, uses)
-    inside, is_head = 0 <= index < part.num_layers, module == LANGUAGE_MODEL and index == part.num_layers
-    whole = () if is_split(shape.attention) else tuple(matrix.name for matrix in shape.attention)
-    result = {}
-    for use in uses:
-        name = use.parameter.name
-        is_whole = len(use.parameter.shape) < 2 or name in spec.tied or name.startswith(whole)
-        result[name] = 1.0 / tp_size if (inside or is_head) and not is_whole else 1.0
-    return result
 
 
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:

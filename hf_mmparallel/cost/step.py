@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
 from ..schedule import Task
 from ..schedule.actions import Message
-from .analytic import DTYPE_BYTES
+from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
 from .stages import stage_costs
 
@@ -63,13 +64,23 @@ class StepCost:
     def sync_ms(self, index: int) -> float:
         """Time of a gradient sum: a ring over its ranks."""
         group = self.groups[index]
-        parameters = (self.costs.spec.parameters[name] for name in group.parameters)
-        tp_size = self.plan.modules[group.stages[0][0]].tp_size
-        num_bytes = sum(
-            p.num_elements * DTYPE_BYTES.get(p.dtype, 4) / (tp_size if len(p.shape) > 1 else 1) for p in parameters
-        )
+        module = group.stages[0][0]
+        held = _held_bytes(self.costs, module, self.plan.modules[module].tp_size)
+        num_bytes = sum(held[name] for name in group.parameters)
         count = len(group.ranks)
         return 2 * (count - 1) / count * num_bytes / self.costs.device.link_bytes_per_ms(group.ranks)
+
+
+@lru_cache(maxsize=256)
+def _held_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, float]:
+    """Parameter -> bytes of it on each of a module's tensor-parallel ranks."""
+    held = {}
+    for index in range(-1, costs.spec.modules[module].num_layers + 1):
+        shares = held_shares(costs.spec, module, index, tp_size)
+        for use in costs.spec.uses.get((module, index), ()):
+            p = use.parameter
+            held[p.name] = shares[p.name] * p.num_elements * DTYPE_BYTES.get(p.dtype, FULL)
+    return held
 
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:

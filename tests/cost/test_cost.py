@@ -61,10 +61,13 @@ def test_backward_costs_what_is_trainable_and_what_lies_behind_it():
 
 
 def test_time_follows_ranks_and_their_sums():
-    spec = model()
+    spec = model(tied=False)
     whole, half = cost_of(spec), cost_of(spec, language_model=ModulePlugin(tp_size=2))
     sums = LAYERS * 2 * 2 * HIDDEN * 20 / H100.link_bytes_per_ms(range(2))  # two rings a layer, two bytes a value
     assert half(FORWARD) == pytest.approx(whole(FORWARD) / 2 + sums)
+    head = HEAD * (20 * TOKEN_MS + READ_MS)  # tied to the embeddings, it is whole on both ranks
+    tied = [cost_of(model(), language_model=ModulePlugin(tp_size=size))(FORWARD) for size in (1, 2)]
+    assert tied[1] - head == pytest.approx((tied[0] - head) / 2 + sums)
 
 
 def test_gradient_sums_take_time():

@@ -34,7 +34,7 @@ def test_a_sample_costs_what_a_task_of_it_alone_does(frozen, checkpointing):
 
 
 def test_stages_and_ranks_do_not_change_what_a_sample_costs():
-    spec = model((LANGUAGE_MODEL,))
+    spec = model((LANGUAGE_MODEL,), tied=False)
     costs = analytic_costs(spec, replace(HARDWARE["h100"], link_gb_per_s=1e30))
     whole = batch_workloads(costs, resolve_plan(spec, {}), SIZES)
     cut = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(pp_size=4, tp_size=2)}
