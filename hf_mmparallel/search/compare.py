@@ -24,6 +24,7 @@ UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-l
 _SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: those that fit, all, and with all batches
 _MOST_TASKS = 50_000  # of these together
 _PER_FAMILY = 2
+_ABOUT = 1.3  # how far off estimates of memory may be
 _UNLIMITED = 2.0**70
 _OPTIMIZER_BYTES = 8
 GIB = 2**30
@@ -140,7 +141,7 @@ class _Judge:
         every = sorted(layouts, key=lambda own: own.step_ms)
         if not every:
             return self._none(SINGLE, "no tensor-parallel size divides the heads of all modules and the ranks")
-        found = [own for own in every if own.memory_bytes(self.problem) <= self._limit_bytes]
+        found = [own for own in every if own.memory_bytes(self.problem) <= _ABOUT * self._limit_bytes]
         found = found or [min(every, key=lambda own: own.memory_bytes(self.problem))]
         ranked = self._best(map(layouts.candidate, _unlike(found)), "contiguous")
         return self._compared(SINGLE, ranked, "one layout for all modules, encoders as first stages, even layers")

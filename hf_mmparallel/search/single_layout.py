@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -15,6 +15,8 @@ from .candidates import Estimated
 from .options import Kind, ModuleOptions, divisors
 from .problem import Candidate, Layout, PlanningProblem
 from .rank_tables import Choice
+
+Kinds = Mapping[str, Kind]
 
 _MOST_MICROBATCHES = 256
 _KEPT = 4  # ways to divide the stages, of one layout and number of microbatches
@@ -47,13 +49,14 @@ class SingleLayouts:
     def __iter__(self) -> Iterator[Estimated]:
         """All of them with the closed form of their step, in no order."""
         problem = self.problem
-        for kind in self._kinds():
-            for pp_size in divisors(problem.num_ranks // kind.tp_size):
-                dp_size = problem.num_ranks // (kind.tp_size * pp_size)
-                if problem.num_ranks % kind.tp_size or problem.global_batch_size % dp_size:
+        for kinds in self._kinds():
+            tp_size = kinds[LANGUAGE_MODEL].tp_size
+            for pp_size in divisors(problem.num_ranks // tp_size):
+                dp_size = problem.num_ranks // (tp_size * pp_size)
+                if problem.num_ranks % tp_size or problem.global_batch_size % dp_size:
                     continue
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
-                    yield from self._estimated(kind, dp_size, pp_size, count)
+                    yield from self._estimated(kinds, dp_size, pp_size, count)
 
     def candidate(self, found: Estimated) -> Candidate:
         """The candidate with its layers cut evenly."""
@@ -68,44 +71,53 @@ class SingleLayouts:
         }
         return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.schedule)
 
-    def _kinds(self) -> list[Kind]:
-        """Tensor-parallel sizes and recomputation that all modules allow."""
-        kinds = [{kind for kind in own.kinds if kind.cp_size == 1} for own in self.options.values()]
-        return sorted(set.intersection(*kinds), key=lambda kind: (kind.tp_size, kind.checkpointing))
+    def _kinds(self) -> list[Kinds]:
+        """Tensor-parallel sizes that all modules allow, with recomputation in all that allow it or in none."""
+        found: list[Kinds] = []
+        for tp_size in sorted({kind.tp_size for own in self.options.values() for kind in own.kinds}):
+            for again in (False, True):
+                kinds = {}
+                for name, own in self.options.items():
+                    same = [kind for kind in own.kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
+                    if same:
+                        kinds[name] = min(same, key=lambda kind: kind.checkpointing != again)
+                if len(kinds) == len(self.options) and kinds not in found:
+                    found.append(kinds)
+        return found
 
     def _microbatch_counts(self, replica: int) -> list[int]:
         if self.problem.microbatch_size is not None:
             return [-(-replica // self.problem.microbatch_size)]
         return [count for count in divisors(replica) if count <= _MOST_MICROBATCHES]
 
-    def _estimated(self, kind: Kind, dp_size: int, pp_size: int, count: int) -> Iterator[Estimated]:
+    def _estimated(self, kinds: Kinds, dp_size: int, pp_size: int, count: int) -> Iterator[Estimated]:
         """Every way to divide the stages between the parts of the model."""
         num_samples = self.problem.global_batch_size / dp_size / count
-        fill_ms = float(sum(own.layer_ms(kind, num_samples).sum() for own in self.options.values()))
+        fill_ms = float(sum(own.layer_ms(kinds[name], num_samples).sum() for name, own in self.options.items()))
         if pp_size == 1:
             hosts = {name: LANGUAGE_MODEL for name in self.options if name != LANGUAGE_MODEL}
-            choices = {name: self._choice(name, kind, dp_size, 1, num_samples) for name in self.options}
+            choices = {name: self._choice(name, kinds[name], dp_size, 1, num_samples) for name in self.options}
             yield Estimated(count * fill_ms, choices, hosts, count)
             return
         hosts = {name: part[0] for part in self.parts for name in part[1:]}
-        slowest = [self._slowest(part, kind, num_samples) for part in self.parts]
+        slowest = [self._slowest(part, kinds, num_samples) for part in self.parts]
         found = []
         for stages in self._divisions(pp_size):
             bottleneck_ms = max(times[own - 1] for times, own in zip(slowest, stages, strict=True))
             found.append((fill_ms + (count - 1) * bottleneck_ms, stages))
         for step_ms, stages in heapq.nsmallest(_KEPT, found):
             choices = {
-                name: self._choice(name, kind, dp_size, own, num_samples)
+                name: self._choice(name, kinds[name], dp_size, own, num_samples)
                 for part, own in zip(self.parts, stages, strict=True)
                 for name in part
             }
             yield Estimated(step_ms, choices, hosts, count)
 
-    def _slowest(self, part: tuple[str, ...], kind: Kind, num_samples: float) -> list[float]:
+    def _slowest(self, part: tuple[str, ...], kinds: Kinds, num_samples: float) -> list[float]:
         """The slowest stage of modules that share their stages, for 1, 2, ... stages."""
-        key = part, kind, num_samples
+        key = part, tuple(kinds[name] for name in part), num_samples
         if key not in self._known:
-            layers_ms = [self.options[name].layer_ms(kind, num_samples) for name in part]
+            layers_ms = [self.options[name].layer_ms(kinds[name], num_samples) for name in part]
             most = min(self.options[name].max_stages for name in part)
             stages = (sum(_stage_ms(values, count) for values in layers_ms) for count in range(1, most + 1))
             self._known[key] = [float(np.max(values)) for values in stages]
