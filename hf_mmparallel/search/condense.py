@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..arrange import arrange_step
 from ..cost import StepCost, batch_workloads, eager_caps, memory_per_rank
 from ..plan import ParallelPlan, SampleSizes, SyncGroup
-from ..schedule import build_program, simulate
+from ..schedule import Span, build_program, simulate
 from .steps import PlannedStep, Prediction, StepPlanner
 
 
@@ -61,6 +61,24 @@ def condense(plan: ParallelPlan, groups: list[SyncGroup] | tuple[SyncGroup, ...]
         kept.setdefault((those(group.ranks), group.stages, group.parameters), group)
     few = tuple(SyncGroup(ranks, parameters, of) for ranks, of, parameters in kept)
     return Condensed(replace(plan, modules=modules), few, tuple(kept.values()))
+
+
+def on_all_ranks(prediction: Prediction) -> Prediction:
+    """
+    A prediction with the spans of all ranks in place of those of one of all that run the same list.
+
+    Args:
+        prediction ([`Prediction`]): From [`predict_condensed`].
+    """
+    plan, simulation = prediction.plan, prediction.simulation
+    tasks = {span.task: span for span in simulation.spans}
+    spans = [
+        Span(rank, task, span.start_ms, span.end_ms)
+        for task, span in tasks.items()
+        for rank in plan.stage(*task.stage_key).all_ranks
+    ]
+    ordered = tuple(sorted(spans, key=lambda span: (span.start_ms, span.rank, span.end_ms)))
+    return replace(prediction, simulation=replace(simulation, spans=ordered, num_ranks=plan.world_size))
 
 
 def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleSizes) -> Prediction:

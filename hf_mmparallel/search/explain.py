@@ -9,6 +9,8 @@ from ..cost.stage_memory import GIB
 from .candidates import CandidateSpace
 from .problem import PlanningProblem, RankedPlan
 
+_AS_FAST = 5e-4  # what rounds to 0.0 %
+
 
 def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
     """What the time of a plan is bound by: its busiest stage, bubbles, and how full the fullest rank is."""
@@ -30,16 +32,10 @@ def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
 
 
 def busiest(ranked: RankedPlan) -> tuple[float, int]:
-    """The share of the step that the busiest rank computes, and the rank in the whole plan."""
+    """The share of the step that the busiest rank computes, and the rank."""
     simulation = ranked.prediction.simulation
-    busy = {}
-    for span in simulation.spans:
-        busy[span.rank] = busy.get(span.rank, 0.0) + span.end_ms - span.start_ms
-    rank = max(busy, key=lambda own: (busy[own], -own))
-    task = next(span.task for span in simulation.spans if span.rank == rank)
-    places = {span.task.stage_key for span in simulation.spans if span.rank == rank}
-    whole = [r for r in ranked.plan.stage(*task.stage_key).all_ranks if set(ranked.plan.stages_of_rank(r)) == places]
-    return busy[rank] / simulation.iteration_ms, whole[0] if whole else rank
+    rank = max(simulation.busy_ms, key=lambda own: (simulation.busy_ms[own], -own))
+    return simulation.busy_ms[rank] / simulation.iteration_ms, rank
 
 
 def fullest_rank(ranked: RankedPlan) -> tuple[int, RankMemory]:
@@ -59,23 +55,33 @@ def largest_part(memory: RankMemory) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
-def reason_for(problem: PlanningProblem, best: RankedPlan, other: RankedPlan) -> str:
+def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     """Why another plan is slower than the best, a sentence."""
     slower = other.step_ms / best.step_ms - 1
-    work = [sum(plan.prediction.simulation.busy_ms.values()) for plan in (best, other)]
-    ranks = [len(plan.prediction.simulation.busy_ms) for plan in (best, other)]
-    means = [total / count for total, count in zip(work, ranks, strict=True)]
-    idle = [plan.step_ms - mean for plan, mean in zip((best, other), means, strict=True)]
-    more_work, more_idle = means[1] - means[0], idle[1] - idle[0]
-    if more_work >= more_idle:
-        what = f"ranks compute {means[1] / means[0] - 1:.1%} longer"
-        again = [name for name, layout in other.candidate.layouts.items() if layout.activation_checkpointing]
+    if slower < _AS_FAST:
+        needs = [max(own.peak_memory_bytes for own in plan.predictions) / GIB for plan in (best, other)]
+        return f"As fast: its fullest rank needs {needs[1]:.3g} GiB instead of {needs[0]:.3g}."
+    computes, waits = zip(*(_mean_busy_and_idle_ms(plan) for plan in (best, other)), strict=True)
+    if computes[1] - computes[0] >= waits[1] - waits[0]:
+        what = f"ranks compute {computes[1] / computes[0] - 1:.1%} longer"
+        again = [
+            f"`{name}`"
+            for name, layout in other.candidate.layouts.items()
+            if layout.activation_checkpointing and not best.candidate.layouts[name].activation_checkpointing
+        ]
         if again:
-            what += f", since activations of {', '.join(f'`{name}`' for name in again)} are recomputed"
+            what += f"; activations of {', '.join(again)} are recomputed"
     else:
-        bubbles = [plan.prediction.simulation.bubble_fraction for plan in (best, other)]
-        what = f"ranks wait {bubbles[1]:.0%} of the step instead of {bubbles[0]:.0%}"
+        share = [idle / plan.step_ms for idle, plan in zip(waits, (best, other), strict=True)]
+        what = f"ranks wait {share[1]:.0%} of the step instead of {share[0]:.0%}"
     return f"{slower:.1%} slower: {what}."
+
+
+def _mean_busy_and_idle_ms(plan: RankedPlan) -> tuple[float, float]:
+    """What a rank computes in a step, and how long it waits, on average over ranks and batches."""
+    busy = [sum(own.simulation.busy_ms.values()) / own.simulation.num_ranks for own in plan.predictions]
+    mean = sum(busy) / len(busy)
+    return mean, plan.step_ms - mean
 
 
 def least_memory_bytes(problem: PlanningProblem) -> float | None:

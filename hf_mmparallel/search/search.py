@@ -10,7 +10,7 @@ from dataclasses import replace
 from ..cost import fitting_tokens
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from .candidates import CandidateSpace, Estimated
-from .condense import condense, predict_condensed
+from .condense import condense, on_all_ranks, predict_condensed
 from .explain import bound_of, no_plan_error, reason_for
 from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult, draw_batch
 from .steps import Prediction, StepPlanner
@@ -51,13 +51,17 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     if not simulator.plans:
         raise no_plan_error(problem)
     ranked = simulator.finalists(share=0.2, least=4)
-    best, *others = ranked
-    others = _unlike_plans(best, others)[:_RUNNERS_UP]
+    if not ranked:
+        raise no_plan_error(problem)
+    best, *others = (
+        replace(plan, predictions=tuple(map(on_all_ranks, plan.predictions)))
+        for plan in _unlike_plans(ranked)[: 1 + _RUNNERS_UP]
+    )
     return SearchResult(
         problem,
         replace(best, bound=bound_of(problem, best)),
         tuple(replace(other, bound=bound_of(problem, other)) for other in others),
-        tuple(reason_for(problem, best, other) for other in others),
+        tuple(reason_for(best, other) for other in others),
         simulator.rejected(),
         len(found) + space.num_too_large,
         len(simulator.plans),
@@ -74,15 +78,20 @@ def _unlike(found: Iterable[Estimated], limit: int) -> Iterator[Estimated]:
             yield own
 
 
-def _unlike_plans(best: RankedPlan, others: Iterable[RankedPlan]) -> list[RankedPlan]:
-    """The plans that differ from the best and from each other in more than the number of microbatches."""
-    seen, result = [(best.candidate.hosts, best.candidate.layouts)], []
-    for other in others:
-        sizes = (other.candidate.hosts, other.candidate.layouts)
+def _unlike_plans(ranked: Iterable[RankedPlan]) -> list[RankedPlan]:
+    """The plans that differ from those before them in more than the number of microbatches."""
+    seen, result = [], []
+    for plan in ranked:
+        sizes = (plan.candidate.hosts, plan.candidate.layouts)
         if sizes not in seen:
             seen.append(sizes)
-            result.append(other)
+            result.append(plan)
     return result
+
+
+def _speed(plan: RankedPlan) -> tuple[float, float]:
+    """What plans are ordered by: of equally fast ones the leaner comes first."""
+    return plan.step_ms, max(own.peak_memory_bytes for own in plan.predictions)
 
 
 class _Simulator:
@@ -115,19 +124,21 @@ class _Simulator:
 
     def best(self, count: int) -> list[tuple[Estimated, RankedPlan]]:
         """The fastest so far."""
-        return sorted(self.plans, key=lambda pair: pair[1].step_ms)[:count]
+        return sorted(self.plans, key=lambda pair: _speed(pair[1]))[:count]
 
     def finalists(self, share: float, least: int) -> list[RankedPlan]:
-        """The fastest by the first batch, as many as a share of the effort allows but `least`, by all batches."""
+        """The fastest by the first batch that fit all batches: as many as a share of the effort allows but `least`."""
         result, num_tasks = [], 0
         for _, plan in self.best(len(self.plans)):
             if len(result) >= least and num_tasks >= share * self.effort:
                 break
             num_tasks += plan.candidate.num_tasks
             more = [self._predict(plan.candidate, batch) for batch in self.batches[1:]]
-            kept = (found for found in more if found is not None)
-            result.append(replace(plan, predictions=(*plan.predictions, *kept)))
-        return sorted(result, key=lambda plan: plan.step_ms)
+            if any(found is None for found in more):
+                self._num_too_large += 1
+                continue
+            result.append(replace(plan, predictions=(*plan.predictions, *more)))
+        return sorted(result, key=_speed)
 
     def rejected(self) -> dict[str, int]:
         """Reason -> how many candidates were left out for it."""

@@ -1,6 +1,7 @@
 """The search against exhaustive search, its answers against the rules of the engine, and what changes them."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -188,6 +189,44 @@ def test_answers_keep_to_the_rules_of_the_engine(frozen):
         assert max(own.peak_memory_bytes for own in plan.predictions) <= 2e9
         assert sync_groups(problem.spec, plan.plan) == list(step_planner(problem, plan.candidate).groups)
         assert plan.bound
+
+
+def test_figures_of_answers_are_those_of_all_ranks():
+    problem = problem_of(6, 12, fixed={LANGUAGE_MODEL: {"tp_size": 4}, "vision": {"tp_size": 1}})
+    best = search_plans(problem).best
+    batch = draw_batch(problem, 0)
+    planner = replace(step_planner(problem, best.candidate), sizes=lambda _: batch)
+    whole = planner.predict(planner(_Draw(tuple(range(12))))).simulation
+    found = best.prediction.simulation
+    assert found.busy_ms == pytest.approx(whole.busy_ms) and found.bubble_fraction == pytest.approx(
+        whole.bubble_fraction
+    )
+    busiest = max(whole.busy_ms.values())
+    named = int(re.match(r"The busiest rank, (\d+)", best.bound).group(1))
+    assert whole.busy_ms[named] == pytest.approx(busiest)
+    assert f"computes {busiest / whole.iteration_ms:.0%} of" in best.bound
+
+
+def test_plans_that_are_as_fast_differ_in_memory():
+    sizes = sizes_of(8, 0)
+    none = (
+        {**sizes.tokens, "vision": 0 * sizes.tokens["vision"]},
+        {**sizes.squares, "vision": 0.0 * sizes.squares["vision"]},
+    )
+    result = search_plans(replace(problem_of(4, 8), sizes=SampleSizes(*none)))
+    assert result.reasons and not any(reason.startswith("0.0%") for reason in result.reasons)
+    for plan, reason in zip(result.runners_up, result.reasons, strict=True):
+        if reason.startswith("As fast"):
+            assert plan.prediction.peak_memory_bytes >= result.best.prediction.peak_memory_bytes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_fit_each_of_their_batches(seed):
+    roomy = search_plans(problem_of(2, 4, seed=seed)).best
+    peaks = sorted(own.peak_memory_bytes for own in roomy.predictions)
+    tight = search_plans(problem_of(2, 4, seed=seed, memory_bytes=(peaks[0] + peaks[1]) / 2))
+    for plan in (tight.best, *tight.runners_up):
+        assert len(plan.predictions) == 3
 
 
 def test_nothing_simulated_by_hand_is_faster():
