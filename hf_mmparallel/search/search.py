@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+
+import numpy as np
 
 from ..cost import fitting_tokens
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
@@ -44,13 +47,14 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     if not found:
         raise no_plan_error(problem)
     simulator = _Simulator(space)
-    simulator.simulate(_unlike(found, _PER_FAMILY), share=0.5, least=6)
-    best = [own.hosts for own, _ in simulator.best(1)]
-    simulator.simulate((own for own in found if own.hosts in best), share=0.2, least=2)
-    simulator.simulate(found, share=0.1, least=0 if simulator.plans else 6)
-    if not simulator.plans:
-        raise no_plan_error(problem)
-    ranked = simulator.finalists(share=0.2, least=4)
+    simulator.screen(_unlike(found, _PER_FAMILY), share=0.3, least=20)
+    best = simulator.best_placement()
+    simulator.screen((own for own in found if own.hosts == best), share=0.1, least=8)
+    simulator.screen(found, share=0.1, least=0)
+    simulator.simulate(share=0.3, least=6)
+    while not simulator.plans and simulator.screen(found, share=0.1, least=6):
+        simulator.simulate(share=0.3, least=6)
+    ranked = simulator.finalists(share=0.2, least=3)
     if not ranked:
         raise no_plan_error(problem)
     best, *others = (
@@ -64,7 +68,7 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
         tuple(reason_for(best, other) for other in others),
         simulator.rejected(),
         len(found) + space.num_too_large,
-        len(simulator.plans),
+        len(simulator.screened),
         time.perf_counter() - start,
     )
 
@@ -95,65 +99,122 @@ def _speed(plan: RankedPlan) -> tuple[float, float]:
 
 
 class _Simulator:
-    """Simulates candidates, each once, as long as they fit the memory."""
+    """Simulates candidates, each once, as long as they fit the memory: first a slice of their replicas, then all."""
 
     def __init__(self, space: CandidateSpace):
         self.space, self.problem = space, space.problem
         self.batches = [draw_batch(self.problem, number) for number in range(_NUM_BATCHES)]
         self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks)  # in tasks
-        self.plans: list[tuple[Estimated, RankedPlan]] = []
+        self.screened: list[tuple[float, Estimated, Candidate]] = []
+        self._waiting: list[tuple[float, Estimated, Candidate]] = []  # for all of their replicas
+        self.plans: list[RankedPlan] = []
         self._seen: set[str] = set()
         self._num_too_large = 0
 
-    def simulate(self, candidates: Iterable[Estimated], share: float, least: int) -> None:
-        """Adds candidates that fit: as many as a share of the effort allows, but `least` of them."""
+    def screen(self, candidates: Iterable[Estimated], share: float, least: int) -> int:
+        """
+        Simulates slices of candidates with room for the batch: as many as a share of the effort allows, but `least`.
+        Returns how many.
+        """
         added = num_tasks = 0
         for own in candidates:
             if added >= least and num_tasks >= share * self.effort:
-                return
+                break
             candidate = self.space.candidate(own)
             if str(candidate) in self._seen:
                 continue
             self._seen.add(str(candidate))
-            prediction = self._predict(candidate, self.batches[0])
+            if not _has_room(step_planner(self.problem, candidate), candidate, self.batches[0]):
+                self._num_too_large += 1
+                continue
+            step_ms, num_slice_tasks = self._screened(own, candidate)
+            self.screened.append((step_ms, own, candidate))
+            self._waiting.append(self.screened[-1])
+            added, num_tasks = added + 1, num_tasks + num_slice_tasks
+        return added
+
+    def best_placement(self) -> Mapping[str, str] | None:
+        """Of the fastest slice."""
+        return min(self.screened, key=lambda found: found[0])[1].hosts if self.screened else None
+
+    def simulate(self, share: float, least: int) -> None:
+        """All replicas of the candidates with the fastest slices, with the first batch."""
+        num_tasks = 0
+        self._waiting.sort(key=lambda found: -found[0])
+        while self._waiting and (len(self.plans) < least or num_tasks < share * self.effort):
+            _, own, candidate = self._waiting.pop()
+            prediction = self._fitting(candidate, self.batches[0])
             if prediction is None:
                 self._num_too_large += 1
                 continue
-            self.plans.append((own, RankedPlan(candidate, prediction.plan, (prediction,), own.step_ms)))
-            added, num_tasks = added + 1, num_tasks + candidate.num_tasks
-
-    def best(self, count: int) -> list[tuple[Estimated, RankedPlan]]:
-        """The fastest so far."""
-        return sorted(self.plans, key=lambda pair: _speed(pair[1]))[:count]
+            self.plans.append(RankedPlan(candidate, prediction.plan, (prediction,), own.step_ms))
+            num_tasks += candidate.num_tasks
 
     def finalists(self, share: float, least: int) -> list[RankedPlan]:
         """The fastest by the first batch that fit all batches: as many as a share of the effort allows but `least`."""
         result, num_tasks = [], 0
-        for _, plan in self.best(len(self.plans)):
+        for plan in sorted(self.plans, key=_speed):
             if len(result) >= least and num_tasks >= share * self.effort:
                 break
-            num_tasks += plan.candidate.num_tasks
-            more = [self._predict(plan.candidate, batch) for batch in self.batches[1:]]
-            if any(found is None for found in more):
+            num_tasks += 2 * plan.candidate.num_tasks
+            more = [self._fitting(plan.candidate, batch) for batch in self.batches[1:]]
+            fitting = [found for found in more if found is not None]
+            if len(fitting) < len(more):
                 self._num_too_large += 1
                 continue
-            result.append(replace(plan, predictions=(*plan.predictions, *more)))
+            result.append(replace(plan, predictions=(*plan.predictions, *fitting)))
         return sorted(result, key=_speed)
+
+    def _screened(self, found: Estimated, candidate: Candidate) -> tuple[float, int]:
+        """
+        What a step takes by as few replicas as there can be, with their part of the first batch, and the tasks that
+        were simulated: replicas do the same on other samples. How uneven they are, and the longer gradient sums, are
+        those of the closed form.
+        """
+        batch = self.batches[0]
+        parts = math.gcd(*(layout.dp_size for layout in candidate.layouts.values()))
+        few = {name: replace(own, dp_size=own.dp_size // parts) for name, own in candidate.layouts.items()}
+        small = replace(candidate, layouts=few)
+        order = np.argsort(batch.tokens[LANGUAGE_MODEL], kind="stable")
+        samples = batch.take(np.sort(order[parts // 2 :: parts]))
+        try:
+            prediction = self._predict(small, samples, self.problem.memory_bytes)
+        except ValueError:  # these samples are larger than the mean
+            prediction = self._predict(small, samples, None)
+        uneven = self.space.options[LANGUAGE_MODEL].unevenness(candidate.layouts[LANGUAGE_MODEL].dp_size)
+        longer = self._sums_ms(found, 1) - self._sums_ms(found, parts)
+        return uneven * prediction.step_ms + longer, small.num_tasks
+
+    def _sums_ms(self, own: Estimated, parts: int) -> float:
+        """Gradient sums of one of several equal parts of a candidate's replicas."""
+        sums: dict[str, float] = {}
+        for name, choice in own.choices.items():
+            host = own.hosts.get(name, name)
+            found = self.space.options[name].sync_ms(choice.kind, choice.dp_size // parts, choice.pp_size)
+            sums[host] = sums.get(host, 0.0) + found
+        return max(sums.values())
 
     def rejected(self) -> dict[str, int]:
         """Reason -> how many candidates were left out for it."""
         too_large = self.space.num_too_large + self._num_too_large
         return {"needs more memory than a rank has": too_large} if too_large else {}
 
-    def _predict(self, candidate: Candidate, batch: SampleSizes) -> Prediction | None:
+    def _fitting(self, candidate: Candidate, batch: SampleSizes) -> Prediction | None:
         """What a batch takes, `None` where it does not fit."""
-        problem = self.problem
-        planner = step_planner(problem, candidate)
-        if not _has_room(planner, candidate, batch):
+        limit = self.problem.memory_bytes
+        if not _has_room(step_planner(self.problem, candidate), candidate, batch):
             return None
-        prediction = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
-        fits = problem.memory_bytes is None or prediction.peak_memory_bytes <= problem.memory_bytes
-        return prediction if fits else None
+        try:
+            prediction = self._predict(candidate, batch, limit)
+        except ValueError:  # its samples can't be packed into microbatches that fit
+            return None
+        return prediction if limit is None or prediction.peak_memory_bytes <= limit else None
+
+    def _predict(self, candidate: Candidate, batch: SampleSizes, memory_bytes: float | None) -> Prediction:
+        """What a batch takes."""
+        problem = replace(self.problem, global_batch_size=batch.num_samples, memory_bytes=memory_bytes)
+        planner = step_planner(problem, candidate)
+        return predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
 
 
 def _has_room(planner: StepPlanner, candidate: Candidate, batch: SampleSizes) -> bool:
