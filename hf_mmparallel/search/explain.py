@@ -104,7 +104,14 @@ def no_plan_error(problem: PlanningProblem) -> ValueError:
             + ". Numbers of copies divide the global batch, and tensor-parallel sizes the heads: change the number "
             "of ranks, the global batch or the sizes."
         )
-    missing = max(0.0, leanest - problem.memory_bytes)
+    missing = leanest - problem.memory_bytes
+    if missing <= 0:  # what fits is a mean microbatch
+        return ValueError(
+            f"No plan for {what} fits every batch: the leanest needs about {leanest / GIB:.3g} of "
+            f"{problem.memory_bytes / GIB:.3g} GiB for a mean microbatch, and what its largest sample, or all that is "
+            "held while it runs, needs besides is more than the rest. Leave the microbatch size open or make it "
+            "smaller, shorten the samples, use more ranks, or devices with more memory."
+        )
     return ValueError(
         f"No plan for {what} fits: the leanest needs about {leanest / GIB:.3g} GiB on its fullest rank, "
         f"{missing / GIB:.3g} GiB more than the {problem.memory_bytes / GIB:.3g} GiB that there are. "

@@ -29,8 +29,9 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     Finds the plan that is expected to train fastest.
 
     Every layout of every module, placement and number of microbatches is estimated by the closed form of Entrain
-    (algorithm 3, which contains Cornstarch's algorithm 1). The best, of unlike families, are simulated with a real
-    batch in its arrangement; then more with the best's placement; the finalists with several batches.
+    (algorithm 3, which contains Cornstarch's algorithm 1). Of the best, of unlike families, and then of more with the
+    best's placement, as few replicas as there can be are simulated with their part of a real batch in its
+    arrangement; of the fastest of these all replicas; the finalists with several batches.
 
     Args:
         problem (`PlanningProblem`): The question.
@@ -52,9 +53,10 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     simulator.screen((own for own in found if own.hosts == best), share=0.1, least=8)
     simulator.screen(found, share=0.1, least=0)
     simulator.simulate(share=0.3, least=6)
-    while not simulator.plans and simulator.screen(found, share=0.1, least=6):
-        simulator.simulate(share=0.3, least=6)
     ranked = simulator.finalists(share=0.2, least=3)
+    while not ranked and (simulator.screen(found, share=0.1, least=6) or simulator.num_waiting):
+        simulator.simulate(share=0.3, least=6)
+        ranked = simulator.finalists(share=0.2, least=3)
     if not ranked:
         raise no_plan_error(problem)
     best, *others = (
@@ -133,6 +135,11 @@ class _Simulator:
             added, num_tasks = added + 1, num_tasks + num_slice_tasks
         return added
 
+    @property
+    def num_waiting(self) -> int:
+        """Screened candidates that have not been simulated whole."""
+        return len(self._waiting)
+
     def best_placement(self) -> Mapping[str, str] | None:
         """Of the fastest slice."""
         return min(self.screened, key=lambda found: found[0])[1].hosts if self.screened else None
@@ -161,6 +168,7 @@ class _Simulator:
             fitting = [found for found in more if found is not None]
             if len(fitting) < len(more):
                 self._num_too_large += 1
+                self.plans.remove(plan)
                 continue
             result.append(replace(plan, predictions=(*plan.predictions, *fitting)))
         return sorted(result, key=_speed)

@@ -13,6 +13,7 @@ from hf_mmparallel.cost import HARDWARE, analytic_costs, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.search.explain import least_memory_bytes
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_layers
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
@@ -275,3 +276,11 @@ def test_a_model_that_fits_no_plan_says_by_how_much_and_what_helps():
         search_plans(problem_of(2, 8, memory_bytes=5e6))
     with pytest.raises(ValueError, match=r"No layout .* 3 x h100 .*language_model tp_size=3"):
         search_plans(problem_of(3, 8, fixed={LANGUAGE_MODEL: {"tp_size": 3}}))
+
+
+def test_a_model_of_which_only_mean_microbatches_fit_says_so():
+    problem = problem_of(2, 8)
+    lean = least_memory_bytes(problem)
+    assert lean is not None
+    with pytest.raises(ValueError, match=r"fits every batch: .* for a mean microbatch"):
+        search_plans(replace(problem, memory_bytes=1.02 * lean))
