@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from ..cost import HARDWARE, CostModel, analytic_costs
 from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
-from ..search.steps import StepPlanner
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPlan, Workloads, holdings, sync_groups
 from ..schedule import Program, Task, build_program
+from ..search.steps import StepPlanner
 from .executor import Executor, StepResult
 from .failure import disagreement
 from .gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
