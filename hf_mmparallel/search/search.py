@@ -48,14 +48,14 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     if not found:
         raise no_plan_error(problem)
     simulator = _Simulator(space)
-    simulator.screen(_unlike(found, _PER_FAMILY), share=0.3, least=20)
+    simulator.screen(_unlike(found, _PER_FAMILY), share=0.2, least=20)
     best = simulator.best_placement()
     simulator.screen((own for own in found if own.hosts == best), share=0.1, least=8)
-    simulator.screen(found, share=0.1, least=0)
-    simulator.simulate(share=0.3, least=6)
+    simulator.screen(found, share=0.05, least=0)
+    simulator.simulate(share=0.2, least=6)
     ranked = simulator.finalists(share=0.2, least=3)
     while not ranked and (simulator.screen(found, share=0.1, least=6) or simulator.num_waiting):
-        simulator.simulate(share=0.3, least=6)
+        simulator.simulate(share=0.2, least=6)
         ranked = simulator.finalists(share=0.2, least=3)
     if not ranked:
         raise no_plan_error(problem)
