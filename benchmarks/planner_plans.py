@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from modelled import collate, message_ms, sleep_instead, timed_step, tiny_model,
 from planner_frozen import ScaledLayers
 from scipy.stats import rankdata
 
-from hf_mmparallel.cost import HARDWARE, CostModel, Hardware, StepCost, analytic_costs, batch_workloads
+from hf_mmparallel.cost import HARDWARE, CostModel, Hardware, StepCost, analytic_costs, batch_workloads, layer_table
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
@@ -33,6 +33,7 @@ from hf_mmparallel.search.problem import Candidate, Layout
 from hf_mmparallel.search.steps import PlannedStep, StepPlanner
 
 FROZEN = ((), ("tower",), (LANGUAGE_MODEL,))
+PROBED, CALM = 4, 1.05
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Sizes:
     """
 
     plans: int = 10
-    repeats: int = 5
+    repeats: int = 8
     batch: int = 16
     length: int = 256
     step_ms: float = 1000.0
@@ -196,7 +197,8 @@ def real_plans(shapes: common.Shapes, sizes: Sizes, profile: Path) -> dict[str, 
             planner, step = planned(costs, candidate, known)
             prepared[name] = prepare(model, planner, step, samples, common.collate)
             prepared[name].predicted_ms = planner.predict(step).step_ms
-    return {"link_gb_per_s": device.link_gb_per_s, **figures(measured(prepared, sizes.repeats))}
+    probe = Probe(shapes, samples, known, LayerProfile.load(profile))
+    return {"link_gb_per_s": device.link_gb_per_s, **figures(measured(prepared, sizes.repeats, probe))}
 
 
 @dataclass
@@ -223,21 +225,60 @@ def prepare(model: Any, planner: StepPlanner, step: PlannedStep, samples: Any, c
     return Prepared(engine, batch)
 
 
-def measured(prepared: Mapping[str, Prepared], repeats: int) -> list[dict[str, Any]]:
+class Probe:
     """
-    All plans in turns, one step each. Of a plan the quickest step counts, as the quickest call of a layer does in a
-    profile: what else the machine does only ever takes time.
+    How much slower than in the profile the machine is at the moment: what the whole model takes for a few samples, on
+    every rank at the same time, over the sum of its layers.
+
+    Args:
+        shapes (`common.Shapes`): The model.
+        samples (`Sequence[dict[str, torch.Tensor]]`): Samples, of which the first are taken.
+        sizes (`SampleSizes`): Their sizes.
+        profile (`LayerProfile`): Of the layers.
     """
+
+    def __init__(self, shapes: common.Shapes, samples: Sequence[Any], sizes: SampleSizes, profile: LayerProfile):
+        self.model = common.build_model(shapes).train()
+        self.batch = common.collate(samples[:PROBED])
+        spec = build_model_spec(self.model)
+        costs = measured_costs(spec, HARDWARE["cpu"], profile)
+        self.expected_ms = 0.0
+        for name in spec.modules:
+            table = layer_table(costs, name)
+            chunk = [sizes.squares[name][:PROBED].sum(), sizes.tokens[name][:PROBED].sum(), 1.0]
+            self.expected_ms += float(((table.forward + table.backward) @ chunk).sum())
+
+    def __call__(self) -> float:
+        """The mean over the ranks."""
+        dist.barrier()
+        start = time.perf_counter()
+        self.model(**self.batch).loss.backward()
+        self.model.zero_grad()
+        ratio = torch.tensor(1e3 * (time.perf_counter() - start) / self.expected_ms)
+        dist.all_reduce(ratio)
+        return float(ratio) / dist.get_world_size()
+
+
+def measured(prepared: Mapping[str, Prepared], repeats: int, probe: Callable[[], float]) -> list[dict[str, Any]]:
+    """All plans in turns, one step each, and how slow the machine was around it."""
     times: dict[str, list[float]] = {name: [] for name in prepared}
+    slower: dict[str, list[float]] = {name: [] for name in prepared}
     for index in range(1 + repeats):
+        before = probe()
         for name, own in prepared.items():
-            time_ms = timed_step(own.engine, own.batch, index)
+            time_ms, after = timed_step(own.engine, own.batch, index), probe()
             if index:
                 times[name].append(time_ms)
-    return [
-        {"plan": name, "predicted_ms": own.predicted_ms, "measured_ms": min(times[name]), "all_ms": times[name]}
-        for name, own in prepared.items()
-    ]
+                slower[name].append((before + after) / 2)
+            before = after
+    return [_row(name, own.predicted_ms, times[name], slower[name]) for name, own in prepared.items()]
+
+
+def _row(plan: str, predicted_ms: float, times_ms: list[float], slower: list[float]) -> dict[str, Any]:
+    """`measured_ms` is that of the steps around which the machine was least disturbed, at the speed of the profile."""
+    calm = [time_ms / ratio for time_ms, ratio in zip(times_ms, slower, strict=True) if ratio <= CALM * min(slower)]
+    row = {"plan": plan, "predicted_ms": predicted_ms, "measured_ms": statistics.median(calm)}
+    return {**row, "unscaled_ms": times_ms, "slower": slower}
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -287,7 +328,7 @@ def slept_plans(sizes: Sizes) -> dict[str, Any]:
         tasks = {a.task for actions in step.program.actions.values() for a in actions if a.task is not None}
         sleep_instead(own.engine, {task: cost(task) for task in tasks})
         own.predicted_ms = simulate(planner.plan, step.program, cost, travel_ms).iteration_ms
-    return {"message_ms": travel_ms, **figures(measured(prepared, sizes.repeats))}
+    return {"message_ms": travel_ms, **figures(measured(prepared, sizes.repeats, lambda: 1.0))}
 
 
 def slow_costs(spec: ModelSpec, sizes: SampleSizes, total_ms: float) -> CostModel:
