@@ -53,10 +53,10 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     simulator.screen((own for own in found if own.hosts == best), share=0.1, least=8)
     simulator.screen(found, share=0.05, least=0)
     simulator.simulate(share=0.2, least=6)
-    ranked = simulator.finalists(share=0.2, least=3)
+    ranked = simulator.finalists(share=0.2, least=1 + _RUNNERS_UP)
     while not ranked and (simulator.screen(found, share=0.1, least=6) or simulator.num_waiting):
         simulator.simulate(share=0.2, least=6)
-        ranked = simulator.finalists(share=0.2, least=3)
+        ranked = simulator.finalists(share=0.2, least=1 + _RUNNERS_UP)
     if not ranked:
         raise no_plan_error(problem)
     best, *others = (
@@ -148,7 +148,7 @@ class _Simulator:
         """All replicas of the candidates with the fastest slices, with the first batch."""
         num_tasks = 0
         self._waiting.sort(key=lambda found: -found[0])
-        while self._waiting and (len(self.plans) < least or num_tasks < share * self.effort):
+        while self._waiting and (len(_unlike_plans(self.plans)) < least or num_tasks < share * self.effort):
             _, own, candidate = self._waiting.pop()
             prediction = self._fitting(candidate, self.batches[0])
             if prediction is None:
@@ -158,10 +158,10 @@ class _Simulator:
             num_tasks += candidate.num_tasks
 
     def finalists(self, share: float, least: int) -> list[RankedPlan]:
-        """The fastest by the first batch that fit all batches: as many as a share of the effort allows but `least`."""
+        """The fastest that fit all batches: as many as a share of the effort allows, but `least` unlike."""
         result, num_tasks = [], 0
         for plan in sorted(self.plans, key=_speed):
-            if len(result) >= least and num_tasks >= share * self.effort:
+            if len(_unlike_plans(result)) >= least and num_tasks >= share * self.effort:
                 break
             num_tasks += 2 * plan.candidate.num_tasks
             more = [self._fitting(plan.candidate, batch) for batch in self.batches[1:]]
