@@ -72,7 +72,7 @@ def add_plan_parser(commands: Any) -> None:
         "--effort",
         type=positive,
         metavar="N",
-        help="of a search: tasks of steps that are simulated for each rank; more of it takes longer (640)",
+        help="of a search: tasks of steps that are simulated for each rank; more of it takes longer (384)",
     )
     answers.add_argument("--explain", action="store_true", help="say why the other plans are not chosen")
     answers.add_argument(

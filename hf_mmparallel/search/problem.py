@@ -144,7 +144,7 @@ class PlanningProblem:
             Module -> sizes that the user has set, such as `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
             Module -> whether its activations are recomputed; tried both ways where left out.
-        effort (`int`, *optional*, defaults to 640):
+        effort (`int`, *optional*, defaults to 384):
             Tasks of steps that are simulated for each rank: more candidates are simulated with more of it.
         seed (`int`, *optional*, defaults to 0): Of the batches that are drawn from `sizes`.
     """
@@ -159,7 +159,7 @@ class PlanningProblem:
     method: str = "hierarchical"
     fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
-    effort: int = 640
+    effort: int = 384
     seed: int = 0
 
     @property

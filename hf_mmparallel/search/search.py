@@ -119,20 +119,25 @@ class _Simulator:
         Returns how many.
         """
         added = num_tasks = 0
-        for own in candidates:
+        for found in candidates:
             if added >= least and num_tasks >= share * self.effort:
                 break
-            candidate = self.space.candidate(own)
+            candidate = self.space.candidate(found)
             if str(candidate) in self._seen:
                 continue
             self._seen.add(str(candidate))
-            if not _has_room(step_planner(self.problem, candidate), candidate, self.batches[0]):
+            parts = math.gcd(*(own.dp_size for own in candidate.layouts.values()))
+            few = {
+                name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()
+            }
+            small = replace(candidate, layouts=few)
+            num_tasks += small.num_ranks
+            if not _has_room(step_planner(self.problem, small), candidate, self.batches[0]):
                 self._num_too_large += 1
                 continue
-            step_ms, num_slice_tasks = self._screened(own, candidate)
-            self.screened.append((step_ms, own, candidate))
+            self.screened.append((self._screened(found, small, parts), found, candidate))
             self._waiting.append(self.screened[-1])
-            added, num_tasks = added + 1, num_tasks + num_slice_tasks
+            added, num_tasks = added + 1, num_tasks + small.num_tasks
         return added
 
     @property
@@ -173,25 +178,22 @@ class _Simulator:
             result.append(replace(plan, predictions=(*plan.predictions, *fitting)))
         return sorted(result, key=_speed)
 
-    def _screened(self, found: Estimated, candidate: Candidate) -> tuple[float, int]:
+    def _screened(self, found: Estimated, small: Candidate, parts: int) -> float:
         """
-        What a step takes by as few replicas as there can be, with their part of the first batch, and the tasks that
-        were simulated: replicas do the same on other samples. How uneven they are, and the longer gradient sums, are
-        those of the closed form.
+        What a step takes by as few replicas as there can be, one of several equal parts, with their part of the first
+        batch: replicas do the same on other samples. How uneven they are, and the longer gradient sums, are those of
+        the closed form.
         """
         batch = self.batches[0]
-        parts = math.gcd(*(layout.dp_size for layout in candidate.layouts.values()))
-        few = {name: replace(own, dp_size=own.dp_size // parts) for name, own in candidate.layouts.items()}
-        small = replace(candidate, layouts=few)
         order = np.argsort(batch.tokens[LANGUAGE_MODEL], kind="stable")
         samples = batch.take(np.sort(order[parts // 2 :: parts]))
         try:
             prediction = self._predict(small, samples, self.problem.memory_bytes)
         except ValueError:  # these samples are larger than the mean
             prediction = self._predict(small, samples, None)
-        uneven = self.space.options[LANGUAGE_MODEL].unevenness(candidate.layouts[LANGUAGE_MODEL].dp_size)
+        uneven = self.space.options[LANGUAGE_MODEL].unevenness(parts * small.layouts[LANGUAGE_MODEL].dp_size)
         longer = self._sums_ms(found, 1) - self._sums_ms(found, parts)
-        return uneven * prediction.step_ms + longer, small.num_tasks
+        return uneven * prediction.step_ms + longer
 
     def _sums_ms(self, own: Estimated, parts: int) -> float:
         """Gradient sums of one of several equal parts of a candidate's replicas."""
