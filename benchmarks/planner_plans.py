@@ -185,6 +185,7 @@ def real_plans(shapes: common.Shapes, sizes: Sizes, profile: Path) -> dict[str, 
     device = measured_link()
     rng = random.Random(0)
     prepared: dict[str, Prepared] = {}
+    seen = set()
     while len(prepared) < sizes.plans:
         model = common.build_model(shapes).train()
         frozen = FROZEN[len(prepared) % len(FROZEN)]
@@ -192,7 +193,9 @@ def real_plans(shapes: common.Shapes, sizes: Sizes, profile: Path) -> dict[str, 
         spec = build_model_spec(model)
         candidate = random_candidate(rng, spec, dist.get_world_size(), sizes.batch)
         name = f"{candidate}; frozen: {', '.join(frozen) or 'nothing'}"
-        if name not in prepared:
+        stages = tuple((own.dp_size, own.tp_size, own.layers) for own in candidate.layouts.values())
+        if stages not in seen:
+            seen.add(stages)
             costs = measured_costs(spec, device, LayerProfile.load(profile))
             planner, step = planned(costs, candidate, known)
             prepared[name] = prepare(model, planner, step, samples, common.collate)
