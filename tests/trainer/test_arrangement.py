@@ -58,7 +58,7 @@ CASES = {
         "llava",
         4,
         {"modules": {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, "schedule": "eager"},
-        {"memory_limit_gib": 4 / 2**10, "microbatch_assignment": "tapered"},
+        {"memory_limit_gib": 8 / 2**10, "microbatch_assignment": "tapered"},
         limited=True,
     ),
     "a frozen tower, packed to a budget of tokens, copies of the LM": Case(
