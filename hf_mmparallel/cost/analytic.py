@@ -86,23 +86,31 @@ class AnalyticLayers:
         per_square = layer_flops(self.spec, module, index)[1] / split
         per_token, per_square = (flops / self.device.flops_per_ms for flops in (per_token, per_square))
         read_ms, written_ms = (moved / self.device.memory_bytes_per_ms for moved in _moved_bytes(uses, shares))
-        sums_ms = self._sums_ms(part, tp_size) if inside else 0.0
+        forward_sums_ms, backward_sums_ms = self._sums_ms(part, uses, tp_size) if inside else (0.0, 0.0)
         precision = Precision.of(part, self.value_bytes)
         kept, frozen = (
             layer_kept(part, with_trainable(uses, trained), index, precision, tp_size) for trained in (True, False)
         )
         return LayerCost(
-            forward=Polynomial(per_square, per_token + sums_ms, read_ms),
-            data_gradient=Polynomial(ATTENTION_BACKWARD * per_square, per_token + sums_ms, read_ms),
+            forward=Polynomial(per_square, per_token + forward_sums_ms, read_ms),
+            data_gradient=Polynomial(ATTENTION_BACKWARD * per_square, per_token + backward_sums_ms, read_ms),
             weight_gradient=Polynomial(0.0, per_token, written_ms),
             activations=kept,
             frozen_activations=frozen,
         )
 
-    def _sums_ms(self, part: ModuleSpec, tp_size: int) -> float:
-        """Time for a token of the two sums over tensor-parallel ranks, each a ring's."""
+    def _sums_ms(self, part: ModuleSpec, uses: Sequence[ParameterUse], tp_size: int) -> tuple[float, float]:
+        """
+        Time for a token of the sums over tensor-parallel ranks, each a ring's, in the forward and in the backward:
+        outputs of the last matrix of each part of a layer, and gradients of the input of each of the others, which
+        transformers sums one by one.
+        """
         travels = 2.0 * (tp_size - 1) / tp_size * part.hidden_size * self.value_bytes
-        return 2 * travels / self.device.link_bytes_per_ms(range(tp_size))
+        sum_ms = travels / self.device.link_bytes_per_ms(range(tp_size))
+        shape = LayerShape.of(part, uses)
+        split = [group for group in shape.feed_forwards if len(group) > 1]
+        split += [shape.attention] if is_split(shape.attention) else []
+        return len(split) * sum_ms, sum(len(group) - 1 for group in split) * sum_ms
 
 
 def _moved_bytes(uses: Sequence[ParameterUse], shares: Mapping[str, float]) -> tuple[float, float]:

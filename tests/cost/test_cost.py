@@ -70,6 +70,15 @@ def test_time_follows_ranks_and_their_sums():
     assert tied[1] - head == pytest.approx((tied[0] - head) / 2 + sums)
 
 
+def test_each_matrix_that_is_cut_by_columns_sums_the_gradient_of_its_input():
+    layers = h100(model()).layers
+    one, two = (layers.layer(LANGUAGE_MODEL, 1, size) for size in (1, 2))
+    ring = 2 * HIDDEN / H100.link_bytes_per_ms(range(2))  # two bytes a value, half of them twice
+    assert two.forward.token - one.forward.token / 2 == pytest.approx(2 * ring)
+    columns = sum(use.multiplies for use in model().uses[LANGUAGE_MODEL, 1]) - 2  # all but the last of both parts
+    assert two.data_gradient.token - one.data_gradient.token / 2 == pytest.approx(columns * ring)
+
+
 def test_gradient_sums_take_time():
     cost = cost_of(model(), language_model=ModulePlugin(dp_size=2))
     (place,) = [i for i, group in enumerate(cost.groups) if group.stages[0][0] == LANGUAGE_MODEL]
