@@ -73,7 +73,7 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
             what += f"; activations of {', '.join(again)} are recomputed"
     else:
         share = [idle / plan.step_ms for idle, plan in zip(waits, (best, other), strict=True)]
-        what = f"ranks wait {share[1]:.0%} of the step instead of {share[0]:.0%}"
+        what = f"ranks wait {share[1]:.1%} of the step instead of {share[0]:.1%}"
     return f"{slower:.1%} slower: {what}."
 
 
