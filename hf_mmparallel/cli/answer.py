@@ -11,7 +11,6 @@ from ..cost import CostModel, RankMemory, analytic_costs, fitting_tokens
 from ..cost.profile import LayerProfile, measured_costs
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
-from ..schedule import Simulation, Span
 from ..schedule.draw import rank_ranges
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.steps import Prediction, StepPlanner
@@ -191,28 +190,8 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         problem = replace(problem, effort=inputs.effort)
     result = search_plans(problem)
     best = result.best
-    typical = min(best.predictions, key=lambda own: abs(own.step_ms - best.step_ms))
-    prediction = replace(typical, simulation=on_all_ranks(best.plan, typical.simulation))
     size = best.microbatch_size
-    return Answer(settings, inputs, costs, prediction, best.predictions, batch, size, method, result)
-
-
-def on_all_ranks(plan: ParallelPlan, simulation: Simulation) -> Simulation:
-    """
-    A step with the spans of all ranks, where a search has those of one of all that run the same list.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        simulation (`Simulation`): From [`search_plans`].
-    """
-    tasks = {span.task: span for span in simulation.spans}
-    spans = [
-        Span(rank, task, span.start_ms, span.end_ms)
-        for task, span in tasks.items()
-        for rank in plan.stage(*task.stage_key).all_ranks
-    ]
-    ordered = tuple(sorted(spans, key=lambda span: (span.start_ms, span.rank, span.end_ms)))
-    return replace(simulation, spans=ordered, num_ranks=plan.world_size)
+    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, method, result)
 
 
 def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: ParallelPlan) -> Answer:

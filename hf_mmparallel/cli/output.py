@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..search.problem import RankedPlan
 from .answer import Answer, limit_of
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from ..page import PlanPage
     from ..search.compare import ComparedPlan
 
-GIB = 2**30
 WhatIfs = Sequence[tuple[str, Answer]]
 
 

@@ -13,10 +13,10 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..arrange.balance import Balance
+from ..cost.stage_memory import GIB
 from .content import MemoryCurves, PlanChoice, PlanPage, TextTable
 from .timeline import RankRow, module_colors, rank_rows, timeline_data
 
-GIB = 2**30
 MAX_REPLICAS = 8
 SCRIPTS = ("numbers.js", "picture.js", "page.js")  # one scope
 BAR_HEIGHT = 100

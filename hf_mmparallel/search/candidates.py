@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL
@@ -15,6 +16,7 @@ _MOST_MICROBATCHES = 256
 _LOOKED_AT = 512  # candidates of one placement, number of copies and of microbatches
 _KEPT = 16  # of them
 _MANY_RANKS = 128
+_PER_FAMILY = 2
 
 
 @dataclass(frozen=True)
@@ -175,3 +177,12 @@ class CandidateSpace:
             for choice in [found.choices[name]]
         }
         return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.schedule)
+
+
+def unlike(found: Iterable[Estimated]) -> Iterator[Estimated]:
+    """The candidates in their order, but for those of a family of which there have been enough."""
+    seen: Counter = Counter()
+    for own in found:
+        seen[own.family] += 1
+        if seen[own.family] <= _PER_FAMILY:
+            yield own

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost import CostModel, layer_table
+from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
 from .allocation import Allocation, allocate
-from .candidates import CandidateSpace, Estimated
-from .condense import condense, predict_condensed
+from .candidates import CandidateSpace, unlike
+from .condense import condense, on_all_ranks, predict_condensed
 from .explain import least_memory_bytes
 from .fully_sharded import FullySharded, fully_sharded
 from .options import Kind, ModuleOptions
@@ -23,11 +23,9 @@ from .strategy_space import ModuleDemand, Role
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
 _SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: those that fit, all, and with all batches
 _MOST_TASKS = 50_000  # of these together
-_PER_FAMILY = 2
 _ABOUT = 1.3  # how far off estimates of memory may be
 _UNLIMITED = 2.0**70
 _OPTIMIZER_BYTES = 8
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class _Judge:
         found = sorted(space, key=lambda own: own.step_ms)
         if not found:
             return self._none(UNAWARE, self._excess(least_memory_bytes(self.problem) or 0.0))
-        ranked = self._best(map(space.candidate, _unlike(found)), "contiguous", assumed)
+        ranked = self._best(map(space.candidate, unlike(found)), "contiguous", assumed)
         return self._compared(
             UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
         )
@@ -143,7 +141,7 @@ class _Judge:
             return self._none(SINGLE, "no tensor-parallel size divides the heads of all modules and the ranks")
         found = [own for own in every if own.memory_bytes(self.problem) <= _ABOUT * self._limit_bytes]
         found = found or [min(every, key=lambda own: own.memory_bytes(self.problem))]
-        ranked = self._best(map(layouts.candidate, _unlike(found)), "contiguous")
+        ranked = self._best(map(layouts.candidate, unlike(found)), "contiguous")
         return self._compared(SINGLE, ranked, "one layout for all modules, encoders as first stages, even layers")
 
     def fully_sharded(self) -> ComparedPlan:
@@ -287,7 +285,7 @@ class _Judge:
         """A plan and its figures, of all ranks that there are."""
         share = ranked.plan.world_size / self.problem.num_ranks
         peak = _peak_bytes(ranked)
-        busy = _mean(1 - own.simulation.bubble_fraction for own in ranked.predictions)
+        busy = _mean(1 - on_all_ranks(own).simulation.bubble_fraction for own in ranked.predictions)
         utilisation = _mean(own.flops_utilisation for own in ranked.predictions)
         words = "; ".join(part for part in (note, self._excess(peak)) if part)
         figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)
@@ -301,15 +299,6 @@ class _Judge:
 
     def _none(self, name: str, why: str) -> ComparedPlan:
         return ComparedPlan(name, None, "", math.nan, math.nan, math.nan, math.nan, why)
-
-
-def _unlike(found: Iterable[Estimated]) -> Iterator[Estimated]:
-    """At most a few of each family."""
-    seen: Counter = Counter()
-    for own in found:
-        seen[own.family] += 1
-        if seen[own.family] <= _PER_FAMILY:
-            yield own
 
 
 def _peak_bytes(ranked: RankedPlan) -> float:

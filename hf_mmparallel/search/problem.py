@@ -207,6 +207,11 @@ class RankedPlan:
         return self.predictions[0]
 
     @property
+    def typical(self) -> Prediction:
+        """Of the batch whose step is nearest to the mean."""
+        return min(self.predictions, key=lambda own: abs(own.step_ms - self.step_ms))
+
+    @property
     def microbatch_size(self) -> int:
         """Samples of a microbatch of a language-model replica."""
         dp_size = self.candidate.layouts[LANGUAGE_MODEL].dp_size

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ..cost import fitting_tokens
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
-from .candidates import CandidateSpace, Estimated
+from .candidates import CandidateSpace, Estimated, unlike
 from .condense import condense, on_all_ranks, predict_condensed
 from .explain import bound_of, no_plan_error, reason_for
 from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult, draw_batch
 from .steps import Prediction, StepPlanner
 
 _NUM_BATCHES = 3
-_PER_FAMILY = 2
 _RUNNERS_UP = 3
 _LEAST_RANKS = 16
 
@@ -48,7 +46,7 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     if not found:
         raise no_plan_error(problem)
     simulator = _Simulator(space)
-    simulator.screen(_unlike(found, _PER_FAMILY), share=0.2, least=20)
+    simulator.screen(unlike(found), share=0.2, least=20)
     best = simulator.best_placement()
     simulator.screen((own for own in found if own.hosts == best), share=0.1, least=8)
     simulator.screen(found, share=0.05, least=0)
@@ -73,15 +71,6 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
         len(simulator.screened),
         time.perf_counter() - start,
     )
-
-
-def _unlike(found: Iterable[Estimated], limit: int) -> Iterator[Estimated]:
-    """The candidates, at most `limit` of each family."""
-    seen: Counter = Counter()
-    for own in found:
-        seen[own.family] += 1
-        if seen[own.family] <= limit:
-            yield own
 
 
 def _unlike_plans(ranked: Iterable[RankedPlan]) -> list[RankedPlan]:

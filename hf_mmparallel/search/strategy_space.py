@@ -11,13 +11,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL
 from .strategies import SAME, Chain, Strategies, least_stages
 
 Role = Literal["encoder", "generator"]
 Options = Mapping[int, tuple[NDArray, ...]]
 
-_GIB = 1024**3
 _MANY = 2**40
 _MODEST = 3  # options of each module that the first layouts are made of
 
@@ -158,8 +158,8 @@ class StrategySpace:
             needed_bytes = self._least_bytes(index)
             if needed_bytes > self.memory_bytes:
                 return ValueError(
-                    f"`{name}` needs {needed_bytes / _GIB:.2f} GiB on each rank even with a stage for each of its "
-                    f"{module.num_layers} layers; a rank has {self.memory_bytes / _GIB:.2f} GiB. Freeze parts of it, "
+                    f"`{name}` needs {needed_bytes / GIB:.2f} GiB on each rank even with a stage for each of its "
+                    f"{module.num_layers} layers; a rank has {self.memory_bytes / GIB:.2f} GiB. Freeze parts of it, "
                     "use activation checkpointing, larger `tp_sizes`, or ranks with more memory."
                 )
         plenty = replace(self, num_ranks=_MANY)
@@ -167,7 +167,7 @@ class StrategySpace:
         needed = np.inf if strategies is None else strategies.least_ranks().min()
         remedy = f"Use {needed:.0f}." if np.isfinite(needed) else "Use ranks with more memory."
         return ValueError(
-            f"{self.num_ranks} ranks with {self.memory_bytes / _GIB:.2f} GiB are not enough for {list(self.modules)} "
+            f"{self.num_ranks} ranks with {self.memory_bytes / GIB:.2f} GiB are not enough for {list(self.modules)} "
             f"with the activations of all microbatches in flight. {remedy}"
         )
 

@@ -18,7 +18,6 @@ from ..cli.output import page_of, save_plan
 from ..cli.report import origins, print_labelled, print_runners_up, summary
 from ..cli.settings import Settings
 from ..cost.stage_memory import GIB
-from ..data.draws import Draw
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..modeling.possible_sizes import possible_sizes
@@ -26,7 +25,7 @@ from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_world_size
 from ..search.problem import PlanningProblem, SearchResult
-from ..search.search import search_plans, step_planner
+from ..search.search import search_plans
 from .agreement import from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
@@ -207,10 +206,6 @@ def _searched(
     )
     result = search_plans(problem)
     best = result.best
-    # The search looks at one of the ranks that do the same; what is shown has all of them, for a batch like the mean.
-    typical = min(best.predictions, key=lambda own: abs(own.step_ms - best.step_ms)).sizes
-    planner = replace(step_planner(problem, best.candidate), sizes=typical.take)
-    prediction = planner.predict(planner(Draw(tuple(range(typical.num_samples)))))
     settings = Settings(
         gpus=args.world_size,
         gpu_type=costs.device.name,
@@ -225,8 +220,8 @@ def _searched(
     )
     name = getattr(prepared.model.config, "name_or_path", "") or type(prepared.model).__name__
     inputs = Inputs(ModelSource(name, prepared.model, prepared.spec, {}), samples, args.layer_profile, args.seed)
-    size = planner.microbatch_size
-    return Answer(settings, inputs, costs, prediction, best.predictions, batch, size, problem.method, result)
+    size = best.microbatch_size
+    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, problem.method, result)
 
 
 def _checkpointing(
