@@ -261,7 +261,7 @@ class _Step(MessageGeometry):
         for rows in own:
             padded[: len(rows)] = rows
         full = self.empty(size * len(leg.after), padded.shape[1])
-        dist.all_gather_into_tensor(full, padded, group=self.executor.groups[leg.after])
+        dist.all_gather_single(full, padded, group=self.executor.groups[leg.after])
         return full[: leg.num_rows], places
 
     # Sending
