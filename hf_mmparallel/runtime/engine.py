@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,6 +159,12 @@ class ParallelEngine(nn.Module):
             return any(group[0] == self.rank for group in ranks)
         return ranks[0][0] == self.rank
 
+    def _own_randomness(self) -> AbstractContextManager:
+        """Keeps the seeds of tasks, which differ by rank, from what the user's code draws after the step."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng(devices=())
+        return torch.random.fork_rng(devices=(self.device,), device_type=self.device.type)
+
     def _seed_task(self, task: Task) -> None:
         """Gives dropout a seed that depends on the step, the task and the tokens, equal on tensor-parallel ranks."""
         if self.module.training:
@@ -214,7 +221,8 @@ class ParallelEngine(nn.Module):
             self._agreed_epoch = batch.step.epoch
         self.module.train()
         program = batch.program or self.program(batch.step, training=True)
-        result = self.executor.run(program, batch)
+        with self._own_randomness():
+            result = self.executor.run(program, batch)
         self.sync.finish()
         self.last_result = result
         totals = self._totals(result, batch)
