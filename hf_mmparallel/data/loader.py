@@ -16,6 +16,7 @@ from ..search.steps import StepPlanner
 from .bad_samples import BadSample, stored_row
 from .context import BatchKey, ContextCut, ContextCutter
 from .draws import Draw
+from .fingerprint import StepFingerprint, fingerprint
 from .randomness import seeded, stable_seed
 from .streams import StreamWindow
 from .transfer import pack, unpack
@@ -40,6 +41,7 @@ class StepBatch:
             Slot -> why this rank can't read its sample. A batch with bad samples has no inputs.
         rows (`torch.Tensor`, *optional*): Rows of a stream, for the case that it has to be planned again.
         digest (`int`, *optional*, defaults to 0): Of the rows of a stream; equal on all ranks that read the same.
+        fingerprint (`StepFingerprint`, *optional*): What ranks compare before they run it.
     """
 
     step: StepPlan
@@ -52,6 +54,7 @@ class StepBatch:
     bad: dict[int, BadSample] = field(default_factory=dict)
     rows: torch.Tensor | None = None
     digest: int = 0
+    fingerprint: StepFingerprint | None = None
 
     @property
     def drawn(self) -> Draw:
@@ -188,6 +191,7 @@ class StepDataset(Dataset):
             return StepBatch(StepPlan((), {}, {}, draw.epoch), draw=draw, bad=bad)
         batch = self.read(planned.step)
         batch.program = planned.program.of_rank(self.rank)
+        batch.fingerprint = fingerprint(planned.step, planned.program, batch.cuts)
         batch.sizes = planned.sizes
         batch.workloads = planned.workloads
         batch.draw = draw

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ from .hollow import enable_checkpointing, hidden_of, hollow_parameters, is_hollo
 from .spec import ModulePart, layers_of, module_parts
 
 __all__ = ["ModuleStage", "is_hollow", "prepare_stages"]
+
+
+def is_activation_dtype(dtype: torch.dtype) -> bool:
+    """Whether layers compute in this dtype; weights of 8 bits and less are widened where they are used."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 class _Leave(Exception):
@@ -163,13 +169,15 @@ class ModuleStage:
     def is_last(self) -> bool:
         return self.layers[1] == self.module_spec.num_layers
 
-    @property
+    @cached_property
     def input_dtype(self) -> torch.dtype:
         """Dtype in which hidden states travel between the stages of this module."""
         inner = [
-            p for p in self.module_spec.parameters if 0 <= p.layer < self.module_spec.num_layers and "float" in p.dtype
+            p
+            for p in self.module_spec.parameters
+            if 0 <= p.layer < self.module_spec.num_layers and is_activation_dtype(getattr(torch, p.dtype))
         ]
-        return getattr(torch, max(inner, key=lambda p: p.num_elements).dtype)
+        return getattr(torch, max(inner, key=lambda p: p.num_elements).dtype) if inner else torch.bfloat16
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields name and tensor of each parameter that this stage uses, under their names in the whole model."""

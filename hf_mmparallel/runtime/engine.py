@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..cost import HARDWARE, CostModel, analytic_costs
 from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
+from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
@@ -21,9 +23,9 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPla
 from ..schedule import Program, Task, build_program
 from ..search.steps import StepPlanner
 from .executor import Executor, StepResult
-from .failure import disagreement
 from .gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups
+from .step_check import StepCheck
 from .transport import DistributedTransport
 
 
@@ -125,6 +127,7 @@ class ParallelEngine(nn.Module):
             for name, holding in self.holdings.items()
             if name in named and named[name].requires_grad and self._counts(named[name], holding.ranks)
         ]
+        self._check_step = StepCheck(self.groups.control, has_cuts=self.cutter is not None)
         self.adapters: Any = None
         self.step_index = 0
         self.last_result: StepResult | None = None
@@ -132,7 +135,6 @@ class ParallelEngine(nn.Module):
         self.current_step: StepPlan | None = None
         self.current_sizes: SampleSizes | None = None
         self.current_workloads: Workloads | None = None
-        self._agreed_epoch: int | None = None
         self._programs: dict[tuple, Program] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
@@ -157,6 +159,12 @@ class ParallelEngine(nn.Module):
         if isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements):
             return any(group[0] == self.rank for group in ranks)
         return ranks[0][0] == self.rank
+
+    def _own_randomness(self) -> AbstractContextManager:
+        """Keeps the seeds of tasks, which differ by rank, from what the user's code draws after the step."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng(devices=())
+        return torch.random.fork_rng(devices=(self.device,), device_type=self.device.type)
 
     def _seed_task(self, task: Task) -> None:
         """Gives dropout a seed that depends on the step, the task and the tokens, equal on tensor-parallel ranks."""
@@ -207,14 +215,10 @@ class ParallelEngine(nn.Module):
         self.step_index = step_index
         self.current_step, self.current_sizes = batch.step, batch.sizes
         self.current_workloads = batch.workloads
-        if batch.sizes is not None or batch.step.epoch != self._agreed_epoch:
-            # Messages of two different steps have different sizes, which ends a rank without a sentence. Ranks that
-            # measure samples by themselves can differ at any step.
-            self._sum_and_agree(torch.zeros(0), batch.step)
-            self._agreed_epoch = batch.step.epoch
+        program = self._agreed_program(batch, training=True)
         self.module.train()
-        program = batch.program or self.program(batch.step, training=True)
-        result = self.executor.run(program, batch)
+        with self._own_randomness():
+            result = self.executor.run(program, batch)
         self.sync.finish()
         self.last_result = result
         totals = self._totals(result, batch)
@@ -222,17 +226,22 @@ class ParallelEngine(nn.Module):
         return totals
 
     @torch.no_grad()
-    def evaluate_step(self, batch: StepBatch, first: bool = False) -> StepResult:
-        """Runs the forwards of a batch; before the `first` of a loop the ranks compare their steps."""
-        self.module.eval()
+    def evaluate_step(self, batch: StepBatch) -> StepResult:
+        """Runs the forwards of a batch."""
         self.current_step = batch.step
-        if first:
-            self._sum_and_agree(torch.zeros(0), batch.step)
-        program = batch.program or self.program(batch.step, training=False)
+        program = self._agreed_program(batch, training=False)
+        self.module.eval()
         return self.executor.run(program, batch)
 
+    def _agreed_program(self, batch: StepBatch, training: bool) -> Program:
+        """The program of a batch, after all ranks have compared what they are about to run. Collective."""
+        program = batch.program or self.program(batch.step, training)
+        mark = batch.fingerprint or fingerprint(batch.step, program, batch.cuts)
+        self._check_step(mark, sum(map(len, batch.step.microbatches[LANGUAGE_MODEL])))
+        return program
+
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
-        """Sums a step's numbers over the ranks, and checks that all ranks ran the same step."""
+        """Sums a step's numbers over the ranks."""
         numbers = torch.zeros(4, dtype=torch.float64)
         for task, (loss, count) in result.losses.items():
             if self.leads_row(task):
@@ -245,20 +254,10 @@ class ParallelEngine(nn.Module):
                 words = inputs.get(WORDS)
                 mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-        loss, targets, tokens, real = self._sum_and_agree(numbers, batch.step)
+        numbers = numbers.to(self.device)
+        dist.all_reduce(numbers)
+        loss, targets, tokens, real = numbers.tolist()
         return StepTotals(loss, int(targets), int(tokens), int(real))
-
-    def _sum_and_agree(self, numbers: torch.Tensor, step: StepPlan) -> list[float]:
-        """Sums numbers over the ranks; raises `RuntimeError` with the table of ranks if their steps differ."""
-        check = stable_seed(step.epoch, step.samples, step.microbatches) % 2**20
-        checks = torch.tensor([check, check**2], dtype=torch.float64)
-        summed = torch.cat([numbers.double(), checks]).to(self.device)
-        dist.all_reduce(summed)
-        *result, first, second = summed.tolist()
-        world = dist.get_world_size()
-        if (first, second) != (check * world, check**2 * world):
-            raise RuntimeError(disagreement(check))
-        return result
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient over all modules."""

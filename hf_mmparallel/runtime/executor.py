@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ..data.context import WORDS
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
+from ..modeling.stages import is_activation_dtype
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
@@ -261,7 +263,7 @@ class _Step(MessageGeometry):
         for rows in own:
             padded[: len(rows)] = rows
         full = self.empty(size * len(leg.after), padded.shape[1])
-        dist.all_gather_into_tensor(full, padded, group=self.executor.groups[leg.after])
+        dist.all_gather_single(full, padded, group=self.executor.groups[leg.after])
         return full[: leg.num_rows], places
 
     # Sending
@@ -479,10 +481,6 @@ class _Step(MessageGeometry):
 
 
 def wire_dtype(spec: ModelSpec) -> torch.dtype:
-    """The widest floating-point type of the parameters: of hidden states and features between ranks."""
+    """The widest dtype that modules compute in: of hidden states and features between ranks."""
     dtypes = {getattr(torch, p.dtype) for module in spec.modules.values() for p in module.parameters}
-    result = torch.bfloat16
-    for dtype in dtypes:
-        if dtype.is_floating_point:
-            result = torch.promote_types(result, dtype) if result != dtype else dtype
-    return result
+    return functools.reduce(torch.promote_types, filter(is_activation_dtype, dtypes), torch.bfloat16)

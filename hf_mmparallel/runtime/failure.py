@@ -17,17 +17,6 @@ class RemoteRankError(RuntimeError):
     """Another rank failed; the message says which and why."""
 
 
-def disagreement(check: int) -> str:
-    """The table of ranks that do not run the same step. Collective."""
-    values: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, check)
-    rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-    return (
-        f"The ranks drew different global batches, or arranged them differently (checksums: {rows}). The dataset must "
-        "have the same length and order on all ranks, its samples the same sizes, and `data_seed` the same value."
-    )
-
-
 @contextlib.contextmanager
 def shared_failure() -> Iterator[None]:
     """

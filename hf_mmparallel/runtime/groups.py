@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -46,40 +47,65 @@ def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(column for column in columns if len(column) > 1))
 
 
+def tensor_parallel_rows(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """The rows of ranks that share the matrices of a stage, in the order of their shards."""
+    rows = [row for module in plan.modules.values() for _, _, stage in module.stages() for row in stage.ranks]
+    return list(dict.fromkeys(row for row in rows if len(row) > 1))
+
+
+def _default_timeout(device_type: str) -> timedelta:
+    """How long collectives of the default group wait for a rank, which `ddp_timeout` says."""
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
+    return backend.options._timeout
+
+
 class ProcessGroups:
     """
     The groups that a rank uses. Creating one is collective: every rank of the world makes the same calls.
+
+    The ranks of a group have the order in which the plan writes them, also where that is not ascending: the place of a
+    rank in a row says which shard and which part of a message it has.
 
     Args:
         plan (`ParallelPlan`): The plan.
         sync (`Sequence[SyncGroup]`): The gradient sums.
         device_type (`str`): `"cpu"` or `"cuda"`.
+
+    Attributes:
+        control (`ProcessGroup`, *optional*):
+            All ranks, for numbers in host memory, so that no rank waits for its device; `None` for the default group
+            where that is such a group.
     """
 
     def __init__(self, plan: ParallelPlan, sync: Sequence[SyncGroup], device_type: str):
         rank = dist.get_rank()
         self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.by_ranks: dict[tuple[int, ...], Any] = {}
-        for module in plan.modules.values():
-            for _, _, stage in module.stages():
-                for row in stage.ranks:
-                    if len(row) > 1 and row not in self.tp_meshes:
-                        mesh = DeviceMesh(device_type, torch.tensor(row), mesh_dim_names=("tp",))
-                        self.tp_meshes[row] = mesh
-                        if rank in row:
-                            self.by_ranks[row] = mesh.get_group("tp")
-        for ranks in dict.fromkeys((*context_groups(plan), *(group.ranks for group in sync))):
-            if ranks not in self.tp_meshes:
-                made = dist.new_group(list(ranks), sort_ranks=False)
-                if rank in ranks:
-                    self.by_ranks[ranks] = made
+        self._timeout = _default_timeout(device_type)
+        rows = tensor_parallel_rows(plan)
+        for ranks in dict.fromkeys((*rows, *context_groups(plan), *(group.ranks for group in sync))):
+            made = self._new_group(ranks)
+            if rank in ranks:
+                self.by_ranks[ranks] = made
+        for row in rows:
+            if rank in row:
+                self.tp_meshes[row] = DeviceMesh.from_group(
+                    self.by_ranks[row], device_type, mesh=list(row), mesh_dim_names=("tp",)
+                )
         self.channels: dict[tuple[int, int], Any] = {}
+        self.control: Any = None
         if dist.get_backend() == "nccl":
+            self.control = self._new_group(range(dist.get_world_size()), backend="gloo")
             for pair in talking_pairs(plan):
-                made = dist.new_group(list(pair))
+                made = self._new_group(pair)
                 if rank in pair:
                     self.channels[pair] = made
             self._connect(rank, torch.device(device_type, torch.cuda.current_device()))
+
+    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
+        """A group of these ranks in this order, which waits as long as the default group."""
+        # The mesh of a row would make a group of its own, of sorted ranks.
+        return dist.new_group(list(ranks), timeout=self._timeout, backend=backend, sort_ranks=False)
 
     def _connect(self, rank: int, device: torch.device) -> None:
         """
@@ -98,6 +124,3 @@ class ProcessGroups:
     def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
         """The mesh of a row of tensor-parallel ranks, `None` for a single rank."""
         return self.tp_meshes.get(ranks)
-
-    def tp_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return self.by_ranks.get(ranks) if len(ranks) > 1 else None

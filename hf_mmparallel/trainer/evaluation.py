@@ -104,7 +104,7 @@ def evaluate(
     for batch in trainer._evaluation_batches(dataloader):
         engine.executor.on_logits = collector
         try:
-            result = engine.evaluate_step(trainer._on_device(batch), first=not num_samples)
+            result = engine.evaluate_step(trainer._on_device(batch))
         finally:
             engine.executor.on_logits = None
         num_samples += len(batch.step.samples)

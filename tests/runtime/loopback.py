@@ -85,7 +85,7 @@ class ThreadCollectives:
     """The two collectives of the executor, over [`Membership`] in place of process groups."""
 
     @staticmethod
-    def all_gather_into_tensor(full: Tensor, part: Tensor, group: Membership) -> None:
+    def all_gather_single(full: Tensor, part: Tensor, group: Membership) -> None:
         full.copy_(torch.cat(group.group.exchange(group.rank, part)))
 
     @staticmethod
@@ -119,18 +119,6 @@ def with_words(model: PreTrainedModel) -> PreTrainedModel:
     keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
     model.set_attn_implementation({keys[0] if keys else "": "bitfield"})
     return model
-
-
-class RecordingTransport(LoopbackTransport):
-    """Counts the rows that are sent: (source, target) -> rows."""
-
-    def __init__(self, rank: int, world: LoopbackWorld):
-        super().__init__(rank, world)
-        self.rows: dict[tuple[int, int], int] = {}
-
-    def send(self, tensor: Tensor, target: int) -> Any:
-        self.rows[self.rank, target] = self.rows.get((self.rank, target), 0) + tensor.shape[0]
-        return super().send(tensor, target)
 
 
 @dataclass

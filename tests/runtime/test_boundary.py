@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.data.context import ContextCutter
@@ -30,13 +32,17 @@ from hf_mmparallel.plan import (
 from hf_mmparallel.runtime import executor as executor_module
 from hf_mmparallel.runtime.boundary import Placement, RowSpace, parts, pick, spread_legs, straight_legs
 from hf_mmparallel.runtime.executor import Executor
-from hf_mmparallel.runtime.transport import LoopbackWorld
-from hf_mmparallel.schedule import build_program
-from tests.runtime.loopback import Membership, RecordingTransport, ThreadCollectives, ThreadGroup, run_threads
+from hf_mmparallel.runtime.groups import ProcessGroups
+from hf_mmparallel.runtime.transport import DistributedTransport, LoopbackWorld, Transport
+from hf_mmparallel.schedule import Program, build_program
+from tests.distributed import run_distributed
+from tests.runtime.loopback import Membership, ThreadCollectives, ThreadGroup, run_threads
 
 WIDTH = 3
 PLACEHOLDERS = {"image": 1, "video": 2}
 SIZES = st.integers(1, 4)
+BOOLEANS = st.booleans()
+WORLD_SIZE = 5
 
 
 @given(st.integers(0, 40), SIZES, SIZES)
@@ -105,6 +111,10 @@ class Case:
     rows: dict[int, dict[str, int]]
     seed: int
 
+    @property
+    def program(self) -> Program:
+        return build_program(self.plan, self.step, sync_groups(self.spec, self.plan))
+
     def values(self, salt: int) -> dict[tuple[int, int], torch.Tensor]:
         """(feature, slot) -> whole numbers `[rows, WIDTH]`, which float64 adds without rounding."""
         generator = torch.Generator().manual_seed(100 * self.seed + salt)
@@ -138,10 +148,10 @@ class Case:
 
 
 @st.composite
-def cases(draw) -> Case:
+def cases(draw, sharing: st.SearchStrategy[bool] = BOOLEANS) -> Case:
     """
-    An encoder and a decoder of one or two stages on any grids, which may share ranks; any samples in any order. The
-    decoder's grid has one or several rows.
+    An encoder and a decoder of one or two stages on any grids, which may share ranks, in any order; any samples in any
+    order. The decoder's grid has one or several rows.
     """
     layers = draw(st.sampled_from([[0], [0, 0], [0, 1], [0, 0, 1]]))
     modalities = [draw(st.sampled_from(["image", "video"])) for _ in layers]
@@ -151,7 +161,7 @@ def cases(draw) -> Case:
         weights = tuple(ParameterSpec(f"{name}.{layer}", (1,), layer) for layer in range(2))
         specs[name] = ModuleSpec(name, name, 2, WIDTH, 12, 12, 12, weights, own)
     spec = ModelSpec(specs, placeholders=PLACEHOLDERS)
-    shared = draw(st.booleans())
+    shared = draw(sharing)
     modules, first = {}, 0
     for name, ranges in (("vision", [(0, 2)]), (LANGUAGE_MODEL, draw(st.sampled_from([[(0, 2)], [(0, 1), (1, 2)]])))):
         tp_size = draw(SIZES)
@@ -162,7 +172,7 @@ def cases(draw) -> Case:
             stages = []
             for layers in ranges:
                 if shared:
-                    ranks = tuple(draw(st.permutations(range(5)))[:num_ranks])
+                    ranks = tuple(draw(st.permutations(range(WORLD_SIZE)))[:num_ranks])
                 else:
                     ranks, first = tuple(range(first, first + num_ranks)), first + num_ranks
                 grid = tuple(ranks[start : start + tp_size] for start in range(0, num_ranks, tp_size))
@@ -222,58 +232,65 @@ class DecoderStage:
         return [total]
 
 
-def run(case: Case) -> list[tuple[float, dict, dict, dict]]:
-    """For each rank: the loss, the features that it saw, the leaves of its encoder, the rows that it sent."""
+Outcome = tuple[float, dict, dict]
+
+
+def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[int, ...], Any]) -> Outcome:
+    """A step on one rank: the loss, the features that it saw, the gradients of its encoder's outputs."""
     x, y = case.values(1), case.values(2)
-    program = build_program(case.plan, case.step, sync_groups(case.spec, case.plan))
+    leaves, seen, stages = {}, {}, {}
+    for name, replica, index in case.plan.stages_of_rank(rank):
+        made = EncoderStage(case, x, leaves) if name == "vision" else DecoderStage(case, y, seen)
+        stages[name, replica, index] = made
+    cutter = ContextCutter(case.plan, rank, PLACEHOLDERS, frozenset())
+    batches = {
+        key: {"slots": slots, **case.packed(slots)} for key, slots in keys_of_rank(case.plan, case.step, rank).items()
+    }
+    cuts = {key: cutter(case.packed(slots)) for key, slots in cutter.keys(case.step).items()}
+    executor = Executor(
+        case.plan,
+        case.spec,
+        stages,
+        transport,
+        groups,
+        lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
+        torch.device("cpu"),
+    )
+    executor.wire_dtype = torch.float64
+    result = executor.run(case.program, StepBatch(case.step, batches, cuts))
+    loss = sum(
+        float(loss)
+        for task, (loss, _) in result.losses.items()
+        if rank in [row[0] for row in case.plan.stage(*task.stage_key).ranks]
+    )
+    return loss, seen, {key: leaf.grad for key, leaf in leaves.items()}
+
+
+def run_in_threads(case: Case) -> list[Outcome]:
+    """A step on ranks that are threads, with collectives of their own."""
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
     groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.columns)}
     world = LoopbackWorld(5.0)
 
-    def body(rank: int):
-        transport = RecordingTransport(rank, world)
-        leaves, seen, stages = {}, {}, {}
-        for name, replica, index in case.plan.stages_of_rank(rank):
-            made = EncoderStage(case, x, leaves) if name == "vision" else DecoderStage(case, y, seen)
-            stages[name, replica, index] = made
+    def body(rank: int) -> Outcome:
         members = {row: Membership(group, rank) for row, group in groups.items() if rank in row}
-        cutter = ContextCutter(case.plan, rank, PLACEHOLDERS, frozenset())
-        batches = {
-            key: {"slots": slots, **case.packed(slots)}
-            for key, slots in keys_of_rank(case.plan, case.step, rank).items()
-        }
-        cuts = {key: cutter(case.packed(slots)) for key, slots in cutter.keys(case.step).items()}
-        executor = Executor(
-            case.plan,
-            case.spec,
-            stages,
-            transport,
-            members,
-            lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
-            torch.device("cpu"),
-        )
-        executor.wire_dtype = torch.float64
-        result = executor.run(program, StepBatch(case.step, batches, cuts))
-        loss = sum(
-            float(loss)
-            for task, (loss, _) in result.losses.items()
-            if rank in [row[0] for row in case.plan.stage(*task.stage_key).ranks]
-        )
-        return loss, seen, leaves, transport.rows
+        return run_rank(case, rank, world.transport(rank), members)
 
     return run_threads(body, case.plan.world_size)
 
 
-@pytest.fixture(autouse=True)
-def collectives(monkeypatch):
-    monkeypatch.setattr(executor_module, "dist", ThreadCollectives)
+def run_in_processes(cases: Sequence[Case]) -> list[Outcome]:
+    """A step of each case on this rank, over the groups that training makes."""
+    outcomes = []
+    for case in cases:
+        groups = ProcessGroups(case.plan, sync_groups(case.spec, case.plan), "cpu")
+        outcomes.append(run_rank(case, dist.get_rank(), DistributedTransport(), groups.by_ranks))
+    return outcomes
 
 
-@settings(max_examples=60, deadline=None)
-@given(cases())
-def test_routes_are_exact_and_adjoint(case):
+def assert_exact_and_adjoint(case: Case, outcomes: Sequence[Outcome]) -> None:
+    """Every rank saw the features of its tokens, and every encoder rank got their gradients."""
     x, y = case.values(1), case.values(2)
-    outcomes = run(case)
     taken = [slot for row in case.step.microbatches["vision"] for box in row for slot in box]
     where = {slot: case.step.places["vision", slot][0] for slot in taken}
     for index, feature in enumerate(case.spec.modules["vision"].features):
@@ -287,12 +304,30 @@ def test_routes_are_exact_and_adjoint(case):
                         for place, row in seen:
                             assert torch.equal(row, x[index, slot][place]), (column, index, slot, place)
             for rank in case.plan.stage("vision", where[slot], 0).all_ranks:
-                gradient = outcomes[rank][2][index, slot].grad
+                gradient = outcomes[rank][2][index, slot]
                 assert torch.equal(gradient, y[index, slot]), (rank, index, slot)
-    forward = sum(loss for loss, _, _, _ in outcomes)
+    forward = sum(loss for loss, _, _ in outcomes)
     backward = 0.0
     for slot in taken:
         rank = case.plan.stage("vision", where[slot], 0).all_ranks[0]
         for index in range(len(case.spec.modules["vision"].features)):
-            backward += float((x[index, slot] * outcomes[rank][2][index, slot].grad).sum())
+            backward += float((x[index, slot] * outcomes[rank][2][index, slot]).sum())
     assert forward == pytest.approx(backward, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_routes_are_exact_and_adjoint(case):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor_module, "dist", ThreadCollectives)
+        outcomes = run_in_threads(case)
+    assert_exact_and_adjoint(case, outcomes)
+
+
+@pytest.mark.distributed
+@settings(max_examples=3, deadline=None, database=None, phases=[Phase.generate])
+@given(st.lists(cases(st.just(True)), min_size=10, max_size=10))
+def test_routes_are_exact_and_adjoint_over_process_groups(drawn):
+    by_rank = run_distributed(run_in_processes, WORLD_SIZE, drawn)
+    for case, *outcomes in zip(drawn, *by_rank, strict=True):
+        assert_exact_and_adjoint(case, outcomes)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.runtime.groups import context_groups, talking_pairs
+from hf_mmparallel.runtime.groups import ProcessGroups, context_groups, talking_pairs
 from hf_mmparallel.schedule import Task
+from tests.distributed import GROUP_TIMEOUT_S, run_distributed
 from tests.plan.specs import model_spec
 
 PLAN = resolve_plan(
@@ -39,3 +43,42 @@ def test_dropout_is_equal_on_ranks_with_the_same_tokens_only():
             ParallelEngine._seed_task(engine, Task("fwd", LANGUAGE_MODEL, 0, 0, 0))
             seeds[rank] = torch.initial_seed()
     assert seeds[2] == seeds[3] != seeds[4] == seeds[5]
+
+
+def permuted() -> ParallelPlan:
+    """A language model of 2 copies x 2 rows of 2 ranks that are in no order."""
+    plan = resolve_plan(model_spec(), {LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2, tp_size=2)})
+    module = plan.modules[LANGUAGE_MODEL]
+    grids = (((4, 2), (1, 3)), ((7, 5), (8, 6)))
+    replicas = tuple((replace(stages[0], ranks=grid),) for stages, grid in zip(module.replicas, grids, strict=True))
+    return replace(plan, modules={**plan.modules, LANGUAGE_MODEL: replace(module, replicas=replicas)})
+
+
+def groups_of_rank() -> dict[tuple[int, ...], tuple[list[int], list[int], list[int] | None, float]]:
+    """Ranks -> the group as torch has it: its ranks, what a gather yields, the mesh, seconds that it waits."""
+    plan = permuted()
+    groups = ProcessGroups(plan, sync_groups(model_spec(), plan), "cpu")
+    found = {}
+    for ranks, group in sorted(groups.by_ranks.items()):
+        gathered = torch.empty(len(ranks))
+        dist.all_gather_single(gathered, torch.tensor([float(dist.get_rank())]), group=group)
+        mesh = groups.tp_mesh(ranks)
+        if mesh is not None:
+            assert mesh.get_group() is group and mesh.get_local_rank() == ranks.index(dist.get_rank())
+        waits = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        shape = None if mesh is None else mesh.mesh.tolist()
+        found[ranks] = dist.get_process_group_ranks(group), gathered.int().tolist(), shape, waits
+    return found
+
+
+@pytest.mark.distributed
+def test_groups_keep_the_order_of_their_ranks_and_wait_as_long_as_the_default_group():
+    by_rank = run_distributed(groups_of_rank, 9)
+    assert set(by_rank[4]) == {(4, 2), (4, 1), (1, 4, 7, 8)}
+    assert set(by_rank[6]) == {(8, 6), (5, 6), (2, 3, 5, 6)}
+    assert not by_rank[0]
+    for found in by_rank:
+        for ranks, (of_group, gathered, mesh, waits) in found.items():
+            assert of_group == gathered == list(ranks)
+            assert mesh == (list(ranks) if ranks in ((4, 2), (1, 3), (7, 5), (8, 6)) else None)
+            assert waits == GROUP_TIMEOUT_S

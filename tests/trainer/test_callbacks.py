@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
@@ -210,3 +210,29 @@ def _check_timeline(stem: Path) -> None:
         per_rank = [sum(event["tid"] == rank for event in mine) for rank in range(3)]
         # four microbatches with a forward and a backward each, on every stage of three ranks
         assert per_rank == [8, 8, 8], (kind, per_rank)
+
+
+class _Draws(TrainerCallback):
+    """Draws a number after each step and each evaluation."""
+
+    def __init__(self):
+        self.drawn: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.drawn.append(torch.rand(1).item())
+
+    on_evaluate = on_step_end
+
+
+def _drawn_by_rank() -> list[float]:
+    draws = _Draws()
+    trainer = runs.make_trainer("llava", {LM: {"pp_size": 2}}, callbacks=[draws], eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    return draws.drawn
+
+
+@pytest.mark.distributed
+def test_what_callbacks_draw_is_equal_on_all_ranks():
+    first, *others = run_distributed(_drawn_by_rank, 3)
+    assert len(set(first)) == len(first) == 6
+    assert all(drawn == first for drawn in others)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, resolve_plan
+from tests import tiny
 from tests.distributed import run_distributed
 
 from . import runs
@@ -74,6 +78,21 @@ def test_a_layout_equals_the_stock_trainer(name: str):
     for rank in ranks:
         assert rank.logs == ranks[0].logs
         assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+def _llava_plan(rows: tuple[tuple[int, ...], ...]) -> MultimodalParallelPlugin:
+    """Llava with vision on rank 0 and a copy of the language model on each row of tensor-parallel ranks."""
+    sizes = {VISION: ModulePlugin(), LM: ModulePlugin(dp_size=len(rows), tp_size=len(rows[0]))}
+    plan = resolve_plan(build_model_spec(tiny.FAMILIES["llava"]()), sizes)
+    copies = zip(plan.modules[LM].replicas, rows, strict=True)
+    module = replace(plan.modules[LM], replicas=tuple((replace(stage, ranks=(row,)),) for (stage,), row in copies))
+    return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: module}))
+
+
+def test_rows_of_ranks_in_any_order_equal_the_stock_trainer():
+    reference = runs.stock("llava")
+    ranks = run_distributed(runs.parallel_run, 5, "llava", _llava_plan(((2, 1), (3, 4))))
+    runs.assert_same_run(ranks[0], reference)
 
 
 def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():

@@ -441,8 +441,7 @@ class _GradientReturn:
 
 def _all_gather(output: Tensor, own: Tensor, group: Any) -> Any:
     """Starts to fill `output` `[R * n, ...]` with each rank's `own` `[n, ...]`, which may be its place in `output`."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(output, own, group=group, async_op=True)
+    return dist.all_gather_single(output, own, group=group, async_op=True)
 
 
 def _all_to_all(output: Tensor, parts: Tensor, group: Any) -> Any:

@@ -1,0 +1,58 @@
+"""What ranks compare before they exchange the tensors of a step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ..plan import LANGUAGE_MODEL, StepPlan
+from ..schedule import Program
+from .context import BatchKey, ContextCut
+from .randomness import stable_seed
+
+
+@dataclass(frozen=True)
+class StepFingerprint:
+    """
+    Checksums of all that the ranks of a step decide on their own and have to decide alike.
+
+    Args:
+        step (`int`): Of the samples, and of the microbatches that they are arranged in.
+        program (`int`): Of the actions of all ranks, in their order.
+        cuts (`Mapping[int, int]`, *optional*):
+            Number of a microbatch of the language model, over all replicas -> of how its tokens are cut over rows of
+            ranks; for those that this rank has a part in.
+    """
+
+    step: int
+    program: int
+    cuts: Mapping[int, int] = field(default_factory=dict)
+
+
+def fingerprint(step: StepPlan, program: Program, cuts: Mapping[BatchKey, ContextCut]) -> StepFingerprint:
+    """
+    The fingerprint of a step.
+
+    Args:
+        step ([`StepPlan`]): The arrangement.
+        program ([`Program`]): The actions of all ranks.
+        cuts (`Mapping[BatchKey, ContextCut]`): How this rank cuts microbatches.
+    """
+    starts = list(accumulate((len(row) for row in step.microbatches[LANGUAGE_MODEL]), initial=0))
+    return StepFingerprint(
+        stable_seed(step.epoch, step.samples, step.microbatches),
+        program.checksum,
+        {starts[replica] + index: _checksum(cut) for (_, replica, index, _), cut in cuts.items()},
+    )
+
+
+def _checksum(cut: ContextCut) -> int:
+    """Of which token is where, and what is gathered."""
+    assignment = cut.assignment
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (assignment.layout, assignment.blocks, assignment.gathered):
+        digest.update(str(array.shape).encode())
+        digest.update(array.tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1

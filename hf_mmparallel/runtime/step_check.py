@@ -1,0 +1,80 @@
+"""Whether all ranks are about to run the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..data.fingerprint import StepFingerprint
+
+_UNKNOWN = torch.iinfo(torch.int64).min
+
+
+class StepCheck:
+    """
+    Compares what ranks decided on their own before they exchange tensors, whose sizes and order follow from it.
+
+    Args:
+        group (`ProcessGroup`, *optional*):
+            All ranks, for tensors in host memory, so that nobody waits for a device; the default group if left out.
+        has_cuts (`bool`): Whether ranks share tokens of the language model's microbatches.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, has_cuts: bool):
+        self.group = group
+        self.has_cuts = has_cuts
+
+    def __call__(self, mark: StepFingerprint, num_microbatches: int) -> None:
+        """
+        Collective, at every step.
+
+        Args:
+            mark ([`StepFingerprint`]): Of this rank.
+            num_microbatches (`int`): Microbatches of the language model, over all replicas.
+
+        Raises:
+            `RuntimeError`: On all ranks with the table of ranks, if they disagree.
+        """
+        differ = self._differing([mark.step, mark.program])
+        if 0 in differ:
+            raise RuntimeError(
+                f"The ranks drew different global batches, or arranged them differently ({self._table(mark.step)}). "
+                "The dataset must have the same length and order on all ranks, its samples the same sizes, and "
+                "`data_seed` the same value."
+            )
+        if differ:
+            raise RuntimeError(
+                f"The ranks ordered the tasks of the same step differently ({self._table(mark.program)}). The order "
+                "follows from predicted times, which processors of different kinds can round differently. Use one "
+                "kind of processor and one version of each package on all hosts."
+            )
+        if not self.has_cuts:
+            return
+        differ = self._differing([mark.cuts.get(index) for index in range(num_microbatches)])
+        if differ:
+            raise RuntimeError(
+                f"The ranks cut the tokens of {len(differ)} of {num_microbatches} microbatches of the language model "
+                "differently, the first of which is "
+                f'{differ[0]} ({self._table(mark.cuts.get(differ[0]))}). With `cp_mode="auto"` the cut follows from '
+                'predicted times, which processors of different kinds can round differently: use `cp_mode="row"`. '
+                "Otherwise the collator gives ranks different tokens: let it draw nothing but from the global seeds."
+            )
+
+    def _differing(self, values: Sequence[int | None]) -> list[int]:
+        """The places at which ranks have different values; ranks that have `None` there don't count."""
+        own = [_UNKNOWN if value is None else value for value in values]
+        extremes = torch.tensor([own, [value if value == _UNKNOWN else -value for value in own]])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
+        most, least = extremes.tolist()
+        return [
+            place for place, (high, low) in enumerate(zip(most, least, strict=True)) if high not in (_UNKNOWN, -low)
+        ]
+
+    def _table(self, value: int | None) -> str:
+        """Rank by rank, the values of those that have one. Collective."""
+        found: list[int | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(found, value, group=self.group)
+        rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(found) if number is not None)
+        return f"checksums: {rows}"

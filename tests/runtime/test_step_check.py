@@ -1,0 +1,113 @@
+"""Ranks that are about to run different steps say so before they exchange tensors."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.fingerprint import StepFingerprint, fingerprint
+from hf_mmparallel.data.loader import Reader, StepDataset
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_plan, sync_groups
+from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.runtime.step_check import StepCheck
+from hf_mmparallel.schedule import Program, Task, build_program
+from hf_mmparallel.search.steps import PlannedStep
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+from tests.plan.specs import model_spec
+
+LM = LANGUAGE_MODEL
+SAMPLES = 12
+
+
+class OwnCosts:
+    """Plans steps by costs that the last rank has otherwise."""
+
+    def __init__(self, engine: ParallelEngine, training: bool):
+        self.engine, self.training = engine, training
+        self.sizes = None
+
+    def __call__(self, draw: Draw) -> PlannedStep:
+        plan = self.engine.plan
+        slow = "vision" if self.engine.rank == dist.get_world_size() - 1 else LM
+        step = contiguous_step(plan, draw.samples, 2)
+        program = program_of(plan, step, slow, self.training, self.engine.sync_groups)
+        return PlannedStep(step, program, None, Workloads.alike(plan.modules, len(draw.samples)))
+
+
+def program_of(plan, step, slow: str, training: bool, groups) -> Program:
+    def cost(task: Task) -> float:
+        return 10.0 if task.module == slow else 1.0
+
+    return build_program(plan, step, groups, cost, training)
+
+
+def other_costs(training: bool) -> None:
+    model = tiny.FAMILIES["llava"]()
+    spec = build_model_spec(model)
+    plan = resolve_plan(spec, {"vision": ModulePlugin(pp_size=2), LM: ModulePlugin(colocate_with="vision")})
+    engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
+    reader = Reader(tiny.make_dataset("llava", SAMPLES), tiny.collate("llava"))
+    dataset = StepDataset(reader, engine.keys, 0, planner=OwnCosts(engine, training), rank=engine.rank)  # type: ignore[arg-type]
+    batch = dataset.__getitems__(Draw(tuple(range(SAMPLES)), 0))
+    assert batch is not None and set(batch.program.actions) == {engine.rank}
+    if training:
+        engine.train_step(batch, 0)
+    else:
+        engine.evaluate_step(batch)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("training", [True, False])
+def test_ranks_with_other_costs_say_so_before_they_exchange_tensors(training):
+    errors = assert_ranks_raise(other_costs, 2, training, match="The ranks ordered the tasks of the same step differ")
+    assert re.search(r"checksums: rank 0: \d+, rank 1: \d+", errors[0])
+    assert set(errors) == {errors[0]}
+
+
+def checks() -> dict[str, str | None]:
+    """Case -> what a rank says."""
+    rank = dist.get_rank()
+    cases = {
+        "equal": StepFingerprint(5, 6),
+        "equal cuts": StepFingerprint(5, 6, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
+        "other step": StepFingerprint(5 + rank // 2, 6 + rank),
+        "other program": StepFingerprint(5, 6 + rank // 2),
+        "other cut": StepFingerprint(5, 6, {} if rank == 1 else {1: 3, 2: 7 + rank}),
+    }
+    found = {}
+    for name, mark in cases.items():
+        try:
+            StepCheck(None, has_cuts="cut" in name)(mark, 4)
+            found[name] = None
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.distributed
+def test_ranks_compare_steps_programs_and_cuts():
+    first, *others = run_distributed(checks, 3)
+    assert all(found == first for found in others)
+    assert first["equal"] is first["equal cuts"] is None
+    assert re.match(r"The ranks drew different .*checksums: rank 0: 5, rank 1: 5, rank 2: 6\)", first["other step"])
+    assert re.match(r"The ranks ordered .*checksums: rank 0: 6, rank 1: 6, rank 2: 7\)", first["other program"])
+    assert re.match(r"The ranks cut .* 1 of 4 .*is 2 \(checksums: rank 0: 7, rank 2: 9\)", first["other cut"])
+
+
+def test_the_checksum_of_a_program_is_of_its_actions():
+    plan = resolve_plan(model_spec(), {"vision": ModulePlugin(pp_size=2), LM: ModulePlugin(colocate_with="vision")})
+    step, groups = contiguous_step(plan, range(8), 2), sync_groups(model_spec(), plan)
+    program = program_of(plan, step, "vision", True, groups)
+    assert Program.parse(program.dump()).checksum == program.checksum
+    assert Program(dict(program.actions)).checksum == program.checksum  # without times
+    assert program_of(plan, step, LM, True, groups).checksum != program.checksum
+    swapped = {0: program.actions[1], 1: program.actions[0]}
+    assert Program(swapped).checksum != program.checksum
+    assert fingerprint(step, program, {}) == fingerprint(step, Program.parse(program.dump()), {})
