@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cost.stage_memory import GIB
-from ..plan import LANGUAGE_MODEL, ParallelPlan
+from ..plan import LANGUAGE_MODEL, ParallelPlan, layout_data
 from ..search.problem import RankedPlan
 from .answer import Answer, limit_of
 from .report import batch_text, layouts_text, origins, samples_text, summary
-from .settings import SIZES
 from .table import layout_text, plan_cells
 
 if TYPE_CHECKING:
@@ -22,19 +21,6 @@ if TYPE_CHECKING:
     from ..search.compare import ComparedPlan
 
 WhatIfs = Sequence[tuple[str, Answer]]
-
-
-def layout_data(answer: Answer) -> dict[str, Any]:
-    """What `parallel=` takes: the plan, and with it the settings of modules that a plan does not hold."""
-    placed = {*SIZES, "layers_per_stage", "colocate_with", "activation_checkpointing"}
-    placed |= {"cp_method", "cp_mode", "cp_block"}
-    modules = {
-        name: {key: value for key, value in module.to_dict().items() if key not in placed}
-        for name, module in answer.settings.plugin.modules.items()
-    }
-    modules = {name: own for name, own in modules.items() if own}
-    plan = answer.plan.to_dict()
-    return {"modules": modules, "plan": plan} if modules else plan
 
 
 def save_plan(path: str, answer: Answer, command: Sequence[str]) -> None:
@@ -46,7 +32,7 @@ def save_plan(path: str, answer: Answer, command: Sequence[str]) -> None:
         answer (`Answer`): The plan.
         command (`Sequence[str]`): What made it.
     """
-    data = layout_data(answer)
+    data = layout_data(answer.plan, answer.settings.plugin.modules)
     if path.endswith(".json"):
         Path(path).write_text(json.dumps(data, indent=2) + "\n")
         return
@@ -178,7 +164,7 @@ def figures(
         ]
     if what_ifs:
         data["what_if"] = {text: _figures(other) for text, other in what_ifs}
-    data["plan"] = layout_data(answer)
+    data["plan"] = layout_data(answer.plan, answer.settings.plugin.modules)
     return data
 
 
@@ -241,6 +227,7 @@ def page_of(
         title=f"{Path(answer.inputs.source.name).name} on {answer.plan.world_size:,} x {answer.settings.gpu_type}",
         subtitle=f"{samples_text(answer)}. {batch_text(answer)}.",
         plan=answer.plan,
+        modules=answer.settings.plugin.modules,
         simulation=prediction.simulation,
         summary=[(label, text) for label, text in [*summary(answer), *origins(answer)] if label != "Bound"],
         bound="" if result is None else result.best.bound,

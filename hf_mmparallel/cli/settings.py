@@ -11,7 +11,7 @@ from ..arrange import ARRANGEMENTS
 from ..cost import Hardware, hardware
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.stage_memory import GIB
-from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin
+from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
 from ..plan.parallel_plan import SCHEDULES, Schedule
 from ..plan.plugin import reject_unknown_keys
 from .arguments import positive
@@ -102,13 +102,14 @@ class Settings:
     def frozen_spec(self, spec: ModelSpec) -> ModelSpec:
         """The model with the frozen parameters marked. Raises `ValueError` for modules that it has not."""
         reject_unknown_keys("The model", list(self.plugin.modules), list(spec.modules))
-        frozen = self.frozen
+        frozen, spec = self.frozen, frozen_as_planned(spec, self.plugin)
         modules = {name: module.with_frozen(frozen.get(name, False)) for name, module in spec.modules.items()}
         return replace(spec, modules=modules)
 
     def with_frozen(self, name: str, freeze: Freeze) -> Settings:
         """The same with a module frozen, or trained."""
-        module = replace(self.plugin.modules.get(name, ModulePlugin()), freeze=freeze)
+        before = self.plugin.modules.get(name, ModulePlugin())
+        module = replace(before, freeze=freeze, named=before.named | {"freeze"})
         return replace(self, plugin=replace(self.plugin, modules={**self.plugin.modules, name: module}))
 
     def with_changes(self, text: str) -> Settings:
@@ -213,12 +214,6 @@ def read_plugin(path: str) -> MultimodalParallelPlugin:
         return MultimodalParallelPlugin.from_any(path)
     except yaml.YAMLError as error:
         raise ValueError(f"`{path}` is no valid YAML: {error}. Mend it.") from error
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(
-            f"`{path}` is neither a plan nor settings of modules: {reason}. Compare it with what `hf-mmparallel plan "
-            "--output` writes."
-        ) from error
 
 
 def module_settings(text: str) -> tuple[str, dict[str, Any]]:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 from ..arrange import contiguous_step, num_microbatches
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, check_plan
+from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
 from ..schedule import build_program, simulate
 from ..schedule.draw import chrome_trace, gantt_png
 from .answer import Inputs, batch_to_fill, predict_plan
@@ -38,10 +38,9 @@ def run_simulate(args: argparse.Namespace) -> None:
         return
     source = read_model(args.model, plugin.modules, args.generator)
     check_plan(plugin.plan, source.spec)
-    if not settings.frozen:
-        source = replace(source, spec=freeze_as_planned(source.spec, plugin.plan))
     inputs = Inputs(source, read_samples(args, source), args.profile, args.seed)
-    answer = predict_plan(settings, inputs, inputs.costs(settings), plugin.plan)
+    costs = inputs.costs(settings)
+    answer = predict_plan(settings, inputs, costs, plan_for_model(settings.plugin, costs.spec, None))
     console = new_console()
     report(console, answer)
     warn_of_memory(console, answer)
@@ -84,23 +83,3 @@ def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: Paral
     if args.trace:
         chrome_trace(simulation, args.trace)
         console.print(f"Trace written to {args.trace}", highlight=False, soft_wrap=True)
-
-
-def freeze_as_planned(spec: ModelSpec, plan: ParallelPlan) -> ModelSpec:
-    """
-    Marks the parameters of stages that the plan says have nothing trainable, for plans without settings of modules.
-
-    Args:
-        spec (`ModelSpec`): The model.
-        plan (`ParallelPlan`): The plan.
-    """
-    modules = {}
-    for name, module in spec.modules.items():
-        stages = [stage for _, _, stage in plan.modules[name].stages() if not stage.trainable]
-        parameters = []
-        for parameter in module.parameters:
-            layer = min(max(parameter.layer, 0), module.num_layers - 1)
-            frozen = any(stage.layers[0] <= layer < stage.layers[1] for stage in stages)
-            parameters.append(replace(parameter, trainable=parameter.trainable and not frozen))
-        modules[name] = replace(module, parameters=tuple(parameters))
-    return replace(spec, modules=modules)

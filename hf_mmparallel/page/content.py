@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..arrange.balance import Balance
-from ..plan import ParallelPlan
+from ..plan import ModulePlugin, ParallelPlan
 from ..schedule import Simulation
 
 
@@ -115,6 +115,7 @@ class PlanPage:
             left out.
         command (`str`, *optional*): What made the plan.
         versions (`Mapping[str, str]`, *optional*): Of the libraries.
+        modules (`Mapping[str, ModulePlugin]`, *optional*): Settings of modules, such as what is frozen.
     """
 
     title: str
@@ -131,6 +132,7 @@ class PlanPage:
     step_ms: float | None = None
     command: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, ModulePlugin] = field(default_factory=dict)
 
     @property
     def compared_ms(self) -> float:

@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..arrange.balance import Balance
 from ..cost.stage_memory import GIB
+from ..plan import layout_data
 from .content import MemoryCurves, PlanChoice, PlanPage, TextTable
 from .timeline import RankRow, module_colors, rank_rows, timeline_data
 
@@ -65,7 +66,7 @@ def render_page(page: PlanPage) -> str:
             "Runners-up": _choices(page, page.runners_up),
             "Beside other methods": _choices(page, page.comparison),
         },
-        plan_yaml=yaml.safe_dump(page.plan.to_dict(), sort_keys=False, default_flow_style=None),
+        plan_yaml=yaml.safe_dump(layout_data(page.plan, page.modules), sort_keys=False, default_flow_style=None),
     )
 
 

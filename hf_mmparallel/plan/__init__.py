@@ -3,8 +3,8 @@
 from .model_spec import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, ParameterUse
 from .ownership import Holding, SyncGroup, holdings, stage_holds, stage_parameters, sync_groups
 from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage
-from .plugin import ModulePlugin, MultimodalParallelPlugin
-from .resolve import check_plan, check_world_size, plan_for_model, resolve_plan
+from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
+from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
 from .sides import encoders_of, generators_of
 from .sizes import SampleSizes, Workloads
 from .step_plan import StepPlan
@@ -29,12 +29,16 @@ __all__ = [
     "SyncGroup",
     "Workloads",
     "check_plan",
+    "check_trained",
     "check_world_size",
     "encoders_of",
+    "frozen_as_planned",
     "generators_of",
     "holdings",
+    "layout_data",
     "plan_for_model",
     "resolve_plan",
+    "save_layout",
     "stage_holds",
     "stage_parameters",
     "sync_groups",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
+
+from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 
 SCHEDULES = ("1f1b", "gpipe", "eager")
 Schedule = Literal["1f1b", "gpipe", "eager"]
@@ -201,42 +203,38 @@ class ParallelPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ParallelPlan:
+        """
+        Reads what [`~ParallelPlan.to_dict`] gives, or a file that has settings of modules beside it. Modules may be in
+        any order.
+
+        Raises:
+            `ValueError`: For a key that is unknown or missing, and a value of another type.
+        """
+        if isinstance(data, Mapping) and "plan" in data:
+            data = data["plan"]
+        data = read_mapping(data, "A plan", ["modules"], ["schedule", "num_microbatches", "edges"])
         modules = {
-            name: ModulePlan(
-                replicas=tuple(
-                    tuple(
-                        Stage(
-                            layers=(stage["layers"][0], stage["layers"][1]),
-                            ranks=tuple(tuple(row) for row in stage["ranks"]),
-                            trainable=stage.get("trainable", True),
-                        )
-                        for stage in stages
-                    )
-                    for stages in module["replicas"]
-                ),
-                activation_checkpointing=module.get("activation_checkpointing", False),
-                context=ContextSettings(**module.get("context", {})),
-            )
-            for name, module in data["modules"].items()
+            read_name(name, "The name of a module"): _read_module(module, name)
+            for name, module in read_mapping(data["modules"], "`modules` of the plan").items()
         }
-        edges = tuple(Edge(e["source"], e["target"], tuple(e.get("layers", (0,)))) for e in data.get("edges", ()))
-        return cls(modules, edges, data.get("schedule", "1f1b"), data.get("num_microbatches", 1))
+        if not modules:
+            raise ValueError("The plan has no modules. Add at least `language_model` under `modules`.")
+        edges = tuple(_read_edge(edge, list(modules)) for edge in read_list(data.get("edges", ()), "`edges`"))
+        schedule = data.get("schedule", "1f1b")
+        reject_unknown_keys("`schedule`", [schedule], SCHEDULES)
+        count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
+        return cls(_sources_first(modules, edges), edges, schedule, count)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, or as JSON when the file's name ends so."""
-        path = Path(path)
-        if path.suffix == ".json":
-            path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-            return
-        import yaml
-
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None))
+        write_data(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> ParallelPlan:
+        """Reads a file with a plan, also one that has settings of modules beside it."""
         import yaml
 
         return cls.from_dict(yaml.safe_load(Path(path).read_text()))
@@ -245,3 +243,70 @@ class ParallelPlan:
     def fingerprint(self) -> str:
         """A short hash that ranks compare."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
+    """Writes plain data as YAML, or as JSON when the file's name ends so."""
+    path = Path(path)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(data, indent=2) + "\n")
+        return
+    import yaml
+
+    path.write_text(yaml.safe_dump(dict(data), sort_keys=False, default_flow_style=None))
+
+
+def _read_module(data: Any, name: str) -> ModulePlan:
+    """The layout of one module from plain data."""
+    what = f"Module `{name}` of the plan"
+    data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context"])
+    context = read_mapping(data.get("context", {}), f"`context` of `{name}`", (), ["method", "mode", "block"])
+    for key, known in (("method", CONTEXT_METHODS), ("mode", CONTEXT_MODES)):
+        reject_unknown_keys(f"`{key}` of `{name}`", [context[key]] if key in context else [], known)
+    read_count(context.get("block", 1), f"`block` of `{name}`", 1)
+    replicas = []
+    for d, stages in enumerate(read_list(data["replicas"], f"`replicas` of `{name}`")):
+        stages = read_list(stages, f"Replica {d} of `{name}`")
+        replicas.append(tuple(_read_stage(s, f"Stage {i} of `{name}` replica {d}") for i, s in enumerate(stages)))
+    if not replicas or not all(replicas):
+        raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
+    checkpointing = read_flag(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")
+    return ModulePlan(tuple(replicas), checkpointing, ContextSettings(**context))
+
+
+def _read_stage(data: Any, what: str) -> Stage:
+    """One stage from plain data."""
+    data = read_mapping(data, what, ["layers", "ranks"], ["trainable"])
+    layers = tuple(read_count(n, f"A layer of {what}") for n in read_list(data["layers"], f"`layers` of {what}"))
+    if len(layers) != 2 or layers[0] >= layers[1]:
+        raise ValueError(
+            f"`layers` of {what} are {list(layers)}; they must be the first layer and the one after the last."
+        )
+    rows = read_list(data["ranks"], f"`ranks` of {what}")
+    ranks = tuple(
+        tuple(read_count(rank, f"A rank of {what}") for rank in read_list(row, f"A row of ranks of {what}"))
+        for row in rows
+    )
+    if not ranks or not all(ranks):
+        raise ValueError(f"{what} has no ranks. Give it rows of at least one rank, such as `[[0]]`.")
+    return Stage((layers[0], layers[1]), ranks, read_flag(data.get("trainable", True), f"`trainable` of {what}"))
+
+
+def _read_edge(data: Any, modules: Sequence[str]) -> Edge:
+    """One edge between known modules from plain data."""
+    data = read_mapping(data, "An edge of the plan", ["source", "target"], ["layers"])
+    ends = [read_name(data[key], f"The `{key}` of an edge") for key in ("source", "target")]
+    reject_unknown_keys("An edge of the plan names a module, and the plan", ends, modules)
+    layers = read_list(data.get("layers", (0,)), f"`layers` of the edge from `{ends[0]}`")
+    return Edge(*ends, tuple(read_count(layer, f"A layer of the edge from `{ends[0]}`") for layer in layers))
+
+
+def _sources_first(modules: Mapping[str, ModulePlan], edges: Sequence[Edge]) -> dict[str, ModulePlan]:
+    """The modules in topological order; those that could be swapped stay as they are."""
+    depth = dict.fromkeys(modules, 0)
+    for _ in modules:
+        for edge in edges:
+            depth[edge.target] = max(depth[edge.target], depth[edge.source] + 1)
+    if any(depth[edge.target] <= depth[edge.source] for edge in edges) or max(depth.values(), default=0) >= len(depth):
+        raise ValueError(f"The edges of the plan, {list(edges)}, lead in a circle. Copy those of the model.")
+    return {name: modules[name] for name in sorted(modules, key=depth.__getitem__)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,18 @@ from .parallel_plan import (
     CONTEXT_MODES,
     SCHEDULES,
     ContextSettings,
+    ModulePlan,
     ParallelPlan,
     Schedule,
+    write_data,
 )
+from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 
 AUTO = "auto"
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
-
-
-def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) -> None:
-    """Raises `ValueError` naming the nearest known key for the first key that is not known."""
-    for key in keys:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1) or [name for name in known if name.startswith(key)]
-            hint = f"Did you mean `{near[0]}`?" if near else f"Known: {', '.join(f'`{name}`' for name in known)}."
-            raise ValueError(f"{what} has no `{key}`. {hint}")
+HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, "activation_checkpointing", "zero_stage")
+"""What a finished plan says of a module; the other settings stand beside it."""
 
 
 @dataclass
@@ -84,8 +81,9 @@ class ModulePlugin:
     named: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def __post_init__(self):
+        self._check_types()
         if self.layers_per_stage is not None:
-            self.layers_per_stage = [int(n) for n in self.layers_per_stage]
+            self.layers_per_stage = list(self.layers_per_stage)
             if self.pp_size == 1:
                 self.pp_size = len(self.layers_per_stage)
             if self.pp_size != len(self.layers_per_stage) or min(self.layers_per_stage, default=0) < 1:
@@ -116,6 +114,24 @@ class ModulePlugin:
                 "or use a `cp_size` above 1."
             )
 
+    def _check_types(self) -> None:
+        """Raises `ValueError` for values of another type, and for patterns that are no regular expressions."""
+        if self.layers_per_stage is not None:
+            for count in read_list(self.layers_per_stage, "`layers_per_stage`"):
+                read_count(count, "An entry of `layers_per_stage`")
+        read_flag(self.activation_checkpointing, "`activation_checkpointing`")
+        read_count(self.zero_stage, "`zero_stage`")
+        for name in ("colocate_with", "attn_implementation"):
+            if getattr(self, name) is not None:
+                read_name(getattr(self, name), f"`{name}`")
+        if isinstance(self.freeze, bool):
+            return
+        for pattern in [self.freeze] if isinstance(self.freeze, str) else read_list(self.freeze, "`freeze`"):
+            try:
+                re.compile(read_name(pattern, "A pattern of `freeze`"))
+            except re.error as error:
+                raise ValueError(f"`freeze={pattern!r}` is no regular expression: {error}. Mend it.") from error
+
     @property
     def num_ranks(self) -> int:
         return self.dp_size * self.pp_size * self.tp_size * self.cp_size
@@ -133,6 +149,35 @@ class ModulePlugin:
             if value != f.default or f.name in self.named:
                 result[f.name] = value.to_dict() if hasattr(value, "to_dict") else value
         return result
+
+    @property
+    def beside_plan(self) -> dict[str, Any]:
+        """The settings that a finished plan does not hold, as plain data."""
+        return {name: plain_data(value) for name, value in self.to_dict().items() if name not in HELD_BY_PLAN}
+
+    def check_held(self, name: str, plan: ModulePlan) -> None:
+        """Raises `ValueError` for what is written down and is otherwise in a plan of the module `name`."""
+        held = {
+            "dp_size": plan.dp_size,
+            "pp_size": len(plan.replicas[0]),
+            "tp_size": plan.tp_size,
+            "cp_size": plan.cp_size,
+            "layers_per_stage": [stage.num_layers for stage in plan.replicas[0]],
+            "activation_checkpointing": plan.activation_checkpointing,
+            **{f"cp_{key}": value for key, value in dataclasses.asdict(plan.context).items()},
+        }
+        given = self.to_dict()
+        if self.colocate_with is not None:
+            raise ValueError(
+                f"`colocate_with={self.colocate_with!r}` of `{name}` has no effect beside a plan, which says who "
+                "shares ranks. Leave it out."
+            )
+        for key, value in held.items():
+            if key in given and given[key] != value:
+                raise ValueError(
+                    f"`{key}={given[key]!r}` of `{name}` contradicts the plan beside it, which has {value!r}. Leave "
+                    f"`{key}` out, or change the plan."
+                )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any] | ModulePlugin) -> ModulePlugin:
@@ -177,7 +222,8 @@ class MultimodalParallelPlugin:
     def __post_init__(self):
         if self.schedule not in SCHEDULES:
             reject_unknown_keys("`schedule`", [str(self.schedule)], SCHEDULES)
-        for name, module in self.modules.items():
+        for name, module in read_mapping(self.modules, "`modules`").items():
+            read_name(name, "The name of a module")
             if module is not None and not isinstance(module, (ModulePlugin, Mapping)):
                 raise ValueError(f"`{name}={module!r}` must be a `ModulePlugin` or a dict of its settings.")
         self.modules = {name: ModulePlugin.from_dict(module or {}) for name, module in self.modules.items()}
@@ -185,6 +231,14 @@ class MultimodalParallelPlugin:
             raise ValueError(
                 f"`plan={self.plan!r}` is no plan. Leave it out; `auto: true` has the best one searched for."
             )
+        read_flag(self.auto, "`auto`")
+        if self.num_microbatches is not None:
+            read_count(self.num_microbatches, "`num_microbatches`", 1)
+        if self.plan is not None:
+            self.schedule = self.plan.schedule
+            for name, module in self.modules.items():
+                reject_unknown_keys("The plan", [name], list(self.plan.modules))
+                module.check_held(name, self.plan.modules[name])
         if self.auto:
             self._check_auto()
 
@@ -230,7 +284,7 @@ class MultimodalParallelPlugin:
         Reads what `parallel=` takes: `"auto"`, a plugin, a dict of [`ModulePlugin`], the dict form of either, a JSON
         string, or the path of a YAML or JSON file that holds one of these or a saved [`ParallelPlan`].
         """
-        if value == AUTO:
+        if isinstance(value, str) and value == AUTO:
             return cls(auto=True)
         if isinstance(value, MultimodalParallelPlugin):
             return value
@@ -240,17 +294,57 @@ class MultimodalParallelPlugin:
             value = _read(value)
         if not isinstance(value, Mapping):
             raise ValueError(f'`parallel={value!r}` must be a dict of modules, a plan\'s file, a plugin or "auto".')
-        if isinstance(value.get("plan"), Mapping):
-            value = {**value, "plan": ParallelPlan.from_dict(value["plan"])}
-        modules = value.get("modules")
-        if isinstance(modules, Mapping) and any(
-            isinstance(module, Mapping) and "replicas" in module for module in modules.values()
-        ):
+        if _is_plan(value):
             return cls.from_any(ParallelPlan.from_dict(value))
-        if isinstance(modules, Mapping) or "plan" in value or isinstance(value.get(AUTO), bool):
+        if isinstance(value.get("plan"), Mapping):
+            return cls._beside_plan(value)
+        if isinstance(value.get("modules"), Mapping) or "plan" in value or isinstance(value.get(AUTO), bool):
             reject_unknown_keys("`parallel`", list(value), [f.name for f in dataclasses.fields(cls)])
             return cls(**value)
         return cls(modules=dict(value))
+
+    @classmethod
+    def _beside_plan(cls, value: Mapping[str, Any]) -> MultimodalParallelPlugin:
+        """Reads a plan with settings of modules beside it, as a run saves it."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        value = read_mapping(value, "`parallel`", ["plan"], [name for name in known if name != "plan"])
+        plan = ParallelPlan.from_dict(value["plan"])
+        if value.get("schedule", plan.schedule) != plan.schedule:
+            raise ValueError(
+                f"`schedule={value['schedule']!r}` contradicts the plan beside it, which has {plan.schedule!r}. Leave "
+                "one of them out."
+            )
+        return cls(**{"num_microbatches": plan.num_microbatches, **value, "plan": plan})
+
+
+def layout_data(plan: ParallelPlan, modules: Mapping[str, ModulePlugin]) -> dict[str, Any]:
+    """
+    What `parallel=` takes to repeat a run.
+
+    Args:
+        plan (`ParallelPlan`): Its plan.
+        modules (`Mapping[str, ModulePlugin]`): Its settings of modules.
+
+    Returns:
+        `dict`: The plan, beside it the settings that a plan does not hold, such as what is frozen; the plan alone if
+        there are none.
+    """
+    beside = {name: module.beside_plan for name, module in modules.items() if module.beside_plan}
+    return {"modules": beside, "plan": plan.to_dict()} if beside else plan.to_dict()
+
+
+def save_layout(path: str | Path, plan: ParallelPlan, modules: Mapping[str, ModulePlugin]) -> None:
+    """Writes [`layout_data`] as YAML, or as JSON when the file's name ends so."""
+    write_data(path, layout_data(plan, modules))
+
+
+def _is_plan(value: Mapping[str, Any]) -> bool:
+    """Whether plain data is a plan, also one with a mistake in it, and no settings."""
+    modules = value.get("modules")
+    if not isinstance(modules, Mapping) or "plan" in value:
+        return False
+    keys = [str(key) for module in modules.values() if isinstance(module, Mapping) for key in module]
+    return "edges" in value or any(difflib.get_close_matches("replicas", [key]) for key in keys)
 
 
 def _read(source: str | Path) -> Any:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
-from .ownership import trainable_stages
+from .ownership import stage_parameters, trainable_stages
 from .parallel_plan import ModulePlan, ParallelPlan, Schedule, Stage
-from .plugin import ModulePlugin, MultimodalParallelPlugin, reject_unknown_keys
+from .plugin import ModulePlugin, MultimodalParallelPlugin
+from .reading import reject_unknown_keys
 
 
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
@@ -230,11 +231,51 @@ def _check_grids(name: str, module: ModulePlan) -> None:
                     )
 
 
-def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
-    """The plan with the stages marked trainable that the model trains."""
-    modules = {}
+def frozen_as_planned(spec: ModelSpec, plugin: MultimodalParallelPlugin) -> ModelSpec:
+    """
+    The model with what a finished plan freezes: a stage with `trainable: false` holds nothing that is trained, unless
+    `freeze` of its module is set beside the plan.
+
+    Args:
+        spec (`ModelSpec`): The model.
+        plugin (`MultimodalParallelPlugin`): The plan, if there is one, and the settings beside it.
+    """
+    if plugin.plan is None:
+        return spec
+    frozen: set[str] = set()
+    for name, module in plugin.plan.modules.items():
+        own = plugin.modules.get(name, ModulePlugin())
+        if name in spec.modules and not own.freeze and "freeze" not in own.named:
+            stages = [stage for _, _, stage in module.stages() if not stage.trainable]
+            frozen.update(p.name for stage in stages for p in stage_parameters(spec, name, stage))
+    modules = {
+        name: replace(
+            module,
+            parameters=tuple(replace(p, trainable=p.trainable and p.name not in frozen) for p in module.parameters),
+        )
+        for name, module in spec.modules.items()
+    }
+    return replace(spec, modules=modules)
+
+
+def check_trained(plan: ParallelPlan, spec: ModelSpec) -> None:
+    """Raises `ValueError` where a plan says that a stage trains nothing, and the model has parameters that it does."""
     for name, module in plan.modules.items():
-        replicas = []
+        for replica, index, stage in module.stages():
+            trained = sum(p.num_elements for p in stage_parameters(spec, name, stage) if p.trainable)
+            if trained and not stage.trainable:
+                raise ValueError(
+                    f"The plan says that stage {index} of `{name}` replica {replica} trains nothing (`trainable: "
+                    f"false`), but {trained:,} of its parameters are to be trained. Set `freeze: true` for `{name}`, "
+                    "or remove `trainable: false` from its stages."
+                )
+
+
+def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
+    """The plan with its modules in the model's order, and the stages marked trainable that the model trains."""
+    modules = {}
+    for name in spec.modules:
+        module, replicas = plan.modules[name], []
         for stages in module.replicas:
             flags = trainable_stages(spec.modules[name], spec.tied, [stage.layers for stage in stages])
             replicas.append(tuple(replace(stage, trainable=flag) for stage, flag in zip(stages, flags, strict=True)))
@@ -251,5 +292,6 @@ def plan_for_model(
         check_plan(plan, spec)
         if world_size is not None:
             check_world_size(plan, world_size)
+        check_trained(plan, spec)
         return _as_trained(plan, spec)
     return resolve_plan(spec, plugin.modules, world_size, plugin.schedule, plugin.num_microbatches or num_microbatches)

@@ -19,7 +19,17 @@ from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPlan, Workloads, holdings, sync_groups
+from ..plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlugin,
+    ParallelPlan,
+    SampleSizes,
+    StepPlan,
+    Workloads,
+    holdings,
+    sync_groups,
+)
 from ..schedule import Program, Task, build_program
 from ..search.steps import StepPlanner
 from .executor import Executor, StepResult
@@ -129,6 +139,7 @@ class ParallelEngine(nn.Module):
         ]
         self._check_step = StepCheck(self.groups.control, has_cuts=self.cutter is not None)
         self.adapters: Any = None
+        self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
         self.step_index = 0
         self.last_result: StepResult | None = None
         self.planner: StepPlanner | None = None  # of the training steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers import TrainingArguments
 from .._environment import launched_processes
 from ..arrange import ARRANGEMENTS
 from ..plan import MultimodalParallelPlugin
-from ..plan.plugin import reject_unknown_keys
+from ..plan.reading import plain_data, reject_unknown_keys
 
 ON_BAD_SAMPLE = ("raise", "skip")
 
@@ -148,7 +147,7 @@ class MultimodalTrainingArguments(TrainingArguments):
 def _plain_layout(parallel: Any) -> dict[str, Any]:
     """What `parallel=` takes as the dict of a plugin, of what JSON holds."""
     try:
-        layout = _plain(MultimodalParallelPlugin.from_any(parallel).to_dict())
+        layout = plain_data(MultimodalParallelPlugin.from_any(parallel).to_dict())
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         place = "" if where is None else f" at line {where.line + 1}, column {where.column + 1}"
@@ -158,16 +157,3 @@ def _plain_layout(parallel: Any) -> dict[str, Any]:
         ) from error
     json.dumps(layout)
     return layout
-
-
-def _plain(value: Any) -> Any:
-    """Sets, tuples, paths and string enumerations as what JSON holds."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(_plain(item) for item in value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    return value.value if hasattr(value, "value") else value

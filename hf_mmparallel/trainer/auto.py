@@ -23,7 +23,7 @@ from ..data.streams import StreamWindow, is_stream
 from ..modeling.possible_sizes import possible_sizes
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
-from ..plan.resolve import check_plan, check_world_size
+from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .agreement import from_first_rank
@@ -31,6 +31,7 @@ from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
 from .loaders import memory_limit_bytes
 from .report import mean_tokens, representative_draw, size_origin, stderr_console
+from .saved_plan import SAVED_PLAN, check_same_settings
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
-SAVED_PLAN = "parallel_plan.json"
 _NUM_SAMPLES = 1024  # that are measured, unless a global batch has more; a sample may have to be read for it
 _NUM_STREAMED = 256
 
@@ -157,10 +157,15 @@ def saved_plan(
     path = None if folder is None else Path(folder) / SAVED_PLAN
     if path is None or not path.is_file():
         return None, ""
-    plan = ParallelPlan.load(path)
+    saved = MultimodalParallelPlugin.from_any(path)
+    plan = saved.plan
+    if plan is None:
+        return None, f"`{path}` holds no plan; one is searched for."
     try:
         check_plan(plan, prepared.spec)
         check_world_size(plan, args.world_size)
+        check_trained(plan, prepared.spec)
+        check_same_settings(saved.modules, plugin.modules)
         _check_fixed(plan, plugin)
     except ValueError as error:
         return None, f"The plan of {folder} is not taken, another one is searched for: {error}"

@@ -24,7 +24,15 @@ from ..modeling import build_model_spec
 from ..modeling.adapters import add_adapters, wrap_with_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
 from ..modeling.possible_sizes import check_context
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, plan_for_model
+from ..plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlugin,
+    MultimodalParallelPlugin,
+    ParallelPlan,
+    frozen_as_planned,
+    plan_for_model,
+)
 from ..plan.plugin import reject_unknown_keys
 from ..runtime.engine import ParallelEngine
 from .agreement import from_first_rank
@@ -58,13 +66,13 @@ def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelP
 
 
 def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
-    """Applies attention functions and frozen parameters to the whole model, in place."""
+    """Applies attention functions and frozen parameters, those of a finished plan too, to a whole model, in place."""
     spec = build_model_spec(model)
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
     parameters = dict(model.named_parameters())
-    for name, module in plugin.modules.items():
-        for parameter in spec.modules[name].with_frozen(module.freeze).parameters:
+    for name, module in frozen_as_planned(spec, plugin).modules.items():
+        for parameter in module.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze).parameters:
             if not parameter.trainable:
                 parameters[parameter.name].requires_grad_(False)
     return build_model_spec(model)
@@ -78,6 +86,8 @@ def adapter_configs(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
 def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, seed: int) -> Any:
     """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
     spec = apply_module_settings(model, plugin)
+    if plugin.plan is not None:
+        plan_for_model(plugin, spec, 1)  # its checks
     for name in spec.modules:
         settings = [plugin.modules.get(name), plugin.plan.modules.get(name) if plugin.plan else None]
         if any(part is not None and part.activation_checkpointing for part in settings):
@@ -279,6 +289,7 @@ def build_engine(
         costs=prepared.costs,
     )
     engine.adapters = prepared.adapters
+    engine.settings = plugin.modules
     return engine, global_batch_size
 
 

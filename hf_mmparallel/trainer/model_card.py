@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from .. import __version__
-from ..plan import ParallelPlan
+from ..plan import ParallelPlan, save_layout
 from ..runtime.engine import ParallelEngine
 
 SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
@@ -86,7 +86,7 @@ def _readable(name: str) -> str:
 
 def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> None:
     """Adds the plan to the card that the Trainer wrote; writing it again replaces it."""
-    engine.plan.save(folder / "parallel_plan.json")
+    save_layout(folder / "parallel_plan.json", engine.plan, engine.settings)
     path = folder / "README.md"
     card = ModelCard.load(path)
     card.data["parallel_plan"] = {

@@ -25,7 +25,7 @@ from ..data import default_collator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
 from ..modeling.adapters import add_to_whole
-from ..plan import LANGUAGE_MODEL, ParallelPlan
+from ..plan import LANGUAGE_MODEL, ParallelPlan, save_layout
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
@@ -50,6 +50,7 @@ from .model_card import write_model_card
 from .progress import DataProgress
 from .report import report_plan, settings_without_plan
 from .sample_sizes import TrainingSizes
+from .saved_plan import SAVED_PLAN, warn_of_other_settings
 
 logger = get_logger(__name__)
 
@@ -385,7 +386,7 @@ class MultimodalParallelTrainer(Trainer):
         if processor is not None:
             processor.save_pretrained(output_dir)
         torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
-        self._engine.plan.save(Path(output_dir) / "parallel_plan.json")
+        save_layout(Path(output_dir) / SAVED_PLAN, self._engine.plan, self._engine.settings)
 
     @planned
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -458,6 +459,7 @@ class MultimodalParallelTrainer(Trainer):
             if model is not None or not restore_renamed(self.model, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
+        warn_of_other_settings(resume_from_checkpoint, engine.settings)
         with shared_failure():
             load = checkpoint.load_model if engine.adapters is None else checkpoint.load_adapters
             load(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)

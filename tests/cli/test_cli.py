@@ -109,7 +109,7 @@ def test_missing_files_and_foreign_plans_are_errors(model, tmp_path, fail):
         (["simulate", tmp_path / "plan.yaml"], "neither a file nor a JSON object"),
         (["simulate", settings], "holds settings of modules, no plan"),
         (["simulate", broken], "no valid YAML"),
-        (["simulate", torn], "'layers' is missing"),
+        (["simulate", torn], "Stage 0 of `vision` replica 0 has no `layers`"),
     ):
         assert message in fail(*arguments)
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, render_page, write_page
 from hf_mmparallel.page.timeline import rank_rows, timeline_data
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan
 from hf_mmparallel.schedule import Simulation, Span, Task, build_program, simulate
 from tests.page.pages import example_page
 from tests.schedule.builders import Case, cases, chain, deferred, shared
@@ -152,6 +152,15 @@ def test_all_sections_are_there(html, page):
     (command, plan_yaml) = reader.text_of("pre")
     assert command == page.command
     assert ParallelPlan.from_dict(yaml.safe_load(plan_yaml)) == page.plan
+
+
+def test_what_is_copied_repeats_the_run(page):
+    """The plan alone would not say what of a module is frozen, nor what adapters it has."""
+    modules = {"vision": ModulePlugin(freeze="tower"), "language_model": ModulePlugin(tp_size=2)}
+    _, copied = Reader(render_page(replace(page, modules=modules))).text_of("pre")
+    plugin = MultimodalParallelPlugin.from_any(yaml.safe_load(copied))
+    assert plugin.plan == page.plan
+    assert plugin.modules == {"vision": ModulePlugin(freeze="tower")}
 
 
 def test_a_bare_page_leaves_sections_out():

@@ -9,8 +9,19 @@ from pathlib import Path
 import pytest
 import yaml
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, resolve_plan
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlugin,
+    MultimodalParallelPlugin,
+    ParallelPlan,
+    frozen_as_planned,
+    layout_data,
+    plan_for_model,
+    resolve_plan,
+    save_layout,
+)
 from tests.plan.specs import model_spec, specs_and_plans
 
 PLUGIN = MultimodalParallelPlugin(
@@ -175,3 +186,146 @@ def test_what_is_no_plugin_is_a_sentence(value, message):
 def test_settings_that_can_not_be_are_a_sentence(settings, message):
     with pytest.raises(ValueError, match=message):
         ModulePlugin(**settings)
+
+
+@pytest.mark.parametrize("beside", [{}, {"vision": {"freeze": True}}])
+def test_the_order_of_modules_in_a_file_does_not_matter(beside, tmp_path):
+    """`yaml.safe_dump` sorts keys: `audio`, `language_model`, `vision`."""
+    spec = model_spec()
+    plan = resolve_plan(spec, {name: ModulePlugin.from_dict(own) for name, own in beside.items()}, num_microbatches=3)
+    modules = {name: ModulePlugin.from_dict(own) for name, own in beside.items()}
+    path = _written(tmp_path / "plan.yaml", yaml.safe_dump(layout_data(plan, modules)))
+    assert path.read_text().index("language_model:") < path.read_text().index("vision:", 60)
+    read = MultimodalParallelPlugin.from_any(path)
+    assert list(read.plan.modules) == list(spec.modules)
+    assert plan_for_model(read, frozen(spec, read), None).fingerprint == plan.fingerprint
+    without_edges = {key: value for key, value in plan.to_dict().items() if key != "edges"}
+    without_edges["modules"] = dict(reversed(without_edges["modules"].items()))
+    turned = MultimodalParallelPlugin.from_any({"plan": without_edges, "modules": beside})
+    assert plan_for_model(turned, frozen(spec, turned), None).fingerprint == plan.fingerprint
+
+
+def frozen(spec, plugin):
+    """The model as the settings and the plan of a plugin freeze it."""
+    spec = frozen_as_planned(spec, plugin)
+    modules = {
+        name: m.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze) for name, m in spec.modules.items()
+    }
+    return dataclasses.replace(spec, modules=modules)
+
+
+def trained(spec):
+    """Module -> the names of its parameters that get a gradient."""
+    return {name: [p.name for p in module.parameters if p.trainable] for name, module in spec.modules.items()}
+
+
+@pytest.mark.parametrize("freeze", [True, "tower", ["embeddings"], False])
+def test_what_a_run_freezes_is_frozen_by_its_file(freeze, tmp_path):
+    asked = MultimodalParallelPlugin({"vision": ModulePlugin(freeze=freeze), LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
+    spec = frozen(model_spec(), asked)
+    save_layout(tmp_path / "plan.json", plan_for_model(asked, spec, None), asked.modules)
+    again = MultimodalParallelPlugin.from_any(tmp_path / "plan.json")
+    assert trained(frozen(model_spec(), again)) == trained(spec)
+    assert plan_for_model(again, frozen(model_spec(), again), None) == plan_for_model(asked, spec, None)
+    assert ParallelPlan.load(tmp_path / "plan.json") == plan_for_model(asked, spec, None)
+
+
+def test_a_plan_without_settings_freezes_the_stages_that_train_nothing():
+    spec = model_spec()
+    plan = resolve_plan(spec, {"vision": ModulePlugin(freeze=True)})
+    old = MultimodalParallelPlugin.from_any(plan.to_dict())
+    assert trained(frozen(spec, old))["vision"] == []
+    assert trained(frozen(spec, old))[LANGUAGE_MODEL]
+    for beside in ({"vision": {"freeze": False}}, {"vision": {"freeze": "tower"}}):
+        thawed = MultimodalParallelPlugin.from_any({"plan": plan.to_dict(), "modules": beside})
+        with pytest.raises(ValueError, match=r"`vision` replica 0 trains nothing .* (576|128) of its parameters"):
+            plan_for_model(thawed, frozen(spec, thawed), None)
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"vision": {"dp_size": 3}}, "`dp_size=3` of `vision` contradicts the plan beside it, which has 2"),
+        ({LANGUAGE_MODEL: {"tp_size": 1}}, "`tp_size=1` of `language_model` contradicts the plan"),
+        ({LANGUAGE_MODEL: {"activation_checkpointing": False}}, "`activation_checkpointing=False` .* contradicts"),
+        ({"vision": {"colocate_with": LANGUAGE_MODEL}}, "`colocate_with='language_model'` of `vision` has no effect"),
+        ({"visoin": {"freeze": True}}, "The plan has no `visoin`. Did you mean `vision`?"),
+    ],
+)
+def test_settings_that_contradict_the_plan_beside_them_are_a_sentence(beside, message):
+    with pytest.raises(ValueError, match=message):
+        MultimodalParallelPlugin.from_any({"plan": PLAN.to_dict(), "modules": beside})
+
+
+def test_settings_that_agree_with_the_plan_beside_them_hold():
+    beside = {"vision": {"dp_size": 2, "freeze": "tower"}, LANGUAGE_MODEL: {"layers_per_stage": [1, 3], "tp_size": 2}}
+    plugin = MultimodalParallelPlugin.from_any({"plan": PLAN.to_dict(), "modules": beside})
+    assert layout_data(PLAN, plugin.modules)["modules"] == {"vision": {"freeze": "tower"}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data["modules"]["vision"].update(replica=data["modules"]["vision"].pop("replicas")),
+         "Module `vision` of the plan has no `replica`. Did you mean `replicas`?"),
+        (lambda data: data["modules"][LANGUAGE_MODEL]["replicas"][0][1].pop("ranks"),
+         "Stage 1 of `language_model` replica 0 has no `ranks`"),
+        (lambda data: data.update(shedule=data.pop("schedule")), "A plan has no `shedule`. Did you mean `schedule`?"),
+        (lambda data: data["edges"][0].update(source="visoin"), "no `visoin`. Did you mean `vision`?"),
+        (lambda data: data["modules"]["vision"].update(freeze=True), "Module `vision` of the plan has no `freeze`"),
+        (lambda data: data["edges"].append({"source": LANGUAGE_MODEL, "target": "vision"}), "lead in a circle"),
+    ],
+    ids=["typo", "missing", "typo at the top", "edge", "setting", "circle"],
+)  # fmt: skip
+def test_a_mistake_in_a_plan_is_a_sentence(change, message):
+    data = PLAN.to_dict()
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        MultimodalParallelPlugin.from_any(data)
+
+
+def _places(data, path=()):
+    """The ways to every value of nested data."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+VALUES = [None, True, "x", -1, 0, 7, 2.5, [], [[]], {}, [None], {"x": 1}, [0, "x"], {1: 2}, "1f1b"]
+
+
+@settings(deadline=None, max_examples=400)
+@given(st.data())
+def test_no_mistake_in_a_file_is_anything_but_a_sentence(data):
+    """One value of a file is lost, renamed, or replaced by another; what still can be read is a plan of the model."""
+    whole = json.loads(json.dumps(data.draw(st.sampled_from(WHOLE))))
+    *way, last = data.draw(st.sampled_from(list(_places(whole))))
+    inner = whole
+    for key in way:
+        inner = inner[key]
+    change = data.draw(st.sampled_from(["lose", "rename", "replace"]))
+    if change == "replace":
+        inner[last] = data.draw(st.sampled_from(VALUES))
+    elif isinstance(inner, list):
+        inner.pop(last)
+    elif change == "lose":
+        del inner[last]
+    else:
+        inner[str(last) + "s"] = inner.pop(last)
+    try:
+        plugin = MultimodalParallelPlugin.from_any(whole)
+        if not plugin.auto:
+            plan_for_model(plugin, frozen(model_spec(), plugin), None)
+    except ValueError as error:
+        assert len(str(error)) > 20
+
+
+WHOLE = [
+    PLAN.to_dict(),
+    layout_data(PLAN, PLUGIN.modules),
+    PLUGIN.to_dict(),
+    {**DICT, LANGUAGE_MODEL: {"cp_size": 2, "cp_method": "zigzag", "cp_block": 64, "attn_implementation": "bitfield"}},
+    {"modules": {"vision": {"freeze": ["a", "projector"], "dp_size": 2}}, "auto": True, "schedule": "eager"},
+]
+"""What `parallel=` takes, as it stands in files."""
