@@ -20,6 +20,7 @@ from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, StepPlan, Workloads, holdings, sync_groups
 from ..schedule import Program, Task, build_program
 from ..search.steps import StepPlanner
+from .activity import ACTIVITY, doing
 from .executor import Executor, StepResult
 from .failure import disagreement
 from .gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
@@ -205,6 +206,7 @@ class ParallelEngine(nn.Module):
             step_index (`int`): Number of the optimizer step.
         """
         self.step_index = step_index
+        ACTIVITY.step = step_index + 1
         self.current_step, self.current_sizes = batch.step, batch.sizes
         self.current_workloads = batch.workloads
         if batch.sizes is not None or batch.step.epoch != self._agreed_epoch:
@@ -215,7 +217,8 @@ class ParallelEngine(nn.Module):
         self.module.train()
         program = batch.program or self.program(batch.step, training=True)
         result = self.executor.run(program, batch)
-        self.sync.finish()
+        with doing("sums of gradients", waits=True):
+            self.sync.finish()
         self.last_result = result
         totals = self._totals(result, batch)
         scale_gradients(self.trained, 1.0 / max(totals.num_targets, 1))
@@ -253,8 +256,9 @@ class ParallelEngine(nn.Module):
         check = stable_seed(step.epoch, step.samples, step.microbatches) % 2**20
         checks = torch.tensor([check, check**2], dtype=torch.float64)
         summed = torch.cat([numbers.double(), checks]).to(self.device)
-        dist.all_reduce(summed)
-        *result, first, second = summed.tolist()
+        with doing("comparing and adding up the step", waits=True):
+            dist.all_reduce(summed)
+            *result, first, second = summed.tolist()
         world = dist.get_world_size()
         if (first, second) != (check * world, check**2 * world):
             raise RuntimeError(disagreement(check))
@@ -262,7 +266,8 @@ class ParallelEngine(nn.Module):
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient over all modules."""
-        return gradient_norm(self.counted, self.device)
+        with doing("norm of the gradient", waits=True):
+            return gradient_norm(self.counted, self.device)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clips the gradient by its norm over all modules and returns the norm before."""

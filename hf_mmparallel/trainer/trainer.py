@@ -27,6 +27,7 @@ from ..data.packing import PackingCollator
 from ..modeling.adapters import add_to_whole
 from ..plan import LANGUAGE_MODEL, ParallelPlan
 from ..runtime import checkpoint, optimizer_checkpoint
+from ..runtime.activity import ACTIVITY
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from .agreement import SampleAgreement
@@ -139,7 +140,7 @@ class MultimodalParallelTrainer(Trainer):
         check_arguments(args)
         check_trainer(self, model, kwargs)
         self.is_planned = True
-        with shared_failure():
+        with shared_failure("preparing the model"):
             prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
             self.model_spec = prepared.spec
             super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
@@ -158,7 +159,7 @@ class MultimodalParallelTrainer(Trainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
         if self.is_world_process_zero():
-            with shared_failure():
+            with shared_failure("reporting the plan"):
                 report_plan(self)
                 if self.search is not None:
                     report_search(self.search, Path(self.args.output_dir))
@@ -198,7 +199,8 @@ class MultimodalParallelTrainer(Trainer):
         """
         if self.engine is None:
             return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
-        state = checkpoint.gather_state_dict(self.model, self._engine.spec, self._engine.plan, self._engine.rank)
+        with shared_failure("gathering the model"):
+            state = checkpoint.gather_state_dict(self.model, self._engine.spec, self._engine.plan, self._engine.rank)
         if state is None:
             return None
         model = type(self.model)(self.model.config)
@@ -275,7 +277,8 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
-        with shared_failure():
+        ACTIVITY.step = self.state.global_step + 1
+        with shared_failure("reading samples"):
             batch = self._readable.settle(next(epoch_iterator, None), self._train_steps)
         if batch is None:
             self.control.should_epoch_stop = True  # a stream tells its end when it is there
@@ -288,6 +291,11 @@ class MultimodalParallelTrainer(Trainer):
         batches = iter(dataloader)
         while (batch := self._readable_in_evaluation.settle(next(batches, None), dataloader.dataset)) is not None:
             yield batch
+
+    @planned
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with shared_failure("optimizer, callbacks or log"):
+            return super().train(*args, **kwargs)
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
@@ -315,7 +323,7 @@ class MultimodalParallelTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        with shared_failure():
+        with shared_failure("training step"):
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
         return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
 
@@ -357,7 +365,7 @@ class MultimodalParallelTrainer(Trainer):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         logger.info(f"\n***** Running {description} *****")
-        with shared_failure():
+        with shared_failure("evaluation"):
             return evaluate(self, dataloader, prediction_loss_only, metric_key_prefix)
 
     # Checkpoints
@@ -366,7 +374,7 @@ class MultimodalParallelTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         output_dir = str(output_dir or self.args.output_dir)
         engine = self._engine
-        with shared_failure():
+        with shared_failure("saving the model"):
             if engine.adapters is not None:
                 checkpoint.save_adapters(
                     self.model, engine.spec, engine.plan, engine.rank, output_dir, engine.adapters
@@ -392,7 +400,7 @@ class MultimodalParallelTrainer(Trainer):
         """Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all."""
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with shared_failure(), checkpoint.atomic_folder(folder) as writing:
+        with shared_failure(f"saving `{folder.name}`"), checkpoint.atomic_folder(folder) as writing:
             self.save_model(str(writing), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(writing))
@@ -440,7 +448,7 @@ class MultimodalParallelTrainer(Trainer):
             return
         if folder is None or not os.path.isfile(os.path.join(folder, "scheduler.pt")):
             return
-        with shared_failure():
+        with shared_failure("loading the optimizer's state"):
             optimizer_checkpoint.load_optimizer(self.optimizer, self.model, folder)
         self._load_scheduler(torch.load(os.path.join(folder, "scheduler.pt"), weights_only=True))
 
@@ -458,7 +466,7 @@ class MultimodalParallelTrainer(Trainer):
             if model is not None or not restore_renamed(self.model, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        with shared_failure():
+        with shared_failure("loading the weights"):
             load = checkpoint.load_model if engine.adapters is None else checkpoint.load_adapters
             load(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
 
