@@ -36,15 +36,20 @@ def disagreement(check: int) -> str:
     )
 
 
+def failure_sentence(rank: int, error: BaseException) -> str:
+    """What the other ranks say of an exception of `rank`."""
+    return f"Another rank failed first: rank {rank}: {type(error).__name__}: {error}"
+
+
 @contextlib.contextmanager
 def shared_failure(what: str = "") -> Iterator[None]:
     """
     A block of work that all ranks do, whose first failure all of them tell.
 
-    The exception of one rank is published in the store of the process group, and that rank stays until the others have
-    read it. Ranks that then lose their connection raise it in place of what the connection says; a rank that is gone
-    without an exception is named. Blocks inside of others add nothing. Under NCCL, where a rank would wait for one that
-    has failed, its collectives are ended.
+    The exception of one rank is published in the store of the process group, and that rank stays until the others
+    have read it. Ranks that then lose their connection raise it in place of what the connection says; a rank that is
+    gone without an exception is named. Under NCCL, where a rank would wait for one that has failed, its collectives
+    are ended. Blocks inside of others add nothing.
 
     Args:
         what (`str`, *optional*, defaults to `""`): What this rank does in it, for the others to read.
@@ -97,8 +102,8 @@ def _reason(watcher: Watcher, error: BaseException) -> str | None:
         reason = watcher.reason(error)
         watcher.publish(reason)
         return reason
-    own = f"Another rank failed first: rank {watcher.rank}: {type(error).__name__}: {error}"
-    watcher.publish((str(error) if isinstance(error, RemoteRankError) else own)[:_LONGEST])
+    own = str(error) if isinstance(error, RemoteRankError) else failure_sentence(watcher.rank, error)
+    watcher.publish(own[:_LONGEST])
     return None
 
 

@@ -173,13 +173,16 @@ class Watcher:
         """Why a connection was lost, in a sentence that is the same on all ranks if they are asked together."""
         with self._news:
             self._asks = True
-            self._answered = max(self._answered, time.monotonic() - self.interval_s)  # this process may have stood still
+            # This process may have stood still itself.
+            self._answered = max(self._answered, time.monotonic() - self.interval_s)
             self._news.notify_all()
             self._news.wait_for(lambda: self.failure is not None or self._is_store_gone(), 3 * self.silent_s)
             if self.failure is not None:
                 return self.failure.sentence
             if self._is_store_gone():
                 return self._store_sentence()
+            if self._silent():
+                return self._gone_sentence(self._silent())
         first_line = str(error).partition("\n")[0]
         return (
             f"Rank {self.rank} lost its connection to another rank, and all ranks give signs of life: "
@@ -277,8 +280,9 @@ class Watcher:
         self.store.set(f"{_PREFIX}sign/{self.rank}", json.dumps(asdict(sign)))
         self._exchange_failure()
         self._follow()
+        if self._asked is None:
+            self._asked = self.store.add(_ASKED, 0)
         asked = self.store.add(_ASKED, 1 if self._asks and self.failure is None else 0)
-        self._asked = asked if self._asked is None else self._asked
         trouble = asked > self._asked and self.failure is None
         speaks = self._speaker == self.rank
         if (speaks and (trouble or sign.standing_s > STALL_S / 2)) or (self._asks and self.world_size <= _SMALL_WORLD):
@@ -352,8 +356,10 @@ class Watcher:
             standing_s = self._sign().standing_s
             if standing_s < STALL_S:
                 self._reports = 0
-            elif standing_s >= STALL_S * 2**self._reports and slept_s < self.silent_s and not self._closing:
-                said = self._stall_sentence(standing_s)  # not if this process has stood still: all others would seem to
+            elif slept_s > self.silent_s:
+                continue  # this process has stood still, to which all others seem to have done so
+            elif standing_s >= STALL_S * 2**self._reports and not self._closing:
+                said = self._stall_sentence(standing_s)
                 if said is not None:
                     self._reports += 1
                     logger.warning(said)
@@ -368,9 +374,8 @@ class Watcher:
         living = [peer.sign for peer in self.peers.values() if peer.silence_s <= self.silent_s]
         if any(sign is not None and sign.standing_s < STALL_S for sign in living):
             return None
-        return (
-            f"Nothing has moved on any rank for {standing_s:.0f} s. They wait for {self._waited_for()}:\n{self.table()}"
-        )
+        said = f"Nothing has moved on any rank for {standing_s:.0f} s. They wait for {self._waited_for()}"
+        return f"{said}:\n{self.table()}"
 
 
 def _try(abort: Callable[[], None]) -> None:

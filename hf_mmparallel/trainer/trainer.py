@@ -30,7 +30,7 @@ from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.activity import ACTIVITY
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
-from .agreement import SampleAgreement
+from .agreement import SampleAgreement, from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .build import (
@@ -44,8 +44,9 @@ from .build import (
     single_process_arguments,
     with_packing,
 )
-from .checks import check_arguments, check_launch, check_trainer
+from .checks import check_arguments, check_launch, check_output_dir, check_trainer
 from .evaluation import evaluate
+from .finite import FiniteCheck
 from .loaders import eval_loader, train_loader
 from .model_card import write_model_card
 from .progress import DataProgress
@@ -141,6 +142,7 @@ class MultimodalParallelTrainer(Trainer):
         check_trainer(self, model, kwargs)
         self.is_planned = True
         with shared_failure("preparing the model"):
+            from_first_rank(lambda: check_output_dir(args), args.device)
             prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
             self.model_spec = prepared.spec
             super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
@@ -152,6 +154,7 @@ class MultimodalParallelTrainer(Trainer):
             self.engine, self.global_batch_size = build_engine(prepared, args, plugin)
             self._pack()
         skip = args.on_bad_sample == "skip"
+        self._finite = FiniteCheck(args.logging_nan_inf_filter)
         self._readable = SampleAgreement(skip, self.engine.device)
         self._readable_in_evaluation = SampleAgreement(skip, self.engine.device)
         self.engine.executor.forward_context = lambda: self.accelerator.autocast()
@@ -234,6 +237,8 @@ class MultimodalParallelTrainer(Trainer):
                     logs.update(callback.parallel_metrics())
         if self.engine is not None and self._readable.skip and not {"loss", "train_loss"}.isdisjoint(logs):
             logs["parallel/skipped_samples"] = self._readable.num_skipped
+        if self.engine is not None:
+            self._finite.settle()
         super().log(logs, start_time)
 
     # Data
@@ -325,6 +330,7 @@ class MultimodalParallelTrainer(Trainer):
             self.optimizer.train()
         with shared_failure("training step"):
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
+        self._finite.loss(self.state.global_step + 1, self._totals.mean_loss)
         return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
 
     @planned
@@ -333,7 +339,9 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return self._engine.gradient_norm() if grad_norm is None else grad_norm
+        norm = self._engine.gradient_norm() if grad_norm is None else grad_norm
+        self._finite.norm(self.state.global_step + 1, norm)
+        return norm
 
     @planned
     def floating_point_ops(self, inputs: StepBatch) -> int:
@@ -374,7 +382,7 @@ class MultimodalParallelTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         output_dir = str(output_dir or self.args.output_dir)
         engine = self._engine
-        with shared_failure("saving the model"):
+        with shared_failure("saving the model"), checkpoint.save_errors(Path(output_dir)):
             if engine.adapters is not None:
                 checkpoint.save_adapters(
                     self.model, engine.spec, engine.plan, engine.rank, output_dir, engine.adapters
@@ -434,6 +442,11 @@ class MultimodalParallelTrainer(Trainer):
                     states[name] = callback.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
         self._progress.save(folder, self.state.global_step, self._readable.num_skipped)
+
+    @planned
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        checkpoint.sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
 
     @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
