@@ -9,3 +9,8 @@ def launched_processes() -> tuple[int, str]:
     """How many processes the launcher says it started, and the variable that says so; 1 without a launcher."""
     counts = [(int(os.environ[name]), name) for name in _WORLD_SIZES if os.environ.get(name, "").isdigit()]
     return max(counts, default=(1, ""), key=lambda pair: pair[0])
+
+
+def launcher_keeps_store() -> bool:
+    """Whether the store of the process group is torchrun's rather than rank 0's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -139,6 +139,27 @@ def assert_ranks_raise(
     return [outcome.error for outcome in outcomes]
 
 
+def outcomes(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[_Outcome]:
+    """What became of each rank, for tests in which some of them die."""
+    return _launch(fn, world_size, args, kwargs, timeout, timeout, "gloo")[0]
+
+
+def meet_at_rank_zero() -> None:
+    """Replaces the group by one whose store is kept by rank 0, as after `mp.spawn`, and goes with it."""
+    import torch.distributed as dist
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", 0, world_size, True, timeout, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store is not None else 0]
+    dist.broadcast_object_list(port)
+    store = store or dist.TCPStore("127.0.0.1", port[0], world_size, False, timeout)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
 def _blame(outcome: _Outcome) -> tuple[int, float]:
     """Sort key: a dead rank explains the errors of the others, a killed one explains nothing."""
     return ({"died": 0, "raised": 1, "killed": 2}[outcome.kind], outcome.time)

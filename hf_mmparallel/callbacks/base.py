@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 if TYPE_CHECKING:
     from ..runtime.engine import ParallelEngine
+
+logger = get_logger(__name__)
+
+
+@contextlib.contextmanager
+def not_worth_a_run(what: str) -> Iterator[None]:
+    """Makes a warning of whatever goes wrong with pictures and pages, which training can do without."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning(f"{what} could not be written: {type(error).__name__}: {error}")
 
 
 class EngineCallback(TrainerCallback):

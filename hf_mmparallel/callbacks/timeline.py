@@ -15,7 +15,7 @@ from ..cost import StepCost
 from ..schedule import Simulation, Span, Task, simulate
 from ..schedule.draw import chrome_trace, gantt_png
 from .balance import last_balances
-from .base import EngineCallback
+from .base import EngineCallback, not_worth_a_run
 
 
 class TimelineCallback(EngineCallback):
@@ -39,17 +39,19 @@ class TimelineCallback(EngineCallback):
         measured = self.gather()
         if not state.is_world_process_zero:
             return
-        folder = Path(self.folder or args.output_dir)
+        with not_worth_a_run(f"The timeline of step {state.global_step}"):
+            self.write(Path(self.folder or args.output_dir), state.global_step, measured, args)
+
+    def write(self, folder: Path, step: int, measured: Sequence[Span], args: Any) -> None:
+        """Writes the pictures and the trace of a step that ran last."""
         folder.mkdir(parents=True, exist_ok=True)
-        name = f"timeline-{state.global_step}"
         predicted = self.predicted(measured)
-        gantt_png(predicted, folder / f"{name}.png", measured=measured)
-        chrome_trace(predicted, folder / f"{name}.json", measured=measured)
-        panels = self.balances(measured, args.per_device_train_batch_size)
+        gantt_png(predicted, folder / f"timeline-{step}.png", measured=measured)
+        chrome_trace(predicted, folder / f"timeline-{step}.json", measured=measured)
         balance_png(
-            panels,
-            folder / f"workloads-{state.global_step}.png",
-            title=f"Forward of each microbatch in step {state.global_step}",
+            self.balances(measured, args.per_device_train_batch_size),
+            folder / f"workloads-{step}.png",
+            title=f"Forward of each microbatch in step {step}",
             own_scale=[MEASURED],
         )
 

@@ -8,10 +8,7 @@ and any other layout can load. Keys are those of the original checkpoint format,
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from ..modeling.loading import (
 )
 from ..modeling.tensor_parallel import base_name
 from ..plan import Holding, ModelSpec, ParallelPlan, holdings
+from .atomic import atomic_folder, barrier, save_errors, sync_file
 from .optimizer_checkpoint import all_gather_values, load_optimizer, raise_together, save_optimizer
 
 __all__ = [
@@ -41,66 +39,13 @@ __all__ = [
     "load_model",
     "load_optimizer",
     "save_adapters",
+    "save_errors",
     "save_model",
     "save_optimizer",
+    "sync_file",
 ]
 
-_UNFINISHED = "_saving-"
-_PREVIOUS = _UNFINISHED + "previous-"
 _LOAD_CHUNK_BYTES = 1 << 30
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-@contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """
-    A folder that appears at `path` only when everything in it is written.
-
-    All ranks enter and leave together and write below the folder that they get. A crash in between leaves what was at
-    `path` before, and a folder `_saving-*` beside it that the next save removes. The ranks share the file system.
-
-    Args:
-        path (`str` or `Path`): The final place; a folder there is replaced.
-    """
-    path = Path(path)
-    temporary = path.with_name(_UNFINISHED + path.name)
-    main = not dist.is_initialized() or dist.get_rank() == 0
-    previous = path.with_name(f"{_PREVIOUS}{path.name}")
-    if main:
-        for replaced in path.parent.glob(_PREVIOUS + "*"):
-            home = replaced.with_name(replaced.name.removeprefix(_PREVIOUS))
-            if not home.exists():
-                replaced.rename(home)  # a crash came between the two renames
-        for leftover in path.parent.glob(_UNFINISHED + "*"):
-            shutil.rmtree(leftover)
-        temporary.mkdir(parents=True)
-    _barrier()
-    yield temporary
-    _barrier()
-    if main:
-        for file in (*temporary.rglob("*"), temporary):
-            _fsync(file)
-        if path.exists():
-            path.rename(previous)
-            temporary.rename(path)
-            shutil.rmtree(previous)
-        else:
-            temporary.rename(path)
-        _fsync(path.parent)
-    _barrier()
-
-
-def _fsync(path: Path) -> None:
-    """Waits until a file or a folder's entries are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _owner_of_buffer(name: str, table: Mapping[str, Holding]) -> int:
@@ -177,7 +122,7 @@ def save_model(
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("model*.safetensors"), folder / WEIGHTS_INDEX):
             old.unlink(missing_ok=True)
-    _barrier()
+    barrier()
     ignored = set(model._keys_to_ignore_on_save or ()) | adapter_parameters(model)
     written: list[tuple[str, dict[str, int]]] = []
     pending: dict[str, torch.Tensor] = {}
@@ -202,7 +147,7 @@ def save_model(
         if len(parts) > 1:
             _write_index(folder, [(names[part], sizes) for part, sizes in parts], spec)
         _write_config(model, folder)
-    _barrier()
+    barrier()
 
 
 def _write_part(
@@ -219,6 +164,7 @@ def _write_part(
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     name = f"part-{rank:05d}-{index:05d}.safetensors"
     save_file(tensors, folder / name, metadata={"format": "pt"})
+    sync_file(folder / name)
     return name, {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
 
 
@@ -383,7 +329,7 @@ def save_adapters(
         state = {name: tensor for of_rank in parts for name, tensor in of_rank.items()}
         Path(folder).mkdir(parents=True, exist_ok=True)
         write_adapters({name: state[name] for name in sorted(wanted)}, spec, adapters, config, Path(folder))
-    _barrier()
+    barrier()
 
 
 def _adapter_names(spec: ModelSpec) -> set[str]:

@@ -32,6 +32,7 @@ from ..plan import (
 )
 from ..schedule import Program, Task, build_program
 from ..search.steps import StepPlanner
+from .activity import ACTIVITY, doing
 from .executor import Executor, StepResult
 from .gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups
@@ -224,13 +225,15 @@ class ParallelEngine(nn.Module):
             step_index (`int`): Number of the optimizer step.
         """
         self.step_index = step_index
+        ACTIVITY.step = step_index + 1
         self.current_step, self.current_sizes = batch.step, batch.sizes
         self.current_workloads = batch.workloads
         program = self._agreed_program(batch, training=True)
         self.module.train()
         with self._own_randomness():
             result = self.executor.run(program, batch)
-        self.sync.finish()
+        with doing("sums of gradients", waits=True):
+            self.sync.finish()
         self.last_result = result
         totals = self._totals(result, batch)
         scale_gradients(self.trained, 1.0 / max(totals.num_targets, 1))
@@ -248,7 +251,8 @@ class ParallelEngine(nn.Module):
         """The program of a batch, after all ranks have compared what they are about to run. Collective."""
         program = batch.program or self.program(batch.step, training)
         mark = batch.fingerprint or fingerprint(batch.step, program, batch.cuts)
-        self._check_step(mark, sum(map(len, batch.step.microbatches[LANGUAGE_MODEL])))
+        with doing("comparing the step", waits=True):
+            self._check_step(mark, sum(map(len, batch.step.microbatches[LANGUAGE_MODEL])))
         return program
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
@@ -266,13 +270,15 @@ class ParallelEngine(nn.Module):
                 mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
         numbers = numbers.to(self.device)
-        dist.all_reduce(numbers)
-        loss, targets, tokens, real = numbers.tolist()
+        with doing("adding up the step", waits=True):
+            dist.all_reduce(numbers)
+            loss, targets, tokens, real = numbers.tolist()
         return StepTotals(loss, int(targets), int(tokens), int(real))
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient over all modules."""
-        return gradient_norm(self.counted, self.device)
+        with doing("norm of the gradient", waits=True):
+            return gradient_norm(self.counted, self.device)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clips the gradient by its norm over all modules and returns the norm before."""

@@ -20,6 +20,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
 from ..schedule.lowering import receive_ahead
+from .activity import ACTIVITY
 from .boundary import Leg, part_size, pick
 from .messages import MessageGeometry, StageKey, num_rows_of
 from .transport import Handle, Transport
@@ -153,6 +154,7 @@ class Executor:
         last_send = {action.message.source: action for action in actions if action.op == "send" and action.message}
         marks = []
         for action in actions:
+            ACTIVITY.now(action)
             if action.index is not None:
                 self.on_sync(action.index)
             elif action.message is not None and action.op == "send":
@@ -162,10 +164,13 @@ class Executor:
             elif action.message is not None:
                 run.receive(action.message)
             elif action.task is not None:
+                ACTIVITY.waits = True
                 run.wait(action.task)
+                ACTIVITY.waits = False
                 ready = clock.mark()
                 run.compute(action.task)
                 marks.append((action.task, ready, clock.mark()))
+        ACTIVITY.now("the last sends", waits=True)
         run.finish()
         end = clock.mark()
         run.result.timeline = [TimedTask(task, clock.ms(ready), clock.ms(done)) for task, ready, done in marks]

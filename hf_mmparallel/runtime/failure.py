@@ -8,32 +8,93 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-_KEY = "hf_mmparallel/failure"
-# What gloo and NCCL say when a peer has gone.
-_LOST_PEER = re.compile(r"connection|timed out|timeout|gloo|nccl|socket|broken pipe", re.IGNORECASE)
+from .. import _environment
+from .activity import ACTIVITY, doing
+from .watcher import Watcher
+
+# What gloo and NCCL say when a peer has gone; torch raises it as a `RuntimeError`.
+_LOST_PEER = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|socket|broken pipe|failed to recv", re.IGNORECASE
+)
+_LONGEST = 4000  # characters of a sentence; some exceptions quote the tracebacks of others
+_watchers: list[Watcher] = []  # of the block that this process is in: none or one
+_told: set[str] = set()  # failures that this process has raised
 
 
 class RemoteRankError(RuntimeError):
     """Another rank failed; the message says which and why."""
 
 
+def failure_sentence(rank: int, error: BaseException) -> str:
+    """What the other ranks say of an exception of `rank`."""
+    return f"Another rank failed first: rank {rank}: {type(error).__name__}: {error}"
+
+
 @contextlib.contextmanager
-def shared_failure() -> Iterator[None]:
+def shared_failure(what: str = "") -> Iterator[None]:
     """
-    Publishes the first exception inside the block in the store of the process group, so that ranks that stop because
-    their peer is gone say why it is gone.
+    A block of work that all ranks do, whose first failure all of them tell.
+
+    The exception of one rank is published in the store of the process group, and that rank stays until the others
+    have read it. Ranks that then lose their connection raise it in place of what the connection says; a rank that is
+    gone without an exception is named. Under NCCL, where a rank would wait for one that has failed, its collectives
+    are ended. Blocks inside of others add nothing.
+
+    Args:
+        what (`str`, *optional*, defaults to `""`): What this rank does in it, for the others to read.
 
     Raises:
-        [`RemoteRankError`]: In place of a lost connection, when another rank has published its failure.
+        [`RemoteRankError`]: In place of a lost connection, with what is known of its cause.
     """
+    watcher = None if _watchers else _make_watcher()
+    if watcher is None:
+        with doing(what):
+            yield
+        return
+    ACTIVITY.now(what)
+    _watchers.append(watcher)
+    watcher.start()
     try:
         yield
-    except Exception as error:
-        store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-        if store is None:
+        if watcher.aborted and watcher.failure is not None:
+            raise RemoteRankError(watcher.failure.sentence)
+    except BaseException as error:
+        reason = _reason(watcher, error)
+        if reason is None:
             raise
-        sentence = f"{type(error).__name__}: {error}"
-        first = store.compare_set(_KEY, "", f"rank {dist.get_rank()}: {sentence}").decode()
-        if first.partition(": ")[2] != sentence and _LOST_PEER.search(sentence):
-            raise RemoteRankError(f"Another rank failed first: {first}") from error
-        raise
+        raise RemoteRankError(reason) from None
+    finally:
+        if watcher.failure is not None:
+            _told.add(watcher.failure.id)
+        ACTIVITY.step = None
+        ACTIVITY.now("code outside of the Trainer")
+        _watchers.clear()
+        watcher.stop()
+
+
+def _make_watcher() -> Watcher | None:
+    """A watcher of the default group, `None` where there is nobody else."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    keeper = "the launcher" if _environment.launcher_keeps_store() else "rank 0"
+    abort = dist.distributed_c10d._abort_process_group if "nccl" in dist.get_backend() else None
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        return Watcher(store, dist.get_rank(), dist.get_world_size(), keeper, abort, _told)
+    except RuntimeError:  # the store is gone: the first collective says what it can
+        return None
+
+
+def _reason(watcher: Watcher, error: BaseException) -> str | None:
+    """What another rank has to do with an error; `None` for this rank's own, which is published."""
+    if isinstance(error, Exception) and (watcher.aborted or _is_lost_connection(error)):
+        reason = watcher.reason(error)
+        watcher.publish(reason)
+        return reason
+    own = str(error) if isinstance(error, RemoteRankError) else failure_sentence(watcher.rank, error)
+    watcher.publish(own[:_LONGEST])
+    return None
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(f"{type(error).__name__}: {error}") is not None

@@ -11,6 +11,8 @@ from accelerate.logging import get_logger
 
 from ..data.bad_samples import BadSample, BadSampleError
 from ..data.loader import StepBatch, StepDataset
+from ..runtime.activity import doing
+from ..runtime.failure import RemoteRankError, failure_sentence
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -25,7 +27,8 @@ def from_first_rank(find: Callable[[], T], device: torch.device) -> T:
         device (`torch.device`): Where collectives of the default group take place.
 
     Raises:
-        `ValueError`: On all ranks with the sentence of the first, for a `ValueError` or `OSError` there.
+        `ValueError`: On the other ranks with the sentence of the first, for a `ValueError` or `OSError` there.
+        [`RemoteRankError`]: On the other ranks, for any other exception there.
     """
     if not dist.is_initialized():
         return find()
@@ -34,13 +37,16 @@ def from_first_rank(find: Callable[[], T], device: torch.device) -> T:
     if dist.get_rank() == 0:
         try:
             found[0] = find()
-        except (OSError, ValueError) as error:
-            failure, found[1] = error, str(error)
-    dist.broadcast_object_list(found, src=0, device=device if dist.get_backend() == "nccl" else None)
+        except Exception as error:
+            plain = isinstance(error, (OSError, ValueError))
+            failure = error
+            found[1] = ValueError(str(error)) if plain else RemoteRankError(failure_sentence(0, error))
+    with doing("what rank 0 finds out", waits=True):
+        dist.broadcast_object_list(found, src=0, device=device if dist.get_backend() == "nccl" else None)
     if failure is not None:
         raise failure
     if found[1] is not None:
-        raise ValueError(found[1])
+        raise found[1]
     return found[0]
 
 

@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..arrange.contiguous import num_microbatches
+from ..callbacks.base import not_worth_a_run
 from ..cli.answer import Answer, Inputs
 from ..cli.inputs import ModelSource, Samples
 from ..cli.output import page_of, save_plan
@@ -297,7 +298,8 @@ def report_search(search: AutoSearch, folder: Path) -> None:
     kept = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Bound")
     print_labelled(console, [(label, lines[label]) for label in kept if label in lines])
     print_runners_up(console, result, explain=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_plan(str(folder / PLAN_FILE), answer, sys.argv)
-    write_page(folder / PAGE, page_of(answer, sys.argv))
-    console.print(f"Plan written to {folder / PLAN_FILE}, and as a page to {folder / PAGE}", highlight=False)
+    with not_worth_a_run("The plan"):
+        folder.mkdir(parents=True, exist_ok=True)
+        save_plan(str(folder / PLAN_FILE), answer, sys.argv)
+        write_page(folder / PAGE, page_of(answer, sys.argv))
+        console.print(f"Plan written to {folder / PLAN_FILE}, and as a page to {folder / PAGE}", highlight=False)

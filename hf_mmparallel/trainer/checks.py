@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -144,6 +146,19 @@ def check_dataset(dataset: Any) -> None:
             f"A `{name}` has neither `__getitem__` and `__len__` nor an order that can be repeated. Use a dataset "
             "with both, or an `IterableDataset`."
         )
+
+
+def check_output_dir(args: TrainingArguments) -> None:
+    """Raises `ValueError` for an output folder that can't be made, or not be written to where something is saved."""
+    try:
+        os.makedirs(str(args.output_dir), exist_ok=True)
+        if args.save_strategy != "no":
+            with tempfile.TemporaryFile(dir=args.output_dir):
+                pass
+    except OSError as error:
+        raise ValueError(
+            f"`output_dir={args.output_dir!r}` can't be written to: {error.strerror}. Give a folder that can."
+        ) from error
 
 
 def check_launch(args: TrainingArguments) -> None:

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
+from ..callbacks.base import not_worth_a_run
 from ..callbacks.metrics import core_per_rank
 from ..cli.table import plan_table
 from ..cost import RankMemory
@@ -244,12 +245,17 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
     console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
     for line in report_lines(trainer, planner, prediction):
         console.print(line, highlight=False)
-    folder = Path(args.output_dir)
+    with not_worth_a_run("The picture of the predicted step"):
+        draw_prediction(Path(args.output_dir), planner.method, prediction)
+
+
+def draw_prediction(folder: Path, method: str, prediction: StepReport) -> None:
+    """Draws the predicted step into a folder, and where sizes are known its balance."""
     folder.mkdir(parents=True, exist_ok=True)
     gantt_png(prediction.simulation, folder / SCHEDULE, title="Predicted schedule of one step")
     if prediction.balances is not None:
         before, after = prediction.balances
-        panels = {BEFORE: before, f"after, {planner.method}": after}
+        panels = {BEFORE: before, f"after, {method}": after}
         balance_png(panels, folder / WORKLOADS, title="Predicted forward of each microbatch of one step")
 
 

@@ -52,7 +52,7 @@ class TrainingSizes:
             local = source is not None and not source.is_table
             return (None, self._layers) if local else (source, None)
 
-        with shared_failure():
+        with shared_failure("measuring samples"):
             table, layers = from_first_rank(find, self.trainer.args.device)
             if layers is None:
                 return table

@@ -27,9 +27,10 @@ from ..data.packing import PackingCollator
 from ..modeling.adapters import add_to_whole
 from ..plan import LANGUAGE_MODEL, ParallelPlan, save_layout
 from ..runtime import checkpoint, optimizer_checkpoint
+from ..runtime.activity import ACTIVITY
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
-from .agreement import SampleAgreement
+from .agreement import SampleAgreement, from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .build import (
@@ -43,8 +44,9 @@ from .build import (
     single_process_arguments,
     with_packing,
 )
-from .checks import check_arguments, check_launch, check_trainer
+from .checks import check_arguments, check_launch, check_output_dir, check_trainer
 from .evaluation import evaluate
+from .finite import FiniteCheck
 from .loaders import eval_loader, train_loader
 from .model_card import write_model_card
 from .progress import DataProgress
@@ -140,7 +142,8 @@ class MultimodalParallelTrainer(Trainer):
         check_arguments(args)
         check_trainer(self, model, kwargs)
         self.is_planned = True
-        with shared_failure():
+        with shared_failure("preparing the model"):
+            from_first_rank(lambda: check_output_dir(args), args.device)
             prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
             self.model_spec = prepared.spec
             super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
@@ -152,6 +155,7 @@ class MultimodalParallelTrainer(Trainer):
             self.engine, self.global_batch_size = build_engine(prepared, args, plugin)
             self._pack()
         skip = args.on_bad_sample == "skip"
+        self._finite = FiniteCheck(args.logging_nan_inf_filter)
         self._readable = SampleAgreement(skip, self.engine.device)
         self._readable_in_evaluation = SampleAgreement(skip, self.engine.device)
         self.engine.executor.forward_context = lambda: self.accelerator.autocast()
@@ -159,7 +163,7 @@ class MultimodalParallelTrainer(Trainer):
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
         if self.is_world_process_zero():
-            with shared_failure():
+            with shared_failure("reporting the plan"):
                 report_plan(self)
                 if self.search is not None:
                     report_search(self.search, Path(self.args.output_dir))
@@ -199,7 +203,8 @@ class MultimodalParallelTrainer(Trainer):
         """
         if self.engine is None:
             return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
-        state = checkpoint.gather_state_dict(self.model, self._engine.spec, self._engine.plan, self._engine.rank)
+        with shared_failure("gathering the model"):
+            state = checkpoint.gather_state_dict(self.model, self._engine.spec, self._engine.plan, self._engine.rank)
         if state is None:
             return None
         model = type(self.model)(self.model.config)
@@ -233,6 +238,8 @@ class MultimodalParallelTrainer(Trainer):
                     logs.update(callback.parallel_metrics())
         if self.engine is not None and self._readable.skip and not {"loss", "train_loss"}.isdisjoint(logs):
             logs["parallel/skipped_samples"] = self._readable.num_skipped
+        if self.engine is not None:
+            self._finite.settle()
         super().log(logs, start_time)
 
     # Data
@@ -276,7 +283,8 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
-        with shared_failure():
+        ACTIVITY.step = self.state.global_step + 1
+        with shared_failure("reading samples"):
             batch = self._readable.settle(next(epoch_iterator, None), self._train_steps)
         if batch is None:
             self.control.should_epoch_stop = True  # a stream tells its end when it is there
@@ -289,6 +297,11 @@ class MultimodalParallelTrainer(Trainer):
         batches = iter(dataloader)
         while (batch := self._readable_in_evaluation.settle(next(batches, None), dataloader.dataset)) is not None:
             yield batch
+
+    @planned
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with shared_failure("optimizer, callbacks or log"):
+            return super().train(*args, **kwargs)
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
@@ -316,8 +329,9 @@ class MultimodalParallelTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: StepBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        with shared_failure():
+        with shared_failure("training step"):
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
+        self._finite.loss(self.state.global_step + 1, self._totals.mean_loss)
         return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
 
     @planned
@@ -326,7 +340,9 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return self._engine.gradient_norm() if grad_norm is None else grad_norm
+        norm = self._engine.gradient_norm() if grad_norm is None else grad_norm
+        self._finite.norm(self.state.global_step + 1, norm)
+        return norm
 
     @planned
     def floating_point_ops(self, inputs: StepBatch) -> int:
@@ -358,7 +374,7 @@ class MultimodalParallelTrainer(Trainer):
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         logger.info(f"\n***** Running {description} *****")
-        with shared_failure():
+        with shared_failure("evaluation"):
             return evaluate(self, dataloader, prediction_loss_only, metric_key_prefix)
 
     # Checkpoints
@@ -367,7 +383,7 @@ class MultimodalParallelTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         output_dir = str(output_dir or self.args.output_dir)
         engine = self._engine
-        with shared_failure():
+        with shared_failure("saving the model"), checkpoint.save_errors(Path(output_dir)):
             if engine.adapters is not None:
                 checkpoint.save_adapters(
                     self.model, engine.spec, engine.plan, engine.rank, output_dir, engine.adapters
@@ -393,7 +409,7 @@ class MultimodalParallelTrainer(Trainer):
         """Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all."""
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with shared_failure(), checkpoint.atomic_folder(folder) as writing:
+        with shared_failure(f"saving `{folder.name}`"), checkpoint.atomic_folder(folder) as writing:
             self.save_model(str(writing), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(writing))
@@ -429,6 +445,11 @@ class MultimodalParallelTrainer(Trainer):
         self._progress.save(folder, self.state.global_step, self._readable.num_skipped)
 
     @planned
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        checkpoint.sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
+
+    @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer_checkpoint.save_optimizer(self.optimizer, self.model, output_dir)
         if self.args.should_save:
@@ -441,7 +462,7 @@ class MultimodalParallelTrainer(Trainer):
             return
         if folder is None or not os.path.isfile(os.path.join(folder, "scheduler.pt")):
             return
-        with shared_failure():
+        with shared_failure("loading the optimizer's state"):
             optimizer_checkpoint.load_optimizer(self.optimizer, self.model, folder)
         self._load_scheduler(torch.load(os.path.join(folder, "scheduler.pt"), weights_only=True))
 
@@ -460,7 +481,7 @@ class MultimodalParallelTrainer(Trainer):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         warn_of_other_settings(resume_from_checkpoint, engine.settings)
-        with shared_failure():
+        with shared_failure("loading the weights"):
             load = checkpoint.load_model if engine.adapters is None else checkpoint.load_adapters
             load(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
 

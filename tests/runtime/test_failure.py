@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 import time
 
 import pytest
@@ -13,10 +16,17 @@ from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, plan_for_model
+from hf_mmparallel.runtime import watcher
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.failure import RemoteRankError, shared_failure
 from tests import tiny
-from tests.distributed import GROUP_TIMEOUT_S, assert_ranks_raise, run_distributed
+from tests.distributed import (
+    GROUP_TIMEOUT_S,
+    assert_ranks_raise,
+    meet_at_rank_zero,
+    outcomes,
+    run_distributed,
+)
 
 SOON_S = 0.75 * GROUP_TIMEOUT_S
 
@@ -59,19 +69,66 @@ def fail_before_a_sum(rank: int) -> str:
     return "nothing"
 
 
-def two_blocks() -> list[str]:
-    """A block that ends well says nothing, nor does an error before any group's."""
-    with shared_failure():
-        dist.barrier()
+def several_blocks() -> list[str]:
+    """A block that ends well says nothing; failures of earlier blocks are not told again."""
+    hurry()
     said = []
-    for error in (ValueError("first"), RuntimeError("second"), RuntimeError("Connection closed by peer")):
+
+    def block(error: Exception | None) -> None:
+        dist.barrier()
         try:
-            with shared_failure():
-                raise error
+            with shared_failure("a block"):
+                if error is not None:
+                    raise error
+                dist.barrier()
         except Exception as raised:
             said.append(f"{type(raised).__name__}: {raised}")
-    dist.barrier()
+
+    block(None)
+    for error in (ValueError("first"), KeyError("second")):
+        block(error)
+    block(RuntimeError("Connection closed by peer") if dist.get_rank() == 0 else OSError("third"))
+    block(ValueError("fourth") if dist.get_rank() == 0 else RuntimeError("Connection closed by peer"))
+    block(RuntimeError("Connection closed by peer"))
     return said
+
+
+def error_alone() -> str:
+    before = threading.active_count()
+    try:
+        with shared_failure():
+            assert threading.active_count() == before
+            raise RuntimeError("Connection closed by peer")
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+
+
+def hurry() -> None:
+    """Signs of life ten times as often."""
+    watcher._INTERVAL_S, watcher._SILENT_S = 0.05, 0.4
+
+
+def end_in_a_step(rank: int, own_store: bool, kill: bool) -> None:
+    """One rank is killed, or raises, at its second task."""
+    if own_store:
+        meet_at_rank_zero()
+    hurry()
+    engine = make_engine(PIPELINE)
+    tasks = []
+
+    def stumble(task) -> None:
+        tasks.append(task)
+        if engine.rank == rank and len(tasks) == 2:
+            time.sleep(0.2)  # it has been there for a moment
+            if kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError(f"no pixels for {task}")
+
+    engine.executor.before_forward = stumble
+    dataset = tiny.make_dataset("llava", 12)
+    step = contiguous_step(engine.plan, range(12), 2)
+    with shared_failure():
+        engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), 6)
 
 
 def other_order(modules: dict, first_step: bool) -> None:
@@ -110,10 +167,43 @@ def test_without_a_group_the_error_is_itself():
 
 
 @pytest.mark.distributed
-def test_an_error_of_ones_own_stays_what_it_is():
-    first, second, lost = run_distributed(two_blocks, 1)[0]
-    assert (first, second) == ("ValueError: first", "RuntimeError: second")
-    assert lost == "RemoteRankError: Another rank failed first: rank 0: ValueError: first"
+def test_an_error_of_ones_own_stays_what_it_is_and_is_told_once():
+    zero, one = run_distributed(several_blocks, 2)
+    assert zero[:2] == one[:2] == ["ValueError: first", "KeyError: 'second'"]
+    assert zero[2:4] == ["RemoteRankError: Another rank failed first: rank 1: OSError: third", "ValueError: fourth"]
+    assert one[2:4] == ["OSError: third", "RemoteRankError: Another rank failed first: rank 0: ValueError: fourth"]
+    lost = r"RemoteRankError: Rank [01] lost its connection to another rank, and all ranks give signs of life: Connec"
+    assert re.match(lost, zero[4]) and re.match(lost, one[4])
+    assert zero[4].endswith("closed by peer\nWhere the ranks are:\n  ranks 0-1: `a block`, for 1 s"), zero[4]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("rank", "own_store"), [(1, False), (1, True), (0, True)])
+def test_the_others_name_a_rank_that_is_killed(rank, own_store):
+    ended = outcomes(end_in_a_step, 3, rank, own_store, True, timeout=40)
+    assert ended[rank].kind == "died" and "SIGKILL" in ended[rank].details
+    others = [outcome for outcome in ended if outcome.rank != rank]
+    for other in others:
+        assert other.error_type == "RemoteRankError", other
+        assert re.match(f"Rank {rank} has gone without a word: ", other.error), other
+        assert re.search(
+            rf"rank {rank} .*last at `step 7: fwd \w+.r0.s0 mb1.c0`\. A process that is k", other.error
+        ), other
+        assert other.details.count("Traceback") == 1 and "gloo" not in other.details, other.details
+        assert other.time - ended[rank].time < 10
+
+
+@pytest.mark.distributed
+def test_all_ranks_tell_the_failure_of_the_rank_that_keeps_the_store():
+    zero, *others = outcomes(end_in_a_step, 3, 0, True, False, timeout=40)
+    assert zero.error_type == "KeyError"
+    for other in others:
+        assert re.match("Another rank failed first: rank 0: KeyError: .*no pixels for fwd", other.error), other
+
+
+@pytest.mark.distributed
+def test_a_block_on_one_process_adds_nothing():
+    assert run_distributed(error_alone, 1) == ["RuntimeError: Connection closed by peer"]
 
 
 SHARED = {"vision": {"dp_size": 2}, LANGUAGE_MODEL: {"colocate_with": "vision"}}

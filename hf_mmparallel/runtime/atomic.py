@@ -1,0 +1,170 @@
+"""Folders that appear whole or not at all, and what is said when a disk does not take them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+_UNFINISHED = "_saving-"
+_PREVIOUS = _UNFINISHED + "previous-"
+_BY_WRITERS = ("model*.safetensors", "rng_state_*.pth")  # each rank syncs its own, on the host that has their pages
+_GIB = 1 << 30
+_OS_ERROR = re.compile(r"os error (\d+)", re.IGNORECASE)  # as safetensors says it
+_CUT_SHORT = re.compile(r"inline_container|PytorchStreamWriter", re.IGNORECASE)  # as `torch.save` says it
+_REMEDIES = {
+    errno.ENOSPC: "Free some space, or save less with `save_total_limit` or `save_only_model`",
+    errno.EDQUOT: "Free some space, or save less with `save_total_limit` or `save_only_model`",
+    errno.EFBIG: "Raise the limit of a file's size (`ulimit -f`)",
+    errno.EROFS: "Give an `output_dir` that can be written to",
+    errno.EACCES: "Give an `output_dir` that can be written to",
+    errno.EPERM: "Give an `output_dir` that can be written to",
+    errno.ENOTDIR: "Give an `output_dir` that is a folder",
+}
+
+
+class SaveError(OSError):
+    """A folder could not be written; the message says which, why, and what was saved before."""
+
+
+def barrier() -> None:
+    """Waits for the other ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """
+    A folder that appears at `path` only when everything in it is written.
+
+    All ranks enter and leave together and write below the folder that they get. A failure in between leaves what was
+    at `path` before, and a folder `_saving-*` beside it that the next save removes. The ranks share the file system.
+
+    Args:
+        path (`str` or `Path`): The final place; a folder there is replaced.
+
+    Raises:
+        [`SaveError`]: On the rank that can't write.
+    """
+    path = Path(path)
+    temporary = path.with_name(_UNFINISHED + path.name)
+    main = not dist.is_initialized() or dist.get_rank() == 0
+    with save_errors(path):
+        if main:
+            _clear(path)
+            temporary.mkdir(parents=True)
+        barrier()
+        yield temporary
+        barrier()
+        if main:
+            _sync(temporary)
+            _replace(temporary, path)
+        barrier()
+
+
+def _clear(path: Path) -> None:
+    """Removes what unfinished saves have left; a folder whose replacement did not arrive gets its place back."""
+    stem = re.escape(re.sub(r"\d+$", "", path.name))
+    number = r"\d+" if path.name[-1:].isdigit() else ""
+    ours = re.compile(rf"{_UNFINISHED}(previous-)?{stem}{number}")
+    leftovers = [entry for entry in path.parent.glob(_UNFINISHED + "*") if ours.fullmatch(entry.name)]
+    for leftover in leftovers:
+        home = leftover.with_name(leftover.name.removeprefix(_PREVIOUS))
+        if leftover.name.startswith(_PREVIOUS) and not home.exists():
+            leftover.rename(home)  # a crash came between the two renames
+        elif leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Puts a written folder in its place."""
+    previous = path.with_name(f"{_PREVIOUS}{path.name}")
+    if path.exists():
+        path.rename(previous)
+        temporary.rename(path)
+        shutil.rmtree(previous)
+    else:
+        temporary.rename(path)
+    sync_file(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until what this rank wrote, and which files there are, is on the disk."""
+    for file in (*folder.rglob("*"), folder):
+        if not any(file.match(pattern) for pattern in _BY_WRITERS):
+            sync_file(file)
+
+
+def sync_file(path: Path) -> None:
+    """Waits until a file or a folder's entries are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def save_errors(path: Path) -> Iterator[None]:
+    """Makes a sentence of what the file system, `torch.save` and safetensors say when they can't write."""
+    try:
+        yield
+    except SaveError:
+        raise
+    except Exception as error:
+        cause = _cause(error)
+        if cause is None:
+            raise
+        number, reason = cause
+        remedy = f" {_REMEDIES[number]}." if number in _REMEDIES else ""
+        raise SaveError(
+            f"`{path}` could not be saved: {reason}.{_free_space(path)}{remedy}{_last_whole(path)}"
+        ) from error
+
+
+def _cause(error: BaseException) -> tuple[int, str] | None:
+    """The number and the words of the error of the file system behind an exception, `None` without one."""
+    waiting, found = [error], None
+    while waiting and found is None:
+        error = waiting.pop(0)
+        said = _OS_ERROR.search(str(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            where = f" (`{error.filename}`)" if error.filename else ""
+            found = error.errno, f"{os.strerror(error.errno)}{where}"
+        elif said is not None:
+            found = int(said[1]), os.strerror(int(said[1]))
+        elif _CUT_SHORT.search(str(error)):
+            found = errno.ENOSPC, "a file could not be written to its end, as on a full disk"
+        if isinstance(error, CheckpointException):
+            waiting += [failure for failure, _ in error.failures.values()]
+        waiting += [chained for chained in (error.__cause__, error.__context__) if chained is not None]
+    return found
+
+
+def _free_space(path: Path) -> str:
+    """How much the disk still takes, if that can be told."""
+    folder = next((parent for parent in path.absolute().parents if parent.is_dir()), None)
+    if folder is None:
+        return ""
+    return f" {shutil.disk_usage(folder).free / _GIB:.2f} GiB are free there."
+
+
+def _last_whole(path: Path) -> str:
+    """What was saved before, in the folder or beside it."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    for folder in (path.parent, path):
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        if last is not None and Path(last) != path:
+            return f" `{last}` is whole: training can resume from it."
+    return ""

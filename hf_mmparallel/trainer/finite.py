@@ -1,0 +1,59 @@
+"""Warns of losses and gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from accelerate.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+class FiniteCheck:
+    """
+    Looks at the loss and the norm of the gradient of each step, and warns of the first step in which one of them is
+    not finite, then of the tenth and of the hundredth. Training goes on, as in `transformers.Trainer`.
+
+    Args:
+        filtered (`bool`): Whether such losses are left out of the log (`logging_nan_inf_filter`).
+    """
+
+    def __init__(self, filtered: bool):
+        self.filtered = filtered
+        self.num_steps = 0
+        self._last_step = -1
+        self._norm: tuple[int, torch.Tensor] | None = None
+
+    def loss(self, step: int, value: float) -> None:
+        """Looks at a loss."""
+        self.settle()
+        if not math.isfinite(value):
+            shown = " The log leaves it out (`logging_nan_inf_filter`)." if self.filtered else ""
+            self._found(step, f"The loss of step {step} is {value}.{shown}")
+
+    def norm(self, step: int, value: torch.Tensor) -> None:
+        """Keeps a norm until it is known anyway: looking at it now would wait for the device."""
+        self._norm = step, value
+
+    def settle(self) -> None:
+        """Looks at the norm that was kept."""
+        if self._norm is not None:
+            step, value = self._norm[0], float(self._norm[1])
+            self._norm = None
+            if not math.isfinite(value):
+                self._found(step, f"The norm of the gradient of step {step} is {value}.")
+
+    def _found(self, step: int, sentence: str) -> None:
+        """Counts a step once, and warns of few."""
+        if step == self._last_step:
+            return
+        self._last_step = step
+        self.num_steps += 1
+        if math.log10(self.num_steps).is_integer():
+            count = "" if self.num_steps == 1 else f" It is the {self.num_steps}th such step."
+            logger.warning(
+                f"{sentence}{count} Mostly the learning rate is too high, samples hold values that are not finite, or "
+                "a low precision overflows. Training goes on, but an update that is not finite spoils the weights: "
+                f"resume from a checkpoint before step {step} with a lower `learning_rate` or `max_grad_norm`."
+            )
