@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from ..arrange.balance import excess
 from ..cost import HARDWARE, Hardware, training_flops
+from ..plan import ModelSpec
 from ..runtime.executor import StepResult
+from ..runtime.work import ModuleWork
 from .balance import RanStep, forward_metrics, last_step, mean_of, measure
 from .base import EngineCallback
 
@@ -31,28 +33,35 @@ class RankWindow:
         wall_ms (`float`): From the end of the step before the first to the end of the last, with data and optimizer.
         busy_ms (`float`): Of it in tasks.
         replicas_ms (`dict[tuple[str, int], float]`): (module, replica) -> time in its tasks.
-        num_rows (`dict[str, int]`): Module -> tokens of the language model, or feature rows of an encoder.
+        work (`dict[str, ModuleWork]`): Module -> what it computed on.
     """
 
     duration_ms: float
     wall_ms: float
     busy_ms: float
     replicas_ms: dict[tuple[str, int], float]
-    num_rows: dict[str, int]
+    work: dict[str, ModuleWork]
 
     @classmethod
     def of(cls, results: Sequence[StepResult], wall_ms: float) -> RankWindow:
-        replicas, rows = defaultdict(float), defaultdict(int)
+        replicas = defaultdict(float)
         busy = 0.0
         for result in results:
             for timed in result.timeline:
                 took = timed.end_ms - timed.start_ms
                 busy += took
                 replicas[timed.task.module, timed.task.replica] += took
-            for module, count in result.num_rows.items():
-                rows[module] += count
         duration = sum(r.duration_ms for r in results)
-        return cls(duration, max(wall_ms, duration), busy, dict(replicas), dict(rows))
+        return cls(duration, max(wall_ms, duration), busy, dict(replicas), total_work(r.work for r in results))
+
+
+def total_work(found: Iterable[Mapping[str, ModuleWork]]) -> dict[str, ModuleWork]:
+    """What each module computed on in several steps, or on several ranks."""
+    total: dict[str, ModuleWork] = defaultdict(ModuleWork)
+    for works in found:
+        for module, work in works.items():
+            total[module].add(work.tokens, work.squares)
+    return dict(total)
 
 
 def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, float]:
@@ -73,15 +82,12 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
     if not duration:
         return {}
     metrics: dict[str, float] = {}
-    rows: dict[str, int] = defaultdict(int)
     replicas: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for window in windows:
-        for module, count in window.num_rows.items():
-            rows[module] += count
         for (module, replica), took in window.replicas_ms.items():
             replicas[module][replica] += took
-    for module, count in rows.items():
-        metrics[f"parallel/tokens_per_second/{module}"] = 1e3 * count / wall
+    for module, work in total_work(window.work for window in windows).items():
+        metrics[f"parallel/tokens_per_second/{module}"] = 1e3 * work.tokens / wall
     if core_per_rank:
         busy = sum(window.busy_ms for window in windows)
         metrics["parallel/bubble_fraction"] = 1 - busy / (duration * len(windows))
@@ -89,6 +95,23 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
         if len(times) > 1:
             metrics[f"parallel/replica_imbalance/{module}"] = excess(times.values())
     return metrics
+
+
+def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflops: float) -> float:
+    """
+    Model FLOPs per second over the peak of all ranks (MFU): operations that the model defines on the tokens of
+    samples, neither on padding nor a second time where activations are recomputed.
+
+    Args:
+        spec (`ModelSpec`): The model, with what is frozen.
+        windows (`Sequence[RankWindow]`): One for each rank.
+        peak_tflops (`float`): Of one rank's device.
+    """
+    flops = 0.0
+    for module, work in total_work(window.work for window in windows).items():
+        per_token, per_square = training_flops(spec, module)
+        flops += per_token * work.tokens + per_square * work.squares
+    return flops / (1e9 * peak_tflops * len(windows) * max(window.wall_ms for window in windows))
 
 
 def core_per_rank(device: torch.device) -> bool:
@@ -134,24 +157,16 @@ class ParallelMetricsCallback(EngineCallback):
         if self.engine is None or not self.steps:
             return {}
         mine = RankWindow.of([ran.result for ran in self.steps], 1e3 * (self.ends_s[-1] - self.ends_s[0]))
-        windows: list[RankWindow | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(windows, mine)
-        metrics = efficiency([w for w in windows if w is not None], core_per_rank(self.engine.device))
+        gathered: list[RankWindow | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
+        windows = [window for window in gathered if window is not None]
+        metrics = efficiency(windows, core_per_rank(self.engine.device))
         metrics |= mean_of([forward_metrics(balance) for balance in measure(self.steps, self.engine.device)])
         metrics |= mean_of([ran.arrangement for ran in self.steps])
         self.steps.clear()
         self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
-        utilisation = self._utilisation(metrics)
-        return metrics if utilisation is None else {**metrics, "parallel/model_flops_utilisation": utilisation}
-
-    def _utilisation(self, metrics: dict[str, float]) -> float | None:
-        """Model FLOPs per second over the peak of all devices, `None` where the peak is not known."""
-        assert self.engine is not None
         hardware = hardware_of(self.engine.device)
-        if hardware is None:
-            return None
-        flops = sum(
-            training_flops(self.engine.spec, name)[0] * metrics.get(f"parallel/tokens_per_second/{name}", 0.0)
-            for name in self.engine.spec.modules
-        )
-        return flops / (1e12 * hardware.peak_tflops * self.engine.plan.world_size)
+        if hardware is not None:
+            utilisation = flops_utilisation(self.engine.spec, windows, hardware.peak_tflops)
+            metrics["parallel/model_flops_utilisation"] = utilisation
+        return metrics

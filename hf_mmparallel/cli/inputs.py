@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -189,12 +189,12 @@ def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
     known = [name for name in source.spec.modules if name not in source.generator_tokens]
     published = PUBLISHED.get(args.dataset.removeprefix("published:"))
     if published is not None and not Path(args.dataset).exists():
-        drawn = published.draw(args.num_samples, args.seed)
-        if set(known) != set(drawn.tokens):
-            raise ValueError(
-                f"`--dataset {args.dataset}` has sizes of {_listed(drawn.tokens)}; the model has {_listed(known)}. "
-                "Give a dataset of your own, or leave it out and give `--seq-len` and `--image-tokens`."
-            )
+        encoder = _image_encoder(args.dataset, source.spec, known)
+        from ..data.image_rules import image_rule
+
+        drawn = published.draw_images(args.num_samples, args.seed).sizes(
+            encoder, image_rule(source.model, source.spec, encoder)
+        )
         return Samples(f"{args.num_samples:,} samples with sizes as published of {published.name}", drawn)
     from ..data.dataset_sizes import measure_dataset
 
@@ -213,6 +213,17 @@ def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
     drawn = found.sizes.num_samples
     count = f"all {drawn:,}" if drawn == found.num_samples else f"{drawn:,} of {found.num_samples:,}"
     return Samples(f"{count} samples of {args.dataset}, split {found.split}", found.sizes)
+
+
+def _image_encoder(dataset: str, spec: ModelSpec, known: Sequence[str]) -> str:
+    """The one encoder of a model of images and text; raises `ValueError` for other models."""
+    encoders = [name for name in known if name != LANGUAGE_MODEL]
+    if len(encoders) != 1 or all(feature.modality != "image" for feature in spec.modules[encoders[0]].features):
+        raise ValueError(
+            f"`--dataset {dataset}` has sizes of images and text; the model has {_listed(known)}. Give a dataset of "
+            "your own, or leave it out and give `--seq-len` and `--image-tokens`."
+        )
+    return encoders[0]
 
 
 def parse_columns(text: str) -> str | dict[str, str]:

@@ -21,10 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, SampleSizes, Workloads
 from .analytic import module_flops
 from .hardware import hardware
+from .image_tokens import ImageRule, PatchGrid
 
 VISION = "vision"
 PATCH_PIXELS = 14
@@ -100,24 +102,49 @@ class PublishedShape:
             `SampleSizes`: Of `vision`, in patches, and of `language_model`, whose tokens are the text and a quarter of
             the patches. The squares of the encoder are the mean over its layers, most of which attend within windows.
         """
+        return self.draw_images(num_samples, seed).sizes(VISION, QWEN_GRID)
+
+    def draw_images(self, num_samples: int, seed: int) -> DrawnImages:
+        """The same samples before a model makes tokens of their images, see [`~PublishedShape.draw`]."""
         rng = np.random.default_rng(seed)
         area, aspect, text = rng.standard_normal((3, num_samples))
         area = np.clip(self.image_patches * np.exp(self.image_sigma * area), *self.patch_limits)
         height = np.sqrt(area * np.exp(self.aspect_sigma * aspect))
-        rows = [np.maximum(1, np.rint(side / MERGE)).astype(np.int64) for side in (height, area / height)]
-        merged = rows[0] * rows[1]
+        sides = [np.maximum(1, np.rint(side / MERGE)).astype(np.int64) for side in (height, area / height)]
         words = self.template_tokens + np.rint(self.text_tokens * np.exp(self.text_sigma * text)).astype(np.int64)
-        tokens = {
-            VISION: merged * MERGE**2,
-            LANGUAGE_MODEL: merged + np.minimum(words, self.max_text_tokens),
-        }
-        num_layers = QWEN_VISION.num_layers
-        windows = WINDOW_TOKENS * tokens[VISION] * (num_layers - GLOBAL_LAYERS)
-        squares = {
-            VISION: (windows + GLOBAL_LAYERS * tokens[VISION].astype(float) ** 2) / num_layers,
-            LANGUAGE_MODEL: tokens[LANGUAGE_MODEL].astype(float) ** 2,
-        }
-        return SampleSizes(tokens, squares)
+        heights, widths = (MERGE * PATCH_PIXELS * side for side in sides)
+        return DrawnImages(heights, widths, np.minimum(words, self.max_text_tokens))
+
+
+@dataclass(frozen=True)
+class DrawnImages:
+    """
+    Samples of an image and a text each.
+
+    Args:
+        heights (`np.ndarray` of shape `[samples]`): Of the images, in pixels.
+        widths (`np.ndarray` of shape `[samples]`): Of the images, in pixels.
+        text_tokens (`np.ndarray` of shape `[samples]`): Tokens of the texts.
+    """
+
+    heights: NDArray
+    widths: NDArray
+    text_tokens: NDArray
+
+    def sizes(self, encoder: str, rule: ImageRule) -> SampleSizes:
+        """
+        Their sizes in a model.
+
+        Args:
+            encoder (`str`): The name of its encoder.
+            rule (`ImageRule`): What it makes of images.
+        """
+        images = rule(self.heights, self.widths)
+        tokens = images.rows + self.text_tokens
+        return SampleSizes(
+            {encoder: images.tokens, LANGUAGE_MODEL: tokens},
+            {encoder: images.squares, LANGUAGE_MODEL: tokens.astype(float) ** 2},
+        )
 
 
 def _stack(prefix: str, shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> tuple[ParameterSpec, ...]:
@@ -174,6 +201,7 @@ def _llama(num_layers: int, width: int, num_heads: int, head_width: int) -> Modu
 
 
 QWEN_VISION = _qwen_vision()
+QWEN_GRID = PatchGrid(PATCH_PIXELS, MERGE, QWEN_VISION.num_layers, GLOBAL_LAYERS, WINDOW_TOKENS)
 
 
 @dataclass(frozen=True)

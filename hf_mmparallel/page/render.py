@@ -89,13 +89,16 @@ def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
     """What the picture of the step shows, in numbers."""
     length_us = 1e3 * page.simulation.iteration_ms
     memory: MemoryCurves | None = page.memory
-    columns = ["ranks", "stages", "tasks", "busy", "idle"] + (["peak GiB"] if memory else [])
+    has_sums = any(row.sums for row in rows)
+    columns = ["ranks", "stages", "tasks", "busy", *(["gradient sums"] if has_sums else []), "idle"]
+    columns += ["peak GiB"] if memory else []
     cells = []
     for row in rows:
-        idle = 1 - row.busy_us / length_us if length_us else 0.0
+        idle = 1 - (row.busy_us + row.sums_us) / length_us if length_us else 0.0
         peak = [f"{max(map(memory.peak_bytes, row.ranks)) / GIB:.3g}"] if memory else []
         stages = ", ".join(f"{name} replica {replica} stage {stage}" for name, replica, stage in row.stages)
-        cells.append([row.label, stages, str(len(row.tasks)), _ms(row.busy_us / 1e3), f"{idle:.1%}", *peak])
+        sums = [_ms(row.sums_us / 1e3)] if has_sums else []
+        cells.append([row.label, stages, str(len(row.tasks)), _ms(row.busy_us / 1e3), *sums, f"{idle:.1%}", *peak])
     return TextTable(columns, cells, columns[2:])
 
 

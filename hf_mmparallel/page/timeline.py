@@ -17,6 +17,7 @@ from .content import MemoryCurves
 # Memory is written in steps of this share of the highest value.
 MEMORY_RESOLUTION = 1e-4
 TaskTimes = tuple[tuple[Task, int, int], ...]
+SumTimes = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,12 @@ class RankRow:
     Args:
         ranks (`tuple[int, ...]`): The ranks.
         tasks (`tuple[tuple[Task, int, int], ...]`): Tasks with start and end in microseconds, in the order of starts.
+        sums (`tuple[tuple[int, int], ...]`): Starts and ends of gradient sums in microseconds.
     """
 
     ranks: tuple[int, ...]
     tasks: TaskTimes
+    sums: SumTimes = ()
 
     @property
     def label(self) -> str:
@@ -47,6 +50,11 @@ class RankRow:
         """Time in tasks."""
         return sum(end - start for _, start, end in self.tasks)
 
+    @property
+    def sums_us(self) -> int:
+        """Time in gradient sums."""
+        return sum(end - start for start, end in self.sums)
+
 
 def rank_rows(simulation: Simulation) -> list[RankRow]:
     """
@@ -58,10 +66,13 @@ def rank_rows(simulation: Simulation) -> list[RankRow]:
     by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(simulation.num_ranks)}
     for span in simulation.spans:
         by_rank.setdefault(span.rank, []).append((span.task, _us(span.start_ms), _us(span.end_ms)))
-    merged: dict[TaskTimes, list[int]] = {}
+    sums: dict[int, list[tuple[int, int]]] = {rank: [] for rank in by_rank}
+    for span in simulation.sums:
+        sums[span.rank].append((_us(span.start_ms), _us(span.end_ms)))
+    merged: dict[tuple[TaskTimes, SumTimes], list[int]] = {}
     for rank in sorted(by_rank):
-        merged.setdefault(tuple(by_rank[rank]), []).append(rank)
-    return [RankRow(tuple(ranks), tasks) for tasks, ranks in merged.items()]
+        merged.setdefault((tuple(by_rank[rank]), tuple(sums[rank])), []).append(rank)
+    return [RankRow(tuple(ranks), *times) for times, ranks in merged.items()]
 
 
 def module_colors(plan: ParallelPlan) -> dict[str, str]:
@@ -77,7 +88,7 @@ def timeline_data(
 
     Tasks are columns of integers: `gap` is from the end of the task before to the start, in microseconds, `duration`
     the rest; `task` is `2 * (microbatch * chunks + chunk) + backward`; `stage` an index of `stages`, one number where
-    a row has one stage only.
+    a row has one stage only. Gradient sums are gaps and durations alike, where there are any.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -107,6 +118,7 @@ def timeline_data(
                 "label": row.label,
                 "ranks": len(row.ranks),
                 **_columns(row.tasks, stages, num_chunks),
+                **({"sums": _gaps(row.sums)} if row.sums else {}),
                 **({"memory": _memory(memory, _fullest(memory, row.ranks), unit)} if memory is not None else {}),
             }
             for row in rows
@@ -126,12 +138,19 @@ def _stage_keys(plan: ParallelPlan) -> list[StageKey]:
 def _columns(tasks: TaskTimes, stages: Mapping[StageKey, int], num_chunks: int) -> dict[str, Any]:
     """The tasks of a row, see [`timeline_data`]."""
     found = [stages[task.stage_key] for task, _, _ in tasks]
-    ends = [0, *(end for _, _, end in tasks)]
     return {
         "stage": found[0] if len(set(found)) == 1 else found,
         "task": [2 * (task.microbatch * num_chunks + task.chunk) + (task.kind == "bwd") for task, _, _ in tasks],
-        "gap": [start - before for (_, start, _), before in zip(tasks, ends, strict=False)],
-        "duration": [end - start for _, start, end in tasks],
+        **_gaps([(start, end) for _, start, end in tasks]),
+    }
+
+
+def _gaps(times: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
+    """Gaps before times and their durations."""
+    ends = [0, *(end for _, end in times)]
+    return {
+        "gap": [start - before for (start, _), before in zip(times, ends, strict=False)],
+        "duration": [end - start for start, end in times],
     }
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..data.context import WORDS
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
+from ..modeling.spec import layers_of
 from ..modeling.stages import is_activation_dtype
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule.actions import Action, Message, Program, Task
@@ -24,6 +25,7 @@ from .activity import ACTIVITY
 from .boundary import Leg, part_size, pick
 from .messages import MessageGeometry, StageKey, num_rows_of
 from .transport import Handle, Transport
+from .work import ModuleWork, counting_layers, language_work
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 
@@ -48,16 +50,14 @@ class StepResult:
         timeline (`list[TimedTask]`): The tasks of this rank as they ran.
         duration_ms (`float`): From the first action to the last.
         started_s (`float`): When it began, by the host's clock.
-        num_rows (`dict[str, int]`):
-            Module -> input tokens of the language model, feature rows of an encoder; counted on one rank of
-            those that have the same.
+        work (`dict[str, ModuleWork]`): Module -> what it computed on, counted on one rank of those that have the same.
     """
 
     losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     timeline: list[TimedTask] = field(default_factory=list)
     duration_ms: float = 0.0
     started_s: float = field(default_factory=time.time)
-    num_rows: dict[str, int] = field(default_factory=dict)
+    work: dict[str, ModuleWork] = field(default_factory=dict)
 
 
 @dataclass
@@ -175,6 +175,7 @@ class Executor:
         end = clock.mark()
         run.result.timeline = [TimedTask(task, clock.ms(ready), clock.ms(done)) for task, ready, done in marks]
         run.result.duration_ms = clock.ms(end)
+        run.result.work = {module: work.read() for module, work in run.result.work.items()}
         return run.result
 
 
@@ -340,11 +341,11 @@ class _Step(MessageGeometry):
         features = self.features_of(task, incoming, leaves, needs_graph)
         self.executor.before_forward(task)
         stage = self.executor.stages[key]
-        with self.executor.forward_context(), torch.set_grad_enabled(needs_graph):
+        with self.executor.forward_context(), torch.set_grad_enabled(needs_graph), self.counted(task, stage):
             outputs = stage(self.inputs(task, leaves), hidden, features)
             if self.is_last(task):
                 outputs = self.loss(task, outputs)
-        self.count(task, outputs)
+        self.check_rows(task, outputs)
         if needs_graph or not self.is_last(task):
             self.running[task.key] = _Running(outputs, leaves)
 
@@ -357,7 +358,10 @@ class _Step(MessageGeometry):
         return {**batch, WORDS: replace(words, has_backward=True)}
 
     def check_rows(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
-        """Raises `ValueError` unless an encoder made a row for each placeholder token of its samples."""
+        """Raises `ValueError` unless an encoder's last stage made a row for each placeholder of its samples."""
+        last = len(self.plan.modules[task.module].replicas[task.replica]) - 1
+        if task.module == LANGUAGE_MODEL or task.stage < last:
+            return
         for spec, output in zip(self.spec.modules[task.module].features, outputs, strict=True):
             wanted = sum(self.rows(task)[spec.modality])
             if output.shape[0] != wanted:
@@ -368,21 +372,16 @@ class _Step(MessageGeometry):
                     "media agree."
                 )
 
-    def count(self, task: Task, outputs: Sequence[torch.Tensor]) -> None:
-        """Counts what a module works on, on the first rank of each replica's last encoder or first language stage."""
-        replica = self.plan.modules[task.module].replicas[task.replica]
-        if task.module != LANGUAGE_MODEL and task.stage == len(replica) - 1:
-            self.check_rows(task, outputs)
-        if self.row(task)[0] != self.rank:
-            return
-        counts = self.result.num_rows
-        if task.module == LANGUAGE_MODEL:
-            if task.stage == 0:
-                counts[task.module] = counts.get(task.module, 0) + self.batch(task)["input_ids"].numel()
-        elif task.stage == len(replica) - 1:
-            counts[task.module] = counts.get(task.module, 0) + sum(out.shape[0] for out in outputs)
-        else:
-            counts.setdefault(task.module, 0)
+    def counted(self, task: Task, stage: Any) -> AbstractContextManager:
+        """Counts what a module works on: at its first stage, and the attention of every stage of an encoder."""
+        if self.stage(task).all_ranks[0] != self.rank:
+            return nullcontext()
+        work = self.result.work.setdefault(task.module, ModuleWork())
+        if task.module != LANGUAGE_MODEL:
+            return counting_layers(layers_of(stage.model, stage.module_spec.stack), stage.layers, work)
+        if task.stage == 0:
+            work.add(*language_work(self.whole_batch(task)))
+        return nullcontext()
 
     def features_of(
         self, task: Task, incoming: Mapping[Message, _Incoming], leaves: dict[str, torch.Tensor], needs_graph: bool

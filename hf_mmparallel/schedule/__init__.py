@@ -5,7 +5,7 @@ from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, lower, receive_ahead
 from .scheduler import Timeline, ahead_caps, default_cost, live_caps, policy_caps, schedule_tasks, stage_depths
-from .simulator import Simulation, Span, microbatch_forward_ms, simulate
+from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
 __all__ = [
     "Action",
@@ -16,6 +16,7 @@ __all__ = [
     "ProgramError",
     "Simulation",
     "Span",
+    "SumSpan",
     "Task",
     "TaskGraph",
     "Timeline",

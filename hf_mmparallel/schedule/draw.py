@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .simulator import Simulation, Span
+from .actions import Task
+from .simulator import Simulation, Span, SumSpan
 
 COLORS = ("#2F6DB5", "#E0762B", "#2E9B6B", "#8A5BB8", "#C2476B", "#7A6A53")
+SUM_COLOR = "#8C929B"
 MAX_ROWS = 64
+TICK_MS = 0.125e-3  # of a trace, whose times readers turn into whole nanoseconds
 Timeline = Simulation | Sequence[Span]
 
 
@@ -22,6 +25,7 @@ class _Row:
 
     ranks: tuple[int, ...]
     spans: tuple[Span, ...]
+    sums: tuple[SumSpan, ...] = ()
 
     @property
     def label(self) -> str:
@@ -48,22 +52,35 @@ def _spans(timeline: Timeline) -> Sequence[Span]:
     return timeline.spans if isinstance(timeline, Simulation) else timeline
 
 
+def _sums(timeline: Timeline) -> Sequence[SumSpan]:
+    return timeline.sums if isinstance(timeline, Simulation) else ()
+
+
+def _end_ms(timeline: Timeline) -> float:
+    """The end of the last task or gradient sum."""
+    return max((span.end_ms for span in (*_spans(timeline), *_sums(timeline))), default=0.0)
+
+
 def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
     """A row for each rank; ranks with equal rows are merged when there are more than `merge_above`."""
     count = timeline.num_ranks if isinstance(timeline, Simulation) else 0
     by_rank: dict[int, list[Span]] = {rank: [] for rank in range(count)}
     for span in _spans(timeline):
         by_rank.setdefault(span.rank, []).append(span)
+    sums: dict[int, list[SumSpan]] = {rank: [] for rank in by_rank}
+    for span in _sums(timeline):
+        sums[span.rank].append(span)
     if len(by_rank) <= merge_above:
-        return [_Row((rank,), tuple(by_rank[rank])) for rank in sorted(by_rank)]
+        return [_Row((rank,), tuple(by_rank[rank]), tuple(sums[rank])) for rank in sorted(by_rank)]
     merged: dict[tuple, list[int]] = {}
     for rank in sorted(by_rank):
-        key = tuple(
+        tasks = tuple(
             (s.task.kind, s.task.module, s.task.stage, s.task.microbatch, round(s.start_ms, 6), round(s.end_ms, 6))
             for s in by_rank[rank]
         )
+        key = tasks, tuple((round(s.start_ms, 6), round(s.end_ms, 6)) for s in sums[rank])
         merged.setdefault(key, []).append(rank)
-    return [_Row(tuple(ranks), tuple(by_rank[ranks[0]])) for ranks in merged.values()]
+    return [_Row(tuple(ranks), tuple(by_rank[ranks[0]]), tuple(sums[ranks[0]])) for ranks in merged.values()]
 
 
 def _summary(timeline: Timeline) -> str:
@@ -85,7 +102,8 @@ def _ms(value: float) -> str:
 
 def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows: int = 32) -> str:
     """
-    Draws a timeline with letters: a digit is the forward of that microbatch, a letter its backward (`a` of 0).
+    Draws a timeline with letters: a digit is the forward of that microbatch, a letter its backward (`a` of 0), `=` a
+    gradient sum.
 
     Args:
         timeline ([`Simulation`] or `Sequence[Span]`): What to draw.
@@ -96,21 +114,26 @@ def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows
         `str`: One line for each row, with a line about the scale.
     """
     rows = _rows(timeline, max_rows)
-    end = max((span.end_ms for span in _spans(timeline)), default=0.0)
-    lines = [f"{_summary(timeline)}; digits: forward of microbatch 0-9, letters: backward of microbatch a-j, .: idle"]
+    end = _end_ms(timeline)
+    letters = "digits: forward of microbatch 0-9, letters: backward of microbatch a-j"
+    lines = [f"{_summary(timeline)}; {letters}{', =: gradient sum' if _sums(timeline) else ''}, .: idle"]
     shown = rows[:max_rows]
     indent = max((len(row.label) for row in shown), default=0)
     for row in shown:
         cells = ["."] * width
-        for span in row.spans:
+        bars: list[tuple[Span | SumSpan, str]] = [(span, "=") for span in row.sums]  # which short tasks may cover
+        for span, letter in [*bars, *((span, _letter(span.task)) for span in row.spans)]:
             first = min(int(span.start_ms / end * width + 1e-6), width - 1)
             last = max(int(span.end_ms / end * width + 1e-6), first + 1)
-            letter = ("0123456789" if span.task.kind == "fwd" else "abcdefghij")[span.task.microbatch % 10]
             cells[first:last] = letter * (last - first)
         lines.append(f"{row.label:<{indent}} |{''.join(cells[:width])}|")
     if len(rows) > len(shown):
         lines.append(f"... and {sum(len(row.ranks) for row in rows[max_rows:])} more ranks")
     return "\n".join(lines)
+
+
+def _letter(task: Task) -> str:
+    return ("0123456789" if task.kind == "fwd" else "abcdefghij")[task.microbatch % 10]
 
 
 def tint(color: str, share: float) -> tuple[float, float, float]:
@@ -134,7 +157,7 @@ def gantt_png(
 ) -> None:
     """
     Draws a row for each rank: light bars are forwards, dark ones backwards, the colour is the module, the number the
-    microbatch.
+    microbatch; grey bars are gradient sums.
 
     Args:
         simulation ([`Simulation`] or `Sequence[Span]`): What to draw.
@@ -156,13 +179,13 @@ def gantt_png(
     figure = Figure(figsize=(14, 1.55 + row_inches * sum(heights) + 0.75 * (len(panels) - 1)), dpi=140)
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    end = max((span.end_ms for _, timeline in panels for span in _spans(timeline)), default=1.0)
+    end = max(_end_ms(timeline) for _, timeline in panels) or 1.0
     for axis, (name, timeline), rows in zip(axes, panels, all_rows, strict=True):
         _draw_rows(axis, rows, colors, end)
         text = f"{title}: {_summary(timeline)}" if len(panels) == 1 else f"{title}, {name}: {_summary(timeline)}"
         axis.set_title(text, loc="left", fontsize=12, fontweight="bold", pad=8, color="#222222")
     axes[-1].set_xlabel("time (ms)", fontsize=10, color="#444444")
-    _draw_legend(figure, colors)
+    _draw_legend(figure, colors, any(_sums(timeline) for _, timeline in panels))
     inches = figure.get_size_inches()[1]
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.38 / inches))
     figure.savefig(path)
@@ -175,6 +198,11 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
     shown = rows[:MAX_ROWS]
     boxes, faces, edges = [], [], []
     for y, row in enumerate(shown):
+        low, high = y - 0.22, y + 0.22
+        for span in row.sums:
+            boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
+            faces.append(SUM_COLOR)
+            edges.append(SUM_COLOR)
         for span in row.spans:
             share = 0.38 if span.task.kind == "fwd" else 1.0
             low, high = y - 0.40, y + 0.40
@@ -210,7 +238,7 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
         side.set_visible(False)
 
 
-def _draw_legend(figure: Any, colors: Mapping[str, str]) -> None:
+def _draw_legend(figure: Any, colors: Mapping[str, str], has_sums: bool) -> None:
     """A light and a dark box for each module, in the upper right corner."""
     from matplotlib.patches import Patch
 
@@ -218,11 +246,13 @@ def _draw_legend(figure: Any, colors: Mapping[str, str]) -> None:
     for module, color in colors.items():
         handles.append(Patch(facecolor=tint(color, 0.38), label=f"{module} forward"))
         handles.append(Patch(facecolor=color, label=f"{module} backward"))
+    if has_sums:
+        handles.append(Patch(facecolor=SUM_COLOR, label="gradient sum"))
     handles.append(Patch(facecolor="#F3F4F6", edgecolor="#C9CCD1", label="idle"))
     figure.legend(
         handles=handles,
         loc="upper right",
-        ncols=min(len(handles), 7),
+        ncols=min(len(handles), 8),
         frameon=False,
         fontsize=9,
         handlelength=1.2,
@@ -238,7 +268,7 @@ def chrome_trace(
 ) -> None:
     """
     Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process for the prediction, a second for the
-    measurement, a thread for each rank.
+    measurement, a thread for each rank with its tasks and gradient sums.
 
     Args:
         simulation ([`Simulation`] or `Sequence[Span]`): The prediction.
@@ -263,14 +293,32 @@ def chrome_trace(
                 "cat": f"{span.task.module},{span.task.kind}",
                 "pid": process,
                 "tid": span.rank,
-                "ts": _finite(1e3 * span.start_ms),
-                "dur": _finite(1e3 * (span.end_ms - span.start_ms)),
+                **_times(span.start_ms, span.end_ms),
             }
             for span in spans
+        )
+        events.extend(
+            {
+                "ph": "X",
+                "name": "gradient sum",
+                "cat": "sync",
+                "pid": process,
+                "tid": span.rank,
+                **_times(span.start_ms, span.end_ms),
+            }
+            for span in _sums(timeline)
         )
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
-def _finite(value: float) -> float:
-    assert math.isfinite(value), value
-    return round(value, 3)
+def _times(start_ms: float, end_ms: float) -> dict[str, float]:
+    """
+    Start and duration in microseconds, for events that follow each other on a track.
+
+    Both ends are rounded to the same grid of whole nanoseconds, on which sums of the numbers in the file are exact;
+    rounded by themselves, an event would seem to end after the start of the next one.
+    """
+    assert math.isfinite(start_ms) and math.isfinite(end_ms), (start_ms, end_ms)
+    start, end = round(start_ms / TICK_MS), round(end_ms / TICK_MS)
+    tick_us = 1e3 * TICK_MS
+    return {"ts": tick_us * start, "dur": tick_us * (end - start)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -32,6 +33,22 @@ class Span:
     end_ms: float
 
 
+@dataclass(frozen=True, order=True, slots=True)
+class SumSpan:
+    """
+    Gradient sums on a rank, one right after the other, from `start_ms` to `end_ms`.
+
+    Args:
+        rank (`int`): The rank.
+        start_ms (`float`): Start of the first one.
+        end_ms (`float`): End of the last one.
+    """
+
+    rank: int
+    start_ms: float
+    end_ms: float
+
+
 @dataclass(frozen=True)
 class Simulation:
     """
@@ -44,12 +61,14 @@ class Simulation:
         peak_in_flight (`dict[tuple[str, int, int], float]`):
             (module, replica, stage) -> the most microbatches whose forward is done or running and whose backward is
             not done; a chunk counts as its share of the microbatch.
+        sums (`tuple[SumSpan, ...]`, *optional*): The gradient sums that take time, in the order of their starts.
     """
 
     spans: tuple[Span, ...]
     iteration_ms: float
     num_ranks: int
     peak_in_flight: dict[StageKey, float]
+    sums: tuple[SumSpan, ...] = ()
 
     @cached_property
     def busy_ms(self) -> dict[int, float]:
@@ -172,6 +191,7 @@ class _Replay:
         self.position = dict.fromkeys(program.actions, 0)
         self.time_ms = dict.fromkeys(program.actions, 0.0)
         self.spans: list[Span] = []
+        self.sums: dict[int, list[SumSpan]] = {}
 
     def _read_gate(self, action: Action) -> None:
         """Makes the gate of a blocking action, or notes that a gradient sum has one more rank."""
@@ -206,7 +226,8 @@ class _Replay:
             raise DeadlockError(f"The program deadlocks:\n{waiting_table(stuck)}")
         self.spans.sort(key=lambda span: (span.start_ms, span.rank))
         end = max(self.time_ms.values(), default=0.0)
-        return Simulation(tuple(self.spans), end, self.plan.world_size, _peak_in_flight(self.spans))
+        sums = sorted(chain.from_iterable(self.sums.values()), key=lambda span: (span.start_ms, span.rank))
+        return Simulation(tuple(self.spans), end, self.plan.world_size, _peak_in_flight(self.spans), tuple(sums))
 
     def _advance(self, rank: int, ready: list[int]) -> _Gate | None:
         """Runs what does not block; returns where the rank blocks."""
@@ -245,7 +266,16 @@ class _Replay:
             self.time_ms[rank] = end
             if gate.action.task is not None:
                 self.spans.append(Span(rank, gate.action.task, gate.ready_ms, end))
+            elif gate.duration_ms:
+                self._add_sum(rank, gate.ready_ms, end)
         ready.extend(gate.arrived)
+
+    def _add_sum(self, rank: int, start_ms: float, end_ms: float) -> None:
+        """Notes a gradient sum, as a part of the one before if it follows without a pause."""
+        sums = self.sums.setdefault(rank, [])
+        if sums and sums[-1].end_ms == start_ms:
+            start_ms = sums.pop().start_ms
+        sums.append(SumSpan(rank, start_ms, end_ms))
 
 
 def _peak_in_flight(spans: Sequence[Span]) -> dict[StageKey, float]:

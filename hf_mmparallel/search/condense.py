@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..arrange import arrange_step
 from ..cost import StepCost, batch_workloads, eager_caps, memory_per_rank
 from ..plan import ParallelPlan, SampleSizes, SyncGroup
-from ..schedule import Span, build_program, simulate
+from ..schedule import Span, SumSpan, build_program, simulate
 from .steps import PlannedStep, Prediction, StepPlanner
 
 
@@ -35,13 +36,7 @@ def condense(plan: ParallelPlan, groups: list[SyncGroup] | tuple[SyncGroup, ...]
         plan (`ParallelPlan`): The plan.
         groups (`Sequence[SyncGroup]`): Its gradient sums.
     """
-    stages: dict[int, list] = {}
-    for name, module in plan.modules.items():
-        for replica, index, stage in module.stages():
-            for rank in stage.all_ranks:
-                stages.setdefault(rank, []).append((name, replica, index))
-    numbers: dict[tuple, int] = {}
-    number = {rank: numbers.setdefault(tuple(stages[rank]), len(numbers)) for rank in sorted(stages)}
+    number = _numbers(plan)
 
     def those(ranks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted({number[rank] for rank in ranks}))
@@ -63,6 +58,17 @@ def condense(plan: ParallelPlan, groups: list[SyncGroup] | tuple[SyncGroup, ...]
     return Condensed(replace(plan, modules=modules), few, tuple(kept.values()))
 
 
+def _numbers(plan: ParallelPlan) -> dict[int, int]:
+    """Rank -> the number of the one that stands for it."""
+    stages: dict[int, list] = {}
+    for name, module in plan.modules.items():
+        for replica, index, stage in module.stages():
+            for rank in stage.all_ranks:
+                stages.setdefault(rank, []).append((name, replica, index))
+    numbers: dict[tuple, int] = {}
+    return {rank: numbers.setdefault(tuple(stages[rank]), len(numbers)) for rank in sorted(stages)}
+
+
 def on_all_ranks(prediction: Prediction) -> Prediction:
     """
     A prediction with the spans of all ranks in place of those of one of all that run the same list.
@@ -78,7 +84,19 @@ def on_all_ranks(prediction: Prediction) -> Prediction:
         for rank in plan.stage(*task.stage_key).all_ranks
     ]
     ordered = tuple(sorted(spans, key=lambda span: (span.start_ms, span.rank, span.end_ms)))
-    return replace(prediction, simulation=replace(simulation, spans=ordered, num_ranks=plan.world_size))
+    few = _by_rank(simulation.sums)
+    sums = [replace(span, rank=rank) for rank, number in _numbers(plan).items() for span in few.get(number, ())]
+    sums.sort(key=lambda span: (span.start_ms, span.rank))
+    whole = replace(simulation, spans=ordered, num_ranks=plan.world_size, sums=tuple(sums))
+    return replace(prediction, simulation=whole)
+
+
+def _by_rank(sums: Sequence[SumSpan]) -> dict[int, list[SumSpan]]:
+    """Gradient sums by their rank."""
+    found: dict[int, list[SumSpan]] = {}
+    for span in sums:
+        found.setdefault(span.rank, []).append(span)
+    return found
 
 
 def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleSizes) -> Prediction:

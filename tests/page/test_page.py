@@ -12,10 +12,18 @@ from hypothesis import example, given, settings
 
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, render_page, write_page
 from hf_mmparallel.page.timeline import rank_rows, timeline_data
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan
-from hf_mmparallel.schedule import Simulation, Span, Task, build_program, simulate
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlugin,
+    MultimodalParallelPlugin,
+    ParallelPlan,
+    resolve_plan,
+    sync_groups,
+)
+from hf_mmparallel.schedule import Simulation, Span, SumSpan, Task, build_program, simulate
 from tests.page.pages import example_page
-from tests.schedule.builders import Case, cases, chain, deferred, shared
+from tests.schedule.builders import Case, cases, chain, deferred, make_step, module_spec, shared
 
 VOID = {"meta", "br", "path", "link", "img", "input", "hr"}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=\"x\"> {{ 7 * 7 }} & 'quoted' \u2028"
@@ -65,8 +73,8 @@ def html(page) -> str:
     return render_page(page)
 
 
-def run(case: Case) -> Simulation:
-    return simulate(case.plan, build_program(case.plan, case.step, case.groups))
+def run(case: Case, sync_ms: float = 0.0) -> Simulation:
+    return simulate(case.plan, build_program(case.plan, case.step, case.groups), sync_ms=sync_ms)
 
 
 def spans_of(data: dict, rows_of_ranks: list[tuple[int, ...]]) -> list[Span]:
@@ -96,6 +104,22 @@ def test_the_data_reads_back_to_the_same_tasks(case):
     assert spans_of(data, [row.ranks for row in rows]) == sorted(simulation.spans, key=lambda s: (s.start_ms, s.rank))
     assert sorted(rank for row in rows for rank in row.ranks) == list(range(simulation.num_ranks))
     assert data["end"] == round(1e3 * simulation.iteration_ms)
+
+
+def test_gradient_sums_are_in_the_rows_and_in_the_table_of_ranks():
+    spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
+    case = Case(plan, make_step({LANGUAGE_MODEL: [[[0], [1]], [[2], [3]]]}), sync_groups(spec, plan))
+    simulation = run(case, sync_ms=2.5)
+    data = json.loads(json.dumps(timeline_data(case.plan, simulation, rows := rank_rows(simulation), None)))
+    found = []
+    for row, ranks in zip(data["rows"], [row.ranks for row in rows], strict=True):
+        ends = np.cumsum(np.stack([row["sums"]["gap"], row["sums"]["duration"]], axis=1)).reshape(-1, 2)
+        found += [SumSpan(rank, start / 1e3, end / 1e3) for rank in ranks for start, end in ends.tolist()]
+    assert simulation.sums and sorted(found) == sorted(simulation.sums)
+    assert data["end"] == round(1e3 * max(span.end_ms for span in simulation.sums))
+    table = render_page(PlanPage("t", case.plan, simulation))
+    assert "gradient sums</th>" in table and "sums of gradients" in table
 
 
 def test_times_are_kept_to_a_microsecond(page):

@@ -57,6 +57,15 @@ def test_rows_are_decoded():
         assert [(t["text"], t["start"], t["end"]) for t in tasks] == [(str(t), a, b) for t, a, b in row.tasks]
 
 
+def test_gradient_sums_are_decoded():
+    row = {"task": [], "gap": [], "duration": [], "stage": 0, "label": "rank 0", "ranks": 1}
+    data = {"stages": [[0, 0, 0]]}
+    sums = {"gap": [3, 0, 4], "duration": [2, 5, 1]}
+    found = evaluate("decodeRow(data, row, 0).sums", data=data, row={**row, "sums": sums})
+    assert found == {"start": [3, 5, 14], "end": [5, 10, 15]}
+    assert evaluate("decodeRow(data, row, 0).sums", data=data, row=row) == {"start": [], "end": []}
+
+
 def test_memory_is_decoded():
     memory = {"static": 7, "gap": [3, 4, 0], "change": [5, -2, 9]}
     found = evaluate("decodeMemory(memory)", memory=memory)

@@ -1,13 +1,22 @@
 """Pictures show every task, in the right place."""
 
 import json
+import tempfile
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from PIL import Image, ImageColor
 
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Simulation, Span, Task, build_program, simulate
-from hf_mmparallel.schedule.draw import chrome_trace, gantt_png, gantt_text, rank_ranges
-from tests.schedule.builders import chain, make_step, module_spec
+from hf_mmparallel.schedule.draw import SUM_COLOR, chrome_trace, gantt_png, gantt_text, rank_ranges
+from tests.schedule.builders import cases, chain, make_step, module_spec
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +70,71 @@ def test_trace_has_every_span_of_both_timelines(simulation, tmp_path):
     for process, spans in enumerate((simulation.spans, measured)):
         found = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["pid"] == process]
         assert found == [(s.rank, str(s.task), 1e3 * s.start_ms, 1e3 * (s.end_ms - s.start_ms)) for s in spans]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(0, 2**32 - 1), st.floats(0, 5))
+def test_events_of_a_track_never_overlap(case, seed, sync_ms):
+    rng = np.random.default_rng(seed)
+    costs: dict = {}
+
+    def cost(task):
+        return costs.setdefault(task, float(rng.uniform(0, 3)))
+
+    simulation = simulate(case.plan, build_program(case.plan, case.step, case.groups), cost, 0.1, sync_ms)
+    with tempfile.TemporaryDirectory() as folder:
+        chrome_trace(simulation, Path(folder) / "trace.json")
+        text = (Path(folder) / "trace.json").read_text()
+    # As Chrome reads them, in microseconds, and as Perfetto does, cut to whole nanoseconds.
+    for exact in (lambda us: us, lambda us: int(us * 1000.0)):
+        tracks: dict = {}
+        for event in json.loads(text)["traceEvents"]:
+            if event["ph"] == "X":
+                start, length = exact(event["ts"]), exact(event["dur"])
+                tracks.setdefault(event["tid"], []).append((start, start + length))
+        for events in tracks.values():
+            events.sort()
+            assert all(end <= start for (_, end), (start, _) in pairwise(events))
+    assert sum(map(len, tracks.values())) == len(simulation.spans) + len(simulation.sums)
+
+
+@pytest.fixture(scope="module")
+def with_sums() -> Simulation:
+    """Sums of 4 ms at the ends of two stages of two replicas, those of the first stage last."""
+    spec = ModelSpec({LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL)})
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
+    step = make_step({LANGUAGE_MODEL: [[[0], [1]], [[2], [3]]]})
+    return simulate(plan, build_program(plan, step, sync_groups(spec, plan)), sync_ms=4.0)
+
+
+def test_a_picture_ends_where_its_title_says(with_sums, tmp_path, monkeypatch):
+    assert with_sums.iteration_ms == max(span.end_ms for span in with_sums.sums) == 13
+    assert with_sums.iteration_ms > max(span.end_ms for span in with_sums.spans) == 9
+    assert sorted({(s.start_ms, s.end_ms) for s in with_sums.sums}) == [(7, 11), (9, 13)]
+    head, first, *_ = gantt_text(with_sums, width=13).splitlines()
+    assert head.startswith("13 ms, ") and "=: gradient sum" in head
+    assert first.endswith("|01..aa.bb====|")
+    limits = []
+    set_xlim = Axes.set_xlim
+    monkeypatch.setattr(
+        Axes, "set_xlim", lambda self, *args, **more: limits.append(args) or set_xlim(self, *args, **more)
+    )
+    gantt_png(with_sums, tmp_path / "sums.png")
+    assert (0, 13) in limits
+    chrome_trace(with_sums, tmp_path / "sums.json")
+    events = [e for e in json.loads((tmp_path / "sums.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert max(e["ts"] + e["dur"] for e in events) == 13_000
+
+
+def test_the_picture_shows_the_sums(with_sums, tmp_path):
+    pictures = []
+    for name, simulation in (("with", with_sums), ("without", replace(with_sums, sums=()))):
+        gantt_png(simulation, tmp_path / f"{name}.png")
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            counts = picture.convert("RGB").getcolors(10**7) or []
+            pictures.append({color: count for count, color in counts})
+    grey = ImageColor.getrgb(SUM_COLOR)
+    assert pictures[0].get(grey, 0) > 2000 > 10 * pictures[1].get(grey, 0)
 
 
 def test_rank_ranges():

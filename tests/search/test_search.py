@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_mmparallel.cost import HARDWARE, analytic_costs, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.search.condense import condense, on_all_ranks, predict_condensed
 from hf_mmparallel.search.explain import least_memory_bytes
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_layers
@@ -147,6 +147,10 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     assert few.step_ms == pytest.approx(whole.step_ms)
     assert few.memory == whole.memory and few.flops_utilisation == pytest.approx(whole.flops_utilisation)
     assert len(few.simulation.busy_ms) <= len(whole.simulation.busy_ms)
+    expanded, simulated = on_all_ranks(few).simulation.sums, whole.simulation.sums
+    assert [(s.rank, pytest.approx(s.start_ms), pytest.approx(s.end_ms)) for s in expanded] == [
+        (s.rank, s.start_ms, s.end_ms) for s in simulated
+    ]
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES, ids=str)

@@ -20,6 +20,7 @@ from hf_mmparallel.callbacks.balance import RanStep, arrangement_metrics, forwar
 from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, hardware_of
 from hf_mmparallel.callbacks.timeline import cost_from
 from hf_mmparallel.runtime.executor import StepResult, TimedTask
+from hf_mmparallel.runtime.work import ModuleWork
 from hf_mmparallel.schedule import Span, Task
 from tests.distributed import run_distributed
 
@@ -37,7 +38,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def window(duration: float, busy: float, wall: float | None = None, **changes: Any) -> RankWindow:
     wall = duration if wall is None else wall
-    return RankWindow(duration, wall, busy, **{"replicas_ms": {}, "num_rows": {}, **changes})
+    return RankWindow(duration, wall, busy, **{"replicas_ms": {}, "work": {}, **changes})
 
 
 # The numbers
@@ -52,7 +53,8 @@ def test_the_bubble_is_the_share_of_time_outside_of_tasks():
 
 
 def test_rows_of_all_ranks_per_second_of_the_slowest_with_all_it_does():
-    windows = [window(300, 1, wall=500, num_rows={VISION: 30}), window(400, 1, num_rows={VISION: 20, LM: 100})]
+    works = {VISION: ModuleWork(30)}, {VISION: ModuleWork(20), LM: ModuleWork(100)}
+    windows = [window(300, 1, wall=500, work=works[0]), window(400, 1, work=works[1])]
     metrics = efficiency(windows, core_per_rank=False)
     assert metrics == {"parallel/tokens_per_second/vision": 100.0, "parallel/tokens_per_second/language_model": 200.0}
 
@@ -96,7 +98,7 @@ def test_forwards_of_all_ranks_are_summed_by_microbatch(monkeypatch: pytest.Monk
 def test_a_window_adds_up_steps():
     def step(*timed: tuple[Task, float, float], duration: float, rows: int) -> StepResult:
         tasks = [TimedTask(task, start, end) for task, start, end in timed]
-        return StepResult(timeline=tasks, duration_ms=duration, num_rows={LM: rows})
+        return StepResult(timeline=tasks, duration_ms=duration, work={LM: ModuleWork(rows)})
 
     first, second = (Task("fwd", LM, 0, 0, index) for index in range(2))
     back = Task("bwd", LM, 0, 0, 0)
@@ -104,7 +106,7 @@ def test_a_window_adds_up_steps():
         step((first, 0, 2), (back, 3, 7), duration=8, rows=10),
         step((first, 0, 1), (second, 1, 4), duration=6, rows=5),
     ]
-    wanted = RankWindow(14, 20, 10, {(LM, 0): 10}, {LM: 15})
+    wanted = RankWindow(14, 20, 10, {(LM, 0): 10}, {LM: ModuleWork(15)})
     assert RankWindow.of(results, wall_ms=20) == wanted
     assert RankWindow.of(results, wall_ms=1).wall_ms == 14  # two clocks may differ a little
 

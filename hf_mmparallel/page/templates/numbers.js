@@ -13,20 +13,26 @@ function decodeMemory(memory) {
   return { static: memory.static, time: sums(memory.gap), value, peak };
 }
 
-/** A row of the data with absolute times: `start`, `end`, `stageOf(i)`, and its memory. */
-function decodeRow(data, row, index) {
-  const count = row.task.length;
-  const start = new Float64Array(count);
-  const end = new Float64Array(count);
-  for (let i = 0, now = 0; i < count; i++) {
-    start[i] = now + row.gap[i];
-    end[i] = now = start[i] + row.duration[i];
+/** Absolute times from the gaps before them and their durations. */
+function decodeTimes({ gap, duration }) {
+  const start = new Float64Array(gap.length);
+  const end = new Float64Array(gap.length);
+  for (let i = 0, now = 0; i < gap.length; i++) {
+    start[i] = now + gap[i];
+    end[i] = now = start[i] + duration[i];
   }
+  return { start, end };
+}
+
+/** A row of the data with absolute times: `start`, `end`, `stageOf(i)`, its gradient sums, and its memory. */
+function decodeRow(data, row, index) {
+  const { start, end } = decodeTimes(row);
+  const sums = decodeTimes(row.sums || { gap: [], duration: [] });
   const stageOf = Array.isArray(row.stage) ? (i) => row.stage[i] : () => row.stage;
   const stages = Array.isArray(row.stage) ? [...new Set(row.stage)] : [row.stage];
   const modules = [...new Set(stages.map((stage) => data.stages[stage][0]))];
   const memory = row.memory && decodeMemory(row.memory);
-  return { index, label: row.label, ranks: row.ranks, code: row.task, start, end, stageOf, stages, modules, memory };
+  return { index, label: row.label, ranks: row.ranks, code: row.task, start, end, sums, stageOf, stages, modules, memory };
 }
 
 /** What task `i` of a decoded row is. */

@@ -83,7 +83,14 @@ function wordsAt(canvas, x, y) {
       `starts at ${ms(task.start)} ms, takes ${ms(task.end - task.start)} ms`,
     ];
   }
-  const [from, to] = [i ? row.end[i - 1] : 0, i < row.start.length ? row.start[i] : whole];
+  const s = countUpTo(row.sums.end, time);
+  if (s < row.sums.start.length && row.sums.start[s] <= time) {
+    const [from, to] = [row.sums.start[s], row.sums.end[s]];
+    return [`${row.label}: gradient sums`, `starts at ${ms(from)} ms, takes ${ms(to - from)} ms`];
+  }
+  const before = Math.max(i ? row.end[i - 1] : 0, s ? row.sums.end[s - 1] : 0);
+  const after = Math.min(i < row.start.length ? row.start[i] : whole, s < row.sums.start.length ? row.sums.start[s] : whole);
+  const [from, to] = [before, after];
   return [`${row.label}: idle`, `${ms(to - from)} ms, from ${ms(from)} to ${ms(to)} ms`];
 }
 

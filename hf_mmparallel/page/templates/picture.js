@@ -114,6 +114,11 @@ function drawRow(pen, row, y) {
   gutter(pen, isNarrow() ? row.label : `${row.label}  ${stages.join(", ") || "idle"}`, middle);
   pen.font = "11px system-ui, sans-serif";
   pen.textAlign = "center";
+  pen.fillStyle = colors.quiet;
+  for (let i = countUpTo(row.sums.end, view.start); i < row.sums.start.length && row.sums.start[i] < view.end; i++) {
+    const [from, to] = [clampX(xOf(row.sums.start[i])), clampX(xOf(row.sums.end[i]))];
+    pen.fillRect(from, top + height / 4, Math.max(0.75, to - from), height / 2);
+  }
   let drawn = -1; // the pixel that bars thinner than one have filled
   for (let i = countUpTo(row.end, view.start); i < row.start.length && row.start[i] < view.end; i++) {
     const module = data.stages[row.stageOf(i)][0];

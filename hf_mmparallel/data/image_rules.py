@@ -1,0 +1,107 @@
+"""What a model makes of images of known sizes, from its configuration and its own code, without weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from ..cost.image_tokens import Crops, ImageRule, PatchGrid
+from ..modeling.features import flat_rows
+from ..modeling.hollow import hidden_of
+from ..modeling.spec import ModulePart, find_stack, layers_of, module_parts
+from ..plan import ModelSpec
+
+IMAGE = "image"
+FITTING = "models with one image size (Llava, Gemma3, PaliGemma), the tiles of InternVL, or the patches of Qwen-VL"
+
+
+def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
+    """
+    How many tokens images have in an encoder and in the language model.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The model, on the meta device or any other.
+        spec ([`ModelSpec`]): The same model.
+        name (`str`): The encoder, which takes images.
+
+    Raises:
+        `ValueError`: If the configuration does not say into what an image is cut, or the encoder can't be run.
+    """
+    part = module_parts(model)[name]
+    tower = model.get_submodule(part.tower)
+    if "image_grid_thw" in part.input_names(IMAGE):
+        return _patch_grid(tower.config, spec.modules[name].num_layers)
+    required = [
+        parameter.name
+        for parameter in inspect.signature(inspect.unwrap(part.features[IMAGE])).parameters.values()
+        if parameter.name != "self"
+        and parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    image_size = getattr(tower.config, "image_size", None)
+    varies = len(required) > 1 or "image_sizes" in inspect.signature(tower.forward).parameters
+    if image_size is None or varies:
+        raise ValueError(
+            f"How `{type(model).__name__}` cuts images of different sizes is its processor's matter and not in its "
+            f"configuration. Published sizes fit {FITTING}; give a dataset of your own, or `--seq-len` and "
+            "`--image-tokens`."
+        )
+    height, width = image_size if isinstance(image_size, (list, tuple)) else (image_size, image_size)
+    feature = next(feature for feature in spec.modules[name].features if feature.modality == IMAGE)
+    tokens, rows = _run_once(model, part, feature.field, (height, width))
+    return Crops(tokens, rows, _tiles(model.config.model_type, height, width))
+
+
+def _patch_grid(config: Any, num_layers: int) -> PatchGrid:
+    """The rule of an encoder that takes images in their own size."""
+    window = getattr(config, "window_size", None)
+    if not window:
+        return PatchGrid(config.patch_size, config.spatial_merge_size, num_layers, num_layers)
+    whole = len(config.fullatt_block_indexes)
+    return PatchGrid(
+        config.patch_size, config.spatial_merge_size, num_layers, whole, (window // config.patch_size) ** 2
+    )
+
+
+def _run_once(model: PreTrainedModel, part: ModulePart, field: str, size: tuple[int, int]) -> tuple[int, int]:
+    """Tokens that the layers see of one image, and rows of its features."""
+    seen: list[int] = []
+
+    def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(hidden_of(args, kwargs).shape[-2])
+
+    layer = layers_of(model, find_stack(model, part.tower))[0]
+    handle = layer.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        channels = getattr(model.get_submodule(part.tower).config, "num_channels", 3)
+        pixels = torch.empty(1, channels, *size, dtype=model.dtype, device=model.device)
+        with torch.no_grad():
+            output = part.features[IMAGE](**{part.input_names(IMAGE)[0]: pixels})
+    finally:
+        handle.remove()
+    return seen[0], flat_rows(getattr(output, field)).shape[0]
+
+
+def _tiles(model_type: str, height: int, width: int) -> Callable[[int, int], int] | None:
+    """How many crops the model's processor makes of an image by default; `None` if always one."""
+    defaults = getattr(_named(PROCESSOR_MAPPING_NAMES.get(model_type)), "images_kwargs", None) or {}
+    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type) or {}
+    processor = _named(classes.get("pil"))
+    if not defaults.get("crop_to_patches") or processor is None:
+        return None
+    options = {**defaults, "patch_size": {"height": height, "width": width}}
+    count = processor().get_number_of_image_patches
+    return lambda own_height, own_width: count(own_height, own_width, options)
+
+
+def _named(name: str | None) -> Any:
+    """A class of transformers."""
+    return None if name is None else getattr(transformers, name, None)

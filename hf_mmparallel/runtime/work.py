@@ -1,0 +1,92 @@
+"""What a step computes on, in the units of the cost model: tokens of a module's layers, and squares of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.context import WORDS
+from ..kernels.bitfield_attention import decode_words
+from ..modeling.hollow import hidden_of
+from .messages import num_rows_of
+
+
+@dataclass
+class ModuleWork:
+    """
+    What a module computed on. Sums may stay on the device until [`~ModuleWork.read`].
+
+    Args:
+        tokens (`float` or `torch.Tensor`, *optional*, defaults to 0.0):
+            Tokens that its layers saw: those of samples in the language model, without padding; those that entered
+            the first layer of an encoder, before anything merges or pools them.
+        squares (`float` or `torch.Tensor`, *optional*, defaults to 0.0):
+            Sum of the squared lengths of the sequences that attend to themselves, the mean over the layers.
+    """
+
+    tokens: Any = 0.0
+    squares: Any = 0.0
+
+    def add(self, tokens: float | Tensor, squares: float | Tensor) -> None:
+        """Adds tokens and squares."""
+        self.tokens = self.tokens + tokens
+        self.squares = self.squares + squares
+
+    def read(self) -> ModuleWork:
+        """The same as numbers of the host."""
+        return ModuleWork(float(self.tokens), float(self.squares))
+
+
+def language_work(batch: Mapping[str, Any]) -> tuple[Tensor | float, Tensor | float]:
+    """
+    Tokens and squares of the samples of a batch of the language model, without padding.
+
+    Args:
+        batch (`Mapping[str, Any]`): The whole batch, with `attention_words` if its rows are packed.
+    """
+    ids, words, mask = batch["input_ids"], batch.get(WORDS), batch.get("attention_mask")
+    if isinstance(words, Tensor):
+        segment = decode_words(words).segment
+        counts = segment.new_zeros(segment.shape[0], segment.shape[1] + 1)
+        lengths = counts.scatter_add_(1, segment, torch.ones_like(segment))[:, 1:]  # 0 is padding
+    elif isinstance(mask, Tensor) and mask.dim() == 2:
+        lengths = (mask != 0).sum(-1)
+    else:
+        return float(ids.numel()), float(ids.numel() * ids.shape[-1])
+    return lengths.sum(), lengths.double().square().sum()
+
+
+@contextmanager
+def counting_layers(stack: nn.ModuleList, layers: tuple[int, int], work: ModuleWork) -> Iterator[None]:
+    """
+    Counts what the layers of a stage of an encoder compute on meanwhile.
+
+    Args:
+        stack (`nn.ModuleList`): All layers of the encoder.
+        layers (`tuple[int, int]`): First layer of the stage, and the one after the last.
+        work ([`ModuleWork`]): What is added to.
+    """
+
+    def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = hidden_of(args, kwargs)
+        tokens = float(num_rows_of(hidden.shape)) if layer is stack[0] else 0.0
+        work.add(tokens, _squares(hidden, kwargs.get("cu_seqlens")) / len(stack))
+
+    handles = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in stack[slice(*layers)]]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _squares(hidden: Tensor, ends: Any) -> Tensor | float:
+    """The squares of the sequences of `[..., sequence, width]`, or of those that end at `ends` in one long row."""
+    if isinstance(ends, Tensor):
+        return ends.diff().double().square().sum()
+    return float(num_rows_of(hidden.shape) * hidden.shape[-2])
