@@ -179,6 +179,12 @@ class ModuleStage:
         ]
         return getattr(torch, max(inner, key=lambda p: p.num_elements).dtype) if inner else torch.bfloat16
 
+    @property
+    def own_layers(self) -> dict[int, nn.Module]:
+        """The layers of this stage by their index in the module."""
+        stack = layers_of(self.model, self.module_spec.stack)
+        return {index: stack[index] for index in range(*self.layers)}
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields name and tensor of each parameter that this stage uses, under their names in the whole model."""
         real = {name: p for name, p in self.model.named_parameters() if not is_hollow(p)}

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from ..data.context import WORDS
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
-from ..modeling.spec import layers_of
 from ..modeling.stages import is_activation_dtype
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule.actions import Action, Message, Program, Task
@@ -378,7 +377,7 @@ class _Step(MessageGeometry):
             return nullcontext()
         work = self.result.work.setdefault(task.module, ModuleWork())
         if task.module != LANGUAGE_MODEL:
-            return counting_layers(layers_of(stage.model, stage.module_spec.stack), stage.layers, work)
+            return counting_layers(stage.own_layers, self.spec.modules[task.module].num_layers, work)
         if task.stage == 0:
             work.add(*language_work(self.whole_batch(task)))
         return nullcontext()

@@ -62,22 +62,22 @@ def language_work(batch: Mapping[str, Any]) -> tuple[Tensor | float, Tensor | fl
 
 
 @contextmanager
-def counting_layers(stack: nn.ModuleList, layers: tuple[int, int], work: ModuleWork) -> Iterator[None]:
+def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: ModuleWork) -> Iterator[None]:
     """
     Counts what the layers of a stage of an encoder compute on meanwhile.
 
     Args:
-        stack (`nn.ModuleList`): All layers of the encoder.
-        layers (`tuple[int, int]`): First layer of the stage, and the one after the last.
+        layers (`Mapping[int, nn.Module]`): The layers of the stage by their index in the encoder.
+        num_layers (`int`): The layers of the whole encoder.
         work ([`ModuleWork`]): What is added to.
     """
 
     def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_of(args, kwargs)
-        tokens = float(num_rows_of(hidden.shape)) if layer is stack[0] else 0.0
-        work.add(tokens, _squares(hidden, kwargs.get("cu_seqlens")) / len(stack))
+        tokens = float(num_rows_of(hidden.shape)) if layer is layers.get(0) else 0.0
+        work.add(tokens, _squares(hidden, kwargs.get("cu_seqlens")) / num_layers)
 
-    handles = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in stack[slice(*layers)]]
+    handles = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers.values()]
     try:
         yield
     finally:

@@ -197,6 +197,8 @@ def cases(draw, sharing: st.SearchStrategy[bool] = BOOLEANS) -> Case:
 class EncoderStage:
     """Its output are leaves with the given values, so that their gradient is what came back."""
 
+    own_layers: Mapping[int, Any] = {}
+
     def __init__(self, case: Case, x: dict, leaves: dict):
         self.case, self.x, self.leaves = case, x, leaves
 
