@@ -1,4 +1,4 @@
-"""Ranks in proportion to the operations of each module: the ratio-based baseline of DistTrain (section 7.3.1)."""
+"""Ranks in proportion to the operations of each module: the ratio-based baseline of DistTrain (section 7.2.1)."""
 
 from __future__ import annotations
 
