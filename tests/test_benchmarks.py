@@ -122,4 +122,4 @@ def test_planner_plans_for_itself_and_for_others(tmp_path):
     assert parts["speed"]["allocation"]["112"]["s"]["min"] > 0 < parts["speed"]["search"]["8"]["s"]["min"]
     assert parts["speed"]["profiling_batch"]["batch_size"] > 1
     (case,) = parts["others"]["cases"]
-    assert set(case["others"]) == {"frozen-unaware", "single layout", "FSDP-like", "DistTrain"}
+    assert {"frozen-unaware", "single layout", "FSDP-like", "DistTrain"} < set(case["others"])

@@ -16,11 +16,14 @@ from .explain import least_memory_bytes
 from .fully_sharded import FullySharded, fully_sharded
 from .options import Kind, ModuleOptions
 from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
+from .ratio import RatioLayouts
+from .replicated import ReplicatedEncoders
 from .search import step_planner
 from .single_layout import SingleLayouts, even_layers
 from .strategy_space import ModuleDemand, Role
 
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
+RATIO, REPLICATED = "ratio-based", "encoders replicated"
 _SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: those that fit, all, and with all batches
 _MOST_TASKS = 50_000  # of these together
 _ABOUT = 1.3  # how far off estimates of memory may be
@@ -69,6 +72,8 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
       even layers, in the manner of Megatron-LM.
     - `"FSDP-like"`: every rank data-parallel, parameters gathered layer by layer, in closed form.
     - `"DistTrain"`: its allocation and its order of samples, see [`allocate`]; even layers.
+    - `"ratio-based"`: ranks in proportion to the operations of each module, see [`RatioLayouts`].
+    - `"encoders replicated"`: the encoders in every stage of the language model, see [`ReplicatedEncoders`].
 
     Args:
         problem ([`PlanningProblem`]): The question.
@@ -79,7 +84,14 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
     judge = _Judge(replace(problem, fixed={}), batches)
-    return judge.unaware(), judge.single_layout(), judge.fully_sharded(), judge.disttrain()
+    return (
+        judge.unaware(),
+        judge.single_layout(),
+        judge.fully_sharded(),
+        judge.disttrain(),
+        judge.ratio_based(),
+        judge.replicated(),
+    )
 
 
 def all_trained(spec: ModelSpec) -> ModelSpec:
@@ -164,6 +176,43 @@ class _Judge:
         ranked = self._best(found, "disttrain")
         idle = self.problem.num_ranks - ranked.plan.world_size
         return self._compared(DISTTRAIN, ranked, f"{note}; {idle} ranks without work" if idle else note)
+
+    def ratio_based(self) -> ComparedPlan:
+        """The fastest of its kind."""
+        layouts = RatioLayouts(self.problem)
+        if len(layouts.work) == 1:
+            return self._none(RATIO, "a single module has all ranks")
+        found = sorted(layouts, key=lambda own: own.step_ms)
+        if not found:
+            layouts = RatioLayouts(replace(self.problem, memory_bytes=None))
+            found = sorted(layouts, key=lambda own: own.memory_bytes(self.problem))
+        if not found:
+            return self._none(RATIO, "no layout of the modules has the ranks of their share")
+        ranked = self._best(map(layouts.candidate, unlike(found)), "contiguous")
+        return self._compared(RATIO, ranked, "ranks by the operations of each module, even layers, sampler's order")
+
+    def replicated(self) -> ComparedPlan:
+        """The fastest of its kind."""
+        spec = self.problem.spec
+        if not spec.encoders or spec.generators:
+            return self._none(REPLICATED, "is for models of encoders and a language model")
+        layouts = ReplicatedEncoders(self.problem)
+        every = sorted(layouts, key=lambda own: own.estimate_ms)
+        if not every:
+            return self._none(REPLICATED, "no layout of the language model has all ranks")
+        found, num_fitting = [], 0
+        leanest = min(every, key=lambda own: (own.layout.dp_size, -own.num_microbatches))
+        for own in [*every[:_TRIED], leanest]:
+            found.append(layouts.step(own, self.batches))
+            num_fitting += found[-1].memory_bytes <= self._limit_bytes
+            if num_fitting == _SIMULATED:
+                break
+        fitting = [own for own in found if own.memory_bytes <= self._limit_bytes]
+        best = min(fitting, key=lambda own: own.step_ms) if fitting else min(found, key=lambda own: own.memory_bytes)
+        note = "every stage of the language model runs all encoders again; simulated, the engine has no such plan"
+        words = "; ".join(part for part in (note, self._excess(best.memory_bytes)) if part)
+        figures = (best.step_ms, best.bubble_fraction, best.memory_bytes, best.flops_utilisation)
+        return ComparedPlan(REPLICATED, None, str(best.found), *figures, words)
 
     # DistTrain
 

@@ -73,7 +73,8 @@ def test_figures(found):
     plan = MultimodalParallelPlugin.from_any(data["plan"]).plan
     assert plan == found.plugin.plan and plan is not None and plan.world_size == 2
     names = [own["name"] for own in data["comparison"]]
-    assert names == ["frozen-unaware", "single layout", "FSDP-like", "DistTrain"]
+    others = ["frozen-unaware", "single layout", "FSDP-like", "DistTrain", "ratio-based", "encoders replicated"]
+    assert names == others
     change = data["what_if"]["gpus=4,frozen=vision"]
     assert change["num_ranks"] == 4 and change["global_batch_size"] == 8
     assert change["samples_per_second"] > data["samples_per_second"]

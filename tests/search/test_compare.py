@@ -9,11 +9,24 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.cost import HARDWARE, analytic_costs, layer_table
+from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
-from hf_mmparallel.search.compare import DISTTRAIN, SHARDED, SINGLE, UNAWARE, UnawareOptions, all_trained, compare
+from hf_mmparallel.search.compare import (
+    DISTTRAIN,
+    RATIO,
+    REPLICATED,
+    SHARDED,
+    SINGLE,
+    UNAWARE,
+    UnawareOptions,
+    all_trained,
+    compare,
+)
 from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
-from hf_mmparallel.search.options import ModuleOptions
-from hf_mmparallel.search.problem import PlanningProblem
+from hf_mmparallel.search.options import Kind, ModuleOptions
+from hf_mmparallel.search.problem import PlanningProblem, draw_batch
+from hf_mmparallel.search.ratio import RatioLayouts
+from hf_mmparallel.search.replicated import ReplicatedEncoders
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.single_layout import SingleLayouts, even_layers
 from hf_mmparallel.search.steps import StepPlanner
@@ -21,7 +34,7 @@ from hf_mmparallel.search.steps import StepPlanner
 from ..cost.models import LAYERS, model
 
 NUM_RANKS, BATCH = 8, 16
-NAMES = (UNAWARE, SINGLE, SHARDED, DISTTRAIN)
+NAMES = (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED)
 
 
 def problem(frozen: tuple[str, ...] = ("vision",), **settings) -> PlanningProblem:
@@ -53,12 +66,17 @@ class TestCompare:
         for name, other in others.items():
             assert other.name == name and other.step_ms > 0 and other.layout and other.note
             assert 0 <= other.bubble_fraction < 1 and 0 < other.flops_utilisation < 1 and other.peak_memory_bytes > 0
-            assert (other.plan is None) == (name == SHARDED)
+            assert (other.plan is None) == (name in (SHARDED, REPLICATED))
 
     def test_figures_are_those_of_the_plan_at_the_true_costs(self, answer):
         """Simulated with all ranks and another planner."""
         question, result, others = answer
-        for name, method in ((UNAWARE, "contiguous"), (SINGLE, "contiguous"), (DISTTRAIN, "disttrain")):
+        for name, method in (
+            (UNAWARE, "contiguous"),
+            (SINGLE, "contiguous"),
+            (DISTTRAIN, "disttrain"),
+            (RATIO, "contiguous"),
+        ):
             plan = others[name].plan
             dp_size = plan.modules[LANGUAGE_MODEL].dp_size
             size = -(-BATCH // (dp_size * plan.num_microbatches))
@@ -114,6 +132,79 @@ class TestUnaware:
         assumed = replace(question, costs=question.costs.with_spec(all_trained(question.spec)), fixed=fixed)
         unaware = search_plans(assumed).best.candidate.layouts
         assert aware["vision"].pp_size < unaware["vision"].pp_size
+
+
+class TestRatioBased:
+    def test_ranks_are_in_proportion_to_operations(self):
+        question = problem(())
+        layouts = RatioLayouts(question)
+        assert set(layouts.work) == set(question.spec.modules)
+        for name, work in layouts.work.items():
+            per_token, per_square = module_flops(question.spec, name)
+            tokens, squares = (float(own[name].mean()) for own in (question.sizes.tokens, question.sizes.squares))
+            forward = per_token * tokens + per_square * squares
+            assert (
+                2.5 * forward < work <= 3 * forward
+            )  # the first layer needs no gradient of its input
+        share = layouts.work["vision"] / sum(layouts.work.values())
+        for dp_size in (1, 2, 4):
+            ranks = layouts.ranks(dp_size)
+            assert sum(ranks.values()) == NUM_RANKS and all(count % dp_size == 0 for count in ranks.values())
+            nearest = min(range(1, NUM_RANKS // dp_size), key=lambda own: abs(own - share * NUM_RANKS / dp_size))
+            assert ranks["vision"] == dp_size * nearest
+        assert layouts.ranks(8) == {} and layouts.ranks(3) == {}
+
+    def test_a_frozen_module_has_a_smaller_share(self):
+        frozen, trained = (RatioLayouts(problem(names)) for names in (("vision",), ()))
+        assert frozen.work["vision"] < trained.work["vision"] / 2.5
+        assert frozen.ranks(1)["vision"] < trained.ranks(1)["vision"]
+
+    def test_every_module_has_the_ranks_of_its_share(self):
+        layouts = RatioLayouts(problem())
+        found = list(layouts)
+        assert len(found) > 20
+        for own in found:
+            candidate = layouts.candidate(own)
+            dp_size = candidate.layouts[LANGUAGE_MODEL].dp_size
+            assert {n: layout.num_ranks for n, layout in candidate.layouts.items()} == layouts.ranks(dp_size)
+            assert not candidate.hosts
+            for layout in candidate.layouts.values():
+                assert layout.layers == even_layers(LAYERS, layout.pp_size)
+
+
+class TestReplicated:
+    @pytest.mark.parametrize("frozen", [("vision",), (), (LANGUAGE_MODEL,)], ids=str)
+    def test_each_stage_runs_the_encoder_again(self, frozen):
+        """Sixteen samples of one size, each a microbatch: all ranks together run the encoder once for each stage."""
+        question = problem(frozen, checkpointing={"vision": False, LANGUAGE_MODEL: False})
+        tokens = {"vision": 60_000, LANGUAGE_MODEL: 50_000}
+        question = replace(question, sizes=SampleSizes.uniform(tokens, BATCH))
+        module_ms = {}
+        for name, count in tokens.items():
+            table = layer_table(question.costs, name)
+            module_ms[name] = float(((table.forward + table.backward) @ [count**2, count, 1.0]).sum())
+        layouts = ReplicatedEncoders(question)
+        stages = set()
+        for own in layouts:
+            if own.layout.tp_size == 1 and own.num_microbatches * own.layout.dp_size == BATCH:
+                stages.add(own.layout.pp_size)
+                found = layouts.step(own, [question.sizes])
+                busy_ms = found.step_ms * (1 - found.bubble_fraction) * NUM_RANKS
+                again = own.layout.pp_size * module_ms["vision"]
+                constants = 0.02  # the reading of weights, which a stage does once and a model once, too
+                assert busy_ms == pytest.approx(BATCH * (module_ms[LANGUAGE_MODEL] + again), rel=constants)
+                assert found.step_ms >= own.estimate_ms * (1 - constants)
+        assert stages == {2, 4}
+
+    def test_its_memory_is_the_language_model_s_and_all_of_the_encoders(self):
+        question = problem()
+        layouts = ReplicatedEncoders(question)
+        batch = draw_batch(question, 0)
+        for own in itertools.islice(layouts, 0, None, 7):
+            kind = Kind(1, own.layout.tp_size, False)
+            least = layouts.options["vision"].state_bytes(kind, 1)
+            least += layouts.options[LANGUAGE_MODEL].state_bytes(kind, own.layout.pp_size)
+            assert layouts.step(own, [batch]).memory_bytes > 0.9 * least
 
 
 class TestSingleLayout:
