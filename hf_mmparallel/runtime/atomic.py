@@ -121,7 +121,7 @@ def save_errors(path: Path) -> Iterator[None]:
         yield
     except SaveError:
         raise
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a `BaseException`
         cause = _cause(error)
         if cause is None:
             raise

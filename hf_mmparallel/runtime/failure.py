@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from .. import _environment
 from .activity import ACTIVITY, doing
@@ -52,6 +53,13 @@ def shared_failure(what: str = "") -> Iterator[None]:
             yield
         return
     ACTIVITY.now(what)
+    with _known_to_launcher(watcher), _known_to_all(watcher):
+        yield
+
+
+@contextlib.contextmanager
+def _known_to_all(watcher: Watcher) -> Iterator[None]:
+    """Runs a watcher beside the outermost block, and tells its failure."""
     _watchers.append(watcher)
     watcher.start()
     try:
@@ -62,7 +70,7 @@ def shared_failure(what: str = "") -> Iterator[None]:
         reason = _reason(watcher, error)
         if reason is None:
             raise
-        raise RemoteRankError(reason) from None
+        raise RemoteRankError(reason) from None  # what the connection says would only stand in the way
     finally:
         if watcher.failure is not None:
             _told.add(watcher.failure.id)
@@ -70,6 +78,23 @@ def shared_failure(what: str = "") -> Iterator[None]:
         ACTIVITY.now("code outside of the Trainer")
         _watchers.clear()
         watcher.stop()
+
+
+@contextlib.contextmanager
+def _known_to_launcher(watcher: Watcher) -> Iterator[None]:
+    """
+    Hands the exception of the rank that failed to torchrun, whose last lines then say it instead of how to enable
+    tracebacks; those of other ranks could be taken for its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        failure = watcher.failure
+        is_elsewhere = isinstance(error, RemoteRankError) and failure is not None and not failure.num_gone
+        if not is_elsewhere:
+            with contextlib.suppress(OSError):  # of a disk that is full
+                get_error_handler().record_exception(error)
+        raise
 
 
 def _make_watcher() -> Watcher | None:

@@ -1,0 +1,117 @@
+"""What unfinished saves leave behind, who syncs what, and what is said of a disk that takes no more."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from hf_mmparallel.runtime import atomic
+from hf_mmparallel.runtime.atomic import SaveError, atomic_folder, save_errors
+from tests.distributed import run_distributed
+
+
+def test_only_what_unfinished_saves_left_is_removed(tmp_path: Path):
+    for name in ("_saving-checkpoint-4", "_saving-previous-checkpoint-2", "_saving-previous-checkpoint-3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state").touch()
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "_saving-checkpoint-6").touch()  # a file where the new folder is to be written
+    kept = ["_saving-checkpoint-best", "_saving-money", "_saving-notes.txt", "checkpoint-2", "checkpoint-3"]
+    (tmp_path / "_saving-checkpoint-best").mkdir()
+    (tmp_path / "_saving-money").mkdir()
+    (tmp_path / "_saving-notes.txt").touch()
+    with atomic_folder(tmp_path / "checkpoint-6") as folder:
+        (folder / "state").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, "checkpoint-6"]
+    assert (tmp_path / "checkpoint-3" / "state").exists()  # it comes back: its replacement never arrived
+
+
+def synced(folder: str) -> list[str]:
+    """The files that this rank syncs when it saves a model and its random state."""
+    from tests.trainer import runs
+
+    files: list[str] = []
+    sync = atomic.sync_file
+
+    def recording(path: Path) -> None:
+        files.append(Path(path).name)
+        sync(path)
+
+    from hf_mmparallel.runtime import checkpoint
+
+    atomic.sync_file = checkpoint.sync_file = recording
+    runs.make_trainer(
+        "llava", {"vision": {}, "language_model": {}}, folder, save_strategy="steps", save_steps=4
+    ).train()
+    return files
+
+
+@pytest.mark.distributed
+def test_files_are_synced_on_the_host_that_wrote_them(tmp_path: Path):
+    zero, one = map(set, run_distributed(synced, 2, str(tmp_path)))
+    assert {"part-00000-00000.safetensors", "rng_state_0.pth", "config.json", "trainer_state.json"} <= zero
+    assert {"scheduler.pt", "model.safetensors.index.json", "_saving-checkpoint-4", tmp_path.name} <= zero
+    assert one == {"part-00001-00000.safetensors", "rng_state_1.pth"}
+    written = {path.name for path in (tmp_path / "checkpoint-4").rglob("*") if not path.name.startswith("model-")}
+    assert written - zero - one == set()
+
+
+def full_disk(folder: str) -> list[str]:
+    """What is said of files that can't grow beyond 4 kB, by each of the libraries that write."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    tensor = torch.zeros(9999)
+    path = Path(folder, "_saving-checkpoint-4")
+    writers = [
+        lambda: torch.save(tensor, path / "rng_state_0.pth"),
+        lambda: save_file({"a": tensor}, path / "model.safetensors"),
+        lambda: save({"a": tensor}, checkpoint_id=str(path / "tensors"), no_dist=True),
+        lambda: (path / "state.json").write_text("a" * 9999),
+    ]
+    said = []
+    for write in writers:
+        try:
+            with save_errors(Path(folder, "checkpoint-4")):
+                write()
+        except SaveError as error:
+            said.append(str(error))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)  # this rank reports in a file, too
+    return said
+
+
+@pytest.mark.distributed
+def test_every_way_to_write_says_that_the_disk_is_full(tmp_path: Path):
+    for name in ("checkpoint-2", "_saving-checkpoint-4"):
+        (tmp_path / name).mkdir()
+    said = run_distributed(full_disk, 1, str(tmp_path))[0]
+    assert len(said) == 4
+    for sentence in said:
+        assert sentence.startswith(f"`{tmp_path / 'checkpoint-4'}` could not be saved: "), sentence
+        assert "GiB are free there." in sentence
+        assert sentence.endswith(f"`{tmp_path / 'checkpoint-2'}` is whole: training can resume from it."), sentence
+
+
+def test_the_cause_of_an_error_is_found_and_others_are_left_alone(tmp_path: Path):
+    def raised(error: Exception, cause: Exception | None = None) -> str:
+        with pytest.raises(Exception) as caught, save_errors(tmp_path / "out"):
+            raise error from cause
+        assert caught.value is error or isinstance(caught.value, SaveError)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    read_only = raised(OSError(errno.EROFS, os.strerror(errno.EROFS), "out/x"))
+    assert "Read-only file system (`out/x`)" in read_only and "Give an `output_dir` that can be written" in read_only
+    full = raised(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"))
+    assert "a file could not be written to its end" in full and "Free some space" in full
+    wrapped = raised(RuntimeError("wrapped"), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert "could not be saved: No space left on device" in wrapped
+    assert raised(ValueError("mine")) == "ValueError: mine"
+    assert raised(RuntimeError("Connection closed by peer")) == "RuntimeError: Connection closed by peer"
