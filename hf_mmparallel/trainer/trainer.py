@@ -152,8 +152,8 @@ class MultimodalParallelTrainer(Trainer):
             self.engine, self.global_batch_size = build_engine(prepared, args, plugin)
             self._pack()
         skip = args.on_bad_sample == "skip"
-        self._readable = SampleAgreement(skip, self.engine.device)
-        self._readable_in_evaluation = SampleAgreement(skip, self.engine.device)
+        self._readable = SampleAgreement(skip, self.engine.device, "training dataset")
+        self._readable_in_evaluation = SampleAgreement(skip, self.engine.device, "evaluation dataset")
         self.engine.executor.forward_context = lambda: self.accelerator.autocast()
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
