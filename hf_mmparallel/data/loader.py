@@ -15,6 +15,7 @@ from ..schedule import Program
 from ..search.steps import StepPlanner
 from .bad_samples import BadSample, stored_row
 from .context import BatchKey, ContextCut, ContextCutter
+from .digests import text_digest
 from .draws import Draw
 from .fingerprint import StepFingerprint, fingerprint
 from .randomness import seeded, stable_seed
@@ -178,6 +179,22 @@ class StepDataset(Dataset):
         result = self._planned(batch.drawn.without(slots))
         result.rows, result.digest = batch.rows, batch.digest
         return result
+
+    def digests(self, draw: Draw, count: int) -> list[int | None]:
+        """
+        A number for each of the first samples of a draw, `None` for one that can't be read. They are read as the
+        language model's ranks read them, so that no rank decodes media for it.
+        """
+        dataset, found = self.reader(LANGUAGE_MODEL).dataset, []
+        for index in draw.samples[:count]:
+            try:
+                with seeded(stable_seed(self.seed, draw.epoch, index)):
+                    found.append(text_digest(dataset[index]))
+            except MemoryError:
+                raise
+            except Exception:  # the batch that it is in says why
+                found.append(None)
+        return found
 
     def _planned(self, draw: Draw) -> StepBatch:
         """Plans and reads the step of a draw whose samples are there."""

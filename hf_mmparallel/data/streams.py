@@ -6,12 +6,10 @@ import contextlib
 import copy
 import itertools
 import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
@@ -19,11 +17,10 @@ from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import SampleSizes
 from .bad_samples import BadSampleError
+from .digests import row_digest
 from .draws import Draw
 from .randomness import OwnGenerators, stable_seed
 from .size_sources import LayerTokens, Ragged, sizes_of
-
-_DIGEST_ITEMS = 8  # of a sequence, at each end
 
 
 class StreamWindow:
@@ -152,8 +149,7 @@ class StreamWindow:
 
     def digest(self) -> int:
         """A 31-bit number that tells windows with other rows apart."""
-        parts = [_sketch(self.rows[position]) for position in sorted(self.rows)]
-        return zlib.crc32(repr(parts).encode()) >> 1
+        return row_digest([self.rows[position] for position in sorted(self.rows)])
 
 
 class StreamView:
@@ -282,19 +278,3 @@ def _outside_worker() -> Iterator[None]:
         yield
     finally:
         torch_worker._worker_info = info
-
-
-def _sketch(value: Any) -> Any:
-    """What two equal values have in common in all processes, in a few bytes."""
-    if isinstance(value, Mapping):
-        return {str(key): _sketch(item) for key, item in value.items()}
-    if isinstance(value, (bytes, str)):
-        content = value if isinstance(value, bytes) else value.encode(errors="replace")
-        return len(content), zlib.crc32(content[:1024]), zlib.crc32(content[-1024:])
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        flat = value.reshape(-1)
-        return str(value.dtype), tuple(value.shape), flat[:_DIGEST_ITEMS].tolist(), flat[-_DIGEST_ITEMS:].tolist()
-    if isinstance(value, (list, tuple)):
-        ends = value if len(value) <= 2 * _DIGEST_ITEMS else [*value[:_DIGEST_ITEMS], *value[-_DIGEST_ITEMS:]]
-        return len(value), [_sketch(item) for item in ends]
-    return value if isinstance(value, (int, float, bool, type(None))) else type(value).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,11 +11,14 @@ import torch.distributed as dist
 from accelerate.logging import get_logger
 
 from ..data.bad_samples import BadSample, BadSampleError
+from ..data.draws import Draw
 from ..data.loader import StepBatch, StepDataset
 from ..runtime.activity import doing
 from ..runtime.failure import RemoteRankError, failure_sentence
 
 logger = get_logger(__name__)
+_NUM_COMPARED = 8
+_UNREAD = -1
 T = TypeVar("T")
 
 
@@ -57,20 +61,24 @@ class SampleAgreement:
     Args:
         skip (`bool`): Whether to leave such samples out; otherwise they end the run.
         device (`torch.device`): Where collectives of the default group take place.
+        name (`str`, *optional*, defaults to `"dataset"`): What the samples are from, for errors.
     """
 
-    def __init__(self, skip: bool, device: torch.device):
+    def __init__(self, skip: bool, device: torch.device, name: str = "dataset"):
         self.skip = skip
         self.device = device
+        self.name = name
         self.num_skipped = 0
         self._reported: set[str] = set()
+        self._compared: StepDataset | None = None
 
     def settle(self, batch: StepBatch | None, dataset: StepDataset) -> StepBatch | None:
         """
         A batch without bad samples.
 
         Collective if `skip`: the ranks combine their bitmaps of bad samples, and while there are any the step is
-        planned and read again without them. Collective for a stream, of which all ranks must read the same.
+        planned and read again without them. Collective for a stream, of which all ranks must read the same, and for
+        the first batch of any other dataset, of whose samples some are compared.
 
         Args:
             batch (`StepBatch` or `None`): What the loader yields, `None` at its end.
@@ -78,10 +86,13 @@ class SampleAgreement:
 
         Raises:
             [`BadSampleError`]: For a bad sample unless `skip`, and when no sample of the step can be read.
-            `RuntimeError`: For streams that differ.
+            `RuntimeError`: For streams and datasets that differ.
         """
         if dataset.window is not None:
             self._compare(batch)
+        elif dataset is not self._compared:
+            self._compare_first(None if batch is None else batch.drawn, dataset)
+            self._compared = dataset
         if batch is None:
             return None
         if not self.skip:
@@ -121,6 +132,31 @@ class SampleAgreement:
                 f"The ranks read different samples from the stream, {-least} to {most} for this step (checksums from "
                 f"{-low} to {high}). Every rank reads all of it: seed its shuffling, and don't split it by rank."
             )
+
+    def _compare_first(self, draw: Draw | None, dataset: StepDataset) -> None:
+        """Raises `RuntimeError` if the first samples of a draw have another content on another rank."""
+        samples = () if draw is None else draw.samples
+        own = torch.full((1 + _NUM_COMPARED,), _UNREAD)
+        own[0] = zlib.crc32(repr(samples).encode())
+        for place, digest in enumerate(dataset.digests(draw, _NUM_COMPARED) if draw is not None else ()):
+            own[1 + place] = _UNREAD if digest is None else digest
+        every = [torch.empty_like(own, device=self.device) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, own.to(self.device))
+        drawn, *columns = torch.stack(every).T.tolist()
+        if len(set(drawn)) > 1:
+            return  # other places are drawn, of which the step tells
+        for place, column in enumerate(columns):
+            known = {rank: digest for rank, digest in enumerate(column) if digest != _UNREAD}
+            first = next(iter(known), 0)
+            other = next((rank for rank, digest in known.items() if digest != known[first]), None)
+            if other is not None:
+                raise RuntimeError(
+                    f"Sample {samples[place]} of the {self.name} is another one on rank {other} than on rank {first}. "
+                    "Under a plan several ranks work on one sample, so that all need the same dataset in the same "
+                    "order. `train_test_split`, `shuffle` and `random_split` without a seed draw in each process "
+                    "anew: give them one (`seed=0`, or a `generator` with a seed), or build the dataset once and load "
+                    "it on all ranks."
+                )
 
     def _exchange(self, batch: StepBatch) -> dict[int, BadSample]:
         """Slot -> what the first rank that met it says."""

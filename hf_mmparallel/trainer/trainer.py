@@ -156,8 +156,8 @@ class MultimodalParallelTrainer(Trainer):
             self._pack()
         skip = args.on_bad_sample == "skip"
         self._finite = FiniteCheck(args.logging_nan_inf_filter)
-        self._readable = SampleAgreement(skip, self.engine.device)
-        self._readable_in_evaluation = SampleAgreement(skip, self.engine.device)
+        self._readable = SampleAgreement(skip, self.engine.device, "training dataset")
+        self._readable_in_evaluation = SampleAgreement(skip, self.engine.device, "evaluation dataset")
         self.engine.executor.forward_context = lambda: self.accelerator.autocast()
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:

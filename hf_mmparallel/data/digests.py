@@ -1,0 +1,81 @@
+"""Numbers that tell samples apart, the same in every process."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+_ENDS = 8  # of a sequence, at each end
+_MEDIA_DIMS = 3  # of an array that is an image, or several
+
+
+def row_digest(rows: Any) -> int:
+    """
+    A 31-bit number of a row as it is stored.
+
+    Args:
+        rows: Nested lists and mappings, of which everything counts; of long values only both ends.
+    """
+    return zlib.crc32(repr(_sketch(rows)).encode()) >> 1
+
+
+def text_digest(sample: Any) -> int:
+    """
+    A 31-bit number of the tokens, text and whole numbers of a sample.
+
+    Pixels and other floating-point numbers do not count, since an augmentation may draw them in each process anew; nor
+    do the folders of files, which hosts may have in different places.
+
+    Args:
+        sample: What a dataset returns, or a row as it is stored.
+    """
+    return zlib.crc32(repr(_text(sample)).encode()) >> 1
+
+
+def _sketch(value: Any) -> Any:
+    """What two equal values have in common in all processes, in a few bytes."""
+    if isinstance(value, Mapping):
+        return {str(key): _sketch(item) for key, item in value.items()}
+    if isinstance(value, (bytes, str)):
+        content = value if isinstance(value, bytes) else value.encode(errors="replace")
+        return len(content), zlib.crc32(content[:1024]), zlib.crc32(content[-1024:])
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        flat = value.reshape(-1)
+        return str(value.dtype), tuple(value.shape), flat[:_ENDS].tolist(), flat[-_ENDS:].tolist()
+    if isinstance(value, (list, tuple)):
+        ends = value if len(value) <= 2 * _ENDS else [*value[:_ENDS], *value[-_ENDS:]]
+        return len(value), [_sketch(item) for item in ends]
+    return value if isinstance(value, (int, float, bool, type(None))) else type(value).__name__
+
+
+def _text(value: Any) -> Any:
+    """What of a sample is equal wherever it is read."""
+    if isinstance(value, Mapping):
+        if value.get("bytes") is not None:  # a file in a column that is not decoded
+            return _sketch(value["bytes"])
+        return {str(key): _text(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, str):
+        return zlib.crc32(_without_folder(value).encode(errors="replace"))
+    if isinstance(value, bytes):
+        return _sketch(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = np.zeros(0) if value.is_floating_point() or value.is_complex() else value.numpy()
+    elif isinstance(value, (list, tuple)):
+        if not all(type(item) is int for item in value):
+            return [_text(item) for item in value[: 2 * _ENDS]]
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray):
+        counts = value.dtype.kind in "iub" and value.ndim < _MEDIA_DIMS
+        return (value.shape, zlib.crc32(np.ascontiguousarray(value.astype(np.int64)).tobytes())) if counts else None
+    return value if isinstance(value, (int, bool, type(None))) else None
+
+
+def _without_folder(text: str) -> str:
+    """The last part of the path of a file, any other text as it is."""
+    return text if not text or any(char.isspace() for char in text) else PurePath(text).name
