@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import nn
@@ -69,24 +69,6 @@ def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> An
         names = {p.name.rpartition(".")[0] for p in spec.modules[name].parameters}
         ranks |= _targets(model, name, config, names, spec.modules[name].tower)
     return _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
-
-
-def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
-    """
-    The whole model as a `peft.PeftModel` that trains the same as [`add_adapters`], for one process.
-
-    What is trained without being an adapter, such as a projector, becomes one of `peft`'s `modules_to_save`.
-    """
-    from peft import get_peft_model
-
-    merged = merge_configs(model, spec, configs)
-    frozen = {
-        name: replace(module, parameters=tuple(replace(p, trainable=False) for p in module.parameters))
-        for name, module in spec.modules.items()
-        if name in configs
-    }
-    merged.modules_to_save = modules_to_save(replace(spec, modules={**spec.modules, **frozen}), set()) or None
-    return get_peft_model(model, merged, adapter_name=DEFAULT_NAME)
 
 
 def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Adapter:

@@ -1,16 +1,17 @@
-"""A `peft` model taken apart into a base model with LoRA layers, and a whole one put together again."""
+"""Models as `PeftModel`s: made for one process, taken apart for a plan, and put together again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..plan import ModelSpec
-from .adapter_files import adapter_file_key, adapter_names, parameters_to_save, saved_config
-from .adapters import Adapter
+from .adapter_files import adapter_file_key, adapter_names, modules_to_save, parameters_to_save, saved_config
+from .adapters import DEFAULT_NAME, Adapter, merge_configs
 
 _ALONE = "or train without `parallel`"
 # Setting -> (why it can't be laid out, what to do).
@@ -23,6 +24,24 @@ _REFUSED = {
     "target_parameters": ("it adapts parameters, not layers", "Name layers in `target_modules`"),
     "layer_replication": ("its layers share their weights", "Use `layer_replication=None`"),
 }
+
+
+def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
+    """
+    The whole model as a `peft.PeftModel` that trains the same as [`add_adapters`], for one process.
+
+    What is trained without being an adapter, such as a projector, becomes one of `peft`'s `modules_to_save`.
+    """
+    from peft import get_peft_model
+
+    merged = merge_configs(model, spec, configs)
+    frozen = {
+        name: replace(module, parameters=tuple(replace(p, trainable=False) for p in module.parameters))
+        for name, module in spec.modules.items()
+        if name in configs
+    }
+    merged.modules_to_save = modules_to_save(replace(spec, modules={**spec.modules, **frozen}), set()) or None
+    return get_peft_model(model, merged, adapter_name=DEFAULT_NAME)
 
 
 def is_peft_model(model: Any) -> bool:
@@ -48,7 +67,8 @@ def take_apart(model: Any) -> tuple[Any, Adapter]:
     (`modules_to_save`) takes the place of the original.
 
     Args:
-        model (`PeftModel` or `PreTrainedModel`): What `get_peft_model` or `add_adapter` made. It can't be used any more.
+        model (`PeftModel` or `PreTrainedModel`):
+            What `get_peft_model` or `add_adapter` made. It can't be used any more.
 
     Raises:
         `ValueError`: For adapters that a plan can't lay out, which are named with the reason. The model is as before.

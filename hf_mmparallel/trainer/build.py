@@ -22,9 +22,9 @@ from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
 from ..modeling.adapter_files import adapter_names
-from ..modeling.adapters import Adapter, add_adapters, wrap_with_adapters
+from ..modeling.adapters import Adapter, add_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
-from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, take_apart
+from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, take_apart, wrap_with_adapters
 from ..modeling.possible_sizes import check_context
 from ..plan import (
     LANGUAGE_MODEL,
@@ -93,8 +93,8 @@ def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, A
     configs = {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
     if configs and is_peft_model(model):
         raise ValueError(
-            f"The model has adapters already, and `peft_config` of module `{next(iter(configs))}` would add more. Give "
-            "the base model with `peft_config`, or the `PeftModel` without."
+            f"The model has adapters already, and `peft_config` of module `{next(iter(configs))}` would add more. "
+            "Give the base model with `peft_config`, or the `PeftModel` without."
         )
     return configs
 

@@ -49,7 +49,7 @@ def model_of(mix: str) -> Any:
     return model
 
 
-# Mix -> (autocast to bfloat16, whether the projector is trained). The stock Trainer itself makes NaN of float16 weights.
+# Mix -> (autocast to bfloat16, whether the projector is trained). The stock Trainer makes NaN of one in float16.
 MIXES = {
     "bfloat16": (False, True),
     "float16": (False, False),
