@@ -1,4 +1,4 @@
-"""Models that `get_peft_model` made train under a plan as with the stock Trainer, and are saved as `peft` saves them."""
+"""Models that `get_peft_model` made train under a plan as with the stock Trainer and are saved as `peft` saves."""
 
 from __future__ import annotations
 
