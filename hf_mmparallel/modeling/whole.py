@@ -16,6 +16,16 @@ from .peft_models import put_together
 from .tensor_parallel import base_name
 
 
+def check_gatherable(part: Any) -> None:
+    """Raises `ValueError` for a model whose weights say nothing without what their quantizer keeps beside them."""
+    if getattr(part, "is_quantized", False):
+        raise ValueError(
+            f"The weights of this `{type(part).__name__}` are quantized, so that they can't be put together again. "
+            "Save the adapter with `trainer.save_model(folder)`, and load it with `PeftModel.from_pretrained(base, "
+            "folder)`."
+        )
+
+
 def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], adapter: Adapter | None = None) -> Any:
     """
     The whole model that a rank has a part of. No weight is initialised and none is copied.

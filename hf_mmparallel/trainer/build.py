@@ -25,7 +25,7 @@ from ..modeling.adapter_files import adapter_names
 from ..modeling.adapters import Adapter, add_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
 from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, take_apart, wrap_with_adapters
-from ..modeling.possible_sizes import check_context
+from ..modeling.possible_sizes import check_context, check_matrices
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -293,6 +293,7 @@ def build_engine(
     if plan.modules[LANGUAGE_MODEL].cp_size > 1:
         prepare_context(prepared.model, spec, plugin.modules.get(LANGUAGE_MODEL))
     _check_same_plan(plan)
+    check_matrices(spec, plan)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
     # accelerate's `cpu:0` is the CPU, but a move to it copies, and gives what other ranks hold memory of its own.
     device = torch.device("cpu") if args.device.type == "cpu" else args.device

@@ -24,7 +24,7 @@ from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCal
 from ..data import default_collator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
-from ..modeling.whole import whole_model
+from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ParallelPlan, save_layout
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.activity import ACTIVITY
@@ -204,6 +204,7 @@ class MultimodalParallelTrainer(Trainer):
         if self.engine is None:
             return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
         engine = self._engine
+        check_gatherable(self.model)
         with shared_failure("gathering the model"):
             state = checkpoint.gather_state_dict(self.model, engine.spec, engine.plan, engine.rank, all_buffers=True)
         return None if state is None else whole_model(self.model, engine.spec, state, engine.adapter)
