@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..plan import ModelSpec
 
-ADAPTER = "default"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+DEFAULT_NAME = "default"
 _PER_LAYER = {
     "target_modules", "exclude_modules", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "layers_to_transform",
     "layers_pattern", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
@@ -25,10 +22,34 @@ _REFUSED = {
     "trainable_token_indices": "Use `peft` without it",
     "target_parameters": "Name layers in `target_modules`",
     "layer_replication": "Use `peft` without it",
+    "megatron_config": "Use `tp_size` of the module",
+    "alora_invocation_tokens": "Use `peft` without it",
+    "use_qalora": "Use `peft` without it",
+    "use_bdlora": "Use `peft` without it",
+    "arrow_config": "Use `peft` without it",
+    "kasa_config": "Use `peft` without it",
+    "velora_config": "Use `peft` without it",
+    "monteclora_config": "Use `peft` without it",
+    "ensure_weight_tying": "Use `peft` without it",
+    "lora_ga_config": "Use `init_lora_weights=True`",
     "loftq_config": "Use `init_lora_weights=True`",
     "eva_config": "Use `init_lora_weights=True`",
     "corda_config": "Use `init_lora_weights=True`",
 }
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """
+    The one adapter of a model.
+
+    Args:
+        config (`LoraConfig`): What `peft` knows of it, as it is saved.
+        name (`str`, *optional*, defaults to `"default"`): Its name in the names of parameters.
+    """
+
+    config: Any
+    name: str = DEFAULT_NAME
 
 
 def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
@@ -50,28 +71,11 @@ def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> An
     return _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
 
 
-def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
-    """
-    The whole model as a `peft.PeftModel` that trains the same as [`add_adapters`], for one process.
-
-    What is trained without being an adapter, such as a projector, becomes one of `peft`'s `modules_to_save`.
-    """
-    from peft import get_peft_model
-
-    merged = merge_configs(model, spec, configs)
-    frozen = {
-        name: replace(module, parameters=tuple(replace(p, trainable=False) for p in module.parameters))
-        for name, module in spec.modules.items()
-        if name in configs
-    }
-    merged.modules_to_save = modules_to_save(replace(spec, modules={**spec.modules, **frozen}), set()) or None
-    return get_peft_model(model, merged, adapter_name=ADAPTER)
-
-
-def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
+def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Adapter:
     """
     Injects LoRA into the modules that have a config and freezes what else is in them. Modules without one keep their
-    own `requires_grad`. Done on the whole model, before it is cut; [`build_model_spec`] then sees the adapters.
+    own `requires_grad`. Done on the whole model, before it is cut; [`build_model_spec`] then sees the adapters. They
+    are float32 on weights of half precision, as `get_peft_model` makes them.
 
     Args:
         model (`PreTrainedModel`): The whole model, also on the meta device.
@@ -79,29 +83,24 @@ def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any
         configs (`Mapping[str, LoraConfig | dict]`): Module -> a `peft` config or its dict.
 
     Returns:
-        `LoraConfig`: The config of the one adapter.
+        [`Adapter`]: The one adapter.
 
     Raises:
         `ValueError`: For other adapters than LoRA, for settings that reach beyond the module's layers, and for
         settings other than targets, ranks and scales that differ between modules.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.tuners_utils import cast_adapter_dtype
 
     merged = merge_configs(model, spec, configs)
     frozen = {p.name for name in configs for p in spec.modules[name].parameters}
     trainable = {id(p): p.requires_grad and name not in frozen for name, p in model.named_parameters()}
-    inject_adapter_in_model(merged, model, adapter_name=ADAPTER)
+    inject_adapter_in_model(merged, model, adapter_name=DEFAULT_NAME)
+    cast_adapter_dtype(model, DEFAULT_NAME)
     for parameter in model.parameters():
         if id(parameter) in trainable:
             parameter.requires_grad_(trainable[id(parameter)])
-    return merged
-
-
-def add_to_whole(model: Any, config: Any) -> None:
-    """Injects adapters that [`add_adapters`] has merged into another copy of the whole model."""
-    from peft import inject_adapter_in_model
-
-    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    return Adapter(merged)
 
 
 def _parse(module: str, config: Any) -> Any:
@@ -110,7 +109,7 @@ def _parse(module: str, config: Any) -> Any:
 
     if isinstance(config, Mapping):
         config = get_peft_config({"peft_type": "LORA", **config})
-    if not isinstance(config, LoraConfig):
+    if type(config) is not LoraConfig:
         raise ValueError(
             f"`peft_config` of module `{module}` is a `{type(config).__name__}`; only LoRA can be cut with a module. "
             f"Use a `LoraConfig`."
@@ -197,60 +196,3 @@ def _merge(config: Any, ranks: Mapping[str, tuple[int, float]], base: str | None
         alpha_pattern={re.escape(name): scale for name, (_, scale) in ranks.items() if scale != alpha},
         base_model_name_or_path=base or None,
     )
-
-
-def adapter_file_key(name: str) -> str:
-    """The key that `peft` writes a parameter under."""
-    return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
-
-
-def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
-    """
-    The largest submodules that hold every parameter that is trained without being part of an adapter.
-
-    Args:
-        spec (`ModelSpec`): The model with adapters.
-        adapters (`set[str]`): Names of the adapters' own parameters.
-    """
-    parameters = [p for module in spec.modules.values() for p in module.parameters]
-    trained = [p.name for p in parameters if p.trainable and p.name not in adapters]
-    blocked: set[str] = set()  # submodules with something that is not trained like this
-    for p in parameters:
-        if not p.trainable or p.name in adapters:
-            parts = p.name.split(".")[:-1]
-            blocked |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
-    found: dict[str, None] = {}
-    for name in trained:
-        parts = name.split(".")[:-1]
-        prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-        found[next((prefix for prefix in prefixes if prefix not in blocked), ".".join(parts))] = None
-    return [name for name in found if not any(name.startswith(other + ".") for other in found)]
-
-
-def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
-    """Names of all parameters that an adapter folder has: the adapters' own, and those of [`modules_to_save`]."""
-    prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
-    names = [p.name for module in spec.modules.values() for p in module.parameters]
-    return [name for name in names if name in adapters or name.startswith(prefixes)]
-
-
-def write_adapters(state: Mapping[str, torch.Tensor], spec: ModelSpec, adapters: set[str], config: Any, folder: Path):
-    """
-    Writes whole tensors as `peft` saves them.
-
-    Args:
-        state (`Mapping[str, torch.Tensor]`): By the names of [`parameters_to_save`].
-        spec (`ModelSpec`): The model with adapters.
-        adapters (`set[str]`): Names of the adapters' own parameters.
-        config (`LoraConfig`): What [`add_adapters`] returned.
-        folder (`Path`): Where to.
-    """
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    saved = LoraConfig(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
-    saved.inference_mode = True
-    saved.modules_to_save = modules_to_save(spec, adapters) or None
-    saved.save_pretrained(str(folder))
-    tensors = {adapter_file_key(name): tensor.contiguous() for name, tensor in state.items()}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

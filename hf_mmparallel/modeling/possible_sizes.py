@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, MultimodalParallelPlugin, ParallelPlan
 from .mask_rules import MaskRule
 from .stages import earliest_selected_layer
 
@@ -34,6 +34,27 @@ def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
         raise ValueError(f"`cp_size` above 1 cuts packed samples. {error} Use `cp_size=1`.") from error
 
 
+def whole_matrices(module: ModuleSpec) -> str | None:
+    """Why the matrices of a module can't be cut by tensor parallelism, `None` if they can be."""
+    for parameter in module.parameters:
+        if "lora_magnitude_vector" in parameter.name:
+            name = parameter.name.partition(".lora_magnitude_vector")[0]
+            return (
+                f"`{name}` has a DoRA adapter, whose norm needs the whole matrix. Use `use_dora=False` or `tp_size=1`"
+            )
+        if "float" not in parameter.dtype and parameter.name.endswith("weight"):
+            return f"`{parameter.name}` is quantized to {parameter.dtype} in blocks. Use `tp_size=1`"
+    return None
+
+
+def check_matrices(spec: ModelSpec, plan: ParallelPlan) -> None:
+    """Raises `ValueError` for a module with tensor parallelism whose matrices can't be cut."""
+    for name, module in plan.modules.items():
+        reason = whole_matrices(spec.modules[name]) if module.tp_size > 1 else None
+        if reason is not None:
+            raise ValueError(f"`tp_size={module.tp_size}` of `{name}`: {reason}.")
+
+
 def possible_sizes(
     model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin
 ) -> dict[str, dict[str, int]]:
@@ -50,8 +71,8 @@ def possible_sizes(
     """
     only: dict[str, dict[str, int]] = {name: {} for name in spec.modules}
     for name, module in spec.modules.items():
-        if any("lora_magnitude_vector" in parameter.name for parameter in module.parameters):
-            only[name]["tp_size"] = 1  # DoRA's norm needs the whole matrix
+        if whole_matrices(module) is not None:
+            only[name]["tp_size"] = 1
         selected = earliest_selected_layer(model, module) if module.is_encoder else None
         if selected is not None and selected < module.num_layers - 1:
             only[name]["pp_size"] = 1  # its last stage has to see that hidden state

@@ -9,8 +9,9 @@ own code.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelPlan, stage_holds
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelPlan, ParameterSpec, stage_holds
+from .adapter_files import adapter_names
 from .features import count_rows, flat_rows, merge_output
 from .hollow import enable_checkpointing, hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
 from .spec import ModulePart, layers_of, module_parts
@@ -31,6 +33,17 @@ __all__ = ["ModuleStage", "is_hollow", "prepare_stages"]
 def is_activation_dtype(dtype: torch.dtype) -> bool:
     """Whether layers compute in this dtype; weights of 8 bits and less are widened where they are used."""
     return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> torch.dtype:
+    """
+    The widest dtype that layers with these parameters can give a hidden state. Adapters give it the dtype of the layer
+    that they wrap, whatever their own is.
+    """
+    adapters = adapter_names(spec)
+    dtypes = {getattr(torch, p.dtype) for p in parameters if p.name not in adapters}
+    found = [dtype for dtype in dtypes if is_activation_dtype(dtype)]
+    return functools.reduce(torch.promote_types, found) if found else torch.bfloat16
 
 
 class _Leave(Exception):
@@ -50,6 +63,7 @@ class _Run:
     hidden: Tensor | None = None
     probe: bool = False
     entered: bool = False
+    dtype: torch.dtype | None = None  # of what reaches the first layer
 
 
 class _Gate:
@@ -69,6 +83,8 @@ class _Gate:
                 return None
             if index == run.stop:
                 raise _Leave(hidden_of(args, kwargs))
+            if index == run.first:
+                run.dtype = hidden_of(args, kwargs).dtype
             if index != run.first or index == 0:
                 return None
             arrived = hidden_of(args, kwargs)
@@ -172,12 +188,8 @@ class ModuleStage:
     @cached_property
     def input_dtype(self) -> torch.dtype:
         """Dtype in which hidden states travel between the stages of this module."""
-        inner = [
-            p
-            for p in self.module_spec.parameters
-            if 0 <= p.layer < self.module_spec.num_layers and is_activation_dtype(getattr(torch, p.dtype))
-        ]
-        return getattr(torch, max(inner, key=lambda p: p.num_elements).dtype) if inner else torch.bfloat16
+        own = self.module_spec
+        return activation_dtype(self.spec, [p for p in own.parameters if p.layer < own.num_layers])
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
@@ -282,9 +294,12 @@ class ModuleStage:
         outputs: dict[str, Any] = {}
         for number, modality in enumerate(self.present(inputs)):
             received = None if self.is_first else hidden[number]
-            outputs[modality] = self._encode(modality, inputs, _Run(*self.layers, hidden=received))
+            run = _Run(*self.layers, hidden=received)
+            outputs[modality] = self._encode(modality, inputs, run)
+            if not self.is_last:
+                outputs[modality] = self._wire(outputs[modality].hidden, run.dtype)
         if not self.is_last:
-            return self._checked_once([self._wire(leave.hidden) for leave in outputs.values()], hidden)
+            return self._checked_once(list(outputs.values()), hidden)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
         return self._checked_once(features, hidden) if outputs else features
 
@@ -309,12 +324,21 @@ class ModuleStage:
             )
         return outputs
 
-    def _wire(self, hidden: Tensor) -> Tensor:
-        """The hidden state in the dtype in which it travels, which must hold it exactly."""
+    def _wire(self, hidden: Tensor, entered: torch.dtype | None) -> Tensor:
+        """
+        The hidden state in the dtype in which it travels, which must hold it exactly. The next stage takes it in the
+        dtype that `entered` the first layer of all, on every rank the same.
+        """
         if torch.promote_types(hidden.dtype, self.input_dtype) != self.input_dtype:
             raise ValueError(
                 f"The hidden states between the layers of `{self.module}` are {hidden.dtype}, which does not fit in "
                 f"the {self.input_dtype} of its weights. Use `pp_size=1` for it."
+            )
+        if hidden.dtype != entered:
+            raise ValueError(
+                f"The hidden states of `{self.module}` are {entered} before its layers and {hidden.dtype} between "
+                f"them, where its next stage would narrow or widen them. Give its embeddings and norms one dtype, or "
+                f"use `pp_size=1` for it."
             )
         return hidden.to(self.input_dtype)
 
@@ -342,7 +366,7 @@ class ModuleStage:
                 try:
                     output = self.model(**kwargs, **given)
                 except _Leave as leave:
-                    return self._checked_once([self._wire(leave.hidden)], hidden or [])
+                    return self._checked_once([self._wire(leave.hidden, run.dtype)], hidden or [])
         assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
         return self._checked_once([output.logits], hidden or [])
 

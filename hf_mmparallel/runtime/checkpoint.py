@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..modeling.adapters import ADAPTER_WEIGHTS, adapter_file_key, parameters_to_save, write_adapters
+from ..modeling.adapter_files import (
+    ADAPTER_WEIGHTS,
+    adapter_file_key,
+    adapter_folder,
+    adapter_names,
+    parameters_to_save,
+    write_adapters,
+)
+from ..modeling.adapters import Adapter
 from ..modeling.hollow import is_hollow
 from ..modeling.loading import (
     WEIGHTS,
@@ -35,6 +43,7 @@ from .optimizer_checkpoint import all_gather_values, load_optimizer, raise_toget
 __all__ = [
     "atomic_folder",
     "gather_state_dict",
+    "gather_tensors",
     "load_adapters",
     "load_model",
     "load_optimizer",
@@ -263,22 +272,36 @@ def _read_in_place(model: Any, files: Collection[Path], names: Collection[str], 
     return missing
 
 
-def gather_state_dict(
-    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int
+def gather_tensors(
+    model: nn.Module,
+    spec: ModelSpec,
+    plan: ParallelPlan,
+    rank: int,
+    names: Collection[str] | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """
-    The state dict of the whole model in the memory of rank 0, sent tensor by tensor. Called by all ranks.
+    Tensors of the whole model in the memory of rank 0, each sent by the rank that owns it. Called by all ranks.
+
+    Args:
+        model (`nn.Module`): The pruned model of this rank.
+        spec (`ModelSpec`): The whole model.
+        plan (`ParallelPlan`): The layout.
+        rank (`int`): This rank.
+        names (`Collection[str]`, *optional*): Parameters by their first names; all of them by default.
+        buffers (`Mapping[str, torch.Tensor]`, *optional*): Buffers of this rank; none by default.
 
     Returns:
-        `dict[str, torch.Tensor]` or `None`: In host memory, with tied names, on rank 0; `None` elsewhere.
+        `dict[str, torch.Tensor]` or `None`: In host memory, by first names, on rank 0; `None` elsewhere.
     """
-    table = holdings(spec, plan)
+    every = holdings(spec, plan)
+    table = {name: holding for name, holding in every.items() if names is None or name in names}
     held = dict(model.named_parameters())
-    buffers = {n: b for n, b in _persistent_buffers(model).items() if _owner_of_buffer(n, table) == rank}
-    owned = {n: held[n] for n, holding in table.items() if holding.owner == rank} | buffers
+    own_buffers = {n: b for n, b in (buffers or {}).items() if _owner_of_buffer(n, every) == rank}
+    owned = {n: held[n] for n, holding in table.items() if holding.owner == rank} | own_buffers
     kinds = all_gather_values({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
     owners = {name: holding.owner for name, holding in table.items()}
-    owners |= {name: owner for owner, names in enumerate(kinds) for name in names if name not in table}
+    owners |= {name: owner for owner, kind in enumerate(kinds) for name in kind if name not in table}
     device = next((p.device for p in held.values() if not is_hollow(p)), torch.device("cpu"))
     result: dict[str, torch.Tensor] = {}
     for name, owner in owners.items():
@@ -295,16 +318,38 @@ def gather_state_dict(
             tensor = received.cpu()
         if rank == 0:
             result[name] = tensor
-    if rank != 0:
+    return result if rank == 0 else None
+
+
+def gather_state_dict(
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, all_buffers: bool = False
+) -> dict[str, torch.Tensor] | None:
+    """
+    The state dict of the whole model in the memory of rank 0, sent tensor by tensor. Called by all ranks.
+
+    Args:
+        model (`nn.Module`): The pruned model of this rank.
+        spec (`ModelSpec`): The whole model.
+        plan (`ParallelPlan`): The layout.
+        rank (`int`): This rank.
+        all_buffers (`bool`, *optional*, defaults to `False`):
+            Whether to add the buffers that a state dict leaves out, such as rotary frequencies.
+
+    Returns:
+        `dict[str, torch.Tensor]` or `None`: In host memory, with tied names, on rank 0; `None` elsewhere.
+    """
+    buffers = dict(model.named_buffers()) if all_buffers else _persistent_buffers(model)
+    result = gather_tensors(model, spec, plan, rank, buffers=buffers)
+    if result is None:
         return None
-    first = {id(parameter): name for name, parameter in held.items()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         result.setdefault(name, result[first[id(parameter)]])
     return result
 
 
 def save_adapters(
-    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path, config: Any
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path, adapter: Adapter
 ) -> None:
     """
     Writes the adapters, and the other parameters that are trained, for `PeftModel.from_pretrained(base, folder)`.
@@ -315,32 +360,19 @@ def save_adapters(
         spec (`ModelSpec`): The whole model with its adapters.
         plan (`ParallelPlan`): The layout.
         rank (`int`): This rank.
-        folder (`str` or `Path`): Where rank 0 writes.
-        config (`LoraConfig`): What [`add_adapters`] returned.
+        folder (`str` or `Path`): Where rank 0 writes; an adapter of another name than "default" into a folder below.
+        adapter ([`Adapter`]): The adapter.
     """
-    adapters = _adapter_names(spec)
-    wanted = set(parameters_to_save(spec, adapters))
-    skip = {p.name for module in spec.modules.values() for p in module.parameters} - wanted
-    mine = {name: tensor for name, tensor, _ in _gathered(model, spec, plan, rank, skip) if name in wanted}
-    parts = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.gather_object(mine, parts if rank == 0 else None)
-    if rank == 0:
-        state = {name: tensor for of_rank in parts for name, tensor in of_rank.items()}
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_adapters({name: state[name] for name in sorted(wanted)}, spec, adapters, config, Path(folder))
+    names = parameters_to_save(spec, adapter_names(spec))
+    state = gather_tensors(model, spec, plan, rank, set(names))
+    if state is not None:
+        write_adapters(state, model, spec, adapter, adapter_folder(folder, adapter))
     barrier()
 
 
-def _adapter_names(spec: ModelSpec) -> set[str]:
-    """The adapters' own parameters: those of a layer that keeps its weight in `base_layer`."""
-    names = [p.name for module in spec.modules.values() for p in module.parameters]
-    wrapped = {name.partition(".base_layer.")[0] + "." for name in names if ".base_layer." in name}
-    owners = tuple(wrapped)
-    return {name for name in names if name.startswith(owners) and ".base_layer." not in name}
-
-
-def load_adapters(model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path) -> None:
+def load_adapters(
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path, adapter: Adapter
+) -> None:
     """
     Reads what [`save_adapters`] wrote under any layout into the live model, in place. Called by all ranks.
 
@@ -350,15 +382,18 @@ def load_adapters(model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: i
         plan (`ParallelPlan`): The layout.
         rank (`int`): This rank.
         folder (`str` or `Path`): What was written.
+        adapter ([`Adapter`]): The adapter.
 
     Raises:
         `ValueError`: On all ranks, if the folder holds the adapters of another model.
     """
-    raise_together(lambda: _read_adapters(model, spec, plan, rank, Path(folder)))
+    raise_together(lambda: _read_adapters(model, spec, plan, rank, adapter_folder(folder, adapter), adapter))
 
 
 @torch.no_grad()
-def _read_adapters(model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: Path) -> None:
+def _read_adapters(
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: Path, adapter: Adapter
+) -> None:
     from safetensors import safe_open
 
     if not (folder / ADAPTER_WEIGHTS).is_file():
@@ -366,10 +401,10 @@ def _read_adapters(model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: 
     parameters, table = dict(model.named_parameters()), holdings(spec, plan)
     with safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt") as reader:
         keys = set(reader.keys())
-        for name in parameters_to_save(spec, _adapter_names(spec)):
+        for name in parameters_to_save(spec, adapter_names(spec)):
             if table[name].peers(rank) is None:
                 continue
-            key, parameter = adapter_file_key(name), parameters[name]
+            key, parameter = adapter_file_key(name, adapter), parameters[name]
             found = tuple(reader.get_slice(key).get_shape()) if key in keys else None
             if found != tuple(parameter.shape):
                 what = "lacks" if found is None else f"has shape {found} for"

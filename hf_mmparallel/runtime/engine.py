@@ -18,6 +18,7 @@ from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
+from ..modeling.adapters import Adapter
 from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import (
     LANGUAGE_MODEL,
@@ -139,7 +140,7 @@ class ParallelEngine(nn.Module):
             if name in named and named[name].requires_grad and self._counts(named[name], holding.ranks)
         ]
         self._check_step = StepCheck(self.groups.control, has_cuts=self.cutter is not None)
-        self.adapters: Any = None
+        self.adapter: Adapter | None = None
         self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
         self.step_index = 0
         self.last_result: StepResult | None = None

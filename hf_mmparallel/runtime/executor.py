@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from ..data.context import WORDS
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
-from ..modeling.stages import is_activation_dtype
+from ..modeling.stages import activation_dtype
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
@@ -485,5 +484,4 @@ class _Step(MessageGeometry):
 
 def wire_dtype(spec: ModelSpec) -> torch.dtype:
     """The widest dtype that modules compute in: of hidden states and features between ranks."""
-    dtypes = {getattr(torch, p.dtype) for module in spec.modules.values() for p in module.parameters}
-    return functools.reduce(torch.promote_types, filter(is_activation_dtype, dtypes), torch.bfloat16)
+    return activation_dtype(spec, [p for module in spec.modules.values() for p in module.parameters])

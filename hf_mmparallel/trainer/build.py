@@ -21,9 +21,11 @@ from ..cost.profile import LayerProfile, measured_costs
 from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
-from ..modeling.adapters import add_adapters, wrap_with_adapters
+from ..modeling.adapter_files import adapter_names
+from ..modeling.adapters import Adapter, add_adapters
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
-from ..modeling.possible_sizes import check_context
+from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, take_apart, wrap_with_adapters
+from ..modeling.possible_sizes import check_context, check_matrices
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -66,34 +68,49 @@ def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelP
 
 
 def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlugin) -> ModelSpec:
-    """Applies attention functions and frozen parameters, those of a finished plan too, to a whole model, in place."""
+    """
+    Applies attention functions and frozen parameters, those of a finished plan too, to a whole model, in place.
+    Adapters that it has are not frozen.
+    """
     spec = build_model_spec(model)
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
-    parameters = dict(model.named_parameters())
+    parameters, adapters = dict(model.named_parameters()), adapter_names(spec)
     for name, module in frozen_as_planned(spec, plugin).modules.items():
         for parameter in module.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze).parameters:
-            if not parameter.trainable:
+            if not parameter.trainable and parameter.name not in adapters:
                 parameters[parameter.name].requires_grad_(False)
     return build_model_spec(model)
 
 
-def adapter_configs(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
-    """Module -> its adapters' config, for the modules that have one."""
-    return {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
+def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, Any]:
+    """
+    Module -> its adapters' config, for the modules that have one.
+
+    Raises:
+        `ValueError`: If the model has adapters already.
+    """
+    configs = {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
+    if configs and is_peft_model(model):
+        raise ValueError(
+            f"The model has adapters already, and `peft_config` of module `{next(iter(configs))}` would add more. "
+            "Give the base model with `peft_config`, or the `PeftModel` without."
+        )
+    return configs
 
 
 def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, seed: int) -> Any:
     """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
-    spec = apply_module_settings(model, plugin)
+    configs = adapter_configs(model, plugin)
+    base: Any = base_model_of(model)
+    spec = apply_module_settings(base, plugin)
     if plugin.plan is not None:
         plan_for_model(plugin, spec, 1)  # its checks
     for name in spec.modules:
         settings = [plugin.modules.get(name), plugin.plan.modules.get(name) if plugin.plan else None]
         if any(part is not None and part.activation_checkpointing for part in settings):
-            tower: Any = model.get_submodule(spec.modules[name].tower)
+            tower: Any = base.get_submodule(spec.modules[name].tower)
             tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    configs = adapter_configs(plugin)
     if not configs:
         return model
     with seeded(seed):
@@ -219,41 +236,42 @@ class PreparedModel:
         spec (`ModelSpec`): Its description, with what is frozen and with adapters.
         costs (`CostModel`): What its layers cost, the same on all ranks.
         source (`str` or `Path`, *optional*): Id or folder that ranks read their parts from.
-        adapters (*optional*): What was added to it.
+        adapter ([`Adapter`], *optional*): What was added to it.
     """
 
     model: Any
     spec: ModelSpec
     costs: CostModel
     source: str | Path | None = None
-    adapters: Any = None
+    adapter: Adapter | None = None
 
 
-def prepare_model(
-    model: PreTrainedModel | str | Path, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
-) -> PreparedModel:
+def prepare_model(model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin) -> PreparedModel:
     """
     Freezes parts of a model, adds adapters and sets attention functions, in place. Collective.
 
     Args:
-        model (`PreTrainedModel`, `str` or `Path`):
+        model (`PreTrainedModel`, `PeftModel`, `str` or `Path`):
             A whole model, equal on all ranks, or an id or folder from which each rank reads only what it holds.
         args (`MultimodalTrainingArguments`): The arguments.
         plugin (`MultimodalParallelPlugin`): The settings of modules.
     """
     source = model if isinstance(model, (str, Path)) else None
+    configs = adapter_configs(model, plugin)
     whole: Any = build_on_meta(source) if source is not None else model
+    adapter = None
+    if is_peft_model(model):
+        whole, adapter = take_apart(model)
     if source is None and dist.is_initialized():
         check_equal_models(whole)
     check_model(whole)
     spec = apply_module_settings(whole, plugin)
-    configs = adapter_configs(plugin)
-    adapters = None
     if configs:
         with seeded(args.seed):  # copies start from equal adapters, whatever a rank has drawn before
-            adapters = add_adapters(whole, spec, configs)
+            adapter = add_adapters(whole, spec, configs)
+        mark_adapted(whole, adapter)
         spec = build_model_spec(whole)
-    return PreparedModel(whole, spec, _costs(spec, args), source, adapters)
+    return PreparedModel(whole, spec, _costs(spec, args), source, adapter)
 
 
 def build_engine(
@@ -275,6 +293,7 @@ def build_engine(
     if plan.modules[LANGUAGE_MODEL].cp_size > 1:
         prepare_context(prepared.model, spec, plugin.modules.get(LANGUAGE_MODEL))
     _check_same_plan(plan)
+    check_matrices(spec, plan)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
     # accelerate's `cpu:0` is the CPU, but a move to it copies, and gives what other ranks hold memory of its own.
     device = torch.device("cpu") if args.device.type == "cpu" else args.device
@@ -288,7 +307,7 @@ def build_engine(
         load=None if source is None else lambda pruned: load_owned(pruned, source, device),
         costs=prepared.costs,
     )
-    engine.adapters = prepared.adapters
+    engine.adapter = prepared.adapter
     engine.settings = plugin.modules
     return engine, global_batch_size
 

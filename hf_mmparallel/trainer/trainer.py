@@ -24,7 +24,7 @@ from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCal
 from ..data import default_collator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
-from ..modeling.adapters import add_to_whole
+from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ParallelPlan, save_layout
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.activity import ACTIVITY
@@ -79,9 +79,9 @@ class MultimodalParallelTrainer(Trainer):
     to `plan.yaml` and `plan.html` in the output folder.
 
     Args:
-        model (`PreTrainedModel`, `str` or `Path`):
-            A whole model that is equal on all ranks; or an id or folder, from which each rank reads only the weights
-            that it holds.
+        model (`PreTrainedModel`, `PeftModel`, `str` or `Path`):
+            A whole model that is equal on all ranks, also one that `get_peft_model` made; or an id or folder, from
+            which each rank reads only the weights that it holds.
         args ([`MultimodalTrainingArguments`]): The arguments, with the layout in `parallel`.
         sample_tokens (`Callable[[Any], Mapping[str, int | Sequence[int]]]`, *optional*):
             Sample of the training set -> module -> its tokens there, or the lengths of its images; what samples are
@@ -199,25 +199,15 @@ class MultimodalParallelTrainer(Trainer):
     def gather_model(self) -> PreTrainedModel | None:
         """
         The whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over; `None` on
-        other ranks. Collective: call it on all ranks.
+        other ranks. With adapters it is a `PeftModel`. Collective: call it on all ranks.
         """
         if self.engine is None:
             return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
+        engine = self._engine
+        check_gatherable(self.model)
         with shared_failure("gathering the model"):
-            state = checkpoint.gather_state_dict(self.model, self._engine.spec, self._engine.plan, self._engine.rank)
-        if state is None:
-            return None
-        model = type(self.model)(self.model.config)
-        if self.engine.adapters is not None:
-            add_to_whole(model, self.engine.adapters)
-        lost = model.load_state_dict(state, strict=False, assign=True)
-        model.tie_weights()
-        tied = set(model.state_dict(keep_vars=True)) - {name for name, _ in model.named_parameters()}
-        missing = [name for name in lost.missing_keys if name not in tied]
-        assert not missing and not lost.unexpected_keys, (missing, lost.unexpected_keys)
-        if self.model.can_generate():
-            model.generation_config = self.model.generation_config
-        return model.eval()
+            state = checkpoint.gather_state_dict(self.model, engine.spec, engine.plan, engine.rank, all_buffers=True)
+        return None if state is None else whole_model(self.model, engine.spec, state, engine.adapter)
 
     # The log
 
@@ -384,12 +374,11 @@ class MultimodalParallelTrainer(Trainer):
         output_dir = str(output_dir or self.args.output_dir)
         engine = self._engine
         with shared_failure("saving the model"), checkpoint.save_errors(Path(output_dir)):
-            if engine.adapters is not None:
-                checkpoint.save_adapters(
-                    self.model, engine.spec, engine.plan, engine.rank, output_dir, engine.adapters
-                )
+            held = self.model, engine.spec, engine.plan, engine.rank, output_dir
+            if engine.adapter is not None:
+                checkpoint.save_adapters(*held, engine.adapter)
             else:
-                checkpoint.save_model(self.model, engine.spec, engine.plan, engine.rank, output_dir)
+                checkpoint.save_model(*held)
             if self.args.should_save:
                 self._save_beside(output_dir)
             dist.barrier()
@@ -482,8 +471,11 @@ class MultimodalParallelTrainer(Trainer):
             return
         warn_of_other_settings(resume_from_checkpoint, engine.settings)
         with shared_failure("loading the weights"):
-            load = checkpoint.load_model if engine.adapters is None else checkpoint.load_adapters
-            load(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
+            held = self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint
+            if engine.adapter is not None:
+                checkpoint.load_adapters(*held, engine.adapter)
+            else:
+                checkpoint.load_model(*held)
 
     def _load_best_model(self) -> None:
         if self.engine is None:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from peft import IA3Config, LoraConfig, PeftModel
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 
-from hf_mmparallel.modeling.adapters import add_adapters, modules_to_save
+from hf_mmparallel.modeling.adapter_files import modules_to_save
+from hf_mmparallel.modeling.adapters import add_adapters
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.plan import holdings
 from hf_mmparallel.runtime.checkpoint import load_adapters, load_model, save_adapters, save_model
@@ -25,13 +26,13 @@ def adapted(configs, train_projector: bool = False):
     model = tiny_llava()
     model.model.vision_tower.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(train_projector)
-    config = add_adapters(model, build_model_spec(model), configs)
+    adapter = add_adapters(model, build_model_spec(model), configs)
     with torch.no_grad():
         generator = torch.Generator().manual_seed(3)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.2, generator=generator)
-    return model.eval(), config
+    return model.eval(), adapter
 
 
 def layers_of(model, matrix: str) -> set[str]:
@@ -39,7 +40,7 @@ def layers_of(model, matrix: str) -> set[str]:
 
 
 def test_each_module_has_its_own_layers_ranks_and_scales():
-    model, config = adapted({"language_model": TEXT, "vision": LoraConfig(**VISION)})
+    model, adapter = adapted({"language_model": TEXT, "vision": LoraConfig(**VISION)})
     text = "model.language_model.layers.{}.{}"
     vision = "model.vision_tower.encoder.layers.1.{}"
     expected = {text.format(i, name): 2.0 for i in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")}
@@ -52,7 +53,7 @@ def test_each_module_has_its_own_layers_ranks_and_scales():
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {
         name for name, _ in model.named_parameters() if ".lora_" in name
     }
-    assert config.rank_pattern and config.r == 4
+    assert adapter.config.rank_pattern and adapter.config.r == 4
 
 
 def test_modules_without_adapters_keep_what_they_train():
@@ -78,6 +79,8 @@ def test_default_targets_and_all_linear():
         ({"language_model": {**TEXT, "bias": "all"}}, "bias='all'.*Use `bias='none'`"),
         ({"language_model": {**TEXT, "init_lora_weights": "pissa"}}, "needs the weights of all ranks"),
         ({"language_model": IA3Config()}, "`IA3Config`; only LoRA"),
+        ({"language_model": AdaLoraConfig(total_step=4)}, "`AdaLoraConfig`; only LoRA"),
+        ({"language_model": {"peft_type": "ADALORA", "total_step": 4}}, "`AdaLoraConfig`; only LoRA"),
         ({"language_model": {"target_modules": ["fc1"]}}, "matches no layer of module `language_model`"),
         ({"vision": {"r": 2}}, "no default `target_modules` for module `vision`"),
         ({"audio": TEXT}, "no `audio`"),
@@ -96,10 +99,11 @@ BOTH = {"language_model": TEXT, "vision": VISION}
 
 def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     configs = {"language_model": TEXT} if train_projector else BOTH
-    model, config = adapted(configs, train_projector)
+    model, adapter = adapted(configs, train_projector)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     spec, plan, rank = lay_out(model, layout)
-    save_adapters(model, spec, plan, rank, folder, config)
+    dist.gather_object = None  # gives rank 0 room for as many times the largest part as there are ranks
+    save_adapters(model, spec, plan, rank, folder, adapter)
     save_model(model, spec, plan, rank, folder + "-base")
     trained = {p.name for module in spec.modules.values() for p in module.parameters if p.trainable}
     held = {name for name, holding in holdings(spec, plan).items() if holding.peers(rank) is not None}
@@ -107,7 +111,7 @@ def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     with torch.no_grad():
         for parameter in parameters.values():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(5.0)
-    load_adapters(model, spec, plan, rank, folder)
+    load_adapters(model, spec, plan, rank, folder, adapter)
     for name, parameter in parameters.items():
         full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         right = expected[name] if name in trained else torch.full_like(full, 5.0)
@@ -135,17 +139,17 @@ def test_adapters_saved_from_ranks_are_read_by_peft(tmp_path, layout, train_proj
 
 
 def _read_other(folder: str) -> None:
-    model, _ = adapted({"language_model": {**TEXT, "target_modules": ["k_proj"]}})
+    model, adapter = adapted({"language_model": {**TEXT, "target_modules": ["k_proj"]}})
     spec, plan, rank = lay_out(model, "dp1+pp2")
     assert rank == dist.get_rank()
-    load_adapters(model, spec, plan, rank, folder)
+    load_adapters(model, spec, plan, rank, folder, adapter)
 
 
 @pytest.mark.distributed
 def test_adapters_of_another_model_stop_all_ranks(tmp_path):
-    model, config = adapted({"language_model": TEXT})
+    model, adapter = adapted({"language_model": TEXT})
     spec, plan, rank = lay_out(model, "whole")
-    save_adapters(model, spec, plan, rank, tmp_path, config)
+    save_adapters(model, spec, plan, rank, tmp_path, adapter)
     assert_ranks_raise(
         _read_other, 3, str(tmp_path), match="another model: it lacks .*k_proj.lora_A.weight", timeout=90
     )

@@ -409,3 +409,17 @@ def test_placeholders_return_what_the_layer_returns():
     assert _returns_tuple(FalconDecoderLayer)
     assert _returns_tuple(Qwen2_5OmniAudioEncoderLayer)
     assert not _returns_tuple(Gemma3DecoderLayer)
+
+
+def test_hidden_states_whose_dtype_changes_between_layers_are_refused():
+    """The next stage knows the dtype of the embeddings only."""
+    model = tiny.FAMILIES["llama"]()
+    model.model.embed_tokens.bfloat16()
+    spec = build_model_spec(model)
+    stage = prepare_stages(model, spec, make_plan(spec, {LANGUAGE_MODEL: [1]}), 0)[LANGUAGE_MODEL, 0, 0]
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match="are torch.bfloat16 before its layers and torch.float32 between"),
+    ):
+        model.model.layers[0].register_forward_hook(lambda module, args, output: output.float())
+        stage({"input_ids": torch.tensor([[1, 2, 3]])})

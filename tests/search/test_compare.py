@@ -143,9 +143,7 @@ class TestRatioBased:
             per_token, per_square = module_flops(question.spec, name)
             tokens, squares = (float(own[name].mean()) for own in (question.sizes.tokens, question.sizes.squares))
             forward = per_token * tokens + per_square * squares
-            assert (
-                2.5 * forward < work <= 3 * forward
-            )  # the first layer needs no gradient of its input
+            assert 2.5 * forward < work <= 3 * forward  # the first layer needs no gradient of its input
         share = layouts.work["vision"] / sum(layouts.work.values())
         for dp_size in (1, 2, 4):
             ranks = layouts.ranks(dp_size)

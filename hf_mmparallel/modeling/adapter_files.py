@@ -1,0 +1,100 @@
+"""What a folder of `peft` holds: which parameters, under which keys."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..plan import ModelSpec
+from .adapters import DEFAULT_NAME, Adapter
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+def adapter_folder(folder: str | Path, adapter: Adapter) -> Path:
+    """Where `PeftModel.save_pretrained(folder)` puts an adapter."""
+    return Path(folder) if adapter.name == DEFAULT_NAME else Path(folder) / adapter.name
+
+
+def adapter_names(spec: ModelSpec) -> set[str]:
+    """The adapters' own parameters: those of a layer that keeps its weight in `base_layer`."""
+    names = [p.name for module in spec.modules.values() for p in module.parameters]
+    wrapped = {name.partition(".base_layer.")[0] + "." for name in names if ".base_layer." in name}
+    owners = tuple(wrapped)
+    return {name for name in names if name.startswith(owners) and ".base_layer." not in name}
+
+
+def adapter_file_key(name: str, adapter: Adapter) -> str:
+    """The key that `peft` writes a parameter under."""
+    if name.endswith(f".lora_magnitude_vector.{adapter.name}.weight"):
+        name = name.removesuffix(".weight")  # as it was called before it became a module
+    parent, _, last = name.rpartition(".")
+    plain = parent if last == adapter.name else f"{parent.removesuffix('.' + adapter.name)}.{last}"
+    return "base_model.model." + plain
+
+
+def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
+    """
+    The largest submodules that hold every parameter that is trained without being part of an adapter.
+
+    Args:
+        spec (`ModelSpec`): The model with adapters.
+        adapters (`set[str]`): Names of the adapters' own parameters.
+    """
+    parameters = [p for module in spec.modules.values() for p in module.parameters]
+    trained = [p.name for p in parameters if p.trainable and p.name not in adapters]
+    blocked: set[str] = set()  # submodules with something that is not trained like this
+    for p in parameters:
+        if not p.trainable or p.name in adapters:
+            parts = p.name.split(".")[:-1]
+            blocked |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
+    found: dict[str, None] = {}
+    for name in trained:
+        parts = name.split(".")[:-1]
+        prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        found[next((prefix for prefix in prefixes if prefix not in blocked), ".".join(parts))] = None
+    return [name for name in found if not any(name.startswith(other + ".") for other in found)]
+
+
+def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
+    """Names of all parameters that an adapter folder has: the adapters' own, and those of [`modules_to_save`]."""
+    prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
+    names = [p.name for module in spec.modules.values() for p in module.parameters]
+    return [name for name in names if name in adapters or name.startswith(prefixes)]
+
+
+def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
+    """
+    The `LoraConfig` beside saved adapters, with all that is trained in `modules_to_save` and with the class of the
+    base model, by which `AutoPeftModel` finds it.
+    """
+    saved = copy.deepcopy(adapter.config)
+    saved.inference_mode = True
+    saved.modules_to_save = modules_to_save(spec, adapter_names(spec)) or None
+    saved.base_model_name_or_path = saved.base_model_name_or_path or getattr(model, "name_or_path", None) or None
+    if saved.task_type is None:
+        saved.auto_mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    return saved
+
+
+def write_adapters(state: Mapping[str, torch.Tensor], model: Any, spec: ModelSpec, adapter: Adapter, folder: Path):
+    """
+    Writes whole tensors as `peft` saves them.
+
+    Args:
+        state (`Mapping[str, torch.Tensor]`): By the names of [`parameters_to_save`].
+        model (`PreTrainedModel`): The base model, or this rank's part of it.
+        spec (`ModelSpec`): The model with adapters.
+        adapter ([`Adapter`]): The adapter.
+        folder (`Path`): Where to.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    saved_config(model, spec, adapter).save_pretrained(str(folder))
+    tensors = {adapter_file_key(name, adapter): tensor.contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})

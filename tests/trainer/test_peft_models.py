@@ -1,0 +1,269 @@
+"""Models that `get_peft_model` made train under a plan as with the stock Trainer and are saved as `peft` saves."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.modeling.peft_models import is_peft_model, take_apart
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+from tests.trainer import runs
+
+VISION, LM = "vision", "language_model"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pipeline": {VISION: {}, LM: {"pp_size": 2}},
+    "tensor": {VISION: {}, LM: {"tp_size": 2}},
+    "context": {VISION: {}, LM: {"cp_size": 2, "attn_implementation": "bitfield"}},
+    "data": {VISION: {}, LM: {"dp_size": 2}},
+}
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "fc1"]}
+PARTS = ["multi_modal_projector"]
+
+
+def adapted(name: str = "default", base: str | None = None, **settings: Any) -> Any:
+    """A model with adapters in both modules and a projector that is trained whole."""
+    set_seed(7)
+    model = tiny.FAMILIES["llava"]()
+    if base is not None:
+        model = type(model).from_pretrained(base)
+    return get_peft_model(model, LoraConfig(**{**LORA, "modules_to_save": PARTS, **settings}), adapter_name=name)
+
+
+def stock_trainer(model: Any, **arguments: Any) -> Trainer:
+    data = tiny.make_dataset("llava", runs.SAMPLES)
+    arguments = {**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH, **arguments}
+    output_dir = arguments.pop("output_dir", None) or tempfile.mkdtemp(prefix="run-")
+    return Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=output_dir, **arguments),
+        train_dataset=data,
+        data_collator=tiny.collate("llava"),
+    )
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    """What is trained in a `PeftModel`, by the keys of its file."""
+    (name,) = model.peft_config
+    return {k: v.detach().clone() for k, v in peft.get_peft_model_state_dict(model, adapter_name=name).items()}
+
+
+def assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 2e-5) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=rtol, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def train_layouts(folder: str, base: str) -> dict[str, Any]:
+    """Logs and weights of every layout; that of the pipeline has another name and is saved."""
+    result = {}
+    for layout, sizes in LAYOUTS.items():
+        model = adapted("mine" if layout == "pipeline" else "default", base)
+        trainer = runs.make_trainer("llava", sizes, model=model)
+        trainer.train()
+        whole = trainer.gather_model()
+        if whole is not None:
+            assert isinstance(whole, PeftModel)
+        result[layout] = runs.step_logs(trainer), None if whole is None else trained(whole)
+        trainer.save_model(f"{folder}/{layout}")
+    return result
+
+
+@pytest.mark.distributed
+def test_every_layout_trains_as_the_stock_trainer_and_peft_reads_what_is_saved(tmp_path: Path):
+    base = str(tmp_path / "base")
+    tiny.FAMILIES["llava"]().save_pretrained(base)
+    stock = stock_trainer(adapted(base=base))
+    stock.train()
+    logs, weights = runs.step_logs(stock), trained(stock.model)
+    stock.save_model(str(tmp_path / "stock"))
+    for layout, (got_logs, got) in run_distributed(train_layouts, 3, str(tmp_path), base, timeout=200)[0].items():
+        assert got_logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in logs], layout
+        assert_close(got, weights)
+        folder = tmp_path / layout / ("mine" if layout == "pipeline" else "")
+        mine, theirs = (
+            load_file(folder / "adapter_model.safetensors"),
+            load_file(tmp_path / "stock" / "adapter_model.safetensors"),
+        )
+        assert_close(mine, theirs)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        expected = json.loads((tmp_path / "stock" / "adapter_config.json").read_text())
+        for setting in set(expected) - {"modules_to_save", "target_modules"}:
+            assert config[setting] == expected[setting], setting
+        assert set(config["target_modules"]) == set(expected["target_modules"])
+        loaded = PeftModel.from_pretrained(type(stock.model.get_base_model()).from_pretrained(base), str(folder))
+        assert_close(trained(loaded), weights)
+        batch = tiny.collate("llava")(tiny.make_dataset("llava", 2))
+        autos = [AutoModelForImageTextToText.from_pretrained(str(path)) for path in (folder, tmp_path / "stock")]
+        with torch.no_grad():
+            want = stock.model.eval()(**batch).logits
+            torch.testing.assert_close(loaded.eval()(**batch).logits, want, rtol=1e-4, atol=1e-5)
+            first, second = (auto.eval()(**batch).logits for auto in autos)
+            torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+
+
+def train_on(folder: str, sizes: dict[str, Any], **arguments: Any) -> Any:
+    """Goes on with the adapter in a folder."""
+    model = PeftModel.from_pretrained(tiny.FAMILIES["llava"](), folder, is_trainable=True)
+    trainer = runs.make_trainer("llava", sizes, model=model, **arguments)
+    trainer.train()
+    whole = trainer.gather_model()
+    return runs.step_logs(trainer), None if whole is None else trained(whole)
+
+
+@pytest.mark.distributed
+def test_an_adapter_that_was_trained_before_is_trained_on(tmp_path: Path):
+    first = stock_trainer(adapted(use_dora=True), max_steps=2)
+    first.train()
+    first.save_model(str(tmp_path))
+    stock = stock_trainer(PeftModel.from_pretrained(tiny.FAMILIES["llava"](), str(tmp_path), is_trainable=True))
+    stock.train()
+    logs, weights = run_distributed(train_on, 3, str(tmp_path), LAYOUTS["pipeline"])[0]
+    assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
+    assert_close(weights, trained(stock.model))
+    assert_ranks_raise(train_on, 3, str(tmp_path), LAYOUTS["tensor"], match="DoRA adapter, .* Use `use_dora=False`")
+
+
+CHECKPOINTS = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
+
+
+def interrupted(folder: str) -> Any:
+    """A run whose first half has a pipeline, and whose second half has tensor parallelism."""
+    trainer = runs.make_trainer("llava", LAYOUTS["pipeline"], folder, model=adapted("mine"), **CHECKPOINTS)
+    trainer.train()
+    again = runs.make_trainer("llava", LAYOUTS["tensor"], folder, model=adapted("mine"), **CHECKPOINTS)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    whole = again.gather_model()
+    return runs.step_logs(trainer), runs.step_logs(again), None if whole is None else trained(whole)
+
+
+@pytest.mark.distributed
+def test_a_run_is_resumed_under_another_layout_and_on_one_process(tmp_path: Path):
+    stock = stock_trainer(adapted("mine"), **CHECKPOINTS)
+    stock.train()
+    first, second, weights = run_distributed(interrupted, 3, str(tmp_path), timeout=120)[0]
+    expected = [pytest.approx(row, rel=1e-4, abs=1e-5) for row in runs.step_logs(stock)]
+    assert first == expected and second == expected
+    assert_close(weights, trained(stock.model), rtol=1e-3)
+
+
+# What can't hold
+
+
+def with_adapter(kind: str) -> Any:
+    """A tiny text model with adapters of a kind that a plan refuses."""
+    base: Any = tiny.FAMILIES["llama_tied" if kind == "tied" else "llama"]()
+    targets = {"target_modules": ["q_proj"]}
+    configs: dict[str, Any] = {
+        "AdaLoraConfig": lambda: peft.AdaLoraConfig(total_step=4, **targets),
+        "IA3Config": lambda: peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]),
+        "VeraConfig": lambda: peft.VeraConfig(**targets),
+        "OFTConfig": lambda: peft.OFTConfig(oft_block_size=4, **targets),
+        "LoHaConfig": lambda: peft.LoHaConfig(**targets),
+        "PrefixTuningConfig": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        "PromptTuningConfig": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        "bias": lambda: LoraConfig(bias="lora_only", **targets),
+        "token rows": lambda: LoraConfig(trainable_token_indices=[1, 2], **targets),
+        "parameters": lambda: LoraConfig(target_parameters=["mlp.down_proj.weight"], target_modules=[]),
+        "aLoRA": lambda: LoraConfig(alora_invocation_tokens=[1], task_type="CAUSAL_LM", **targets),
+        "tied": lambda: LoraConfig(modules_to_save=["lm_head"], **targets),
+    }
+    if kind == "PeftMixedModel":
+        return get_peft_model(base, LoraConfig(**targets), mixed=True)
+    model: Any = get_peft_model(base, configs.get(kind, lambda: LoraConfig(**targets))())
+    if kind == "several":
+        model.add_adapter("second", LoraConfig(**targets))
+    elif kind == "merged":
+        model.merge_adapter()
+    elif kind == "base weights":
+        model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.requires_grad_(True)
+    elif kind == "for inference":
+        model.requires_grad_(False)
+    return model
+
+
+REFUSED = {
+    **{
+        name: f"`{name}`.*Only LoRA .*Use a `LoraConfig`, or train without `parallel`"
+        for name in (
+            "AdaLoraConfig",
+            "IA3Config",
+            "VeraConfig",
+            "OFTConfig",
+            "LoHaConfig",
+            "PrefixTuningConfig",
+            "PromptTuningConfig",
+        )
+    },
+    "PeftMixedModel": "`PeftMixedModel` mixes kinds",
+    "several": r"several adapters, \['default', 'second'\].*delete_adapter\('second'\)",
+    "bias": "`bias='lora_only'` of the adapter `default`.*Use `bias='none'`",
+    "token rows": "`trainable_token_indices=.*Use `modules_to_save`",
+    "parameters": "`target_parameters=.*Name layers in `target_modules`",
+    "aLoRA": "`ALoraLinearVariant`, a kind of LoRA",
+    "tied": "has `lm_head`, whose `lm_head.weight` is tied",
+    "merged": "is merged or disabled. Call `model.unmerge_adapter",
+    "base weights": "q_proj.base_layer.weight` is trained beside its adapter",
+    "for inference": "Nothing is trained .*is_trainable=True",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_adapters_that_cannot_be_laid_out_are_refused_by_name(kind: str):
+    model = with_adapter(kind)
+    before = list(model.state_dict())
+    assert is_peft_model(model)
+    with pytest.raises(ValueError, match=REFUSED[kind]):
+        take_apart(model)
+    assert list(model.state_dict()) == before
+
+
+def test_adapters_that_transformers_added_are_taken_too():
+    model: Any = tiny.FAMILIES["llama"]()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="own")
+    assert is_peft_model(model) and not is_peft_model(tiny.FAMILIES["llama"]())
+    base, adapter = take_apart(model)
+    assert base is model and adapter.name == "own" and adapter.config.r == 8
+
+
+def lay_out(kind: str, sizes: dict[str, Any]) -> None:
+    runs.make_trainer("llama", {LM: sizes}, model=with_adapter(kind))
+
+
+@pytest.mark.distributed
+def test_every_rank_refuses_before_anything_is_built():
+    assert_ranks_raise(lay_out, 2, "PrefixTuningConfig", {"pp_size": 2}, match="adapter `default` is a `PrefixTun")
+    given = {"pp_size": 2, "peft_config": {"r": 2}}
+    assert_ranks_raise(lay_out, 2, "plain", given, match="has adapters already, and `peft_config` of module")
+
+
+def test_all_sizes_one_is_the_stock_trainer_for_every_kind():
+    for kind in ("IA3Config", "PrefixTuningConfig", "several", "plain"):
+        logs = []
+        for ours in (False, True):
+            set_seed(5)
+            arguments = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2}
+            given: dict[str, Any] = {
+                "model": with_adapter(kind),
+                "train_dataset": tiny.make_dataset("llama", 8),
+                "data_collator": tiny.collate("llama"),
+            }
+            folder = tempfile.mkdtemp(prefix="run-")
+            if ours:
+                args = MultimodalTrainingArguments(output_dir=folder, parallel={LM: {}}, **arguments)
+                trainer: Any = MultimodalParallelTrainer(args=args, **given)
+            else:
+                trainer = Trainer(args=TrainingArguments(output_dir=folder, **arguments), **given)
+            trainer.train()
+            logs.append(runs.step_logs(trainer))
+        assert logs[0] == logs[1], kind

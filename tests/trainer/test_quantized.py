@@ -1,0 +1,73 @@
+"""LoRA on quantized weights (QLoRA) trains as with the stock Trainer."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+
+from hf_mmparallel.data.randomness import seeded
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+from tests.trainer import runs
+
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.distributed
+LM = "language_model"
+LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+
+
+def quantized(folder: str, bits: int) -> Any:
+    """A tiny text model in 4 or 8 bits."""
+    if bits == 4:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+
+
+def by_hand(folder: str, bits: int) -> Any:
+    with seeded(runs.COMMON["seed"]):
+        return get_peft_model(quantized(folder, bits), LoraConfig(**LORA))
+
+
+def train_layouts(folder: str, bits: int) -> list[list[dict[str, float]]]:
+    """Logs of a pipeline with adapters by module, saved, and of two replicas with those of `get_peft_model`."""
+    first = runs.make_trainer("llama", {LM: {"pp_size": 2, "peft_config": LORA}}, model=quantized(folder, bits))
+    first.train()
+    first.save_model(f"{folder}/adapter")
+    with pytest.raises(ValueError, match=r"are quantized.*PeftModel.from_pretrained\(base, folder\)"):
+        first.gather_model()
+    second = runs.make_trainer("llama", {LM: {"dp_size": 2}}, model=by_hand(folder, bits))
+    second.train()
+    return [runs.step_logs(first), runs.step_logs(second)]
+
+
+def shard(folder: str) -> None:
+    runs.make_trainer("llama", {LM: {"tp_size": 2, "peft_config": LORA}}, model=quantized(folder, 4))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_of_quantized_weights_train_as_with_the_stock_trainer(tmp_path: Path, bits: int):
+    folder = str(tmp_path)
+    tiny.FAMILIES["llama"]().save_pretrained(folder)
+    model = by_hand(folder, bits)
+    args = TrainingArguments(
+        output_dir=tempfile.mkdtemp(prefix="run-"), **{**runs.COMMON, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    )
+    data: Any = tiny.make_dataset("llama", runs.SAMPLES)
+    stock = Trainer(model=model, args=args, train_dataset=data, data_collator=tiny.collate("llama"))
+    stock.train()
+    for logs in run_distributed(train_layouts, 2, folder, bits, timeout=120)[0]:
+        assert logs == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
+    loaded = PeftModel.from_pretrained(quantized(folder, bits), f"{folder}/adapter").eval()
+    batch = tiny.collate("llama")(data[:2])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**batch).logits, model.eval()(**batch).logits, rtol=1e-4, atol=1e-5)
+    if bits == 4:
+        assert_ranks_raise(shard, 2, folder, match="`tp_size=2` of `language_model`: .*is quantized to uint8")
