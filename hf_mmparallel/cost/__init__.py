@@ -6,12 +6,13 @@ from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import eager_caps, fitting_tokens
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
-from .stage_memory import RankMemory
+from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
 from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs, training_flops
 from .step import StepCost
 from .workloads import batch_workloads
 
 __all__ = [
+    "GRADIENT_BUCKET_BYTES",
     "HARDWARE",
     "AnalyticLayers",
     "CostModel",

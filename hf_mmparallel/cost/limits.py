@@ -95,9 +95,6 @@ def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory
     """Rank -> what is left of its memory for activations. Raises `ValueError` where nothing is."""
     states = state_per_rank(plan, memories)
     least = {rank: state.total for rank, state in states.items()}
-    for key, memory in memories.items():
-        for rank in plan.stage(*key).all_ranks:
-            least[rank] += memory.widened
     fullest = max(least, key=lambda rank: (least[rank], -rank))
     if least[fullest] >= memory_bytes:
         names = list(dict.fromkeys(name for name, _, _ in plan.stages_of_rank(fullest)))

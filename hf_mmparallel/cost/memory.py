@@ -15,7 +15,7 @@ from .step import ChunkKey
 
 
 def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, RankMemory]:
-    """Rank -> weights, gradients with the buffers of their sums, and optimizer state of all of its stages."""
+    """Rank -> weights, gradients with the bucket of their sums, and optimizer state of all of its stages."""
     result = {rank: RankMemory() for rank in range(plan.world_size)}
     for key, memory in memories.items():
         for rank in plan.stage(*key).all_ranks:
@@ -85,17 +85,13 @@ def memory_per_rank(
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
     use = StepUse(costs, plan, step, sizes)
-    held, extra, widened = (dict.fromkeys(result, 0.0) for _ in range(3))
+    held, extra = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
     for key, memory in memories.items():
         fixed, each, running = use.of_stage(key, memory)
         for rank in plan.stage(*key).all_ranks:
             held[rank] += fixed + each * in_flight.get(key, 0.0)
             extra[rank] = max(extra[rank], running)
-            widened[rank] += fixed + memory.widened
-    return {
-        rank: state + RankMemory(activations=max(held[rank] + extra[rank], widened[rank]))
-        for rank, state in result.items()
-    }
+    return {rank: state + RankMemory(activations=held[rank] + extra[rank]) for rank, state in result.items()}
 
 
 class StepUse:

@@ -136,13 +136,11 @@ class _Changes:
         return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
     def add_state(self) -> None:
-        """Weights, optimizer state, and what sums and norms of gradients need."""
+        """Weights, optimizer state, and what sums of gradients need."""
         for key, memory in self.memories.items():
             self.hold(key, 0.0, np.inf, memory.state.weights + memory.state.optimizer)
             ends = [end for task, (_, end) in self.times.items() if task.kind == "bwd" and _is_copy(task, key)]
             self.hold(key, max(ends, default=self.end_ms), np.inf, memory.summed)
-            if key[1] == 0:  # one copy counts in the norm, when the sums have been taken over
-                self.hold(key, self.end_ms, np.inf, max(0.0, memory.widened - memory.summed))
 
 
 def _is_copy(task: Task, key: StageKey) -> bool:

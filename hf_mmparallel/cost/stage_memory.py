@@ -26,6 +26,8 @@ from .layers import CostModel, Polynomial
 from .stages import data_gradients
 
 GIB = 2**30
+GRADIENT_BUCKET_BYTES = 25 * 2**20
+"""Gradients are summed over ranks in pieces of this size."""
 _TEXT_BYTES = 24  # of a token: its id, its label and its place in the attention mask
 
 
@@ -36,7 +38,8 @@ class RankMemory:
 
     Args:
         weights (`float`): Parameters, in the dtype of the model.
-        gradients (`float`): Of the trainable parameters, in their dtype, and the buffers that they are summed in.
+        gradients (`float`):
+            Of the trainable parameters, in float32 where these are narrower, and the bucket that they are summed in.
         optimizer (`float`): AdamW: two values for each trainable parameter, in its dtype.
         activations (`float`): What the microbatches in flight keep for their backwards, what the one that runs holds
             besides, and the inputs of the step.
@@ -77,11 +80,11 @@ class StageMemory:
         forward (`np.ndarray` of shape `[rows, 3]`): Bytes that it holds at most in a forward, with what it keeps.
         backward (`np.ndarray` of shape `[rows, 3]`): Bytes that it holds in a backward besides what is kept.
         gradients (`np.ndarray` of shape `[rows]`): Bytes of the gradients that its first backward makes.
-        largest (`np.ndarray` of shape `[rows]`): Bytes of the largest of them, which each backward makes anew.
+        largest (`np.ndarray` of shape `[rows]`):
+            Bytes of the largest of them, which each backward makes anew, in its own dtype and in the one it is kept in.
         input_bytes (`float`): Of the inputs of a token.
         num_rows (`int`): Rows of ranks that share the tokens.
-        summed (`float`): Bytes of the buffers in which gradients are summed with those of other ranks.
-        widened (`float`): Bytes of float32 copies of narrower gradients, which their norm is computed of.
+        summed (`float`): Bytes of the bucket in which gradients are summed with those of other ranks.
         hands_on_only (`bool`):
             Whether it ends an encoder and no backward keeps its features, so that they only wait until they are taken.
     """
@@ -95,7 +98,6 @@ class StageMemory:
     input_bytes: float
     num_rows: int
     summed: float
-    widened: float
     hands_on_only: bool
 
     def _scaled(self, held: NDArray) -> NDArray:
@@ -240,7 +242,7 @@ def _stage_memory(
     weights = _weights(costs.spec, module, places, tp_size)
     trained = float(weights.gradients.sum())
     return StageMemory(
-        RankMemory(weights.held, trained, 2 * trained),
+        RankMemory(weights.held, trained, 2 * weights.trained),
         kept,
         forward,
         backward,
@@ -248,8 +250,7 @@ def _stage_memory(
         np.append(weights.largest, 0.0),
         _input_bytes(part),
         num_rows,
-        trained if is_copied else weights.tied,
-        weights.widened,
+        min(trained if is_copied else weights.tied, GRADIENT_BUCKET_BYTES),
         part.is_encoder and layers[1] == part.num_layers and not rows.needed[-1],
     )
 
@@ -257,15 +258,15 @@ def _stage_memory(
 @dataclass
 class _Weights:
     """
-    Bytes of weights at some places of a module, of the gradients that a backward makes at each, of the largest of
-    them, of gradients that other places share, and of float32 copies of narrower gradients.
+    Bytes of weights at some places of a module and of those that are trained, of the gradients that a backward makes
+    at each, of the largest of them while it is made, and of gradients that other places share.
     """
 
     gradients: NDArray
     largest: NDArray
     held: float = 0.0
+    trained: float = 0.0
     tied: float = 0.0
-    widened: float = 0.0
 
 
 def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) -> _Weights:
@@ -275,17 +276,18 @@ def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) 
         shares = held_shares(spec, module, index, tp_size)
         for use in spec.uses.get((module, index), ()):
             p, value_bytes = use.parameter, DTYPE_BYTES.get(use.parameter.dtype, FULL)
-            num_bytes = shares[p.name] * p.num_elements * value_bytes
-            gradient = num_bytes if p.trainable else 0.0
-            found.largest[row] = max(found.largest[row], gradient)
+            num_values = shares[p.name] * p.num_elements
+            num_bytes, gradient = num_values * value_bytes, num_values * max(value_bytes, FULL) * p.trainable
+            narrow = num_bytes if p.trainable and value_bytes < FULL else 0.0
+            found.largest[row] = max(found.largest[row], gradient + narrow)
             if p.name in seen:
                 found.tied -= gradient  # both of its places are here
                 continue
             seen.add(p.name)
             found.held += num_bytes
+            found.trained += num_bytes * p.trainable
             found.gradients[row] += gradient
             found.tied += gradient if p.name in spec.tied else 0.0
-            found.widened += gradient * FULL / value_bytes if value_bytes < FULL else 0.0
     return found
 
 

@@ -65,21 +65,21 @@ class StepCost:
         """Time of a gradient sum: a ring over its ranks."""
         group = self.groups[index]
         module = group.stages[0][0]
-        held = _held_bytes(self.costs, module, self.plan.modules[module].tp_size)
+        held = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
         num_bytes = sum(held[name] for name in group.parameters)
         count = len(group.ranks)
         return 2 * (count - 1) / count * num_bytes / self.costs.device.link_bytes_per_ms(group.ranks)
 
 
 @lru_cache(maxsize=256)
-def _held_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, float]:
-    """Parameter -> bytes of it on each of a module's tensor-parallel ranks."""
+def _gradient_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, float]:
+    """Parameter -> bytes of its gradient, in float32 at least, on each of a module's tensor-parallel ranks."""
     held = {}
     for index in range(-1, costs.spec.modules[module].num_layers + 1):
         shares = held_shares(costs.spec, module, index, tp_size)
         for use in costs.spec.uses.get((module, index), ()):
             p = use.parameter
-            held[p.name] = shares[p.name] * p.num_elements * DTYPE_BYTES.get(p.dtype, FULL)
+            held[p.name] = shares[p.name] * p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL)
     return held
 
 

@@ -38,7 +38,8 @@ from ..modeling.loading import (
 from ..modeling.tensor_parallel import base_name
 from ..plan import Holding, ModelSpec, ParallelPlan, holdings
 from .atomic import atomic_folder, barrier, save_errors, sync_file
-from .optimizer_checkpoint import all_gather_values, load_optimizer, raise_together, save_optimizer
+from .collectives import all_gather_values, raise_together
+from .optimizer_checkpoint import load_optimizer, save_optimizer
 
 __all__ = [
     "atomic_folder",

@@ -35,7 +35,7 @@ from ..schedule import Program, Task, build_program
 from ..search.steps import StepPlanner
 from .activity import ACTIVITY, doing
 from .executor import Executor, StepResult
-from .gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
+from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups
 from .step_check import StepCheck
 from .transport import DistributedTransport
@@ -165,6 +165,15 @@ class ParallelEngine(nn.Module):
                 owned = {name for name, holding in self.holdings.items() if (module, replica, index) in holding.stages}
                 apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
 
+    @property
+    def holds_all_trained(self) -> bool:
+        """Whether this rank holds every parameter that is trained."""
+        return not any(
+            parameter.trainable and self.holdings[parameter.name].peers(self.rank) is None
+            for module in self.spec.modules.values()
+            for parameter in module.parameters
+        )
+
     def _counts(self, parameter: nn.Parameter, ranks: tuple[tuple[int, ...], ...]) -> bool:
         """Whether this rank is the one that counts a parameter, or its shard of it, in the norm."""
         from torch.distributed.tensor import DTensor
@@ -219,7 +228,8 @@ class ParallelEngine(nn.Module):
 
     def train_step(self, batch: StepBatch, step_index: int) -> StepTotals:
         """
-        Computes the gradient of the mean loss over the target tokens of a global batch, summed over all replicas.
+        Computes the gradient of the mean loss over the target tokens of a global batch, summed over all replicas, in
+        float32 where parameters are narrower.
 
         Args:
             batch (`StepBatch`): The inputs of this rank, on its device.
@@ -231,6 +241,7 @@ class ParallelEngine(nn.Module):
         self.current_workloads = batch.workloads
         program = self._agreed_program(batch, training=True)
         self.module.train()
+        accumulate_in_float32(self.trained)
         with self._own_randomness():
             result = self.executor.run(program, batch)
         with doing("sums of gradients", waits=True):

@@ -1,8 +1,9 @@
-"""Sums of gradients over replicas, their scale, and the norm over all modules."""
+"""Sums of gradients over microbatches and replicas, their scale, and the norm over all modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from ..cost import GRADIENT_BUCKET_BYTES
 from ..plan import SyncGroup
 
 
@@ -19,12 +21,48 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
+    """
+    Lets autograd add up the gradients of 16-bit parameters in float32, over all chunks of a step. Each backward still
+    computes in the parameter's dtype. What is wider already stays as it is.
+
+    Args:
+        parameters (`Iterable[nn.Parameter]`): What is trained on this rank.
+    """
+    for parameter in parameters:
+        if parameter.dtype.itemsize < torch.float32.itemsize:
+            _change_gradient_dtype(parameter, torch.float32)
+
+
+def round_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Casts each gradient to its parameter's dtype, which is what optimizers expect; called right before the step."""
+    for parameter in parameters:
+        _change_gradient_dtype(parameter, parameter.dtype)
+
+
+def _change_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Casts the gradient of a parameter, if there is one, and all that autograd adds to it from now on."""
+    if parameter.grad_dtype != dtype:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = dtype
+        parameter.grad = None if gradient is None else gradient.to(dtype)
+
+
+@dataclass
+class _StartedSum:
+    """A sum on its way: what to wait for, and how many ranks used each parameter."""
+
+    works: list[Any]
+    parameters: list[nn.Parameter]
+    used: torch.Tensor
+
+
 class GradientSync:
     """
-    Sums the gradients of one step over the ranks that hold the same parameter, one flat buffer for each group.
+    Sums the gradients of one step over the ranks that hold the same parameter.
 
-    Whether a parameter got a gradient at all travels in the same buffer: one that none of the ranks used keeps
-    `grad=None`, as on one process, so that the optimizer skips it.
+    Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. A
+    parameter that none of the ranks used keeps `grad=None`, as on one process, so that the optimizer skips it.
 
     Args:
         groups (`Sequence[SyncGroup]`): All sums of the plan.
@@ -45,41 +83,80 @@ class GradientSync:
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
-        self._started: list[tuple[Any, torch.Tensor, list[nn.Parameter]]] = []
+        self._started: list[_StartedSum] = []
 
     def start(self, index: int) -> None:
         """Starts the sum of group `index`; every rank of the group calls this in the program's order."""
         group, parameters = self.groups[index]
-        for dtype in sorted({p.dtype for p in parameters}, key=str):
-            members = [p for p in parameters if p.dtype == dtype]
-            pieces = [torch.zeros_like(local(p)) if p.grad is None else local(p.grad) for p in members]
-            used = torch.tensor([p.grad is not None for p in members], dtype=dtype, device=pieces[0].device)
-            flat = torch.cat([piece.reshape(-1) for piece in pieces] + [used])
-            work: Any = dist.all_reduce(flat, group=group, async_op=True)
-            self._started.append((work, flat, members))
+        device = local(parameters[0]).device
+        used = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+        works: list[Any] = [dist.all_reduce(used, group=group, async_op=True)]
+        for bucket in _buckets(parameters):
+            works.append(dist.all_reduce(_flatten_gradients(bucket), group=group, async_op=True))
+        self._started.append(_StartedSum(works, parameters, used))
 
     def finish(self) -> None:
-        """Waits for all started sums and writes them into the gradients."""
-        for work, flat, members in self._started:
-            work.wait()
-            used = flat[-len(members) :].tolist()
-            start = 0
-            for parameter, count in zip(members, used, strict=True):
-                stop = start + local(parameter).numel()
-                if count:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    target = local(parameter.grad)
-                    target.copy_(flat[start:stop].view_as(target))
-                start = stop
+        """Waits for all started sums, after which the gradients hold them."""
+        for started in self._started:
+            for work in started.works:
+                work.wait()
+            for parameter, count in zip(started.parameters, started.used.tolist(), strict=True):
+                if not count:
+                    parameter.grad = None
         self._started.clear()
 
 
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiplies all gradients by `factor`."""
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Consecutive parameters whose gradients have one dtype and fit into a bucket; a larger one has its own."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).mul_(factor)
+        by_dtype.setdefault(_gradient_dtype(parameter), []).append(parameter)
+    for dtype, members in by_dtype.items():
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in members:
+            num_bytes = local(parameter).numel() * dtype.itemsize
+            if bucket and size + num_bytes > GRADIENT_BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += num_bytes
+        yield bucket
+
+
+def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    return parameter.grad_dtype or parameter.dtype
+
+
+@torch.no_grad()
+def _flatten_gradients(bucket: Sequence[nn.Parameter]) -> torch.Tensor:
+    """One tensor with the gradients of a bucket, zeros where there is none; they become views of it."""
+    for parameter in bucket:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter))
+    gradients: list[Any] = [parameter.grad for parameter in bucket]
+    pieces = [local(gradient).reshape(-1) for gradient in gradients]
+    flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    for parameter, gradient, view in zip(bucket, gradients, flat.split([p.numel() for p in pieces]), strict=True):
+        view = view.view(local(gradient).shape)
+        if isinstance(gradient, DTensor):
+            view = DTensor.from_local(
+                view,
+                gradient.device_mesh,
+                gradient.placements,
+                run_check=False,
+                shape=gradient.shape,
+                stride=gradient.stride(),
+            )
+        parameter.grad = view
+    return flat
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Tensor) -> None:
+    """Multiplies all gradients by `factor`."""
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def gradient_norm(counted: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
@@ -104,7 +181,4 @@ def gradient_norm(counted: Sequence[nn.Parameter], device: torch.device) -> torc
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scales all gradients so that `norm` becomes at most `max_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            local(parameter.grad).mul_(factor)
+    scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost import layer_table
-from ..cost.kept import DTYPE_BYTES
+from ..cost.kept import DTYPE_BYTES, FULL
 from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
 from .partition import partition_all
@@ -158,9 +158,9 @@ class ModuleOptions:
 
     @cached_property
     def _trained_bytes(self) -> float:
-        """Gradients of the whole module."""
+        """Gradients of the whole module, in float32 at least."""
         trained = (p for p in self.part.parameters if p.trainable)
-        return float(sum(p.num_elements * DTYPE_BYTES.get(p.dtype, 4) for p in trained))
+        return float(sum(p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL) for p in trained))
 
     def sync_ms(self, kind: Kind, dp_size: int, pp_size: int) -> float:
         """Time of the sum of a stage's gradients over its copies."""

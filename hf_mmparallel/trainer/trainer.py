@@ -30,6 +30,7 @@ from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.activity import ACTIVITY
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
+from ..runtime.optimizers import prepare_optimizer
 from .agreement import SampleAgreement, from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
@@ -49,6 +50,7 @@ from .evaluation import evaluate
 from .finite import FiniteCheck
 from .loaders import eval_loader, train_loader
 from .model_card import write_model_card
+from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler_of_groups, stock_groups
 from .progress import DataProgress
 from .report import report_plan, settings_without_plan
 from .sample_sizes import TrainingSizes
@@ -114,6 +116,7 @@ class MultimodalParallelTrainer(Trainer):
         self.is_planned = False
         self.engine: ParallelEngine | None = None
         self.search: AutoSearch | None = None
+        self._prepared_optimizer: Any = None
         plugin = getattr(args, "plugin", None)
         if kwargs.get("data_collator") is None:
             datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
@@ -147,6 +150,7 @@ class MultimodalParallelTrainer(Trainer):
             prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
             self.model_spec = prepared.spec
             super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
+            self._stock_groups = stock_groups(self, prepared.model)
             if plugin.auto:
                 found, self.search = find_plan(self, prepared, plugin, args)
                 plugin, args = found.applied(plugin, args)
@@ -190,6 +194,11 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if training and optimizer is not self._prepared_optimizer:  # just made, by whatever `create_optimizer`
+            with shared_failure():
+                prepare_optimizer(optimizer, self._engine.holds_all_trained)
+            self._prepared_optimizer = optimizer
         return self._engine
 
     @planned
@@ -440,28 +449,20 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer_checkpoint.save_optimizer(self.optimizer, self.model, output_dir)
+        groups = optimizer_checkpoint.save_optimizer(
+            self.optimizer, self.model, output_dir, self._engine.holdings, self._stock_groups
+        )
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+            state = scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
+            torch.save(state, os.path.join(output_dir, "scheduler.pt"))
 
     def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
-        by_name = folder is not None and os.path.isfile(os.path.join(folder, optimizer_checkpoint.TABLE))
-        if self.engine is None and not by_name:
+        if self.engine is None and not is_by_name(folder, self.model):
             super()._load_optimizer_and_scheduler(folder)
-            return
-        if folder is None or not os.path.isfile(os.path.join(folder, "scheduler.pt")):
-            return
-        with shared_failure("loading the optimizer's state"):
-            optimizer_checkpoint.load_optimizer(self.optimizer, self.model, folder)
-        self._load_scheduler(torch.load(os.path.join(folder, "scheduler.pt"), weights_only=True))
-
-    def _load_scheduler(self, state: dict[str, Any]) -> None:
-        """Loads rank 0's scheduler; under another plan this rank can have another number of parameter groups."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for name, value in self.lr_scheduler.state_dict().items():
-            if isinstance(value, list) and len(state.get(name, value)) != len(value):
-                state[name] = rates if name == "_last_lr" else value
-        self.lr_scheduler.load_state_dict(state)
+        elif folder is not None and os.path.isfile(os.path.join(folder, "scheduler.pt")):
+            groups = self._stock_groups if self.engine is not None else []
+            with shared_failure("loading the optimizer's state"):
+                load_optimizer_and_scheduler(self.optimizer, self.lr_scheduler, self.model, Path(folder), groups)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         engine = self.engine

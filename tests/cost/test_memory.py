@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import StepCost, memory_per_rank, memory_timeline
+from hf_mmparallel.cost import StepCost, memory_per_rank, memory_timeline, stage_memory
 from hf_mmparallel.cost.memory import held_sizes
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
@@ -28,28 +28,33 @@ def memory_of(spec, plan, num_microbatches=2):
     return memory_per_rank(h100(spec), plan, step, SIZES, in_flight), in_flight
 
 
-def test_state_is_in_the_type_of_the_weights():
+def test_weights_and_optimizer_state_have_the_type_of_the_weights_and_gradients_float32():
     spec = model(("vision",))
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2)})
     memory, _ = memory_of(spec, plan)
     assert set(memory) == set(range(5))
     frozen, projector = LAYERS * (LAYER_MATRICES + HIDDEN), HIDDEN * HIDDEN
     assert memory[0].weights == 2 * (frozen + projector)
-    assert memory[0].gradients == 2 * projector and memory[0].optimizer == 4 * projector
-    # Tied embeddings are whole on each rank, at both ends; their gradients are summed in a buffer.
+    assert memory[0].gradients == 4 * projector and memory[0].optimizer == 4 * projector
+    # Tied embeddings are whole on each rank, at both ends; their gradients are summed in a bucket.
     half = 2 * LAYER_MATRICES / 2 + 2 * HIDDEN + HEAD
     assert memory[1].weights == 2 * half and memory[1] == memory[2] and memory[3].weights == 2 * half
-    assert memory[1].gradients == 2 * half + 2 * HEAD
+    assert memory[1].gradients == 4 * half + 4 * HEAD
     assert memory[1].total_gib == memory[1].total / 2**30
 
 
-def test_copies_sum_their_gradients_in_a_buffer():
+def test_copies_sum_their_gradients_in_a_bucket(monkeypatch):
     spec = model(tied=False)
     gradients = []
     for plugin in (ModulePlugin(), ModulePlugin(dp_size=2), ModulePlugin(cp_size=2)):
         memory, _ = memory_of(spec, resolve_plan(spec, {LANGUAGE_MODEL: plugin}))
         gradients.append(memory[1].gradients)
     assert gradients[1] == gradients[2] == 2 * gradients[0]
+    monkeypatch.setattr(stage_memory, "GRADIENT_BUCKET_BYTES", 1000)
+    stage_memory._stage_memory.cache_clear()
+    memory, _ = memory_of(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2)}))
+    assert memory[1].gradients == gradients[0] + 1000
+    stage_memory._stage_memory.cache_clear()
 
 
 def test_what_stages_keep_of_a_token():
@@ -85,7 +90,7 @@ def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
 def test_a_first_backward_makes_gradients_while_it_frees_activations():
     memory = stage_memories(h100(model()), resolve_plan(model(), {}))[LANGUAGE_MODEL, 0, 0]
     few, many = np.array([0.0, 1.0, 1.0]), np.array([0.0, 1e5, 1.0])
-    embedding = 2 * HEAD  # the second gradient of a tied matrix, before it is added to the first
+    embedding = (2 + 4) * HEAD  # the second gradient of a tied matrix, before it is cast and added to the first
     assert memory.backward_bytes(few, True) == pytest.approx(memory.state.gradients + embedding, rel=0.01)
     assert memory.backward_bytes(many, True) == pytest.approx(memory.backward_bytes(many, False), rel=0.01)
     logits = 1e5 * 2 * 4 * VOCABULARY  # the gradients of the loss and of its softmax, beside what is kept

@@ -66,7 +66,6 @@ def test_chunks_and_features_are_followed_over_a_step():
             6.5: idle + state.gradients,
         }
     )
-    assert num_bytes[-1] == idle + state.gradients + language.widened  # bfloat16 gradients, widened for their norm
 
 
 def test_features_without_a_backward_wait_until_they_are_taken():

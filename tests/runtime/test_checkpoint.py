@@ -189,15 +189,20 @@ def _reference(name: str, steps: int):
     return model, optimizer
 
 
+def _groups() -> list[list[str]]:
+    names = [name for name, p in tiny_llava().named_parameters() if p.requires_grad]
+    return [[name for name in names if "bias" not in name], [name for name in names if "bias" in name]]
+
+
 def _save_state(name: str, layout: str, folder: str) -> None:
     model = tiny_llava()
-    lay_out(model, layout)
+    spec, plan, _ = lay_out(model, layout)
     optimizer = _optimizer(model, name)
     for step in range(2):
         _step(model, optimizer, step)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
-    save_optimizer(optimizer, model, folder)
+    save_optimizer(optimizer, model, folder, holdings(spec, plan), _groups())
 
 
 def _load_state(name: str, layout: str, folder: str) -> None:
@@ -205,7 +210,7 @@ def _load_state(name: str, layout: str, folder: str) -> None:
     model, _ = _reference(name, 2)
     lay_out(model, layout)
     optimizer = _optimizer(model, name, lr=7.0)
-    load_optimizer(optimizer, model, folder)
+    load_optimizer(optimizer, model, folder, _groups())
     parameters = dict(expected.named_parameters())
     compared = 0
     for key, parameter in model.named_parameters():
@@ -250,15 +255,16 @@ def test_optimizer_of_another_model(tmp_path):
     model = tiny_llava()
     optimizer = _optimizer(model, "adamw")
     with pytest.raises(ValueError, match="holds no optimizer state"):
-        load_optimizer(optimizer, model, tmp_path)
+        load_optimizer(optimizer, model, tmp_path, _groups())
     _step(model, optimizer, 0)
-    save_optimizer(optimizer, model, tmp_path)
+    spec, plan, _ = lay_out(model, "whole")
+    save_optimizer(optimizer, model, tmp_path, holdings(spec, plan), _groups())
     other = tiny_llava(hidden_size=16)
     with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
-        load_optimizer(_optimizer(other, "adamw"), other, tmp_path)
+        load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups())
     merged = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="other parameter groups"):
-        load_optimizer(merged, model, tmp_path)
+        load_optimizer(merged, model, tmp_path, _groups())
 
 
 def _killed_while_saving(folder: str) -> None:

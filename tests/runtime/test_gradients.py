@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_mmparallel.plan import SyncGroup
-from hf_mmparallel.runtime.gradients import GradientSync, clip_gradients, gradient_norm, scale_gradients
+from hf_mmparallel.runtime import gradients
+from hf_mmparallel.runtime.gradients import (
+    GradientSync,
+    accumulate_in_float32,
+    clip_gradients,
+    gradient_norm,
+    round_gradients,
+    scale_gradients,
+)
 from tests.distributed import run_distributed
 
 NAMES = ("a", "half", "unused", "b")
@@ -105,3 +113,50 @@ def test_scaling_skips_what_has_no_gradient():
     assert own["half"].grad.tolist() == [0.5, 1.0]
     assert own["unused"].grad is None
     scale_gradients([own["unused"]], 0.5)
+
+
+def test_half_precision_gradients_add_up_in_float32_and_are_rounded_once():
+    values = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = values.double().sum(0)
+    errors = {}
+    for name in ("float32", "bfloat16"):
+        parameter = nn.Parameter(torch.ones(16, dtype=torch.bfloat16))
+        if name == "float32":
+            accumulate_in_float32([parameter])
+        for row in values:
+            (parameter * row).sum().backward()
+        assert str(parameter.grad.dtype) == f"torch.{name}"
+        round_gradients([parameter])
+        assert parameter.grad.dtype == torch.bfloat16
+        errors[name] = (parameter.grad.double() - exact).abs().max().item()
+    assert errors["float32"] == (exact.bfloat16().double() - exact).abs().max().item()
+    assert errors["bfloat16"] > 3 * errors["float32"]
+    wide = nn.Parameter(torch.ones(2))
+    wide.grad = gradient = torch.ones(2)
+    accumulate_in_float32([wide])
+    round_gradients([wide])
+    assert wide.grad is gradient  # nothing is copied
+
+
+def buckets_rank() -> list[list[float] | None]:
+    """Sums of parameters that are smaller than a bucket, fill one, and are larger, in two dtypes; the last is unused."""
+    rank = dist.get_rank()
+    gradients.GRADIENT_BUCKET_BYTES = 64
+    sizes = (3, 5, 40, 16, 1, 2)
+    own = {str(i): nn.Parameter(torch.zeros(size, dtype=torch.bfloat16)) for i, size in enumerate(sizes)}
+    own["3"] = nn.Parameter(torch.zeros(4, 4).double())
+    accumulate_in_float32(own.values())
+    for i, parameter in enumerate(own.values()):
+        if i != rank and i != len(own) - 1:
+            parameter.grad = torch.full_like(parameter, 10.0**rank * (i + 1), dtype=parameter.grad_dtype)
+    sync = GradientSync([SyncGroup((0, 1), tuple(own), ())], own, rank, {(0, 1): dist.group.WORLD})
+    sync.start(0)
+    sync.finish()
+    scale_gradients(list(own.values()), 0.5)
+    return [None if p.grad is None else sorted(set(p.grad.flatten().tolist())) for p in own.values()]
+
+
+@pytest.mark.distributed
+def test_buckets_have_the_sums():
+    for mine in run_distributed(buckets_rank, 2):
+        assert mine == [[5.0], [1.0], [16.5], [22.0], [27.5], None]

@@ -59,7 +59,7 @@ class Exhaustive:
         whole = layer_table(problem.costs, name)
         square, token, _ = (whole.forward + whole.backward).sum(axis=0)
         times = (square * self.batch.squares[name] + token * self.batch.tokens[name]).tolist()
-        device, trained = problem.costs.device, sum(2 * p.num_elements for p in part.parameters if p.trainable)
+        device, trained = problem.costs.device, sum(4 * p.num_elements for p in part.parameters if p.trainable)
         link = device.link_bytes_per_ms(range(0, dp * pp * tp, pp * tp))
         sums = 2 * (dp - 1) / dp * trained / pp / tp / link
         bottleneck = longest_first(times, dp) * partition_layers(layers, pp).bottleneck_ms

@@ -102,10 +102,11 @@ def _killed_while_saving(folder: Path) -> None:
     trainer = runs.make_trainer("llava", PLAN, str(folder), **SAVING)
     saved = optimizer_checkpoint.save_optimizer
 
-    def dies_at_the_second(*args: Any, **kwargs: Any) -> None:
-        saved(*args, **kwargs)
+    def dies_at_the_second(*args: Any, **kwargs: Any) -> Any:
+        groups = saved(*args, **kwargs)
         if trainer.state.global_step == 4 and dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGTERM)
+        return groups
 
     optimizer_checkpoint.save_optimizer = dies_at_the_second
     trainer.train()

@@ -1,0 +1,259 @@
+"""
+Optimizers on the parameters of one rank.
+
+A rank holds some of the model's parameters, and shards of some of these as `DTensor`s. Which optimizers give the same
+update then as on the whole model is found out by trying: a few steps on tensors of a few elements, before training.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from .collectives import raise_together
+from .gradients import local, round_gradients
+
+_NUM_STEPS = 2
+
+
+def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """The model's own parameter of an entry of an optimizer, which may be a rank's shard of it."""
+    return getattr(parameter, "sharded_parameter", parameter)
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer, holds_all: bool) -> None:
+    """
+    Makes a new optimizer give this rank's parameters the update that they have on one process. Collective.
+
+    Gradients reach it in the dtype of the parameters. One that doesn't know `DTensor` but updates every element by
+    itself, such as those of bitsandbytes, runs on the local shards.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): This rank's, before its first step.
+        holds_all (`bool`): Whether this rank holds all trained parameters of the model.
+
+    Raises:
+        `ValueError`: On all ranks, for an optimizer whose update would differ or fail.
+    """
+    devices = sorted({p.device for p in _parameters(optimizer) if p.device.type != "cpu"}, key=str)
+    device_type = devices[0].type if devices else "cuda"
+
+    def probe() -> bool:
+        if not holds_all:
+            _check_independence(optimizer)
+        return _needs_local_shards(optimizer)
+
+    with torch.random.fork_rng([device.index for device in devices], device_type=device_type):
+        on_shards = raise_together(probe)
+    if on_shards:
+        for group in optimizer.param_groups:
+            group["params"] = [_local_shard(parameter) for parameter in group["params"]]
+    optimizer.register_step_pre_hook(_hand_over_gradients)
+    optimizer.register_step_post_hook(_drop_handed_over)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _local_shard(parameter: Any) -> Any:
+    """A plain parameter that shares the memory of a shard."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    values = parameter.detach().to_local()
+    assert values.is_contiguous(), "an optimizer would make a copy"
+    shard: Any = nn.Parameter(values)
+    shard.sharded_parameter = parameter
+    return shard
+
+
+def _hand_over_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter in _parameters(optimizer):
+        whole: Any = whole_parameter(parameter)
+        round_gradients([whole])
+        if whole is not parameter:
+            parameter.grad = None if whole.grad is None else local(whole.grad).contiguous()
+
+
+def _drop_handed_over(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter in _parameters(optimizer):
+        if whole_parameter(parameter) is not parameter:
+            parameter.grad = None
+
+
+def _check_independence(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ValueError` if the update of a parameter depends on those that are before it in its group."""
+    for index, group in enumerate(optimizer.param_groups):
+        for num_dims in sorted({p.dim() for p in group["params"]}):
+            like = next(p for p in group["params"] if p.dim() == num_dims)
+            shape = [min(size, 4) for size in like.shape]
+            mine, other = _Trial(shape, like.device, 1), _Trial(shape, like.device, 2)
+            alone = _stepped(optimizer, index, [mine])
+            beside = _stepped(optimizer, index, [other, mine])
+            if isinstance(alone, Exception) or isinstance(beside, Exception):
+                continue  # it can't be judged by so small a tensor
+            if not _same_update(mine, alone[0], beside[1]):
+                raise ValueError(
+                    f"`{type(optimizer).__name__}` updates a parameter by its place among all parameters, or by the "
+                    "others' values, and each rank of this plan has only some of them. Use an optimizer that updates "
+                    'each by itself, such as `optim="adamw_torch"`, or a plan in which every rank holds the whole '
+                    "model (`dp_size` of modules that share their ranks)."
+                )
+
+
+def _needs_local_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer steps on shards only as plain tensors. Raises `ValueError` if it can't at all."""
+    needed = False
+    for index, group in enumerate(optimizer.param_groups):
+        kinds: dict[Any, Any] = {}
+        for parameter in group["params"]:
+            mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            kinds.setdefault((parameter.dim(), mesh), parameter)
+        if not any(isinstance(parameter, DTensor) for parameter in kinds.values()):
+            continue
+        trials = [_Trial(_divisible_shape(like), like.device, 3 + i) for i, like in enumerate(kinds.values())]
+        alone = [_stepped(optimizer, index, [trial]) for trial in trials]
+        if any(isinstance(found, Exception) for found in alone):
+            continue
+        likes = list(kinds.values())
+        sharded = _stepped(optimizer, index, trials, likes)
+        expected: Any = [_part(found[0], like) for found, like in zip(alone, likes, strict=True)]  # type: ignore[index]
+        if not isinstance(sharded, Exception) and all(
+            _same_update(trial, want, local(got), like)
+            for trial, want, got, like in zip(trials, expected, sharded, likes, strict=True)
+        ):
+            continue
+        if not all(
+            _is_elementwise(optimizer, index, trial, found[0], like)  # type: ignore[index]
+            for trial, found, like in zip(trials, alone, likes, strict=True)
+            if isinstance(like, DTensor)
+        ):
+            cause = f" ({_first_line(sharded)})" if isinstance(sharded, Exception) else ""
+            raise ValueError(
+                f"`{type(optimizer).__name__}` can't be used with `tp_size` above 1: it can't update matrices that "
+                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer "
+                'that updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
+            )
+        needed = True
+    return needed
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".strip()[:200]
+
+
+class _Trial:
+    """Values of a small parameter, and its gradients of a few steps, equal on all ranks."""
+
+    def __init__(self, shape: Sequence[int], device: torch.device, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.value = torch.randn(*shape, generator=generator).to(device)
+        gradients = torch.randn(_NUM_STEPS, *shape, generator=generator)
+        # Rows and columns of unlike size, so that what depends on the norm of a tensor differs from part to part.
+        for dim, size in enumerate(shape, 1):
+            scale = torch.logspace(0, 1, size)
+            gradients *= scale.reshape([-1 if d == dim else 1 for d in range(len(shape) + 1)])
+        self.gradients = gradients.to(device)
+
+
+def _divisible_shape(like: torch.Tensor) -> list[int]:
+    """A small shape whose sharded dimension can be cut."""
+    shape = [min(size, 4) for size in like.shape]
+    for mesh_dim, dim in _sharded_dims(like):
+        shape[dim] = 2 * like.device_mesh.size(mesh_dim)  # type: ignore[attr-defined]
+    return shape
+
+
+def _sharded_dims(like: torch.Tensor) -> list[tuple[int, int]]:
+    """(dimension of the mesh, dimension of the tensor) of each cut."""
+    placements = like.placements if isinstance(like, DTensor) else ()
+    return [(i, placement.dim) for i, placement in enumerate(placements) if placement.is_shard()]  # type: ignore
+
+
+def _part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a small tensor that is cut as another one."""
+    for mesh_dim, dim in _sharded_dims(like):
+        mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+        value = value.chunk(mesh.size(mesh_dim), dim)[mesh.get_local_rank(mesh_dim)]
+    return value.contiguous()
+
+
+def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A small tensor in the form of another one: plain, or a `DTensor`."""
+    if not isinstance(like, DTensor):
+        return value.clone()
+    placements = [Shard(p.dim) if p.is_shard() else p for p in like.placements]  # type: ignore[attr-defined]
+    return DTensor.from_local(_part(value, like).clone(), like.device_mesh, placements, run_check=False)
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, index: int, trials: Sequence[_Trial], likes: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor] | Exception:
+    """What small parameters become in a few steps of a copy of the optimizer with the settings of one group."""
+    likes = likes or [trial.value for trial in trials]
+    parameters = [nn.Parameter(_as(trial.value, like)) for trial, like in zip(trials, likes, strict=True)]
+    settings = {key: value for key, value in optimizer.param_groups[index].items() if key != "params"}
+    group = {**copy.deepcopy(settings), "params": parameters}
+    if isinstance(group.get("lr"), float):
+        group["lr"] = 0.1  # a schedule may start from 0
+    try:
+        probe = _like(optimizer, group)
+        if callable(getattr(probe, "train", None)):
+            probe.train()
+        for step in range(_NUM_STEPS):
+            for parameter, trial, like in zip(parameters, trials, likes, strict=True):
+                parameter.grad = _as(trial.gradients[step], like)
+            probe.step()
+    except Exception as error:  # whatever it is, it would come in the first step of training
+        return error
+    return [parameter.detach() for parameter in parameters]
+
+
+def _like(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Any:
+    """An optimizer with the same settings and other parameters."""
+    if optimizer.state:  # its constructor makes state for each parameter
+        names = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+        constructor: Any = type(optimizer)
+        return constructor([group], **{name: optimizer.defaults[name] for name in names})
+    probe: Any = object.__new__(type(optimizer))
+    plain = (dict, list, set)
+    probe.__dict__.update({k: copy.copy(v) if isinstance(v, plain) else v for k, v in vars(optimizer).items()})
+    probe.param_groups, probe.state = [group], defaultdict(dict)
+    probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return probe
+
+
+def _same_update(trial: _Trial, want: torch.Tensor, got: torch.Tensor, like: torch.Tensor | None = None) -> bool:
+    start = trial.value if like is None else _part(trial.value, like)
+    return torch.allclose(want - start, got - start, rtol=1e-3, atol=1e-5)
+
+
+def _is_elementwise(
+    optimizer: torch.optim.Optimizer, index: int, trial: _Trial, want: torch.Tensor, like: torch.Tensor
+) -> bool:
+    """Whether the parts of a tensor, each stepped on its own, become the parts of the whole."""
+    pieces = [(trial.value, trial.gradients, want)]
+    for mesh_dim, dim in _sharded_dims(like):
+        count = like.device_mesh.size(mesh_dim)  # type: ignore[attr-defined]
+        pieces = [
+            part
+            for value, gradients, end in pieces
+            for part in zip(
+                value.chunk(count, dim), gradients.chunk(count, dim + 1), end.chunk(count, dim), strict=True
+            )
+        ]
+    for value, gradients, end in pieces:
+        piece = copy.copy(trial)
+        piece.value, piece.gradients = value.contiguous(), gradients.contiguous()
+        found = _stepped(optimizer, index, [piece])
+        if isinstance(found, Exception) or not _same_update(piece, end, found[0]):
+            return False
+    return True

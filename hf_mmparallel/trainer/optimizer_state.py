@@ -1,0 +1,104 @@
+"""The state of optimizer and schedule as the stock Trainer would have it for the whole model."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime.collectives import raise_together
+from ..runtime.earlier_optimizer_checkpoint import TABLE, load_earlier_optimizer
+from ..runtime.optimizer_checkpoint import STATE, load_optimizer, read_state
+
+SCHEDULER = "scheduler.pt"
+
+
+def stock_groups(trainer: Any, model: nn.Module) -> list[list[str]]:
+    """
+    Names of the trained parameters in the groups of `Trainer.create_optimizer`: with weight decay, and without.
+
+    Args:
+        trainer (`Trainer`): Whose `get_decay_parameter_names` decides.
+        model (`nn.Module`): The whole model, before it is laid out; may be on the meta device.
+    """
+    decayed = set(trainer.get_decay_parameter_names(model))
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
+
+
+def is_by_name(folder: str | None, model: nn.Module) -> bool:
+    """
+    Whether one process reads a checkpoint by the names of parameters: one that a plan has written, of this very model.
+    What `peft` has wrapped has other names, but the same order.
+    """
+    if folder is None:
+        return False
+    if not (Path(folder) / STATE).is_file():
+        return (Path(folder) / TABLE).is_file()
+    groups = read_state(Path(folder) / STATE)["param_groups"]
+    names = [name for group in groups for name in group.get("param_names", ())]
+    return bool(names) and set(names) <= {name for name, _ in model.named_parameters()}
+
+
+def load_optimizer_and_scheduler(
+    optimizer: Any, scheduler: Any, model: nn.Module, folder: Path, groups: Sequence[Sequence[str]]
+) -> None:
+    """
+    Reads the state of a plan's checkpoint or of the stock Trainer's into this rank's optimizer and schedule. Called by
+    all ranks.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): This rank's.
+        scheduler (`LRScheduler`): This rank's.
+        model (`nn.Module`): The pruned model of this rank.
+        folder (`Path`): The checkpoint.
+        groups (`Sequence[Sequence[str]]`): What [`stock_groups`] found in the whole model.
+
+    Raises:
+        `ValueError`: On all ranks, for state that can't be read, or of another model.
+    """
+    state = raise_together(lambda: _read_scheduler(folder / SCHEDULER))
+    if not (folder / STATE).is_file() and (folder / TABLE).is_file():
+        load_earlier_optimizer(optimizer, model, folder)
+    else:
+        load_optimizer(optimizer, model, folder, groups)
+    own = scheduler.state_dict()
+    scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, own))
+
+
+def _read_scheduler(path: Path) -> dict[str, Any]:
+    try:
+        return torch.load(path, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"`{path}` can't be read ({reason}). Resume from another checkpoint.") from error
+
+
+def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """
+    The state of rank 0's schedule with an entry for each group of the whole model.
+
+    Args:
+        state (`Mapping[str, Any]`): Of rank 0, whose optimizer may have other groups.
+        groups (`Sequence[Mapping[str, Any]]`): Settings of the groups of the whole model.
+    """
+    return _with_groups(state, groups, {})
+
+
+def _with_groups(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A schedule's state with lists that have an entry for each group; what groups don't say comes from `own`."""
+    result = dict(state)
+    settings = {"_last_lr": "lr", "base_lrs": "initial_lr"}
+    for name, value in state.items():
+        setting = settings.get(name)
+        if setting and all(setting in group for group in groups):
+            result[name] = [group[setting] for group in groups]
+        elif isinstance(value, list) and len(value) != len(groups):
+            result[name] = own.get(name, (value[:1] or [None]) * len(groups))
+    return result

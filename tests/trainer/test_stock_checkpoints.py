@@ -1,0 +1,148 @@
+"""A run moves between the stock Trainer and plans with its weights, its optimizer and its schedule."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+LM = "language_model"
+PLANS = {"pp2": (2, {LM: {"pp_size": 2}}), "tp2": (2, {LM: {"tp_size": 2}}), "dp2": (2, {LM: {"dp_size": 2}})}
+SAVING = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "linear",
+    "max_steps": 4,
+}
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+
+
+def _stock(folder: Path, resume: Path | None = None, lora: bool = False, **arguments: Any) -> list[dict[str, float]]:
+    """Logs of a run of `transformers.Trainer`."""
+    model: Any = tiny.FAMILIES["llama"]()
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(**LORA))
+        _set_adapters(model)
+    data: Any = tiny.make_dataset("llama", runs.SAMPLES)
+    args = {**runs.COMMON, **SAVING, "per_device_train_batch_size": runs.GLOBAL_BATCH, **arguments}
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(output_dir=str(folder), **args),
+        train_dataset=data,
+        data_collator=tiny.collate("llama"),
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return runs.step_logs(trainer)
+
+
+def _set_adapters(model: Any) -> None:
+    """Adapters that two libraries would draw differently."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def _planned(
+    folder: Path, plan: dict[str, Any], resume: Path | None = None, lora: bool = False, **arguments: Any
+) -> list[dict[str, float]]:
+    """Logs of a run under a plan."""
+    if lora:
+        plan = {LM: {**plan[LM], "peft_config": LORA}}
+    trainer = runs.make_trainer("llama", plan, str(folder), **{**SAVING, **arguments})
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return runs.step_logs(trainer)
+
+
+def _assert_equal_steps(got: list[dict[str, float]], want: list[dict[str, float]], rtol: float = 1e-4) -> None:
+    assert len(got) == len(want) == 4
+    for mine, its in zip(got, want, strict=True):
+        assert mine == pytest.approx(its, rel=rtol), (got, want)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """A run of the stock Trainer with a checkpoint in the middle."""
+    folder = tmp_path_factory.mktemp("stock")
+    return folder / "checkpoint-2", _stock(folder)
+
+
+@pytest.mark.parametrize("layout", PLANS)
+def test_a_stock_run_goes_on_under_a_plan_and_back(tmp_path: Path, straight, layout: str):
+    checkpoint, want = straight
+    size, plan = PLANS[layout]
+    planned = run_distributed(_planned, size, tmp_path, plan, checkpoint)[0]
+    _assert_equal_steps(planned, want)
+    _assert_equal_steps(_stock(tmp_path / "back", tmp_path / "checkpoint-3"), want)
+    saved = torch.load(tmp_path / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    stock = torch.load(checkpoint.parent / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    assert [group["params"] for group in saved["param_groups"]] == [group["params"] for group in stock["param_groups"]]
+    assert saved["state"].keys() == stock["state"].keys()
+    for index, entries in stock["state"].items():
+        for key, value in entries.items():
+            torch.testing.assert_close(saved["state"][index][key], value, rtol=1e-3, atol=1e-6)
+
+
+def test_a_run_with_adapters_moves_both_ways(tmp_path: Path):
+    want = _stock(tmp_path / "stock", lora=True)
+    plan = {LM: {"tp_size": 2}}
+    planned = run_distributed(_planned, 2, tmp_path, plan, tmp_path / "stock" / "checkpoint-2", lora=True)[0]
+    _assert_equal_steps(planned, want)
+    _assert_equal_steps(_stock(tmp_path / "back", tmp_path / "checkpoint-3", lora=True), want)
+
+
+def test_a_stock_run_with_other_frozen_parts_is_refused(tmp_path: Path, straight):
+    plan = {LM: {"pp_size": 2, "freeze": "embed_tokens"}}
+    match = r"another model: it has \d+ and \d+ parameters in its groups, where this one has"
+    assert_ranks_raise(_planned, 2, tmp_path, plan, straight[0], match=match)
+
+
+def test_damaged_state_is_named_on_every_rank(tmp_path: Path, straight):
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(straight[0], folder)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[: len(whole) // 2])
+        messages = assert_ranks_raise(_planned, 2, tmp_path / "x", PLANS["pp2"][1], folder, match=name)
+        assert all("another checkpoint" in message for message in messages)
+        (folder / name).write_bytes(whole)
+
+
+class _Touches:
+    """What a pickle would execute."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, straight):
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(straight[0], folder)
+    for name in ("optimizer.pt", "scheduler.pt"):
+        whole = (folder / name).read_bytes()
+        torch.save({"state": {}, "param_groups": [_Touches(tmp_path / "executed")]}, folder / name)
+        assert_ranks_raise(_planned, 2, tmp_path / "x", PLANS["pp2"][1], folder, match=name)
+        (folder / name).write_bytes(whole)
+    assert not (tmp_path / "executed").exists()
+    assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 2
