@@ -9,3 +9,8 @@ def launched_processes() -> tuple[int, str]:
     """How many processes the launcher says it started, and the variable that says so; 1 without a launcher."""
     counts = [(int(os.environ[name]), name) for name in _WORLD_SIZES if os.environ.get(name, "").isdigit()]
     return max(counts, default=(1, ""), key=lambda pair: pair[0])
+
+
+def is_switched_on(name: str) -> bool:
+    """Whether a launcher has set a switch."""
+    return os.environ.get(name, "").lower() in ("true", "1", "yes", "on")

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelPlan, stage_holds
+from .checkpointing import enable_checkpointing
 from .features import count_rows, flat_rows, merge_output
-from .hollow import enable_checkpointing, hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
+from .hollow import hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
 from .spec import ModulePart, layers_of, module_parts
 
 __all__ = ["ModuleStage", "is_hollow", "prepare_stages"]

@@ -32,6 +32,7 @@ from ..modeling.loading import (
 )
 from ..modeling.tensor_parallel import base_name
 from ..plan import Holding, ModelSpec, ParallelPlan, holdings
+from .gather import gather_to_first
 from .optimizer_checkpoint import all_gather_values, load_optimizer, raise_together, save_optimizer
 
 __all__ = [
@@ -376,9 +377,8 @@ def save_adapters(
     wanted = set(parameters_to_save(spec, adapters))
     skip = {p.name for module in spec.modules.values() for p in module.parameters} - wanted
     mine = {name: tensor for name, tensor, _ in _gathered(model, spec, plan, rank, skip) if name in wanted}
-    parts = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.gather_object(mine, parts if rank == 0 else None)
+    device = next((p.device for p in model.parameters() if not is_hollow(p)), torch.device("cpu"))
+    parts = gather_to_first(mine, device)
     if rank == 0:
         state = {name: tensor for of_rank in parts for name, tensor in of_rank.items()}
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -126,6 +126,7 @@ class ParallelEngine(nn.Module):
             if name in named and named[name].requires_grad and self._counts(named[name], holding.ranks)
         ]
         self.adapters: Any = None
+        self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
         self.step_index = 0
         self.last_result: StepResult | None = None
         self.planner: StepPlanner | None = None  # of the training steps

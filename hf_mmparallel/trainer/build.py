@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..arrange import num_microbatches
 from ..callbacks.metrics import hardware_of
@@ -22,6 +22,7 @@ from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
 from ..modeling.adapters import add_adapters, wrap_with_adapters
+from ..modeling.checkpointing import Recomputation, enable_checkpointing
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
 from ..modeling.possible_sizes import check_context
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, plan_for_model
@@ -75,18 +76,23 @@ def adapter_configs(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
     return {name: m.peft_config for name, m in plugin.modules.items() if m.peft_config is not None}
 
 
-def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, seed: int) -> Any:
+def checkpointing_settings(args: TrainingArguments) -> Recomputation:
+    """How modules recompute their activations."""
+    return Recomputation.from_arguments(args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
+
+
+def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, args: TrainingArguments) -> Any:
     """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
     spec = apply_module_settings(model, plugin)
     for name in spec.modules:
         settings = [plugin.modules.get(name), plugin.plan.modules.get(name) if plugin.plan else None]
         if any(part is not None and part.activation_checkpointing for part in settings):
             tower: Any = model.get_submodule(spec.modules[name].tower)
-            tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            tower.activation_checkpointing_enable(**checkpointing_settings(args).to_arguments)
     configs = adapter_configs(plugin)
     if not configs:
         return model
-    with seeded(seed):
+    with seeded(args.seed):
         return wrap_with_adapters(model, spec, configs)
 
 
@@ -106,6 +112,8 @@ def restore_renamed(model: Any, folder: str | Path | None) -> bool:
         `bool`: Whether it was one; otherwise nothing is done.
     """
     if not isinstance(model, PreTrainedModel) or folder is None:
+        return False
+    if not Path(folder).is_dir():  # an id of the Hub is no checkpoint of a run
         return False
     try:
         files = checkpoint_files(folder)
@@ -279,12 +287,15 @@ def build_engine(
         costs=prepared.costs,
     )
     engine.adapters = prepared.adapters
+    for name in {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}:
+        module = spec.modules[name]
+        enable_checkpointing(engine.module, module.tower, module.stack, checkpointing_settings(args))
     return engine, global_batch_size
 
 
 def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:
     """Bytes of a value of an activation: of half precision under autocast, else as the weights of layers."""
-    if args.bf16 or args.fp16:
+    if args.mixed_precision in ("bf16", "fp16"):  # of the arguments or of the launcher
         return 2
     return max((DTYPE_BYTES.get(p.dtype, 4) for p in spec.language_model.parameters), default=4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
@@ -30,6 +32,7 @@ from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from .agreement import SampleAgreement
+from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .build import (
@@ -43,13 +46,15 @@ from .build import (
     single_process_arguments,
     with_packing,
 )
-from .checks import check_arguments, check_launch, check_trainer
-from .evaluation import evaluate
-from .loaders import eval_loader, train_loader
+from .checks import check_launch, check_launcher, check_trainer
+from .evaluation import check_full_precision, evaluate
+from .loaders import check_loader, eval_loader, train_loader
 from .model_card import write_model_card
+from .overrides import check_overrides
 from .progress import DataProgress
-from .report import report_plan, settings_without_plan
+from .report import report_plan
 from .sample_sizes import TrainingSizes
+from .signature import by_name, shows_stock_signature
 
 logger = get_logger(__name__)
 
@@ -97,14 +102,17 @@ class MultimodalParallelTrainer(Trainer):
     eval_dataset: Any
     lr_scheduler: Any
 
+    @shows_stock_signature
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | str | Path | None = None,
         args: MultimodalTrainingArguments | None = None,
-        *,
+        *positional: Any,
         sample_tokens: Callable[[Any], Mapping[str, int | Sequence[int]]] | None = None,
         **kwargs: Any,
     ):
+        kwargs = by_name(self, model, args, *positional, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("model", "args")}
         self.sample_tokens = sample_tokens
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
@@ -128,16 +136,18 @@ class MultimodalParallelTrainer(Trainer):
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
             whole: Any = load_whole(model)
             if plugin is not None and model is not None:
-                whole = prepare_single_process(whole, plugin, args.seed)
+                whole = prepare_single_process(whole, plugin, args)
             self.loss_is_scaled_for_ga = None
             super().__init__(model=whole, args=args, **kwargs)
             self._pack()
-            idle = settings_without_plan(args)
+            idle = settings_without_plan(args, {"sample_tokens": sample_tokens})
             if idle is not None:
                 logger.warning(idle)
             return
         check_arguments(args)
-        check_trainer(self, model, kwargs)
+        check_launcher(args)
+        check_overrides(type(self), MultimodalParallelTrainer)
+        check_trainer(model, kwargs)
         self.is_planned = True
         with shared_failure():
             prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
@@ -153,10 +163,12 @@ class MultimodalParallelTrainer(Trainer):
         skip = args.on_bad_sample == "skip"
         self._readable = SampleAgreement(skip, self.engine.device)
         self._readable_in_evaluation = SampleAgreement(skip, self.engine.device)
-        self.engine.executor.forward_context = lambda: self.accelerator.autocast()
+        self.engine.executor.forward_context = self._forward_context
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
+        for idle in settings_idle_under_a_plan(args):
+            logger.warning(idle)
         if self.is_world_process_zero():
             with shared_failure():
                 report_plan(self)
@@ -243,9 +255,7 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
-        loader = train_loader(self)
-        self._train_steps: Any = loader.dataset
-        return loader
+        return train_loader(self)
 
     @planned
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -293,10 +303,13 @@ class MultimodalParallelTrainer(Trainer):
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         self._progress = DataProgress(self.global_batch_size, resume_from_checkpoint)
         self._readable.num_skipped = self._progress.position.num_skipped
+        check_full_precision(self._engine)
         return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @planned
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
+        check_loader(dataloader, "get_train_dataloader")
+        self._train_steps: Any = dataloader.dataset
         values = super().set_initial_training_values(args, dataloader)
         return self._progress.training_values(values, args, dataloader)
 
@@ -317,7 +330,16 @@ class MultimodalParallelTrainer(Trainer):
             self.optimizer.train()
         with shared_failure():
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
+
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """What forwards run in, of training and of evaluation."""
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            yield
 
     @planned
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -353,7 +375,8 @@ class MultimodalParallelTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Metrics on all ranks, predictions on rank 0, each sample once and in the dataset's order."""
+        """Metrics on all ranks, predictions on rank 0, each sample once and in the sampler's order."""
+        check_loader(dataloader, "get_test_dataloader" if description == "Prediction" else "get_eval_dataloader")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         logger.info(f"\n***** Running {description} *****")
@@ -374,13 +397,15 @@ class MultimodalParallelTrainer(Trainer):
             else:
                 checkpoint.save_model(self.model, engine.spec, engine.plan, engine.rank, output_dir)
             if self.args.should_save:
-                self._save_beside(output_dir)
+                self._save(output_dir)
             dist.barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_beside(self, output_dir: str) -> None:
-        """What stands beside the weights: processor, arguments, plan."""
+    @planned
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Writes what stands beside the weights: processor, arguments, plan."""
+        output_dir = str(output_dir or self.args.output_dir)
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processor is not None:
             processor.save_pretrained(output_dir)
@@ -459,6 +484,8 @@ class MultimodalParallelTrainer(Trainer):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         with shared_failure():
+            if not os.path.isdir(resume_from_checkpoint):
+                raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
             load = checkpoint.load_model if engine.adapters is None else checkpoint.load_adapters
             load(self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint)
 
