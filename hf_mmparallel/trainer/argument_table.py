@@ -143,7 +143,7 @@ ARGUMENTS: Mapping[str, Entry] = {
     "project": Honoured("TrackioCallback.setup"),
     "trackio_space_id": Honoured("TrackioCallback.setup"),
     "trackio_bucket_id": Honoured("TrackioCallback.setup"),
-    "trackio_static_space_id": Honoured("TrackioCallback.on_train_end"),
+    "trackio_static_space_id": Honoured("TrackioCallback._freeze_space"),
     "eval_strategy": Honoured("DefaultFlowCallback.on_step_end"),
     "eval_steps": Honoured("TrainerState.compute_steps"),
     "eval_delay": Honoured("DefaultFlowCallback.on_step_end"),

@@ -74,13 +74,16 @@ def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[
 
 
 def _mean_losses(rows: list[tuple[int, int, float, float]]) -> list[tuple[float, int]]:
-    """(mean loss, samples) of each microbatch, in order, from the sums of its parts."""
+    """
+    (mean loss, samples) of each microbatch, in order, from the sums of its parts; NaN where there is no target, as on
+    one process.
+    """
     sums: dict[tuple[int, int], list[float]] = {}
     for slot, samples, loss, count in rows:
         total = sums.setdefault((slot, samples), [0.0, 0.0])
         total[0] += loss
         total[1] += count
-    return [(loss / max(count, 1.0), samples) for (_, samples), (loss, count) in sorted(sums.items())]
+    return [(loss / count if count else math.nan, samples) for (_, samples), (loss, count) in sorted(sums.items())]
 
 
 def full_eval_dtype(args: TrainingArguments) -> torch.dtype | None:

@@ -416,31 +416,3 @@ def test_trainers_of_other_libraries_that_are_mixed_in():
     check_overrides(mixed(StepTrainer, ours), ours)
     with pytest.raises(ValueError, match="`StepTrainer.training_step` is overridden"):
         check_overrides(mixed(ours, StepTrainer), ours)  # it stands behind ours, which does not call it
-
-
-# What overrides and settings do, against the stock Trainer
-
-
-class Overriding:
-    """Overrides that hold, for the stock Trainer and for ours."""
-
-    entered = 0
-
-    def compute_loss_context_manager(self) -> Any:
-        type(self).entered += 1
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return list(reversed(range(len(eval_dataset))))
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        super()._save(output_dir, state_dict)  # type: ignore[misc]
-        (Path(str(output_dir)) / "mine.txt").write_text("saved")
-
-
-class OurOverriding(Overriding, MultimodalParallelTrainer):
-    pass
-
-
-class StockOverriding(Overriding, Trainer):
-    pass
