@@ -14,3 +14,8 @@ def launched_processes() -> tuple[int, str]:
 def launcher_keeps_store() -> bool:
     """Whether the store of the process group is torchrun's rather than rank 0's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_switched_on(name: str) -> bool:
+    """Whether a launcher has set a switch."""
+    return os.environ.get(name, "").lower() in ("true", "1", "yes", "on")

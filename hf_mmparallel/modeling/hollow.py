@@ -6,14 +6,13 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from .spec import inside, layers_of
+from .spec import layers_of
 
 
 def is_hollow(parameter: Tensor) -> bool:
@@ -119,24 +118,14 @@ def replace_layers(model: nn.Module, stack: str, keep: Iterable[int]) -> None:
             layers[index] = placeholder(layers[index])
 
 
-def enable_checkpointing(model: nn.Module, tower: str, stack: str) -> None:
-    """
-    Recomputes the activations of the real layers of one tower in the backward pass.
+def cast_values(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point parameters and buffers in place, without giving hollow ones memory."""
 
-    Raises:
-        `ValueError`: If the tower has no switch for it.
-    """
-    found = False
-    recompute = partial(checkpoint, use_reentrant=False)
-    for name, module in model.named_modules():
-        if not inside(name, tower) or not hasattr(module, "gradient_checkpointing"):
-            continue
-        if getattr(module, "is_placeholder", False):
-            continue
-        found = found or inside(name, stack)
-        module.__dict__.update(gradient_checkpointing=True, _gradient_checkpointing_func=recompute)
-    if not found:
-        raise ValueError(
-            f"`activation_checkpointing=True`: the layers of `{stack}` have no `gradient_checkpointing`. "
-            f"Leave it off for this module."
-        )
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if is_hollow(tensor):
+            return torch.full((), torch.nan, dtype=dtype, device=tensor.device).expand(tensor.shape)
+        return tensor.to(dtype)
+
+    model._apply(cast)

@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelPlan, ParameterSpec, stage_holds
 from .adapter_files import adapter_names
+from .checkpointing import enable_checkpointing
 from .features import count_rows, flat_rows, merge_output
-from .hollow import enable_checkpointing, hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
+from .hollow import hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
 from .spec import ModulePart, layers_of, module_parts
 
 __all__ = ["ModuleStage", "is_hollow", "prepare_stages"]

@@ -142,6 +142,7 @@ class ParallelEngine(nn.Module):
         self._check_step = StepCheck(self.groups.control, has_cuts=self.cutter is not None)
         self.adapter: Adapter | None = None
         self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
+        self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
         self.step_index = 0
         self.last_result: StepResult | None = None
         self.planner: StepPlanner | None = None  # of the training steps

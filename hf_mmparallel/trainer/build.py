@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
 from safetensors import safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..arrange import num_microbatches
 from ..callbacks.metrics import hardware_of
@@ -23,6 +23,7 @@ from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
 from ..modeling.adapter_files import adapter_names
 from ..modeling.adapters import Adapter, add_adapters
+from ..modeling.checkpointing import Recomputation, enable_checkpointing
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
 from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, take_apart, wrap_with_adapters
 from ..modeling.possible_sizes import check_context, check_matrices
@@ -99,7 +100,12 @@ def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, A
     return configs
 
 
-def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, seed: int) -> Any:
+def checkpointing_settings(args: TrainingArguments) -> Recomputation:
+    """How modules recompute their activations."""
+    return Recomputation.from_arguments(args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
+
+
+def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlugin, args: TrainingArguments) -> Any:
     """The model with all settings of its modules, for the stock Trainer; a `PeftModel` when a module has adapters."""
     configs = adapter_configs(model, plugin)
     base: Any = base_model_of(model)
@@ -110,10 +116,10 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
         settings = [plugin.modules.get(name), plugin.plan.modules.get(name) if plugin.plan else None]
         if any(part is not None and part.activation_checkpointing for part in settings):
             tower: Any = base.get_submodule(spec.modules[name].tower)
-            tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            tower.activation_checkpointing_enable(**checkpointing_settings(args).to_arguments)
     if not configs:
         return model
-    with seeded(seed):
+    with seeded(args.seed):
         return wrap_with_adapters(model, spec, configs)
 
 
@@ -133,6 +139,8 @@ def restore_renamed(model: Any, folder: str | Path | None) -> bool:
         `bool`: Whether it was one; otherwise nothing is done.
     """
     if not isinstance(model, PreTrainedModel) or folder is None:
+        return False
+    if not Path(folder).is_dir():  # an id of the Hub is no checkpoint of a run
         return False
     try:
         files = checkpoint_files(folder)
@@ -309,12 +317,15 @@ def build_engine(
     )
     engine.adapter = prepared.adapter
     engine.settings = plugin.modules
+    for name in {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}:
+        module = spec.modules[name]
+        enable_checkpointing(engine.module, module.tower, module.stack, checkpointing_settings(args))
     return engine, global_batch_size
 
 
 def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:
     """Bytes of a value of an activation: of half precision under autocast, else as the weights of layers."""
-    if args.bf16 or args.fp16:
+    if args.mixed_precision in ("bf16", "fp16"):  # of the arguments or of the launcher
         return 2
     return max((DTYPE_BYTES.get(p.dtype, 4) for p in spec.language_model.parameters), default=4)
 

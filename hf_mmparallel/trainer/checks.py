@@ -10,66 +10,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainingArguments
-from transformers.training_args import OptimizerNames
+from transformers import TrainingArguments
 
-from .._environment import launched_processes
-
-# Argument -> (is it set, why it can't hold, remedy).
-_REFUSED = {
-    "fp16": (lambda a: a.fp16, "its loss scaler lives in one backward", "Use `bf16=True`."),
-    "auto_find_batch_size": (
-        lambda a: a.auto_find_batch_size,
-        "a smaller batch size changes the plan",
-        "Lower `per_device_train_batch_size`; the global batch stays.",
-    ),
-    "fsdp": (lambda a: bool(a.fsdp), "it shards one model over one mesh", "Use `dp_size` of the modules."),
-    "deepspeed": (lambda a: a.deepspeed, "it wraps one model on all ranks", "Use `dp_size` of the modules."),
-    "parallelism_config": (
-        lambda a: a.parallelism_config is not None and a.parallelism_config.total_size > 1,
-        "it is one mesh for the whole model",
-        "Give the sizes of each module in `parallel`.",
-    ),
-    "neftune_noise_alpha": (
-        lambda a: a.neftune_noise_alpha is not None,
-        "the noise of one process can't be reproduced on several stages",
-        "Leave it out.",
-    ),
-    "torch_compile": (lambda a: a.torch_compile, "stages leave the model's forward early", "Leave it out."),
-    "use_liger_kernel": (lambda a: a.use_liger_kernel, "it fuses the head with the loss", "Leave it out."),
-    "train_sampling_strategy": (
-        lambda a: a.train_sampling_strategy == "batch_rebalance",
-        "the plan arranges the samples of a batch itself",
-        'Use `"random"`, `"sequential"` or `"group_by_length"`.',
-    ),
-    "dataloader_in_order": (
-        lambda a: not a.dataloader_in_order,
-        "each rank would take the steps in an order of its own",
-        "Leave it out.",
-    ),
-    "save_on_each_node": (
-        lambda a: a.save_on_each_node,
-        "a checkpoint is one folder that all ranks write",
-        "Use an `output_dir` that all hosts share.",
-    ),
-    "batch_eval_metrics": (
-        lambda a: a.batch_eval_metrics,
-        "predictions reach rank 0 by microbatch",
-        "Use `preprocess_logits_for_metrics` to keep predictions small.",
-    ),
-    "optim": (
-        lambda a: a.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in str(a.optim),
-        "it updates weights inside the backward, before replicas have summed their gradients",
-        'Use `"adamw_torch"` or another optimizer with a step of its own.',
-    ),
-}
-
-
-def check_arguments(args: TrainingArguments) -> None:
-    """Raises `ValueError` for the first argument that can't hold under a plan."""
-    for name, (is_set, reason, remedy) in _REFUSED.items():
-        if is_set(args):
-            raise ValueError(f"`{name}={getattr(args, name)!r}` can't be used with `parallel`: {reason}. {remedy}")
+from .._environment import is_switched_on, launched_processes
+from .argument_table import check_trainer_arguments
 
 
 def check_model(model: nn.Module) -> None:
@@ -96,37 +40,13 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def check_trainer(trainer: Trainer, model: Any, given: dict[str, Any]) -> None:
+def check_trainer(model: Any, given: dict[str, Any]) -> None:
     """Raises `ValueError` for a loss, a model or data that can't hold under a plan."""
     if model is None and given.get("model_init") is None:
         raise ValueError("`model=None` leaves nothing to lay out by `parallel`. Pass a model, an id or a folder.")
-    if type(trainer).compute_loss is not Trainer.compute_loss:
-        raise ValueError(
-            f"`{type(trainer).__name__}.compute_loss` is overridden, but under a plan no rank sees a whole forward: "
-            "the loss is the model's own, summed over target tokens. Remove the override, or train without `parallel`."
-        )
-    if type(trainer).prediction_step is not Trainer.prediction_step:
-        raise ValueError(
-            f"`{type(trainer).__name__}.prediction_step` is overridden, but under a plan evaluation runs on stages "
-            "and never calls it. Use `preprocess_logits_for_metrics` and `compute_metrics`, or train without "
-            "`parallel`."
-        )
     if given.get("train_dataset") is not None:
         check_dataset(given["train_dataset"])
-    if given.get("compute_loss_func") is not None:
-        raise ValueError(
-            "`compute_loss_func` can't be used with `parallel`: the loss is the model's own, summed over the target "
-            "tokens of the global batch. Leave it out."
-        )
-    if given.get("model_init") is not None:
-        raise ValueError(
-            "`model_init` can't be used with `parallel`: the plan is made once, for one model. Pass `model`."
-        )
-    if given.get("optimizers", (None, None)) != (None, None):
-        raise ValueError(
-            "`optimizers` can't be used with `parallel`: each rank's optimizer holds that rank's parameters. Use "
-            "`optimizer_cls_and_kwargs` or `args.optim`."
-        )
+    check_trainer_arguments(given)
 
 
 def check_dataset(dataset: Any) -> None:
@@ -169,4 +89,33 @@ def check_launch(args: TrainingArguments) -> None:
             f"`{source}` says that {launched} processes were launched, but this one is alone: each would train the "
             "whole model by itself. Start each process through `accelerate launch` with a ready file of "
             "`examples/accelerate_configs`, or through `torchrun`."
+        )
+
+
+# What a launcher sets -> why it can't hold, remedy.
+_LAUNCHER_SETTINGS = {
+    "ACCELERATE_USE_FSDP": ("it shards one model over one mesh", "Use `dp_size` of the modules"),
+    "ACCELERATE_USE_DEEPSPEED": ("it wraps one model on all ranks", "Use `dp_size` of the modules"),
+    "ACCELERATE_USE_MEGATRON_LM": ("it wraps one model on all ranks", "Use `tp_size` and `pp_size` of the modules"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "it is one mesh for the whole model",
+        "Give the sizes of each module in `parallel`",
+    ),
+}
+_PRECISIONS = {"fp16": "its loss scaler lives in one backward", "fp8": "stages are not converted to it"}
+
+
+def check_launcher(args: TrainingArguments) -> None:
+    """Raises `ValueError` for what the launcher brings along, not the arguments, and can't hold under a plan."""
+    for name, (reason, remedy) in _LAUNCHER_SETTINGS.items():
+        if is_switched_on(name):
+            raise ValueError(
+                f"`{name}=true`, which the launcher sets, can't be used with `parallel`: {reason}. {remedy}, and "
+                "launch with a ready file of `examples/accelerate_configs`, or with `torchrun`."
+            )
+    precision = str(args.mixed_precision)
+    if precision in _PRECISIONS:
+        raise ValueError(
+            f"`--mixed_precision {precision}` of the launcher can't be used with `parallel`: "
+            f"{_PRECISIONS[precision]}. Launch with `--mixed_precision bf16`, or `no`."
         )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from ..data.context import WORDS
 from ..data.packing import unpack
+from ..modeling.hollow import cast_values
 from ..runtime.engine import ParallelEngine
+from ..runtime.gather import gather_to_first
 from ..schedule import Task
 
 if TYPE_CHECKING:
@@ -70,13 +74,33 @@ def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[
 
 
 def _mean_losses(rows: list[tuple[int, int, float, float]]) -> list[tuple[float, int]]:
-    """(mean loss, samples) of each microbatch, in order, from the sums of its parts."""
+    """
+    (mean loss, samples) of each microbatch, in order, from the sums of its parts; NaN where there is no target, as on
+    one process.
+    """
     sums: dict[tuple[int, int], list[float]] = {}
     for slot, samples, loss, count in rows:
         total = sums.setdefault((slot, samples), [0.0, 0.0])
         total[0] += loss
         total[1] += count
-    return [(loss / max(count, 1.0), samples) for (_, samples), (loss, count) in sorted(sums.items())]
+    return [(loss / count if count else math.nan, samples) for (_, samples), (loss, count) in sorted(sums.items())]
+
+
+def full_eval_dtype(args: TrainingArguments) -> torch.dtype | None:
+    """What an evaluation outside of training casts the model to."""
+    if args.fp16_full_eval:
+        return torch.float16
+    return torch.bfloat16 if args.bf16_full_eval else None
+
+
+def check_full_precision(engine: ParallelEngine) -> None:
+    """Raises `ValueError` if an evaluation has cast the weights that are to be trained."""
+    if engine.cast_to is not None:
+        setting = "fp16_full_eval" if engine.cast_to == torch.float16 else "bf16_full_eval"
+        raise ValueError(
+            f"`{setting}=True` has cast the weights to `{engine.cast_to}` in an evaluation before this training. "
+            f"Train first, or leave `{setting}` out."
+        )
 
 
 def evaluate(
@@ -93,11 +117,16 @@ def evaluate(
     """
     engine: Any = trainer._engine
     main = trainer.is_world_process_zero()
+    dtype = full_eval_dtype(trainer.args)
+    if dtype is not None and not trainer.is_in_train:
+        cast_values(engine.module, dtype)
+        engine.cast_to = dtype
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()
     handler: Any = trainer.callback_handler
     handler.eval_dataloader = dataloader
-    containers = {kind: EvalLoopContainer(trainer.args.eval_do_concat_batches, padding_index=-100) for kind in _KINDS}
+    concatenate = trainer.args.eval_do_concat_batches
+    containers = {kind: EvalLoopContainer(concatenate, padding_index=-100) for kind in _KINDS}
     collector = None if prediction_loss_only else _Collector(trainer)
     losses: list[tuple[float, int]] = []
     num_samples = 0
@@ -108,7 +137,8 @@ def evaluate(
         finally:
             engine.executor.on_logits = None
         num_samples += len(batch.step.samples)
-        gathered = _gather((_step_losses(engine, result.losses), collector.rows if collector else []))
+        rows = (_step_losses(engine, result.losses), collector.rows if collector else [])
+        gathered = gather_to_first(rows, engine.device)
         if collector:
             collector.rows = []
         if main:
@@ -133,13 +163,6 @@ def evaluate(
     )
 
 
-def _gather(value: Any) -> list[Any]:
-    """The values of all ranks on rank 0, an empty list elsewhere."""
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values, dst=0)
-    return values or []
-
-
 def _metrics(
     trainer: MultimodalParallelTrainer,
     containers: dict[str, EvalLoopContainer],
@@ -150,15 +173,15 @@ def _metrics(
     arrays: dict[str, Any] = {kind: container.get_arrays() for kind, container in containers.items()}
     metrics: Any = {}
     if trainer.compute_metrics is not None and arrays["predictions"] is not None and arrays["labels"] is not None:
-        extra = {
-            kind: arrays[kind]
-            for kind, name in (("inputs", "inputs"), ("losses", "loss"))
-            if name in trainer.args.include_for_metrics
-        }
+        wanted = trainer.args.include_for_metrics
+        extra = {kind: arrays[kind] for kind, name in (("inputs", "inputs"), ("losses", "loss")) if name in wanted}
         metrics = trainer.compute_metrics(
             EvalPrediction(predictions=arrays["predictions"], label_ids=arrays["labels"], **extra)
         )
     metrics = denumpify_detensorize(metrics)
+    finite = [pair for pair in losses if math.isfinite(pair[0])]
+    if trainer.args.logging_nan_inf_filter and finite:
+        losses = finite
     if losses:
         metrics[f"{prefix}_loss"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
     return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}, arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL
 from ..search.steps import SizeFunction, StepPlanner
+from .agreement import from_first_rank
 from .checks import check_dataset
 
 if TYPE_CHECKING:
@@ -38,7 +40,11 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
     if isinstance(dataset, StreamWindow):
         sampler = StreamSampler(dataset)
     else:
-        sampler = _seeded(trainer, trainer._get_train_sampler(dataset))
+        sampler = trainer._get_train_sampler(dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            seed = args.seed if args.data_seed is None else args.data_seed
+            sampler = LengthGroups(sampler, trainer.global_batch_size, seed)
+        sampler = _seeded(trainer, sampler)
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
     planner = trainer._engine.planner = training_planner(trainer, trainer.training_sizes.shared(dataset))
     return _step_loader(trainer, dataset, draws, planner, "Training")
@@ -52,9 +58,28 @@ def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: s
     size = trainer.args.per_device_eval_batch_size
     count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
     dataset = _windowed(trainer, dataset, drop_last=False)
-    order = StreamSampler(dataset) if isinstance(dataset, StreamWindow) else SequentialSampler(dataset)
+    if isinstance(dataset, StreamWindow):
+        order: Any = StreamSampler(dataset)
+    else:
+        order = _seeded(trainer, trainer._get_eval_sampler(dataset) or SequentialSampler(dataset))
     draws = DrawSampler(order, count)
     return _step_loader(trainer, dataset, draws, _planner(trainer, size, training=False), description)
+
+
+def check_loader(loader: Any, method: str) -> None:
+    """
+    Raises `ValueError` for a loader that is not this package's.
+
+    Args:
+        loader (`Any`): What the method returned.
+        method (`str`): The method of the Trainer that it comes from, maybe an override.
+    """
+    if not isinstance(getattr(loader, "dataset", None), StepDataset):
+        raise ValueError(
+            f"`{method}` returned a `{type(loader).__name__}` of batches, but under a plan steps are arranged over "
+            "the ranks by a loader of its own. Return what the inherited method returns; another order, other "
+            "batches and other samples come from `_get_train_sampler`, a `data_collator` and a dataset."
+        )
 
 
 def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | None) -> StepPlanner:
@@ -101,10 +126,10 @@ def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
     """The stock Trainer's order on one process: the sampler that accelerate makes of it."""
     args = trainer.args
     seed = args.data_seed if args.data_seed is not None else args.seed
-    if isinstance(sampler, LengthGroupedSampler):
-        return LengthGroups(sampler, trainer.global_batch_size, seed)
     if not isinstance(sampler, RandomSampler):
         return sampler
+    if not args.accelerator_config.use_seedable_sampler:
+        return _OwnOrder(sampler, trainer._engine.device)
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
@@ -112,6 +137,20 @@ def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
         generator=torch.Generator(),
         data_seed=seed,
     )
+
+
+class _OwnOrder:
+    """A random order by torch's global generator, as the stock Trainer draws it, and that of rank 0 on all ranks."""
+
+    def __init__(self, sampler: RandomSampler, device: torch.device):
+        self.sampler = sampler
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(from_first_rank(lambda: list(self.sampler), self.device))
 
 
 def _step_loader(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from transformers import TrainingArguments
 
 from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
@@ -34,14 +33,6 @@ if TYPE_CHECKING:
 
 WITH_LIMITS = ("hierarchical", "tapered")
 """The arrangements whose microbatches hold to limits of tokens and memory."""
-ARRANGEMENT_SETTINGS = (
-    "microbatch_assignment",
-    "token_columns",
-    "max_tokens_per_microbatch",
-    "memory_limit_gib",
-    "layer_profile",
-    "on_bad_sample",
-)
 _SAMPLES = 8
 _WIDTH = 120  # of the table in a file or a pipe
 
@@ -217,16 +208,6 @@ def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool
                 f" fixes their number of samples. Use {WITH_LIMITS[0]!r}."
             )
     return lines
-
-
-def settings_without_plan(args: TrainingArguments) -> str | None:
-    """A sentence about settings of the arrangement, which the stock Trainer does not have."""
-    defaults = {field.name: field.default for field in fields(args)}
-    names = [name for name in ARRANGEMENT_SETTINGS if name in defaults and getattr(args, name) != defaults[name]]
-    if not names:
-        return None
-    given = ", ".join(f"`{name}={getattr(args, name)!r}`" for name in names)
-    return f"No effect without a plan: {given}. The stock Trainer makes its own batches; give a layout in `parallel`."
 
 
 def stderr_console() -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.logging import get_logger
+from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
@@ -32,6 +34,7 @@ from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from ..runtime.optimizers import prepare_optimizer
 from .agreement import SampleAgreement, from_first_rank
+from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .build import (
@@ -45,16 +48,18 @@ from .build import (
     single_process_arguments,
     with_packing,
 )
-from .checks import check_arguments, check_launch, check_output_dir, check_trainer
-from .evaluation import evaluate
+from .checks import check_launch, check_launcher, check_output_dir, check_trainer
+from .evaluation import check_full_precision, evaluate
 from .finite import FiniteCheck
-from .loaders import eval_loader, train_loader
+from .loaders import check_loader, eval_loader, train_loader
 from .model_card import write_model_card
 from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler_of_groups, stock_groups
+from .overrides import check_overrides
 from .progress import DataProgress
-from .report import report_plan, settings_without_plan
+from .report import report_plan
 from .sample_sizes import TrainingSizes
 from .saved_plan import SAVED_PLAN, warn_of_other_settings
+from .signature import by_name, shows_stock_signature
 
 logger = get_logger(__name__)
 
@@ -102,14 +107,17 @@ class MultimodalParallelTrainer(Trainer):
     eval_dataset: Any
     lr_scheduler: Any
 
+    @shows_stock_signature
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | str | Path | None = None,
         args: MultimodalTrainingArguments | None = None,
-        *,
+        *positional: Any,
         sample_tokens: Callable[[Any], Mapping[str, int | Sequence[int]]] | None = None,
         **kwargs: Any,
     ):
+        kwargs = by_name(self, model, args, *positional, **kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("model", "args")}
         self.sample_tokens = sample_tokens
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
@@ -134,16 +142,18 @@ class MultimodalParallelTrainer(Trainer):
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
             whole: Any = load_whole(model)
             if plugin is not None and model is not None:
-                whole = prepare_single_process(whole, plugin, args.seed)
+                whole = prepare_single_process(whole, plugin, args)
             self.loss_is_scaled_for_ga = None
             super().__init__(model=whole, args=args, **kwargs)
             self._pack()
-            idle = settings_without_plan(args)
+            idle = settings_without_plan(args, {"sample_tokens": sample_tokens})
             if idle is not None:
                 logger.warning(idle)
             return
         check_arguments(args)
-        check_trainer(self, model, kwargs)
+        check_launcher(args)
+        check_overrides(type(self), MultimodalParallelTrainer)
+        check_trainer(model, kwargs)
         self.is_planned = True
         with shared_failure("preparing the model"):
             from_first_rank(lambda: check_output_dir(args), args.device)
@@ -162,10 +172,12 @@ class MultimodalParallelTrainer(Trainer):
         self._finite = FiniteCheck(args.logging_nan_inf_filter)
         self._readable = SampleAgreement(skip, self.engine.device, "training dataset")
         self._readable_in_evaluation = SampleAgreement(skip, self.engine.device, "evaluation dataset")
-        self.engine.executor.forward_context = lambda: self.accelerator.autocast()
+        self.engine.executor.forward_context = self._forward_context
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
+        for idle in settings_idle_under_a_plan(args):
+            logger.warning(idle)
         if self.is_world_process_zero():
             with shared_failure("reporting the plan"):
                 report_plan(self)
@@ -250,9 +262,7 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
-        loader = train_loader(self)
-        self._train_steps: Any = loader.dataset
-        return loader
+        return train_loader(self)
 
     @planned
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
@@ -306,10 +316,13 @@ class MultimodalParallelTrainer(Trainer):
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         self._progress = DataProgress(self.global_batch_size, resume_from_checkpoint)
         self._readable.num_skipped = self._progress.position.num_skipped
+        check_full_precision(self._engine)
         return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     @planned
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
+        check_loader(dataloader, "get_train_dataloader")
+        self._train_steps: Any = dataloader.dataset
         values = super().set_initial_training_values(args, dataloader)
         return self._progress.training_values(values, args, dataloader)
 
@@ -331,7 +344,16 @@ class MultimodalParallelTrainer(Trainer):
         with shared_failure("training step"):
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
         self._finite.loss(self.state.global_step + 1, self._totals.mean_loss)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         return torch.tensor(self._totals.mean_loss, dtype=torch.float32, device=self.args.device)
+
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """What forwards run in, of training and of evaluation."""
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            yield
 
     @planned
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -369,7 +391,8 @@ class MultimodalParallelTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Metrics on all ranks, predictions on rank 0, each sample once and in the dataset's order."""
+        """Metrics on all ranks, predictions on rank 0, each sample once and in the sampler's order."""
+        check_loader(dataloader, "get_test_dataloader" if description == "Prediction" else "get_eval_dataloader")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
         logger.info(f"\n***** Running {description} *****")
@@ -389,13 +412,15 @@ class MultimodalParallelTrainer(Trainer):
             else:
                 checkpoint.save_model(*held)
             if self.args.should_save:
-                self._save_beside(output_dir)
+                self._save(output_dir)
             dist.barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_beside(self, output_dir: str) -> None:
-        """What stands beside the weights: processor, arguments, plan."""
+    @planned
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Writes what stands beside the weights: processor, arguments, plan."""
+        output_dir = str(output_dir or self.args.output_dir)
         processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processor is not None:
             processor.save_pretrained(output_dir)
@@ -472,6 +497,8 @@ class MultimodalParallelTrainer(Trainer):
             return
         warn_of_other_settings(resume_from_checkpoint, engine.settings)
         with shared_failure("loading the weights"):
+            if not os.path.isdir(resume_from_checkpoint):
+                raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
             held = self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint
             if engine.adapter is not None:
                 checkpoint.load_adapters(*held, engine.adapter)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.trainer.checks import _REFUSED, check_arguments
+from hf_mmparallel.trainer.argument_table import ARGUMENTS, Refused, check_arguments
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -325,7 +325,8 @@ def test_other_ways_to_spread_a_model_are_refused(name: str, value: Any, sentenc
 def test_the_docs_list_every_refused_argument():
     page = Path(__file__).parents[2] / "docs" / "differences.md"
     refused = page.read_text().partition("## What a plan refuses")[2]
-    assert [name for name in _REFUSED if f"`{name}" not in refused] == []
+    names = [name for name, entry in ARGUMENTS.items() if isinstance(entry, Refused)]
+    assert [name for name in names if f"`{name}" not in refused] == []
 
 
 def test_losses_and_norms_over_a_whole_batch_are_refused():

@@ -19,6 +19,7 @@ from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.trainer import report
+from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.model_card import plan_section
 from hf_mmparallel.trainer.report import (
     StepReport,
@@ -26,7 +27,6 @@ from hf_mmparallel.trainer.report import (
     report_lines,
     representative_draw,
     settings_without_effect,
-    settings_without_plan,
     size_origin,
 )
 from tests.plan.specs import model_spec

@@ -1,0 +1,418 @@
+"""Every argument and method of the installed stock Trainer is honoured, refused or without effect under a plan."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import re
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import Trainer, TrainingArguments, trainer_optimizer, trainer_pt_utils, training_args
+from transformers.integrations import integration_utils
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.trainer import argument_table as table
+from hf_mmparallel.trainer import trainer as trainer_module
+from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
+from hf_mmparallel.trainer.checks import check_launcher
+from hf_mmparallel.trainer.overrides import METHODS, Extends, Holds, NeverCalled, check_overrides
+from tests import tiny
+from tests.distributed import run_distributed
+
+from . import runs
+
+LM = "language_model"
+DOCS = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
+
+
+def make(**values: Any) -> MultimodalTrainingArguments:
+    return MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **values)
+
+
+def of_kind(kind: type, entries: Any = ARGUMENTS) -> list[str]:
+    return [name for name, entry in entries.items() if isinstance(entry, kind)]
+
+
+def with_value(name: str, value: Any) -> MultimodalTrainingArguments:
+    """Arguments with one value, which may be inside a field."""
+    args = make()
+    parent, _, own = name.rpartition(".")
+    setattr(table.value_of(args, parent) if parent else args, own, value)
+    return args
+
+
+# The table is complete
+
+
+def test_every_argument_has_an_entry():
+    stock = {field.name for field in fields(TrainingArguments)}
+    inside = {f"accelerator_config.{field.name}" for field in fields(trainer_pt_utils.AcceleratorConfig)}
+    assert set(ARGUMENTS) == stock - {"accelerator_config"} | inside
+    own = {field.name for field in fields(MultimodalTrainingArguments)} - stock
+    assert own == {"parallel", "global_batch_size", "packing", *table.NEED_A_PLAN}
+    assert set(TRAINER_ARGUMENTS) == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+
+
+def test_every_method_has_an_entry():
+    stock = {name for name, value in vars(Trainer).items() if inspect.isroutine(value)}
+    assert set(METHODS) == stock | {name for name in METHODS if hasattr(Trainer, name)}
+
+
+def test_the_constructor_takes_what_the_stock_one_takes():
+    stock = list(inspect.signature(Trainer).parameters.values())
+    ours = list(inspect.signature(MultimodalParallelTrainer).parameters.values())
+    assert ours[:-1] == stock
+    assert (ours[-1].name, ours[-1].kind) == ("sample_tokens", inspect.Parameter.KEYWORD_ONLY)
+    data, collator = tiny.make_dataset("llama", 4), tiny.collate("llama")
+    trainer = MultimodalParallelTrainer(tiny.FAMILIES["llama"](), make(), collator, data, data[:2])
+    assert trainer.data_collator is collator and trainer.train_dataset is data and len(trainer.eval_dataset) == 2
+    with pytest.raises(TypeError, match="multiple values for argument 'data_collator'"):
+        MultimodalParallelTrainer(tiny.FAMILIES["llama"](), make(), collator, data_collator=collator)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tokenizer'"):
+        MultimodalParallelTrainer(tiny.FAMILIES["llama"](), make(), tokenizer=None)
+
+
+# What is refused
+
+REFUSED_VALUES: dict[str, Any] = {
+    "optim": training_args.OptimizerNames.LOMO,
+    "fp16": True,
+    "activation_checkpointing_kwargs": {"use_reentrant": True},
+    "torch_compile": True,
+    "torch_compile_backend": "inductor",
+    "torch_compile_mode": "default",
+    "use_liger_kernel": True,
+    "neftune_noise_alpha": 5.0,
+    "auto_find_batch_size": True,
+    "batch_eval_metrics": True,
+    "save_on_each_node": True,
+    "enable_jit_checkpoint": True,
+    "accelerator_config.split_batches": True,
+    "accelerator_config.gradient_accumulation_kwargs": {"num_steps": 2},
+    "parallelism_config": SimpleNamespace(total_size=2),
+    "dataloader_in_order": False,
+    "label_names": ["start_positions"],
+    "train_sampling_strategy": "batch_rebalance",
+    "fsdp": True,
+    "deepspeed": {"zero_optimization": {"stage": 2}},
+    "debug": [training_args.DebugOption.UNDERFLOW_OVERFLOW],
+}
+HELD_VALUES: dict[str, Any] = {
+    "optim": training_args.OptimizerNames.ADAMW_TORCH,
+    "activation_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2, "offload": True},
+    "label_names": ["labels"],
+    "train_sampling_strategy": "group_by_length",
+    "debug": [],
+}
+
+
+def test_every_refusal_has_a_case():
+    assert set(REFUSED_VALUES) == set(of_kind(table.Refused))
+    held = {name for name in of_kind(table.Refused) if ARGUMENTS[name].read_by is not None}
+    assert held == set(HELD_VALUES)
+
+
+@pytest.mark.parametrize("name", REFUSED_VALUES)
+def test_what_cannot_hold_is_refused_with_a_remedy(name: str):
+    args = with_value(name, REFUSED_VALUES[name])
+    with pytest.raises(ValueError) as raised:
+        table.check_arguments(args)
+    sentence = str(raised.value)
+    assert sentence.startswith(f"`{name}={table.value_of(args, name)!r}` can't be used with `parallel`: ")
+    assert ARGUMENTS[name].reason in sentence and sentence.endswith(ARGUMENTS[name].remedy)
+    assert f"`{name}`" in DOCS.partition("## What a plan refuses")[2]
+    table.check_arguments(make())
+    if name in HELD_VALUES:
+        table.check_arguments(with_value(name, HELD_VALUES[name]))
+
+
+def test_parts_of_a_trainer_that_cannot_hold_are_refused():
+    given = {"model_init": tiny.FAMILIES["llama"], "compute_loss_func": print, "optimizers": (object(), None)}
+    assert set(given) == set(of_kind(table.Refused, TRAINER_ARGUMENTS))
+    for name, value in given.items():
+        with pytest.raises(ValueError, match=f"`{name}` can't be used with `parallel`: "):
+            table.check_trainer_arguments({name: value})
+        assert f"`{name}`" in DOCS.partition("## What a plan refuses")[2]
+    table.check_trainer_arguments({"optimizers": (None, None), "model_init": None, "compute_loss_func": None})
+
+
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": ("true", "`ACCELERATE_USE_FSDP=true`, which the launcher sets, .* Use `dp_size` of"),
+    "ACCELERATE_USE_DEEPSPEED": ("true", "`ACCELERATE_USE_DEEPSPEED=true`, which the launcher sets"),
+    "ACCELERATE_USE_MEGATRON_LM": ("true", "`ACCELERATE_USE_MEGATRON_LM=true`, which the launcher sets"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("true", "`ACCELERATE_USE_PARALLELISM_CONFIG=true`, which the launcher"),
+    "ACCELERATE_MIXED_PRECISION": ("fp16", "`--mixed_precision fp16` of the launcher .* `--mixed_precision bf16`"),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_what_the_launcher_brings_is_refused_before_the_model_is_built(name: str, monkeypatch: pytest.MonkeyPatch):
+    args = make(parallel={LM: {"pp_size": 2}})
+    value, sentence = LAUNCHED[name]
+    monkeypatch.setenv(name, value)
+    if name == "ACCELERATE_MIXED_PRECISION":
+        args = make(parallel={LM: {"pp_size": 2}})
+    with pytest.raises(ValueError, match=sentence):
+        MultimodalParallelTrainer(model="no-such-model", args=args)
+    monkeypatch.setenv(name, "false" if value == "true" else "bf16")
+    check_launcher(make(parallel={LM: {"pp_size": 2}}))
+
+
+# What has no effect
+
+IDLE_VALUES: dict[str, Any] = {
+    "average_tokens_across_devices": False,
+    "liger_kernel_config": {"rope": True},
+    "eval_use_gather_object": True,
+    "eval_accumulation_steps": 4,
+    "accelerator_config.dispatch_batches": True,
+    "accelerator_config.even_batches": False,
+    "accelerator_config.non_blocking": True,
+    "ddp_find_unused_parameters": True,
+    "ddp_bucket_cap_mb": 25,
+    "ddp_broadcast_buffers": True,
+    "ddp_static_graph": True,
+    "fsdp_config": {"min_num_params": 1},
+}
+
+
+def test_what_has_no_effect_is_said_and_documented():
+    assert set(IDLE_VALUES) == set(of_kind(table.WithoutEffect))
+    assert list(table.settings_idle_under_a_plan(make())) == []
+    listed = DOCS.partition("## Without effect")[2].partition("\n## ")[0]
+    for name, value in IDLE_VALUES.items():
+        (sentence,) = table.settings_idle_under_a_plan(with_value(name, value))
+        assert sentence == f"`{name}={value!r}` has no effect with `parallel`: {ARGUMENTS[name].reason}."
+        assert f"`{name}`" in listed, name
+    for name in of_kind(table.ForScripts):
+        assert re.search(rf"\bargs\.{name}\b", inspect.getsource(transformers.trainer)) is None, name
+        assert f"`{name}`" in listed, name
+
+
+# What is honoured
+
+READ: dict[str, set[str]] = {}
+CALLED: Counter[str] = Counter()
+NAMES = {field.name for field in fields(TrainingArguments)}
+
+
+class WatchedArguments(MultimodalTrainingArguments):
+    """Arguments that keep which functions read them."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in NAMES:
+            READ.setdefault(name, set()).add(sys._getframe(1).f_code.co_qualname)
+        return super().__getattribute__(name)
+
+
+class WatchedSettings(trainer_pt_utils.AcceleratorConfig):
+    """The same for what is inside `accelerator_config`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            key, frame = f"accelerator_config.{name}", sys._getframe(1)
+            READ.setdefault(key, set()).add(frame.f_code.co_qualname)
+        return super().__getattribute__(name)
+
+
+def count_calls(cls: type) -> None:
+    """Counts the calls of the methods of a class."""
+
+    def counted(name: str, method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            CALLED[name] += 1
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    for name, value in list(vars(cls).items()):
+        if name in METHODS:
+            static = isinstance(value, staticmethod)
+            wrapped = counted(name, value.__func__ if static else value)
+            setattr(cls, name, staticmethod(wrapped) if static else wrapped)
+
+
+def watched_run(folder: Path) -> tuple[dict[str, set[str]], Counter[str], list[str]]:
+    """A run that trains, evaluates, predicts, saves, loads the best and resumes; and what it warned of."""
+    torch.set_num_threads(1)
+    runs.draw_nothing()
+    count_calls(Trainer)
+    count_calls(MultimodalParallelTrainer)
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())
+    trainer_module.logger.logger.addHandler(handler)
+    saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "remove_unused_columns": True, "gradient_checkpointing": True}
+    length = {"max_steps": -1, "num_train_epochs": 1, "global_batch_size": 6}
+    args = WatchedArguments(
+        output_dir=str(folder), parallel={LM: {}}, ddp_backend="gloo", per_device_train_batch_size=2,
+        ddp_bucket_cap_mb=25, accelerator_config=WatchedSettings(), **{**runs.COMMON, **saving, **best, **length},
+    )  # fmt: skip
+    data = tiny.make_dataset("llava", 12)
+    trainer = MultimodalParallelTrainer(
+        tiny.FAMILIES["llava"](), args, tiny.collate("llava"), data, data[:3], compute_metrics=lambda given: {"x": 1.0}
+    )
+    trainer.train()
+    trainer.predict(data[:3])
+    trainer.save_model()
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    return READ, CALLED, warned
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, set[str]], Counter[str], list[str]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("watched"))
+        return run_distributed(watched_run, 2, tmp_path_factory.mktemp("run"))
+
+
+NOT_IN_THE_RUN = {
+    "optim_target_modules",
+    "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+    "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
+    "length_column_name", "ddp_timeout", "accelerator_config.use_configured_state",
+}  # fmt: skip
+"""Arguments of optimizers, trackers, the Hub, datasets and devices that the run does without."""
+
+
+def functions() -> Iterator[Any]:
+    """All functions of the files that read arguments."""
+    ours = [module for name, module in sys.modules.items() if name.startswith("hf_mmparallel.trainer.")]
+    for module in [transformers.trainer, training_args, trainer_optimizer, integration_utils, *ours]:
+        for value in vars(module).values():
+            members = vars(value).values() if inspect.isclass(value) else (value,)
+            yield from (getattr(member, "func", member) for member in members)
+
+
+@pytest.mark.distributed
+def test_what_is_honoured_is_read_by_the_function_that_the_table_names(watched: Any):
+    read, _, _ = watched[0]
+    readers = {name: getattr(entry, "read_by", None) for name, entry in ARGUMENTS.items()}
+    readers = {name: reader for name, reader in readers.items() if reader is not None}
+    for name, reader in readers.items():
+        if name not in NOT_IN_THE_RUN:
+            assert reader in read.get(name, ()), (name, reader, read.get(name))
+            continue
+        code = [f for f in functions() if inspect.isfunction(f) and f.__qualname__ == reader]
+        assert any(name.rpartition(".")[2] in inspect.getsource(function) for function in code), name
+        owner, _, method = reader.partition(".")
+        assert owner != "Trainer" or method not in vars(MultimodalParallelTrainer), (name, reader)
+    assert set(readers) >= NOT_IN_THE_RUN
+
+
+@pytest.mark.distributed
+def test_what_has_no_effect_is_said_once_on_the_main_process(watched: Any):
+    lines = [[line for line in warned if "ddp_bucket_cap_mb" in line] for _, _, warned in watched]
+    assert [len(of_rank) for of_rank in lines] == [1, 0]
+
+
+# Overridden methods
+
+NOT_CALLED_IN_THE_RUN = {
+    "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_group", "log_metrics", "metrics_format",
+    "save_metrics", "save_state", "end", "hyperparameter_search", "remove_callback", "call_model_init",
+    "_tune_save_checkpoint", "_update_auto_batch_size", "create_optimizer_and_scheduler", "_remove_unused_columns",
+    "init_hf_repo", "push_to_hub", "_push_from_checkpoint", "create_model_card", "get_cp_size", "get_tp_size",
+    "__init__",
+}  # fmt: skip
+"""Methods that the user calls, or the Trainer for the Hub, for `datasets` and for what is refused."""
+
+
+@pytest.mark.distributed
+def test_methods_are_called_as_the_table_says(watched: Any):
+    _, called, _ = watched[0]
+    assert [name for name in of_kind(NeverCalled, METHODS) if called[name]] == []
+    idle = {name for name in of_kind(Holds, METHODS) if not called[name]}
+    assert idle <= NOT_CALLED_IN_THE_RUN, idle - NOT_CALLED_IN_THE_RUN
+    extends = of_kind(Extends, METHODS)
+    assert [name for name in extends if name not in vars(MultimodalParallelTrainer) or not called[name]] == []
+
+
+def overriding(name: str, calls: bool, *bases: type) -> type:
+    """A class that overrides a method, with or without a call of the inherited one."""
+
+    def extended(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)
+
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+    method = extended if calls else replaced
+    if calls:
+        code = method.__code__.replace(co_names=(*method.__code__.co_names, name))
+        method = types.FunctionType(code, globals(), name, None, method.__closure__)
+    cls = type("UserTrainer", bases or (MultimodalParallelTrainer,), {name: method})
+    return cls
+
+
+@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if not isinstance(entry, Holds)])
+def test_overrides_that_a_plan_would_ignore_are_refused(name: str):
+    with pytest.raises(ValueError) as raised:
+        check_overrides(overriding(name, calls=False), MultimodalParallelTrainer)
+    sentence, entry = str(raised.value), METHODS[name]
+    assert sentence.startswith(f"`UserTrainer.{name}` is overridden") and entry.reason in sentence
+    assert sentence.endswith(entry.remedy) and entry.remedy
+    if isinstance(entry, Extends):
+        check_overrides(overriding(name, calls=True), MultimodalParallelTrainer)
+    else:
+        with pytest.raises(ValueError, match="never called"):
+            check_overrides(overriding(name, calls=True), MultimodalParallelTrainer)
+
+
+def test_overrides_that_hold_are_not_refused():
+    for name in of_kind(Holds, METHODS):
+        check_overrides(overriding(name, calls=False), MultimodalParallelTrainer)
+    check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
+
+
+class SFTTrainer(Trainer):
+    """A Trainer of another library."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class LoggingTrainer(Trainer):
+    """A Trainer whose overrides hold."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        return super().log(*args, **kwargs)
+
+
+class StepTrainer(Trainer):
+    """A Trainer whose override calls the stock method."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+def mixed(*bases: type) -> type:
+    return type("Mixed", bases, {})
+
+
+def test_trainers_of_other_libraries_that_are_mixed_in():
+    ours = MultimodalParallelTrainer
+    instead = (
+        r"`SFTTrainer.compute_loss` is overridden, .* A `SFTTrainer` can't be mixed in: use "
+        r"`MultimodalParallelTrainer` alone, with the data collator of `SFTTrainer` and `remove_unused_columns=False`"
+    )
+    for bases in ((SFTTrainer, ours), (ours, SFTTrainer)):
+        with pytest.raises(ValueError, match=instead):
+            check_overrides(mixed(*bases), ours)
+    check_overrides(mixed(LoggingTrainer, ours), ours)
+    check_overrides(mixed(StepTrainer, ours), ours)
+    with pytest.raises(ValueError, match="`StepTrainer.training_step` is overridden"):
+        check_overrides(mixed(ours, StepTrainer), ours)  # it stands behind ours, which does not call it

@@ -1,0 +1,256 @@
+"""Settings and overrides that a plan honours do what they do in the stock Trainer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.modeling import checkpointing
+from hf_mmparallel.modeling.stages import is_hollow
+from hf_mmparallel.trainer import trainer as trainer_module
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+VISION, LM = "vision", "language_model"
+APART = {LM: {}}
+SHARDED = {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "colocate_with": VISION}}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers make their output folder even when they save nothing."""
+    monkeypatch.chdir(tmp_path)
+
+
+def make(cls: type, parallel: dict[str, Any] | None = None, eval_dataset: Any = None, **given: Any) -> Any:
+    """A Trainer of either kind: the stock one without a layout."""
+    torch.set_num_threads(1)
+    runs.draw_nothing()
+    given = {**runs.COMMON, "output_dir": "unused", "max_steps": 2, **given}
+    if parallel is None:
+        args: Any = TrainingArguments(**{"per_device_train_batch_size": runs.GLOBAL_BATCH, **given})
+    else:
+        sizes = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
+        args = MultimodalTrainingArguments(parallel=parallel, ddp_backend="gloo", **{**sizes, **given})
+    data = tiny.make_dataset("llava", runs.SAMPLES)
+    model = tiny.FAMILIES["llava"]()
+    return cls(model, args, tiny.collate("llava"), data, data[:5] if eval_dataset is None else eval_dataset)
+
+
+class Overriding:
+    """Overrides that hold, for the stock Trainer and for ours."""
+
+    entered = 0
+
+    def compute_loss_context_manager(self) -> Any:
+        type(self).entered += 1
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return list(reversed(range(len(eval_dataset))))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)  # type: ignore[misc]
+        (Path(str(output_dir)) / "mine.txt").write_text("saved")
+
+
+class OurOverriding(Overriding, MultimodalParallelTrainer):
+    pass
+
+
+class StockOverriding(Overriding, Trainer):
+    pass
+
+
+HALF = {"per_device_eval_batch_size": 1, "max_steps": 1}
+UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}}
+RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
+
+
+def some_without_targets() -> list[dict[str, Any]]:
+    data = copy.deepcopy(tiny.make_dataset("llava", 5))
+    data[2]["labels"][:] = -100
+    return data
+
+
+def overriding(cls: type, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
+    trainer = make(cls, parallel)
+    trainer.train()
+    entered = trainer.entered
+    predicted = trainer.predict(tiny.make_dataset("llava", 3))
+    trainer.save_model("saved")
+    return {"losses": runs.step_logs(trainer), "entered": entered, "labels": predicted.label_ids}
+
+
+def half_evaluation(cls: type, parallel: dict[str, Any] | None, setting: str) -> tuple[Any, float, set[Any]]:
+    """The trainer after an evaluation in half precision, its loss, and what the weights were before."""
+    trainer = make(cls, parallel, eval_strategy="steps", eval_steps=1, **{setting: True}, **HALF)
+    trainer.train()
+    before = {parameter.dtype for parameter in trainer.model.parameters()}
+    return trainer, trainer.evaluate()["eval_loss"], before
+
+
+def half_on_a_rank(parallel: dict[str, Any], setting: str) -> dict[str, Any]:
+    trainer, loss, before = half_evaluation(MultimodalParallelTrainer, parallel, setting)
+    again = ""
+    try:
+        trainer.train()
+    except ValueError as error:
+        again = str(error)
+    hollow = [p.untyped_storage().nbytes() for p in trainer.model.parameters() if is_hollow(p)]
+    after = {parameter.dtype for parameter in trainer.model.parameters()}
+    return {"loss": loss, "before": before, "after": after, "hollow": max(hollow, default=0), "again": again}
+
+
+def on_a_rank(folder: Path) -> dict[str, Any]:
+    """Everything that this rank has to show."""
+    found: dict[str, Any] = {}
+    ours = MultimodalParallelTrainer
+    found["overriding"] = overriding(OurOverriding, APART)
+    found["mine"] = Path("saved/mine.txt").is_file()
+    found["bf16"] = half_on_a_rank(APART, "bf16_full_eval")
+    found["fp16"] = half_on_a_rank(SHARDED, "fp16_full_eval")
+
+    cleared: list[int] = []
+    trainer = make(ours, APART, torch_empty_cache_steps=2, max_steps=4)
+    trainer_module.clear_device_cache = lambda: cleared.append(trainer.state.global_step)  # type: ignore[assignment]
+    trainer.train()
+    found["cleared"] = cleared
+
+    offloaded: list[bool] = []
+    save_on_cpu = checkpointing.save_on_cpu
+
+    def counted(**given: Any) -> Any:
+        offloaded.append(given["pin_memory"])
+        return save_on_cpu(**given)
+
+    checkpointing.save_on_cpu = counted  # type: ignore[assignment, misc]
+    trainer = make(ours, APART, activation_checkpointing=True, activation_checkpointing_kwargs=RECOMPUTING)
+    layers = trainer.model.model.language_model.layers
+    found["recomputed"] = [layer.gradient_checkpointing for layer in layers]
+    trainer.train()
+    found["recomputing"], found["offloaded"] = runs.step_logs(trainer), len(offloaded)
+
+    trainer = make(ours, APART, **UNSEEDED)
+    trainer.train()
+    found["unseeded"] = runs.step_logs(trainer)
+    filtered = make(ours, APART, some_without_targets(), per_device_eval_batch_size=1)
+    unfiltered = make(ours, APART, some_without_targets(), per_device_eval_batch_size=1, logging_nan_inf_filter=False)
+    found["filtered"] = [trainer.evaluate()["eval_loss"] for trainer in (filtered, unfiltered)]
+    try:
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7"))
+    except ValueError as error:
+        found["missing"] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("settings"))
+        return run_distributed(on_a_rank, 2, tmp_path_factory.mktemp("none"))
+
+
+def test_overrides_hold(ranks: list[dict[str, Any]]):
+    stock = overriding(StockOverriding)
+    plain = make(Trainer)
+    plain.train()
+    assert Path("saved/mine.txt").is_file() and stock["entered"] > 0
+    for rank in ranks:
+        found = rank["overriding"]
+        assert found["entered"] > 0 and rank["mine"]
+        for row, wanted, full in zip(found["losses"], stock["losses"], runs.step_logs(plain), strict=True):
+            assert row["loss"] == pytest.approx(wanted["loss"], rel=2e-5)
+            assert wanted["loss"] != pytest.approx(full["loss"], rel=2e-5)
+    assert (ranks[0]["overriding"]["labels"] == stock["labels"]).all()
+
+
+@pytest.mark.parametrize("setting", ["bf16_full_eval", "fp16_full_eval"])
+def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: str):
+    _, loss, _ = half_evaluation(Trainer, None, setting)
+    full = make(Trainer, **HALF)
+    full.train()
+    dtype = torch.bfloat16 if setting == "bf16_full_eval" else torch.float16
+    assert loss != pytest.approx(full.evaluate()["eval_loss"], rel=2e-6)
+    for rank in ranks:
+        found = rank[setting[:4]]
+        assert found["loss"] == pytest.approx(loss, rel=2e-6 if dtype == torch.bfloat16 else 1e-4)
+        assert (found["before"], found["after"]) == ({torch.float32}, {dtype})
+        assert found["hollow"] <= 4
+        assert found["again"].startswith(f"`{setting}=True` has cast the weights to `{dtype}` in an evaluation")
+
+
+def test_the_cache_is_emptied_every_so_many_steps(ranks: list[dict[str, Any]]):
+    assert [rank["cleared"] for rank in ranks] == [[0, 2]] * 2
+
+
+def test_every_other_layer_is_recomputed_with_its_inputs_on_the_host(ranks: list[dict[str, Any]]):
+    stock = make(Trainer)
+    stock.train()
+    for rank in ranks:
+        assert rank["recomputing"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.step_logs(stock)]
+    assert ranks[1]["recomputed"] == [True, False, True, False]
+    assert ranks[0]["offloaded"] > 0 and ranks[1]["offloaded"] > 0
+
+
+def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str, Any]]):
+    stock, seeded = make(Trainer, **UNSEEDED), make(Trainer)
+    stock.train()
+    seeded.train()
+    wanted = runs.step_logs(stock)
+    assert wanted != runs.step_logs(seeded)
+    for rank in ranks:
+        assert rank["unseeded"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]
+
+
+def test_losses_that_are_no_number_are_left_out_of_an_evaluation(ranks: list[dict[str, Any]]):
+    given: dict[str, Any] = {"eval_dataset": some_without_targets(), "per_device_eval_batch_size": 1}
+    filtered, unfiltered = (
+        make(Trainer, logging_nan_inf_filter=wanted, **given).evaluate()["eval_loss"] for wanted in (True, False)
+    )
+    assert filtered == filtered and unfiltered != unfiltered
+    for rank in ranks:
+        assert rank["filtered"] == pytest.approx([filtered, unfiltered], rel=2e-5, nan_ok=True)
+
+
+def test_a_checkpoint_that_is_not_there(ranks: list[dict[str, Any]], tmp_path: Path):
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint at .*checkpoint-7"):
+        make(MultimodalParallelTrainer).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert all(rank["missing"].startswith("Can't find a valid checkpoint at ") for rank in ranks)
+
+
+class OwnLoaders(MultimodalParallelTrainer):
+    """Overrides that call the inherited method and hand over something else."""
+
+    def get_train_dataloader(self) -> Any:
+        super().get_train_dataloader()
+        return torch.utils.data.DataLoader(self.train_dataset, collate_fn=self.data_collator)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return list(super().get_eval_dataloader(eval_dataset))
+
+
+def other_loaders(training: bool) -> None:
+    trainer = make(OwnLoaders, APART)
+    trainer.train() if training else trainer.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("training", "sentence"),
+    [
+        (True, r"`get_train_dataloader` returned a `DataLoader` of batches, .* Return what the inherited method"),
+        (False, r"`get_eval_dataloader` returned a `list` of batches, .* Return what the inherited method"),
+    ],
+)
+def test_loaders_that_are_not_arranged_are_refused(training: bool, sentence: str):
+    assert_ranks_raise(other_loaders, 2, training, match=sentence)
