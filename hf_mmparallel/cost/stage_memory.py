@@ -81,7 +81,7 @@ class StageMemory:
         backward (`np.ndarray` of shape `[rows, 3]`): Bytes that it holds in a backward besides what is kept.
         gradients (`np.ndarray` of shape `[rows]`): Bytes of the gradients that its first backward makes.
         largest (`np.ndarray` of shape `[rows]`):
-            Bytes of the largest of them, which each backward makes anew, in its own dtype and in the one it is kept in.
+            Bytes of the largest of them, which each backward makes anew, in its own dtype and in that it is kept in.
         input_bytes (`float`): Of the inputs of a token.
         num_rows (`int`): Rows of ranks that share the tokens.
         summed (`float`): Bytes of the bucket in which gradients are summed with those of other ranks.

@@ -40,9 +40,10 @@ def raise_together(work: Callable[[], Any]) -> Any:
         error = raised
     if error is not None and not dist.is_initialized():
         raise error
-    told = None if error is None else (isinstance(error, OSError), str(error))
+    told = None if error is None else (getattr(error, "errno", None), str(error))
     for rank, found in enumerate(all_gather_values(told)):
         if found is not None:
-            kind = OSError if found[0] else ValueError
-            raise kind(f"rank {rank}: {found[1]}") from error
+            number, message = found
+            message = f"rank {rank}: {message}"
+            raise (ValueError(message) if number is None else OSError(number, message)) from error
     return result

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Shard
 
@@ -102,7 +102,8 @@ def load_earlier_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, f
         folder (`str` or `Path`): What was written.
 
     Raises:
-        `ValueError`: On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
+        `ValueError`:
+            On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     folder = Path(folder)

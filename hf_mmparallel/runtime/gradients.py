@@ -156,7 +156,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Te
     """Multiplies all gradients by `factor`."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
 
 
 def gradient_norm(counted: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.serialization import skip_data
-from torch.utils.serialization import config as serialization
+from torch.utils import serialization
 
 from ..plan import Holding
 from .collectives import gather_values, raise_together
@@ -30,6 +30,8 @@ from .optimizers import whole_parameter
 STATE = "optimizer.pt"
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
 _ALIGNMENT = 4096
+# Where `state_dict` of bitsandbytes puts what FSDP must not see.
+_WRAPPED = "__bnb_optimizer_quant_state__"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -227,6 +229,12 @@ def _grouped(
     return result
 
 
+def _aligned() -> Any:
+    """Lets `torch.save` start each tensor at a page of its own."""
+    config: Any = serialization.config
+    return config.patch("save.storage_alignment", _ALIGNMENT)
+
+
 def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[str, Any], list[str]]]) -> None:
     """Writes the file with room for the tensors."""
     state, listed = {}, []
@@ -239,7 +247,7 @@ def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[
                 state[index] = {**tensors, **merged[name]["values"]}
             listed.append({**settings, "params": list(indices), "param_names": names})
         used = {index: entry for index, entry in state.items() if entry}
-        with skip_data(materialize_fake_tensors=True), serialization.patch("save.storage_alignment", _ALIGNMENT):
+        with skip_data(materialize_fake_tensors=True), _aligned():
             torch.save({"state": used, "param_groups": listed}, path)
 
 
@@ -286,7 +294,8 @@ def load_optimizer(
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
 
     Raises:
-        `ValueError`: On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
+        `ValueError`:
+            On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
 
@@ -358,7 +367,9 @@ def _entries(
     result = {}
     for group, own in zip(listed, names, strict=True):
         for index, name in zip(group["params"], own, strict=True):
-            result[name] = _settings(group), saved["state"].get(index, {})
+            state = dict(saved["state"].get(index, {}))
+            state.update(state.pop(_WRAPPED, {}))
+            result[name] = _settings(group), state
     return result, [_settings(group) for group in saved["param_groups"]]
 
 

@@ -11,7 +11,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ def _local_shard(parameter: Any) -> Any:
     """A plain parameter that shares the memory of a shard."""
     if not isinstance(parameter, DTensor):
         return parameter
-    values = parameter.detach().to_local()
+    values = parameter.to_local().detach()
     assert values.is_contiguous(), "an optimizer would make a copy"
     shard: Any = nn.Parameter(values)
     shard.sharded_parameter = parameter
@@ -102,7 +102,7 @@ def _check_independence(optimizer: torch.optim.Optimizer) -> None:
                 continue  # it can't be judged by so small a tensor
             if not _same_update(mine, alone[0], beside[1]):
                 raise ValueError(
-                    f"`{type(optimizer).__name__}` updates a parameter by its place among all parameters, or by the "
+                    f"`{_name(optimizer)}` updates a parameter by its place among all parameters, or by the "
                     "others' values, and each rank of this plan has only some of them. Use an optimizer that updates "
                     'each by itself, such as `optim="adamw_torch"`, or a plan in which every rank holds the whole '
                     "model (`dp_size` of modules that share their ranks)."
@@ -117,33 +117,35 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer) -> bool:
         for parameter in group["params"]:
             mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             kinds.setdefault((parameter.dim(), mesh), parameter)
-        if not any(isinstance(parameter, DTensor) for parameter in kinds.values()):
-            continue
-        trials = [_Trial(_divisible_shape(like), like.device, 3 + i) for i, like in enumerate(kinds.values())]
-        alone = [_stepped(optimizer, index, [trial]) for trial in trials]
-        if any(isinstance(found, Exception) for found in alone):
-            continue
         likes = list(kinds.values())
+        trials = [_Trial(_divisible_shape(like), like.device, 3 + i) for i, like in enumerate(likes)]
+        expected = [_stepped(optimizer, index, [trial]) for trial in trials] if any(map(_cuts, likes)) else []
+        alone = [found[0] for found in expected if not isinstance(found, Exception)]
+        if not expected or len(alone) < len(likes):
+            continue  # nothing is cut, or it can't be judged by so small tensors
         sharded = _stepped(optimizer, index, trials, likes)
-        expected: Any = [_part(found[0], like) for found, like in zip(alone, likes, strict=True)]  # type: ignore[index]
         if not isinstance(sharded, Exception) and all(
-            _same_update(trial, want, local(got), like)
-            for trial, want, got, like in zip(trials, expected, sharded, likes, strict=True)
+            _same_update(trial, _part(want, like), local(got), like)
+            for trial, want, got, like in zip(trials, alone, sharded, likes, strict=True)
         ):
             continue
         if not all(
-            _is_elementwise(optimizer, index, trial, found[0], like)  # type: ignore[index]
-            for trial, found, like in zip(trials, alone, likes, strict=True)
-            if isinstance(like, DTensor)
+            _is_elementwise(optimizer, index, trial, want, like)
+            for trial, want, like in zip(trials, alone, likes, strict=True)
         ):
             cause = f" ({_first_line(sharded)})" if isinstance(sharded, Exception) else ""
             raise ValueError(
-                f"`{type(optimizer).__name__}` can't be used with `tp_size` above 1: it can't update matrices that "
-                f"are cut over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer "
-                'that updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
+                f"`{_name(optimizer)}` can't be used with `tp_size` above 1: it can't update matrices that are cut "
+                f"over ranks{cause}, and its update of a part is not that part of its update. Use an optimizer that "
+                'updates each element by itself, such as `optim="adamw_torch"`, or `tp_size=1`.'
             )
         needed = True
     return needed
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    """The class with its package, such as `apollo_torch.AdamW`."""
+    return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
 
 
 def _first_line(error: Exception) -> str:
@@ -167,22 +169,23 @@ class _Trial:
 def _divisible_shape(like: torch.Tensor) -> list[int]:
     """A small shape whose sharded dimension can be cut."""
     shape = [min(size, 4) for size in like.shape]
-    for mesh_dim, dim in _sharded_dims(like):
-        shape[dim] = 2 * like.device_mesh.size(mesh_dim)  # type: ignore[attr-defined]
+    for count, _, dim in _cuts(like):
+        shape[dim] = 2 * count
     return shape
 
 
-def _sharded_dims(like: torch.Tensor) -> list[tuple[int, int]]:
-    """(dimension of the mesh, dimension of the tensor) of each cut."""
-    placements = like.placements if isinstance(like, DTensor) else ()
-    return [(i, placement.dim) for i, placement in enumerate(placements) if placement.is_shard()]  # type: ignore
+def _cuts(like: Any) -> list[tuple[int, int, int]]:
+    """How a tensor is cut: the number of parts, which of them is this rank's, and the dimension."""
+    if not isinstance(like, DTensor):
+        return []
+    mesh, placements = like.device_mesh, cast(Any, like.placements)
+    return [(mesh.size(i), mesh.get_local_rank(i), p.dim) for i, p in enumerate(placements) if p.is_shard()]
 
 
 def _part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a small tensor that is cut as another one."""
-    for mesh_dim, dim in _sharded_dims(like):
-        mesh: Any = like.device_mesh  # type: ignore[attr-defined]
-        value = value.chunk(mesh.size(mesh_dim), dim)[mesh.get_local_rank(mesh_dim)]
+    for count, place, dim in _cuts(like):
+        value = value.chunk(count, dim)[place]
     return value.contiguous()
 
 
@@ -190,7 +193,7 @@ def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A small tensor in the form of another one: plain, or a `DTensor`."""
     if not isinstance(like, DTensor):
         return value.clone()
-    placements = [Shard(p.dim) if p.is_shard() else p for p in like.placements]  # type: ignore[attr-defined]
+    placements = [Shard(p.dim) if p.is_shard() else p for p in cast(Any, like.placements)]
     return DTensor.from_local(_part(value, like).clone(), like.device_mesh, placements, run_check=False)
 
 
@@ -241,8 +244,7 @@ def _is_elementwise(
 ) -> bool:
     """Whether the parts of a tensor, each stepped on its own, become the parts of the whole."""
     pieces = [(trial.value, trial.gradients, want)]
-    for mesh_dim, dim in _sharded_dims(like):
-        count = like.device_mesh.size(mesh_dim)  # type: ignore[attr-defined]
+    for count, _, dim in _cuts(like):
         pieces = [
             part
             for value, gradients, end in pieces

@@ -262,6 +262,12 @@ def test_optimizer_of_another_model(tmp_path):
     other = tiny_llava(hidden_size=16)
     with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
         load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups())
+    saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    optimizer.load_state_dict(saved)  # as the stock Trainer does
+    save_optimizer(optimizer, model, tmp_path / "others", holdings(spec, plan), [_groups()[0], []])
+    load_optimizer(optimizer, model, tmp_path / "others", _groups())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(torch.load(tmp_path / "others" / "optimizer.pt", weights_only=True))
     merged = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="other parameter groups"):
         load_optimizer(merged, model, tmp_path, _groups())

@@ -139,7 +139,7 @@ def test_half_precision_gradients_add_up_in_float32_and_are_rounded_once():
 
 
 def buckets_rank() -> list[list[float] | None]:
-    """Sums of parameters that are smaller than a bucket, fill one, and are larger, in two dtypes; the last is unused."""
+    """Sums of parameters that are smaller than a bucket, fill one, and are larger; the last is unused."""
     rank = dist.get_rank()
     gradients.GRADIENT_BUCKET_BYTES = 64
     sizes = (3, 5, 40, 16, 1, 2)

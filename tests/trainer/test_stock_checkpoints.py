@@ -33,20 +33,20 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "lora_d
 
 def _stock(folder: Path, resume: Path | None = None, lora: bool = False, **arguments: Any) -> list[dict[str, float]]:
     """Logs of a run of `transformers.Trainer`."""
-    model: Any = tiny.FAMILIES["llama"]()
+    model: Any = tiny.FAMILIES["llama_tied"]()
     if lora:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)
         model = get_peft_model(model, LoraConfig(**LORA))
         _set_adapters(model)
-    data: Any = tiny.make_dataset("llama", runs.SAMPLES)
+    data: Any = tiny.make_dataset("llama_tied", runs.SAMPLES)
     args = {**runs.COMMON, **SAVING, "per_device_train_batch_size": runs.GLOBAL_BATCH, **arguments}
     trainer = transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(output_dir=str(folder), **args),
         train_dataset=data,
-        data_collator=tiny.collate("llama"),
+        data_collator=tiny.collate("llama_tied"),
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return runs.step_logs(trainer)
@@ -67,7 +67,7 @@ def _planned(
     """Logs of a run under a plan."""
     if lora:
         plan = {LM: {**plan[LM], "peft_config": LORA}}
-    trainer = runs.make_trainer("llama", plan, str(folder), **{**SAVING, **arguments})
+    trainer = runs.make_trainer("llama_tied", plan, str(folder), **{**SAVING, **arguments})
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return runs.step_logs(trainer)
 

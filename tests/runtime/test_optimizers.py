@@ -1,0 +1,188 @@
+"""Optimizers on the parameters of one rank: what runs, what runs on local shards, what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import Adafactor
+
+from hf_mmparallel.plan import Holding
+from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
+from hf_mmparallel.runtime.optimizers import prepare_optimizer
+from tests.distributed import run_distributed
+
+NAMES = ("rows", "columns", "bias")
+
+
+class Plain(torch.optim.Optimizer):
+    """Signs of momentum, by a kernel that knows plain tensors only."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    if isinstance(parameter, DTensor):
+                        raise NotImplementedError("no sharding strategy registered")
+                    self.update(index, parameter, group["lr"], self.state[parameter])
+
+    def update(self, index: int, parameter: torch.Tensor, lr: float, state: dict[str, Any]) -> None:
+        momentum = state.setdefault("momentum", torch.zeros_like(parameter, dtype=torch.float32))
+        momentum.lerp_(parameter.grad.float(), 0.5)
+        parameter.sub_(torch.sign(momentum), alpha=lr)
+
+
+class ByNorm(Plain):
+    def update(self, index: int, parameter: torch.Tensor, lr: float, state: dict[str, Any]) -> None:
+        parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=lr)
+
+
+class ByPlace(Plain):
+    def update(self, index: int, parameter: torch.Tensor, lr: float, state: dict[str, Any]) -> None:
+        parameter.sub_(parameter.grad, alpha=lr * 0.9**index)
+
+
+class ByOthers(torch.optim.SGD):
+    """Divides by the norm over all parameters that it has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        super().step(closure)
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(4, 4, generator=generator)[: 1 if name == "bias" else 4] for name in NAMES}
+
+
+def model_of(dtype: torch.dtype, mesh: DeviceMesh | None) -> nn.Module:
+    """Two matrices, cut by rows and by columns, and a bias that is not cut."""
+    model = nn.Module()
+    for name, value in values(0).items():
+        value = value.to(dtype)
+        if mesh is not None and name != "bias":
+            value = distribute_tensor(value, mesh, [Shard(NAMES.index(name))], src_data_rank=None)
+            value = DTensor.from_local(value.to_local().contiguous(), mesh, value.placements, run_check=False)
+        model.register_parameter(name, nn.Parameter(value))
+    return model
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        for name, value in values(seed).items():
+            parameter: Any = model.get_parameter(name)
+            parameter.grad_dtype = torch.float32
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.grad = value
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+
+def full(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach().clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def table() -> dict[str, Holding]:
+    return {name: Holding((("m", 0, 0),), ((0,), (1,))) for name in NAMES}
+
+
+def run_classes(folder: str) -> dict[str, Any]:
+    """What becomes of each optimizer under tensor parallelism, and of runs that go on from its state."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+    found: dict[str, Any] = {}
+    for cls, settings in (
+        (torch.optim.AdamW, {}),
+        (torch.optim.Adagrad, {}),
+        (Plain, {}),
+        (ByNorm, {}),
+        (Adafactor, {}),
+    ):
+        model = model_of(torch.bfloat16, mesh)
+        optimizer = cls(model.parameters(), **settings)
+        try:
+            prepare_optimizer(optimizer, holds_all=True)
+        except ValueError as error:
+            found[cls.__name__] = str(error)
+            continue
+        steps(model, optimizer, range(1, 3))
+        save_optimizer(optimizer, model, f"{folder}/{cls.__name__}", table(), [NAMES])
+        half = full(model)
+        steps(model, optimizer, range(3, 5))
+        again = model_of(torch.bfloat16, mesh)
+        for name, parameter in again.named_parameters():
+            value = half[name]
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
+            parameter.data.copy_(value)
+        resumed = cls(again.parameters(), **settings)
+        prepare_optimizer(resumed, holds_all=True)
+        load_optimizer(resumed, again, f"{folder}/{cls.__name__}", [NAMES])
+        steps(again, resumed, range(3, 5))
+        on_shards = any(getattr(p, "sharded_parameter", None) is not None for p in optimizer.param_groups[0]["params"])
+        found[cls.__name__] = (on_shards, full(model), full(again))
+    return found
+
+
+@pytest.mark.distributed
+def test_optimizers_run_on_shards_as_on_the_whole_or_are_refused(tmp_path):
+    ranks = run_distributed(run_classes, 2, str(tmp_path))
+    for found in ranks:
+        for cls, on_shards in ((torch.optim.AdamW, False), (torch.optim.Adagrad, False), (Plain, True)):
+            model = model_of(torch.bfloat16, None)
+            optimizer = cls(model.parameters())
+            prepare_optimizer(optimizer, holds_all=True)
+            steps(model, optimizer, range(1, 5))
+            where, straight, resumed = found[cls.__name__]
+            assert where == on_shards
+            for name, want in full(model).items():
+                assert torch.equal(straight[name], want), (cls, name)
+                assert torch.equal(resumed[name], want), (cls, name)
+        assert "`tests.ByNorm` can't be used with `tp_size` above 1" in found["ByNorm"]
+        assert "NotImplementedError: no sharding strategy registered" in found["ByNorm"]
+        assert "`transformers.Adafactor` can't be used with `tp_size` above 1" in found["Adafactor"]
+    # One process goes on from what shards have left.
+    model = model_of(torch.bfloat16, None)
+    optimizer = Plain(model.parameters())
+    load_optimizer(optimizer, model, tmp_path / "Plain", [NAMES])
+    assert optimizer.state[model.get_parameter("rows")]["momentum"].shape == (4, 4)
+
+
+@pytest.mark.parametrize("cls", [ByPlace, ByOthers])
+def test_optimizers_that_need_all_parameters_are_refused_on_parts(cls):
+    model = model_of(torch.float32, None)
+    prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=True)
+    with pytest.raises(ValueError, match=f"`tests.{cls.__name__}` updates a parameter by its place among all parame"):
+        prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=False)
+
+
+@pytest.mark.parametrize(
+    "cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop, Adafactor]
+)
+def test_trying_leaves_optimizers_and_randomness_alone(cls):
+    model = model_of(torch.float32, None)
+    optimizer = cls(model.parameters())
+    state = {p: dict(entry) for p, entry in optimizer.state.items()}
+    before, random = full(model), torch.random.get_rng_state()
+    prepare_optimizer(optimizer, holds_all=False)
+    assert torch.equal(torch.random.get_rng_state(), random) and optimizer.state.keys() == state.keys()
+    for name, want in before.items():
+        assert torch.equal(model.get_parameter(name), want)
+    assert dist.is_initialized() is False
