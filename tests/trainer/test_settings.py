@@ -73,7 +73,7 @@ class StockOverriding(Overriding, Trainer):
 
 
 HALF = {"per_device_eval_batch_size": 1, "max_steps": 1}
-UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}}
+UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 5}  # three steps an epoch
 RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
 
 
@@ -212,7 +212,7 @@ def test_every_other_layer_is_recomputed_with_its_inputs_on_the_host(ranks: list
 
 
 def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str, Any]]):
-    stock, seeded = make(Trainer, **UNSEEDED), make(Trainer)
+    stock, seeded = make(Trainer, **UNSEEDED), make(Trainer, max_steps=5)
     stock.train()
     seeded.train()
     wanted = runs.step_logs(stock)
