@@ -57,6 +57,12 @@ class StepBatch:
     digest: int = 0
     fingerprint: StepFingerprint | None = None
 
+    def __getitem__(self, name: Any) -> Any:
+        raise TypeError(
+            f"A step under a plan has no entry {name!r}: its inputs are in chunks, in `batches` of a `StepBatch`. "
+            "Change inputs in the `data_collator`."
+        )
+
     @property
     def drawn(self) -> Draw:
         """Its draw, in batches of a loader."""

@@ -37,7 +37,7 @@ class Recomputation:
         return cls(options.pop("every_n_layers", 1), options.pop("offload", False), options)
 
     @property
-    def to_arguments(self) -> dict[str, Any]:
+    def as_arguments(self) -> dict[str, Any]:
         """The arguments of `PreTrainedModel.activation_checkpointing_enable`."""
         options = {"use_reentrant": False, **self.options}
         return {

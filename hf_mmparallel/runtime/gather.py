@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
+
+from .collectives import gather_values
 
 
 @dataclass(frozen=True)
@@ -35,20 +38,12 @@ def gather_to_first(value: Any, device: torch.device) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     wire = device if dist.get_backend() == "nccl" else torch.device("cpu")
-    if dist.get_rank() != 0:
-        tensors: list[torch.Tensor] = []
+    main = dist.get_rank() == 0
+    tensors: list[torch.Tensor] = []
 
-        def stand_in(tensor: torch.Tensor) -> _Sent:
-            tensors.append(tensor)
-            return _Sent(tuple(tensor.shape), tensor.dtype)
-
-        dist.gather_object(tree_map_only(torch.Tensor, stand_in, value), None, dst=0)
-        for tensor in tensors:
-            if tensor.numel():
-                dist.send(tensor.detach().contiguous().to(wire), 0)
-        return []
-    outlines: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(None, outlines, dst=0)
+    def stand_in(tensor: torch.Tensor) -> _Sent:
+        tensors.append(tensor)
+        return _Sent(tuple(tensor.shape), tensor.dtype)
 
     def receive(sent: _Sent, source: int) -> torch.Tensor:
         tensor = torch.empty(sent.shape, dtype=sent.dtype, device=wire)
@@ -56,8 +51,14 @@ def gather_to_first(value: Any, device: torch.device) -> list[Any]:
             dist.recv(tensor, source)
         return tensor.cpu()
 
+    outlines = gather_values(None if main else tree_map_only(torch.Tensor, stand_in, value))
+    for tensor in tensors:
+        if tensor.numel():
+            dist.send(tensor.detach().contiguous().to(wire), 0)
+    if outlines is None:
+        return []
     received = [
-        tree_map_only(_Sent, lambda sent, source=source: receive(sent, source), outline)
+        tree_map_only(_Sent, functools.partial(receive, source=source), outline)
         for source, outline in enumerate(outlines)
     ]
-    return [tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), value), *received[1:]]
+    return [tree_map_only(torch.Tensor, torch.Tensor.cpu, value), *received[1:]]

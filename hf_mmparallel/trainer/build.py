@@ -116,7 +116,7 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
         settings = [plugin.modules.get(name), plugin.plan.modules.get(name) if plugin.plan else None]
         if any(part is not None and part.activation_checkpointing for part in settings):
             tower: Any = base.get_submodule(spec.modules[name].tower)
-            tower.activation_checkpointing_enable(**checkpointing_settings(args).to_arguments)
+            tower.activation_checkpointing_enable(**checkpointing_settings(args).as_arguments)
     if not configs:
         return model
     with seeded(args.seed):
@@ -317,7 +317,8 @@ def build_engine(
     )
     engine.adapter = prepared.adapter
     engine.settings = plugin.modules
-    for name in {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}:
+    recomputing = {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}
+    for name in recomputing:  # every layer until here; the arguments may say which
         module = spec.modules[name]
         enable_checkpointing(engine.module, module.tower, module.stack, checkpointing_settings(args))
     return engine, global_batch_size

@@ -255,6 +255,8 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     ]
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     lines += settings_without_effect(args, prediction.balances is not None)
+    if args.activation_checkpointing_kwargs and not any(m.activation_checkpointing for m in plan.modules.values()):
+        lines.append("`activation_checkpointing_kwargs` has no effect: no module has `activation_checkpointing`.")
     if cp_size > 1:
         lines.append(
             f"{cp_size} ranks share the tokens of each microbatch of `{LANGUAGE_MODEL}`: its samples are packed into "

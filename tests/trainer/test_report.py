@@ -147,6 +147,9 @@ def test_settings_of_a_plan_are_idle_without_one():
     assert settings_without_plan(TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])) is None
     line = settings_without_plan(arguments(on_bad_sample="skip", token_columns="length"))
     assert line is not None and "`token_columns='length'`, `on_bad_sample='skip'`" in line
+    line = settings_without_plan(arguments(), {"sample_tokens": len})
+    assert line is not None and line.startswith("No effect without a plan: `sample_tokens`. The stock Trainer")
+    assert settings_without_plan(arguments(), {"sample_tokens": None}) is None
 
 
 def test_the_model_card_says_how_samples_were_arranged(tmp_path: Path):

@@ -73,7 +73,7 @@ class StockOverriding(Overriding, Trainer):
 
 
 HALF = {"per_device_eval_batch_size": 1, "max_steps": 1}
-UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}}
+UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 5}  # three steps an epoch
 RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
 
 
@@ -90,6 +90,13 @@ def overriding(cls: type, parallel: dict[str, Any] | None = None) -> dict[str, A
     predicted = trainer.predict(tiny.make_dataset("llava", 3))
     trainer.save_model("saved")
     return {"losses": runs.step_logs(trainer), "entered": entered, "labels": predicted.label_ids}
+
+
+def grouped(cls: type, parallel: dict[str, Any] | None = None) -> list[list[int]]:
+    """The labels of predictions in an order by length, without what fills them up."""
+    trainer = make(cls, parallel, train_sampling_strategy="group_by_length", per_device_eval_batch_size=2)
+    labels = trainer.predict(tiny.make_dataset("llava", 9)).label_ids
+    return [] if labels is None else [row[row != -100].tolist() for row in labels]
 
 
 def half_evaluation(cls: type, parallel: dict[str, Any] | None, setting: str) -> tuple[Any, float, set[Any]]:
@@ -147,6 +154,7 @@ def on_a_rank(folder: Path) -> dict[str, Any]:
     filtered = make(ours, APART, some_without_targets(), per_device_eval_batch_size=1)
     unfiltered = make(ours, APART, some_without_targets(), per_device_eval_batch_size=1, logging_nan_inf_filter=False)
     found["filtered"] = [trainer.evaluate()["eval_loss"] for trainer in (filtered, unfiltered)]
+    found["grouped"] = grouped(ours, APART)
     try:
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7"))
     except ValueError as error:
@@ -204,13 +212,20 @@ def test_every_other_layer_is_recomputed_with_its_inputs_on_the_host(ranks: list
 
 
 def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str, Any]]):
-    stock, seeded = make(Trainer, **UNSEEDED), make(Trainer)
+    stock, seeded = make(Trainer, **UNSEEDED), make(Trainer, max_steps=5)
     stock.train()
     seeded.train()
     wanted = runs.step_logs(stock)
     assert wanted != runs.step_logs(seeded)
     for rank in ranks:
         assert rank["unseeded"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]
+
+
+def test_an_evaluation_in_groups_has_the_stock_trainers_order(ranks: list[dict[str, Any]]):
+    stock = grouped(Trainer)
+    assert ranks[0]["grouped"] == stock and len(stock) == 9
+    data = [sample["labels"] for sample in tiny.make_dataset("llava", 9)]
+    assert stock != [labels[labels != -100].tolist() for labels in data]
 
 
 def test_losses_that_are_no_number_are_left_out_of_an_evaluation(ranks: list[dict[str, Any]]):
@@ -229,7 +244,7 @@ def test_a_checkpoint_that_is_not_there(ranks: list[dict[str, Any]], tmp_path: P
     assert all(rank["missing"].startswith("Can't find a valid checkpoint at ") for rank in ranks)
 
 
-class OwnLoaders(MultimodalParallelTrainer):
+class OtherLoaders(MultimodalParallelTrainer):
     """Overrides that call the inherited method and hand over something else."""
 
     def get_train_dataloader(self) -> Any:
@@ -241,7 +256,7 @@ class OwnLoaders(MultimodalParallelTrainer):
 
 
 def other_loaders(training: bool) -> None:
-    trainer = make(OwnLoaders, APART)
+    trainer = make(OtherLoaders, APART)
     trainer.train() if training else trainer.evaluate()
 
 

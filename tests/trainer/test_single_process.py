@@ -151,6 +151,11 @@ def test_activation_checkpointing_recomputes_one_module_and_changes_no_number():
     recomputing = {name for name, module in ours.model.named_modules() if getattr(module, "gradient_checkpointing", 0)}
     assert recomputing and all("language_model" in name for name in recomputing)
     assert_identical(train(ours), train(stock_trainer()))
+    some = our_trainer(
+        parallel={LM: {"activation_checkpointing": True}}, activation_checkpointing_kwargs={"every_n_layers": 2}
+    )
+    layers = some.model.model.language_model.layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False, True, False]
 
 
 def test_the_attention_function_of_a_module_is_set():
