@@ -5,8 +5,8 @@ The attention masks of Cornstarch (first version, figure 11; chapter 3, figure 3
 packed into one row. Tokens of a modality see that modality of their sample both ways and nothing else; text looks back
 at everything of its sample. The papers draw the masks and say that the place of a modality is random. How many tokens
 have which modality they say of one sample only, an image and a sound in 3,720 tokens, 1,024 of them text (chapter 3,
-section 3.5.1); the image has 1,196 and the sound 1,500 here. `MP` packs such samples, `EP` and `EE` are one sample with
-these shares. They are assumed, not fitted to any figure.
+section 3.5.1); the image has 1,196 and the sound 1,500 here. `MP` packs such samples, `EP` and `EE` are one sample
+with these shares. They are assumed, not fitted to any figure.
 """
 
 from __future__ import annotations
