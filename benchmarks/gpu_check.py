@@ -1,5 +1,5 @@
 """
-Checks a plan on one CUDA device against the stock Trainer on it, and prints a table and one JSON line.
+Checks a plan on one CUDA device against the stock Trainer on it; prints a table and one JSON line, and keeps the latter.
 
 ```bash
 python benchmarks/gpu_check.py
@@ -93,12 +93,11 @@ def difference(logs: list[dict[str, float]], reference: list[dict[str, float]]) 
 
 
 def main() -> int:
-    import accelerate
+    import common
     import torch
-    import transformers
-    from rich.console import Console
     from rich.table import Table
 
+    load = os.getloadavg()
     if "--cpu" in sys.argv:
         os.environ["GPU_CHECK_ON_CPU"] = "1"
     elif not torch.cuda.is_available():
@@ -120,10 +119,11 @@ def main() -> int:
             rows.append(row)
             cells = (family, "bf16" if bf16 else "fp32", layout, str(row["difference"]), str(row["allowed"]))
             table.add_row(*cells, "yes" if row["ok"] else "NO")
-    Console(width=110).print(table)
     device = "cpu" if "--cpu" in sys.argv else torch.cuda.get_device_name()
-    versions = {m.__name__: m.__version__ for m in (torch, transformers, accelerate)}
-    print(json.dumps({"benchmark": "gpu_check", "device": device, **versions, "rows": rows}))
+    machine = common.machine(common.QUICK, load)
+    machine.pop("shapes")  # the models are those of tests/tiny.py
+    folder = ROOT / "benchmarks" / "results"
+    common.report("gpu_check", [table], [], {"device": device, "rows": rows, **machine}, folder)
     return 0 if all(row["ok"] for row in rows) else 1
 
 
