@@ -1,5 +1,5 @@
 """
-Checks a plan on one CUDA device against the stock Trainer on it; prints a table and one JSON line, and keeps the latter.
+Checks a plan on one CUDA device against the stock Trainer on it. Prints a table and one JSON line, which is kept.
 
 ```bash
 python benchmarks/gpu_check.py
