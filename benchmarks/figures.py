@@ -461,10 +461,8 @@ def rows_of_microbatch_balance() -> Iterator[str]:
         over_even = even["iteration_ms"] / even["bounds_ms"]["even"]
         over_best = tapered["iteration_ms"] / tapered["bounds_ms"]["best"]
         peaks = " / ".join(f"{max(own['peak_gib']):.1f}" for own in (order, even, tapered))
-        yield (
-            f"| {case['dataset']} | {case['model']} | {deviations[0]} | {deviations[1]} | {over_even:.3f} | {faster[0]} "
-            f"| {over_best:.3f} | {faster[1]} | {peaks} |"
-        )
+        start = f"| {case['dataset']} | {case['model']} | {deviations[0]} | {deviations[1]} "
+        yield f"{start}| {over_even:.3f} | {faster[0]} | {over_best:.3f} | {faster[1]} | {peaks} |"
     measured_ms = {case["arrangement"]: case["measured_ms"] for case in result("microbatch_balance")["slept"]}
     yield f"{measured_ms['disttrain']:,.0f} for `disttrain`"
 
