@@ -4,6 +4,7 @@ Checks a plan on one CUDA device against the stock Trainer on it. Prints a table
 ```bash
 python benchmarks/gpu_check.py
 python benchmarks/gpu_check.py --cpu  # the same runs on the CPU, to try the script itself
+python benchmarks/gpu_check.py --only gemma3  # one family; the rows of others that are kept stay
 ```
 
 Tiny models on the same data: the stock Trainer, and plans whose four ranks share the device, with gloo through host
@@ -103,9 +104,15 @@ def main() -> int:
     elif not torch.cuda.is_available():
         print("gpu_check needs a CUDA device; `--cpu` tries the script itself.")
         return 2
+    only = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else None
+    folder = ROOT / "benchmarks" / "results"
+    file = folder / "gpu_check.json"
+    kept = json.loads(file.read_text())["rows"] if only and file.exists() else []
     table = Table("family", "precision", "layout", "largest difference", "allowed", "ok")
-    rows = []
+    rows = [row for row in kept if row["family"] != only]
     for family, bf16 in CASES:
+        if only not in (None, family):
+            continue
         reference = launch(family, bf16, "stock")["logs"]
         for layout in LAYOUTS:
             row: dict[str, Any] = {"family": family, "bf16": bf16, "layout": layout, "allowed": TOLERANCE[bf16]}
@@ -122,7 +129,6 @@ def main() -> int:
     device = "cpu" if "--cpu" in sys.argv else torch.cuda.get_device_name()
     machine = common.machine(common.QUICK, load)
     machine.pop("shapes")  # the models are those of tests/tiny.py
-    folder = ROOT / "benchmarks" / "results"
     common.report("gpu_check", [table], [], {"device": device, "rows": rows, **machine}, folder)
     return 0 if all(row["ok"] for row in rows) else 1
 

@@ -114,9 +114,9 @@ def partition_all(costs_ms: ArrayLike, max_stages: int) -> Partitions:
     Cuts layers into every number of stages up to a limit; a repeated call is answered from memory.
 
     With `D(i, s)` the least bottleneck of the first `i` layers in `s` stages and `P` the sums of costs, Cornstarch
-    takes the least of `max(D(j, s - 1), P(i) - P(j))` over `j` (chapter 3, equation 3.5). The former grows with `j` and the latter
-    falls, so that the least lies where they cross: where `D(j, s - 1) + P(j)`, which grows, reaches `P(i)`. One binary
-    search for all `i` finds that, `O(num_layers log num_layers)` for each number of stages.
+    takes the least of `max(D(j, s - 1), P(i) - P(j))` over `j` (chapter 3, equation 3.5). The former grows with `j`
+    and the latter falls, so that the least lies where they cross: where `D(j, s - 1) + P(j)`, which grows, reaches
+    `P(i)`. One binary search for all `i` finds that, `O(num_layers log num_layers)` for each number of stages.
 
     Args:
         costs_ms (array of shape `[num_layers]`): What each layer takes, at least 0.
