@@ -108,13 +108,9 @@ def measured() -> str:
     """What README shows."""
     simulator, trainer = result("simulator_error"), result("trainer_overhead")["one_process"]["ours"]["ratio"]
     forward, both = (attention(16384, which) for which in ("forward", "forward + backward"))
-    checked = [row["difference"] for row in result("gpu_check")["rows"] if not row["bf16"]]
-    families = len({row["family"] for row in result("gpu_check")["rows"] if not row["bf16"]})
     same_plan = steps(chart_net(), "disttrain", "hierarchical"), steps(chart_net(), "disttrain", "tapered, eager")
     lower = min(deviations("vision", "disttrain", "hierarchical"))
     rows = [
-        f"| losses and gradient norms against the stock Trainer, {families} families, 4 ranks, fp32 "
-        f"| within {max(checked):.0e} |".replace("e-0", "e-"),
         f"| predicted iteration time against measured, 2 ranks | {percent(simulator['real']['median_error'])} % off |",
         "| predicted against measured, modelled durations on 4 and 8 ranks "
         f"| {percent(simulator['modelled']['median_error'])} % off |",
@@ -356,16 +352,6 @@ def attention_times() -> str:
     return table("| tokens | pass | bitfield | dense mask | faster | memory |", rows)
 
 
-def gpu_check() -> str:
-    rows = []
-    for row in result("gpu_check")["rows"]:
-        precision = "bf16 autocast" if row["bf16"] else "fp32"
-        rows.append(
-            f"| {row['family']} | {row['layout']} | {precision} | {row['difference']:.1e} | {row['allowed']:.0e} |"
-        )
-    return table("| family | layout | precision | largest relative difference | allowed |", rows).replace("e-0", "e-")
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     function.__name__: function
     for function in (
@@ -382,7 +368,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
         sampler_reading,
         memory_error,
         attention_times,
-        gpu_check,
     )
 }
 
@@ -439,10 +424,6 @@ def quotes_of_benchmarks() -> Iterator[str]:
         waits[row["workers"]].append(row["waits_ms"]["median"])
     yield f"a loop waited {spread(waits[0], '{:.0f}'.format)} ms for the next one without workers"
     yield f"{spread(waits[1], '{:.0f}'.format)} ms with one worker"
-    checked = result("gpu_check")["rows"]
-    for bf16, words in ((False, "in fp32"), (True, "under bf16 autocast")):
-        largest = f"{max(row['difference'] for row in checked if row['bf16'] == bf16):.0e}".replace("e-0", "e-")
-        yield f"{largest} {words}"
 
 
 def rows_of_microbatch_balance() -> Iterator[str]:
