@@ -22,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: help venv demo charts test quick lint format bench clean
+.PHONY: help venv demo charts test quick lint format bench pages clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/'
@@ -67,6 +67,9 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/sampler_overhead.py
 	$(BIN)/python benchmarks/memory_error.py
 	$(BIN)/python benchmarks/planner.py
+
+pages: $(INSTALLED) ## the figures of README and docs, from the kept results
+	$(BIN)/python benchmarks/pages.py
 
 clean: ## the environment and what the tools left
 	rm -rf $(VENV) build dist out runs *.egg-info .pytest_cache .ruff_cache .hypothesis

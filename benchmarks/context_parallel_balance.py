@@ -6,8 +6,12 @@ blocks of 128 x 128 pairs with at least one visible pair, and 0.3 more for one w
 torch's own load balancer for FlexAttention, called with a block mask of these counts; it balances `visited` blocks,
 without the 0.3. `capped LPT` is the plain heuristic: longest first, to the rank with least work that has room.
 
+Each part runs alone with `--only`: `rows`, `small` and `papers` (the masks of Cornstarch, see `paper_masks.py`) are
+counted and the same on any machine, `times` is measured. The results of the others are kept.
+
 ```bash
 python benchmarks/context_parallel_balance.py
+python benchmarks/context_parallel_balance.py --only papers
 python benchmarks/context_parallel_balance.py --quick --out out/bench  # seconds; the numbers mean little
 ```
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import os
 import statistics
 import time
@@ -28,6 +33,7 @@ import common
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from paper_masks import KINDS, PUBLISHED_METHODS, PUBLISHED_MS, paper_row
 from rich.table import Table
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _PTRRLoadBalancer
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -38,6 +44,9 @@ PARTIAL_COST = 0.3
 GOALS = {"row 8k": 1.02, "row 64k": 1.002, "segments 64k": 1.02, "assignment of 1M tokens, ms": 5.0}
 METHODS = ("ours", "capped LPT", "PTRR", "zigzag", "contiguous", "random")
 MEASURES = ("work", "visited", "pairs")
+PARTS = ("rows", "small", "papers", "times")
+NAME = "context_parallel_balance"
+_ENTRIES = ("torch's block mask has the same blocks", "times", "row", "segments", "small", "papers")
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class Rows:
         small (`tuple[tuple[int, int], ...]`): Blocks and ranks of the cases with a known optimum.
         timed_length (`int`): Tokens of the row whose assignment is timed.
         repeats (`int`): Of each measurement of time.
+        paper_lengths (`tuple[int, ...]`): Tokens of the rows with the papers' masks.
+        paper_seeds (`int`): Rows of each of these masks and lengths.
     """
 
     lengths: tuple[int, ...] = (8192, 65536, 262144)
@@ -64,9 +75,19 @@ class Rows:
     small: tuple[tuple[int, int], ...] = ((12, 2), (12, 3), (16, 4))
     timed_length: int = 2**20
     repeats: int = 31
+    paper_lengths: tuple[int, ...] = (16384, 32768, 65536)
+    paper_seeds: int = 50
 
 
-QUICK = Rows(lengths=(8192,), seeds=2, small=((8, 2),), timed_length=2**17, repeats=5)
+QUICK = Rows(
+    lengths=(8192,),
+    seeds=2,
+    small=((8, 2),),
+    timed_length=2**17,
+    repeats=5,
+    paper_lengths=(16384,),
+    paper_seeds=2,
+)
 
 
 @dataclass(frozen=True)
@@ -208,6 +229,26 @@ def balance_of_segments(rows: Rows, kinds: Sequence[str]) -> Iterator[dict[str, 
             yield {"kind": kind, "length": length, "rows": len(seeds), "whole": whole, **result}
 
 
+def balance_of_papers(rows: Rows) -> Iterator[dict[str, Any]]:
+    """The same for the papers' masks, beside the times that the first version of Cornstarch prints for them."""
+    for kind in KINDS:
+        for length in rows.paper_lengths:
+            found: dict[str, dict[str, list[float]]] = {m: {name: [] for name in MEASURES} for m in METHODS}
+            for seed in range(rows.paper_seeds):
+                first, last = paper_row(kind, length, seed)
+                row = Row(first, last, np.ones(length, dtype=np.int64))
+                counts = count(first, last)
+                for method, values in found.items():
+                    blocks = blocks_of(method, row, counts, rows.num_ranks, seed)
+                    for name, value in values.items():
+                        value.append(over_mean(getattr(counts, name)[blocks].sum(axis=1)))
+            printed = dict(zip(PUBLISHED_METHODS, PUBLISHED_MS[length][kind], strict=True))
+            for method, values in found.items():
+                result: dict[str, Any] = {name: summary(value) for name, value in values.items()}
+                case = {"kind": kind, "length": length, "rows": rows.paper_seeds, "method": method, **result}
+                yield {**case, "published_ms": printed[method]} if method in printed else case
+
+
 def optimum(work: NDArray, num_ranks: int) -> float:
     """The least work of the heaviest rank when all get as many blocks: branch and bound, heaviest block first."""
     share, order = len(work) // num_ranks, np.sort(np.rint(work * 10).astype(int))[::-1].tolist()
@@ -296,8 +337,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
         return f"{values['mean']:.4f} / {values['worst']:.4f}"
 
     rows = Table("row", "tokens", "by", *METHODS, title="Heaviest rank over the mean, mean / worst of the rows")
-    for kind, length in dict.fromkeys((case["kind"], case["length"]) for case in result["row"]):
-        mine = [case for case in result["row"] if (case["kind"], case["length"]) == (kind, length)]
+    every = [*result.get("row", ()), *result.get("papers", ())]
+    for kind, length in dict.fromkeys((case["kind"], case["length"]) for case in every):
+        mine = [case for case in every if (case["kind"], case["length"]) == (kind, length)]
         for name in MEASURES[:2]:
             rows.add_row(kind, str(length), name, *(cells(case[name]) for case in mine))
     names = ("work", "pairs", "total work", "gathered", "padding")
@@ -308,14 +350,14 @@ def tables(result: dict[str, Any]) -> list[Table]:
         *names,
         title="Whole segments: rows cut so, heaviest rank over mean, and shares of the row",
     )
-    for case in result["segments"]:
+    for case in result.get("segments", ()):
         share = f"{case['whole']}/{case['rows']}"
         whole.add_row(case["kind"], str(case["length"]), share, *(cells(case[name]) for name in names))
     small = Table("blocks", "ranks", *METHODS, title="Work of the heaviest rank over the optimum")
-    for case in result["small"]:
+    for case in result.get("small", ()):
         small.add_row(str(case["blocks"]), str(case["ranks"]), *(cells(case[method]) for method in METHODS))
     timed = Table("what", "median ms", "min", "max", title="Time to assign")
-    for name, values in result["times"].items():
+    for name, values in result.get("times", {}).items():
         timed.add_row(name, *(f"{values[key]:.2f}" for key in ("median", "min", "max")))
     return [rows, whole, small, timed]
 
@@ -323,22 +365,38 @@ def tables(result: dict[str, Any]) -> list[Table]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short rows, few of them")
+    parser.add_argument("--only", action="append", choices=PARTS, help="run this part; repeat for others")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     rows = QUICK if options.quick else Rows()
-    load = os.getloadavg()
     torch.set_num_threads(1)
-    result = {
-        "goals": GOALS,
+    file = options.out / f"{NAME}.json"
+    kept = json.loads(file.read_text()) if options.only and file.exists() else {}
+    described: dict[str, Any] = {}
+    result: dict[str, Any] = {key: value for key, value in kept.items() if key in (*_ENTRIES, "runs")}
+    for part in options.only or PARTS:
+        load = os.getloadavg()
+        result |= run_part(part, rows)
+        described = common.machine(common.QUICK, load)
+        described.pop("shapes")
+        result["runs"] = {**result.get("runs", {}), part: described}
+    result = {"goals": GOALS, **result, **described, "shapes": asdict(rows)}
+    common.report(NAME, tables(result), [f"Goals: {GOALS}"], result, options.out)
+
+
+def run_part(part: str, rows: Rows) -> dict[str, Any]:
+    """The entries of the result that a part of [`PARTS`] gives."""
+    if part == "times":
+        return {"times": times(rows)}
+    if part == "small":
+        return {"small": small_cases(rows)}
+    if part == "papers":
+        return {"papers": list(balance_of_papers(rows))}
+    return {
         "torch's block mask has the same blocks": block_mask_agrees(rows),
-        "times": times(rows),
         "row": list(balance_of_rows(rows, ("packed", "packed images", "causal"))),
         "segments": list(balance_of_segments(rows, ("packed", "packed images"))),
-        "small": small_cases(rows),
-        **common.machine(common.QUICK, load),
-        "shapes": asdict(rows),
     }
-    common.report("context_parallel_balance", tables(result), [f"Goals: {GOALS}"], result, options.out)
 
 
 if __name__ == "__main__":

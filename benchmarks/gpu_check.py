@@ -1,9 +1,10 @@
 """
-Checks a plan on one CUDA device against the stock Trainer on it, and prints a table and one JSON line.
+Checks a plan on one CUDA device against the stock Trainer on it. Prints a table and one JSON line, which is kept.
 
 ```bash
 python benchmarks/gpu_check.py
 python benchmarks/gpu_check.py --cpu  # the same runs on the CPU, to try the script itself
+python benchmarks/gpu_check.py --only gemma3  # one family; the rows of others that are kept stay
 ```
 
 Tiny models on the same data: the stock Trainer, and plans whose four ranks share the device, with gloo through host
@@ -93,20 +94,25 @@ def difference(logs: list[dict[str, float]], reference: list[dict[str, float]]) 
 
 
 def main() -> int:
-    import accelerate
+    import common
     import torch
-    import transformers
-    from rich.console import Console
     from rich.table import Table
 
+    load = os.getloadavg()
     if "--cpu" in sys.argv:
         os.environ["GPU_CHECK_ON_CPU"] = "1"
     elif not torch.cuda.is_available():
         print("gpu_check needs a CUDA device; `--cpu` tries the script itself.")
         return 2
+    only = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else None
+    folder = ROOT / "benchmarks" / "results"
+    file = folder / "gpu_check.json"
+    kept = json.loads(file.read_text())["rows"] if only and file.exists() else []
     table = Table("family", "precision", "layout", "largest difference", "allowed", "ok")
-    rows = []
+    rows = [row for row in kept if row["family"] != only]
     for family, bf16 in CASES:
+        if only not in (None, family):
+            continue
         reference = launch(family, bf16, "stock")["logs"]
         for layout in LAYOUTS:
             row: dict[str, Any] = {"family": family, "bf16": bf16, "layout": layout, "allowed": TOLERANCE[bf16]}
@@ -120,10 +126,10 @@ def main() -> int:
             rows.append(row)
             cells = (family, "bf16" if bf16 else "fp32", layout, str(row["difference"]), str(row["allowed"]))
             table.add_row(*cells, "yes" if row["ok"] else "NO")
-    Console(width=110).print(table)
     device = "cpu" if "--cpu" in sys.argv else torch.cuda.get_device_name()
-    versions = {m.__name__: m.__version__ for m in (torch, transformers, accelerate)}
-    print(json.dumps({"benchmark": "gpu_check", "device": device, **versions, "rows": rows}))
+    machine = common.machine(common.QUICK, load)
+    machine.pop("shapes")  # the models are those of tests/tiny.py
+    common.report("gpu_check", [table], [], {"device": device, "rows": rows, **machine}, folder)
     return 0 if all(row["ok"] for row in rows) else 1
 
 

@@ -54,6 +54,10 @@ def test_context_parallel_balance_compares_every_way_to_cut_a_row(tmp_path):
     assert set(by_method) == {"ours", "capped LPT", "PTRR", "zigzag", "contiguous", "random"}
     assert min(by_method, key=lambda method: by_method[method]) == "ours" and by_method["ours"] <= 1.02
     assert all(case["ours"]["mean"] >= 1 for case in result["small"]) and result["times"]
+    papers = {(case["kind"], case["method"]): case["work"]["mean"] for case in result["papers"]}
+    for kind in ("EP", "EE", "MP"):
+        assert papers[kind, "ours"] <= 1.01 and papers[kind, "zigzag"] > 1.1 < papers[kind, "contiguous"]
+    assert set(result["runs"]) == {"rows", "small", "papers", "times"}
 
 
 def test_attention_is_compared_in_both_passes(tmp_path):

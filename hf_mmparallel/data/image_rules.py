@@ -10,8 +10,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.auto_mappings import IMAGE_PROCESSOR_MAPPING_NAMES, PROCESSOR_MAPPING_NAMES
 
 from ..cost.image_tokens import Crops, ImageRule, PatchGrid
 from ..modeling.features import flat_rows

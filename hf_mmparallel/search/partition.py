@@ -91,7 +91,8 @@ class SharedPartition:
 
 def partition_layers(costs_ms: ArrayLike, num_stages: int) -> Partition:
     """
-    Cuts layers into stages such that the slowest stage is as fast as possible (Entrain, equations 3.5 and 4.1).
+    Cuts layers into stages such that the slowest stage is as fast as possible (Cornstarch, chapter 3,
+    equation 3.5; Entrain, equation 4.1).
 
     Args:
         costs_ms (array of shape `[num_layers]`):
@@ -112,10 +113,10 @@ def partition_all(costs_ms: ArrayLike, max_stages: int) -> Partitions:
     """
     Cuts layers into every number of stages up to a limit; a repeated call is answered from memory.
 
-    With `D(i, s)` the least bottleneck of the first `i` layers in `s` stages and `P` the sums of costs, Entrain takes
-    the least of `max(D(j, s - 1), P(i) - P(j))` over `j` (equation 3.5). The former grows with `j` and the latter
-    falls, so that the least lies where they cross: where `D(j, s - 1) + P(j)`, which grows, reaches `P(i)`. One binary
-    search for all `i` finds that, `O(num_layers log num_layers)` for each number of stages.
+    With `D(i, s)` the least bottleneck of the first `i` layers in `s` stages and `P` the sums of costs, Cornstarch
+    takes the least of `max(D(j, s - 1), P(i) - P(j))` over `j` (chapter 3, equation 3.5). The former grows with `j`
+    and the latter falls, so that the least lies where they cross: where `D(j, s - 1) + P(j)`, which grows, reaches
+    `P(i)`. One binary search for all `i` finds that, `O(num_layers log num_layers)` for each number of stages.
 
     Args:
         costs_ms (array of shape `[num_layers]`): What each layer takes, at least 0.

@@ -1,0 +1,77 @@
+"""
+Puts the figures of the kept results into the pages, and checks those that stand in sentences.
+
+A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. Between them is
+what the function of that name in `figures.py` or `paper_figures.py` makes of `benchmarks/results`. A sentence is
+written by hand; its part with the figures is there too, made from the same files, and has to be on the page word for
+word (line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
+
+```bash
+python benchmarks/pages.py          # writes the tables anew and lists sentences that are not on their page
+python benchmarks/pages.py --check  # writes nothing
+```
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+
+import figures
+import paper_figures
+from figures import ROOT
+
+BLOCKS = {**figures.BLOCKS, **paper_figures.BLOCKS}
+QUOTES = {**figures.QUOTES, **paper_figures.QUOTES}
+
+MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)
+
+
+def rendered(text: str) -> str:
+    """A page with its marked tables made anew."""
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[1] not in BLOCKS:
+            raise ValueError(f"`{found[1]}` is no table of results; there are {sorted(BLOCKS)}. Correct the marker.")
+        return f"<!-- results: {found[1]} -->\n{BLOCKS[found[1]]()}\n<!-- end of results -->"
+
+    return MARKED.sub(replaced, text)
+
+
+def missing_quotes(page: str, text: str) -> list[str]:
+    """Sentences that should be on a page and are not."""
+    words = " ".join(text.split())
+    return [quote for quote in QUOTES.get(page, lambda: iter(()))() if quote not in words]
+
+
+def pages() -> list[str]:
+    """The pages with figures, as paths in the repository."""
+    marked = [
+        path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if MARKED.search(path.read_text())
+    ]
+    return sorted({str(path.relative_to(ROOT)) for path in marked} | set(QUOTES))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    wrong = 0
+    for page in pages():
+        path = ROOT / page
+        text = path.read_text()
+        new = rendered(text)
+        if new != text:
+            wrong += options.check
+            print(f"{page}: tables differ from the results" if options.check else f"{page}: tables written")
+            if not options.check:
+                path.write_text(new)
+        for quote in missing_quotes(page, new):
+            wrong += 1
+            print(f"{page}: does not say `{quote}`")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The figures of `docs/papers.md`, made from `benchmarks/results`; see `pages.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from figures import arranging, attention, balance, percent, ratio, result, spread, table
+
+OWN_PLAN, DIP_PLAN = "disttrain, its own plan", "sub_microbatches, DIP's own plan"
+Case = Mapping[str, Any]
+
+
+def simulated(dataset: str | None = None) -> list[Case]:
+    """The arrangements of all datasets, or of one, with each model."""
+    cases = result("microbatch_balance")["simulated"]
+    return [case["arrangements"] for case in cases if dataset in (None, case["dataset"])]
+
+
+def steps(cases: Sequence[Case], slower: str, faster: str) -> list[float]:
+    """Step of one arrangement over that of another, for each case."""
+    return [case[slower]["iteration_ms"] / case[faster]["iteration_ms"] for case in cases]
+
+
+def deviations(cases: Sequence[Case], module: str, less: str) -> str:
+    """Deviation of DistTrain's order over that of an arrangement."""
+    found = [case["disttrain"]["std_ms"][module] / case[less]["std_ms"][module] for case in cases]
+    return " and ".join(f"{value:.1f}" for value in found)
+
+
+def peaks(cases: Sequence[Case], name: str) -> str:
+    """Activations of the fullest rank."""
+    return " and ".join(f"{max(case[name]['peak_gib']):.1f}" for case in cases)
+
+
+def papers_arrangement() -> str:
+    """What the arrangements reach of Entrain's claims, by simulation."""
+    chart_net, every = simulated("synthchartnet"), simulated()
+    exceeded = "exceeded, by other means"
+    faster = {name: spread(steps(every, OWN_PLAN, name), ratio) for name in ("hierarchical", "tapered, eager")}
+    deferred = max(case["hierarchical"]["deferred_fraction"] for case in chart_net)
+    rows = [
+        (
+            "deviation of the encoder's microbatches up to 10.6 times below DistTrain's",
+            "section 4.7.4, table 4.3",
+            exceeded,
+            f"`hierarchical`: {deviations(chart_net, 'vision', 'hierarchical')} times with Llama 1b and 3b. It "
+            "exchanges samples until microbatches are even, which the paper's algorithm 4 does not",
+        ),
+        (
+            "the same of the language model: 4.1 times",
+            "table 4.3",
+            exceeded,
+            f"`hierarchical`: {deviations(chart_net, 'language_model', 'hierarchical')} times. The table's rows of "
+            "Llama 1b repeat those of the encoder for three datasets, so that nothing is compared there",
+        ),
+        (
+            "up to 1.40 times DistTrain's throughput",
+            "section 4.7.2",
+            "reached, by other means, simulated",
+            f"`hierarchical` against DistTrain's order on its own plan: {faster['hierarchical']} times; `tapered` "
+            f"with eager forwards {faster['tapered, eager']}. Below 1 with CocoQA and 3b, where DistTrain's stage "
+            "counts are the better ones",
+        ),
+        *own_algorithm(chart_net),
+        (
+            "faster than DIP",
+            "figure 4.12",
+            "not",
+            "DIP, with both modules of every stage on the same ranks at no cost, takes "
+            f"{spread(steps(every, DIP_PLAN, 'hierarchical'), ratio)} of the step of `hierarchical` on Entrain's "
+            "plan. It is modelled as sub-microbatches under 1F1B, which is not DIP's schedule",
+        ),
+        (
+            "deferral costs next to no memory, and peaks fall",
+            "section 4.7.2, figure 4.14",
+            "not",
+            f"with `hierarchical` the fullest rank holds {peaks(chart_net, 'hierarchical')} GiB of activations, with "
+            f"DistTrain's order {peaks(chart_net, 'disttrain')}. But evenness lowers the peak, not deferral, which "
+            f"concerns at most {percent(deferred)} % of the samples here and raises it",
+        ),
+        (
+            "DIP needs 12 GB more than Entrain",
+            "figure 4.14",
+            "not",
+            f"{peaks(chart_net, DIP_PLAN)} GiB for DIP as modelled. As published, all encoder forwards come first and "
+            "their activations stay",
+        ),
+    ]
+    return table("| claim (SynthChartNet) | where | | figure |", [f"| {' | '.join(row)} |" for row in rows])
+
+
+def own_algorithm(cases: Sequence[Case]) -> list[tuple[str, str, str, str]]:
+    """The row of Entrain's own algorithm, once it is among the arrangements."""
+    if any("entrain" not in case for case in cases):
+        return []
+    faster = " and ".join(ratio(value) for value in steps(cases, OWN_PLAN, "entrain"))
+    return [
+        (
+            "these three, by the paper's own algorithm",
+            "algorithm 4",
+            "reproduced, simulated",
+            f"`entrain`: {deviations(cases, 'vision', 'entrain')} times for the encoder, "
+            f"{deviations(cases, 'language_model', 'entrain')} for the language model, {faster} times DistTrain's "
+            "speed, each on its own plan",
+        )
+    ]
+
+
+def papers_masks() -> str:
+    """The heaviest of 8 ranks over the mean on the papers' masks, at each length."""
+    rows = []
+    for kind, words in (("EP", "prepended (EP)"), ("EE", "embedded (EE)"), ("MP", "packed (MP)")):
+        cells = []
+        for method in ("zigzag", "contiguous", "random", "ours"):
+            found = [balance("papers", kind, length, method)["work"]["mean"] for length in (16384, 32768, 65536)]
+            cells.append(", ".join(f"{value:.3f}" if method == "ours" else f"{value:.2f}" for value in found))
+        rows.append(f"| {words} | " + " | ".join(cells) + " |")
+    return table("| mask, at 16k, 32k and 64k tokens | zigzag | ring, contiguous | random | LPT (ours) |", rows)
+
+
+def quotes_of_papers() -> Iterator[str]:
+    """What `docs/papers.md` says outside of its tables of results."""
+    planner = result("planner")["parts"]
+    mean = planner["frozen"]["mean_improvement"]
+    yield (
+        f"{ratio(mean['printed times, six stages'])} with the times of its table on the same stages, "
+        f"{mean['printed times, 24 GPUs']:.3f} on the same 24 GPUs"
+    )
+    counted = mean["counted, six stages"], mean["counted and recomputed, six stages"]
+    yield f"{spread(counted, ratio)} with counted operations"
+    yield f"{1000 * planner['speed']['allocation']['1296']['s']['median']:.0f} ms on one core"
+    cases = {case["case"]: case for case in planner["others"]["cases"]}
+    ours, other = (cases["chartqa, llama3-1b, 16 A40"][key] for key in ("step_ms", "others"))
+    yield f"{ours:,.0f} ms, the same search in the sampler's order {other['frozen-unaware']['step_ms']:,.0f} ms"
+    slower = [case["others"]["frozen-unaware"]["times_slower"] for case in cases.values()]
+    yield f"{sum(value < 1 for value in slower)} of {len(slower)} cases"
+    distribution = [arranging("1,920 over 120", method) for method in ("disttrain", "hierarchical")]
+    yield f"DistTrain's order {distribution[0]:.1f} ms, `hierarchical` {distribution[1]:.1f} ms"
+    waits: dict[int, list[float]] = {0: [], 1: []}
+    for row in result("sampler_overhead")["hiding"]:
+        waits[row["workers"]].append(row["waits_ms"]["median"])
+    yield f"waits {spread(waits[1], '{:.0f}'.format)} ms for a step with one worker"
+    yield f"{spread(waits[0], '{:.0f}'.format)} without"
+    counted = [balance("papers", kind, 65536, "zigzag")["work"]["mean"] - 1 for kind in ("EP", "EE", "MP")]
+    yield f"the heaviest rank has {spread(counted, '{:.0%}'.format).replace('%', '')} % more than the mean"
+    scattered = [balance("papers", kind, 65536, "random")["work"]["mean"] - 1 for kind in ("EP", "EE", "MP")]
+    yield f"blocks of 128 tokens at random are {100 * max(scattered):.0f} % off at 64k"
+    for method, words in (("zigzag", "zigzag takes {} times LPT's"), ("contiguous", "ring {}")):
+        told = [
+            balance("papers", kind, 65536, method)["published_ms"]
+            / balance("papers", kind, 65536, "ours")["published_ms"]
+            for kind in ("EP", "EE", "MP")
+        ]
+        yield words.format(spread(told, ratio))
+    forward = attention(16384, "forward")
+    yield f"{100 * forward['memory_share']:.0f} % of the memory of a dense mask at 16,384 tokens, forward, on a CPU"
+    yield f"{forward['times_faster']:.1f} times faster than a dense mask, forward, 16,384 packed tokens, on a CPU"
+    times = result("context_parallel_balance")["times"]
+    blocks = [times[f"{kind}: workloads and blocks of each rank"]["median"] for kind in ("packed", "causal")]
+    yield f"{spread(blocks, '{:.1f}'.format)} ms"
+    for method in ("ours", "capped LPT"):
+        values = [balance("papers", kind, 65536, method)["work"]["mean"] for kind in ("EP", "EE", "MP")]
+        yield f"{max(values):.4f} times the mean at most"
+    modelled = result("simulator_error")["modelled"]["median_error"]
+    yield f"modelled tasks on 4 and 8 ranks differ by {percent(modelled)} %"
+
+
+BLOCKS: dict[str, Callable[[], str]] = {"papers_arrangement": papers_arrangement, "papers_masks": papers_masks}
+QUOTES: dict[str, Callable[[], Iterator[str]]] = {"docs/papers.md": quotes_of_papers}

@@ -1,0 +1,81 @@
+"""Figures on the pages are those of the kept results: both are changed together or this fails."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import figures  # noqa: E402
+import pages  # noqa: E402
+
+# Tables of `docs/benchmarks.md` without a figure of a result: what columns mean.
+EXPLAINED = ("/ even", "/ best", "/ busiest", "std vision, std LM")
+
+
+@pytest.fixture
+def changed_results(tmp_path, monkeypatch):
+    """A copy of the results, which a test may change; `figures` reads it."""
+    shutil.copytree(figures.RESULTS, tmp_path / "results")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    figures.result.cache_clear()
+    yield tmp_path / "results"
+    figures.result.cache_clear()
+
+
+@pytest.mark.parametrize("page", pages.pages())
+def test_tables_are_those_of_the_results(page):
+    text = (ROOT / page).read_text()
+    assert pages.rendered(text) == text, f"run `make pages`, {page} differs from benchmarks/results"
+
+
+@pytest.mark.parametrize("page", pages.QUOTES)
+def test_sentences_have_the_figures_of_the_results(page):
+    assert pages.missing_quotes(page, (ROOT / page).read_text()) == []
+
+
+def test_the_pages_are_found():
+    assert pages.pages() == ["README.md", "docs/benchmarks.md", "docs/papers.md"]
+    used = {name for page in pages.pages() for name, _ in pages.MARKED.findall((ROOT / page).read_text())}
+    assert used == set(pages.BLOCKS), "a table is on no page"
+
+
+def test_every_table_of_figures_comes_from_a_result():
+    """What is typed by hand instead would not be compared with anything."""
+    quoted = {" ".join(quote.split()) for quote in pages.QUOTES["docs/benchmarks.md"]()}
+    for page in ("README.md", "docs/benchmarks.md"):
+        typed = pages.MARKED.sub("", (ROOT / page).read_text())
+        rows = [line for line in typed.splitlines() if line.startswith("|") and re.search(r"\d", line)]
+        rows = [row for row in rows if row not in quoted and not row.startswith(tuple(f"| {e}" for e in EXPLAINED))]
+        assert rows == [], page
+
+
+def test_a_changed_result_is_noticed(changed_results):
+    file = changed_results / "attention.json"
+    result = json.loads(file.read_text())
+    row = next(r for r in result["rows"] if (r["length"], r["pass"]) == (16384, "forward"))
+    row["times_faster"] += 1.0
+    file.write_text(json.dumps(result))
+    readme, papers = (ROOT / "README.md").read_text(), (ROOT / "docs/papers.md").read_text()
+    assert pages.rendered(readme) != readme
+    assert any("times faster than a dense mask" in quote for quote in pages.missing_quotes("docs/papers.md", papers))
+
+
+def test_a_changed_page_is_noticed():
+    text = (ROOT / "docs/benchmarks.md").read_text()
+    for pattern in (r"\| zigzag \| 1\.36", r"a loop waited \d+"):
+        other = re.sub(pattern, lambda found: found[0][:-1] + str((int(found[0][-1]) + 1) % 10), text)
+        assert other != text
+        assert pages.rendered(other) != other or pages.missing_quotes("docs/benchmarks.md", other)
+
+
+def test_every_result_says_where_and_when_it_was_measured():
+    for path in figures.RESULTS.glob("*.json"):
+        result = json.loads(path.read_text())
+        for key in ("commit", "date", "processor", "cores", "torch", "transformers"):
+            assert result.get(key), f"{path.name} lacks `{key}`"
