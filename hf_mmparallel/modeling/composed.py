@@ -28,13 +28,14 @@ from .composed_parts import (
     build_projector,
     cast_weights,
     check_names,
+    check_width,
     keep_weights,
     load_encoder,
     load_language_model,
     projector_table,
-    select_features,
 )
 from .configuration_composed import EncoderSettings, MultimodalCallbacks, MultimodalConfig, check_encoder_names
+from .encoder_outputs import fitted_settings, named_output, required_arguments, select_features
 from .features import flat_rows
 from .spec import ModulePart
 
@@ -131,10 +132,12 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         inputs = {key: _to_dtype(value, encoder.dtype) for key, value in inputs.items()}
         if settings.feature_layer is not None:
             inputs = {**inputs, "output_hidden_states": True}
-        output = encoder(**inputs, return_dict=True)
+        absent = dict.fromkeys(argument for argument in required_arguments(encoder) if argument not in inputs)
+        output = named_output(encoder(**absent, **inputs, return_dict=True))
         output = _run(self.callbacks.after_encoder.get(name), inputs, output)
         features = select_features(name, output, settings)
         projector = self.projectors[name]
+        check_width(name, projector, features)
         parameter = next(projector.parameters(), features)
         features = projector(features.to(parameter.dtype))
         features = _run(self.callbacks.after_projector.get(name), inputs, features)
@@ -352,6 +355,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
                 projector=projector,
                 model_class=type(live[name]).__name__,
             )
+            if name not in (callbacks or MultimodalCallbacks()).after_encoder:
+                settings[name] = fitted_settings(name, live[name], settings[name], extra)
         tied = head is None or head.weight is decoder.get_input_embeddings().weight
         config = MultimodalConfig(
             encoder_configs={name: encoder.config for name, encoder in live.items()},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreT
 from transformers.activations import ACT2FN
 
 from .configuration_composed import EncoderSettings, MultimodalConfig
+from .encoder_outputs import configured_width, forward_arguments
 
 # fmt: off
 LANGUAGE_MODEL_INPUTS = frozenset({
@@ -74,7 +74,7 @@ class EncoderInputs:
     @classmethod
     def of(cls, encoders: Mapping[str, nn.Module], settings: Mapping[str, EncoderSettings]) -> EncoderInputs:
         """Reads the signatures of the encoders."""
-        arguments = {name: _arguments(encoder) for name, encoder in encoders.items()}
+        arguments = {name: forward_arguments(encoder) for name, encoder in encoders.items()}
         counts: dict[str, int] = {}
         for name, own in arguments.items():
             for argument in set(own) - set(settings[name].input_names.values()):
@@ -127,51 +127,11 @@ class EncoderInputs:
                 raise ValueError(f"`{key}` is {reason}. The inputs of encoders in this model are called {known}.")
 
 
-def _arguments(encoder: nn.Module) -> list[str]:
-    """Names of what an encoder's forward takes, its main input first."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    skipped = ("output_attentions", "output_hidden_states", "return_dict")
-    parameters = inspect.signature(encoder.forward).parameters
-    arguments = [name for name, p in parameters.items() if p.kind in kinds and name not in skipped]
-    main = getattr(encoder, "main_input_name", None)
-    return sorted(arguments, key=lambda argument: argument != main)
-
-
 def _num_items(value: Any) -> int:
     """Length of an input, 0 for none."""
     if value is None:
         return 0
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
-
-
-def select_features(name: str, output: Any, settings: EncoderSettings) -> torch.Tensor:
-    """The features of an encoder's output that its settings ask for, `(items, tokens, width)` or `(rows, width)`."""
-    if settings.feature_select == "pooled":
-        features = getattr(output, "pooler_output", None)
-        if features is None:
-            raise ValueError(
-                f"Encoder `{name}` has no pooled output. Use `feature_select='full'`, with `pooling='mean'` for one "
-                "token an item."
-            )
-        return features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
-    if settings.feature_layer is None:
-        features = output.last_hidden_state
-    else:
-        num_states = len(output.hidden_states)
-        if not -num_states <= settings.feature_layer < num_states:
-            raise ValueError(
-                f"`feature_layer={settings.feature_layer}` of encoder `{name}` is out of range: it has {num_states} "
-                f"hidden states. Use {-num_states} to {num_states - 1}."
-            )
-        features = output.hidden_states[settings.feature_layer]
-    if features.dim() != 3 and (settings.feature_select == "default" or settings.pooling):
-        raise ValueError(
-            f"Features of encoder `{name}` have the shape {tuple(features.shape)}, not (items, tokens, width), so no "
-            "token can be dropped or averaged. Use `feature_select='full'` without `pooling`."
-        )
-    if settings.feature_select == "default":
-        features = features[:, 1:]
-    return features.mean(dim=1, keepdim=True) if settings.pooling == "mean" else features
 
 
 def build_encoder(config: MultimodalConfig, name: str) -> PreTrainedModel:
@@ -199,10 +159,8 @@ def build_projector(config: MultimodalConfig, name: str) -> nn.Module:
             f"The projector of encoder `{name}` is a module of your own, which the config can't build. "
             f"Pass `projectors={{'{name}': module}}`."
         )
-    size = settings.feature_size
-    for attribute in ("out_hidden_size", "hidden_size", "d_model", "embed_dim"):
-        size = size or getattr(encoder_config, attribute, None)
-    if not isinstance(size, int):
+    size = settings.feature_size or configured_width(encoder_config)
+    if size is None:
         raise ValueError(
             f"`{type(encoder_config).__name__}` does not say how wide the features of encoder `{name}` are. "
             f"Set `feature_size` in its `encoder_settings`."
@@ -210,6 +168,17 @@ def build_projector(config: MultimodalConfig, name: str) -> nn.Module:
     if settings.projector == "linear":
         return nn.Linear(size, config.text_config.hidden_size)
     return MLPProjector(size, config.text_config.hidden_size, config.projector_hidden_act)
+
+
+def check_width(name: str, projector: nn.Module, features: torch.Tensor) -> None:
+    """Raises `ValueError` for features that are not as wide as their projector takes them."""
+    first = projector.linear_1 if isinstance(projector, MLPProjector) else projector
+    if isinstance(first, nn.Linear) and first.in_features != features.shape[-1]:
+        raise ValueError(
+            f"The features of encoder `{name}` are {features.shape[-1]} wide, but its projector takes "
+            f"{first.in_features}. Set `feature_size={features.shape[-1]}` in its `encoder_settings`, or another "
+            "`feature_select`."
+        )
 
 
 def load_encoder(value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.dtype | None) -> PreTrainedModel:
@@ -221,7 +190,7 @@ def load_encoder(value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.d
         value = AutoModel.from_pretrained(value, **options)
     if not isinstance(value, PreTrainedModel):
         raise ValueError(f"`{type(value).__name__}` is no transformers model. Wrap it in a `PreTrainedModel`.")
-    base = value.base_model if isinstance(value.base_model, PreTrainedModel) else value
+    base = _without_head(value)
     if base.config.is_encoder_decoder:
         found = [base.get_encoder()]
     elif base.config.get_text_config() is not base.config:
@@ -238,6 +207,14 @@ def load_encoder(value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.d
     return encoder if isinstance(encoder, PreTrainedModel) else base
 
 
+def _without_head(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model that `AutoModel` builds from its config, which is what a saved composition is built of."""
+    default = AutoModel._model_mapping.get(type(model.config), None)
+    classes = default if isinstance(default, (list, tuple)) else [default]
+    inside = [part for part in model.modules() if type(part) in classes]
+    return next(iter(inside), model.base_model if isinstance(model.base_model, PreTrainedModel) else model)
+
+
 def load_language_model(value: Any, dtype: torch.dtype | None) -> tuple[PreTrainedModel, nn.Linear | None]:
     """A language model without its head, and the head if it has one, from a model, a config, or an id or folder."""
     options = {} if dtype is None else {"dtype": dtype}
@@ -252,7 +229,7 @@ def load_language_model(value: Any, dtype: torch.dtype | None) -> tuple[PreTrain
             f"`language_model` is a `{type(value).__name__}`, which is more than a causal language model. "
             "Give a model such as `LlamaForCausalLM`, or the text model inside it."
         )
-    decoder, head = model.base_model, model.get_output_embeddings()
+    decoder, head = _without_head(model), model.get_output_embeddings()
     if head is not None and not (isinstance(head, nn.Linear) and head.weight.shape[0] == config.vocab_size):
         raise ValueError(
             f"The head of `{type(value).__name__}` is a `{type(head).__name__}`, not one linear layer to "

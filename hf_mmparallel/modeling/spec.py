@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
+from .encoder_outputs import meta_inputs
 from .features import feature_specs
+from .meta_forward import meta_forward
 
 ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}
 
@@ -253,7 +256,37 @@ def _parameter_places(
         else:
             layer = lengths[module]
         places[name] = (module, layer)
+    for module, part in parts.items():
+        early = [name for name, place in places.items() if place == (module, -1) and inside(name, part.tower)]
+        for name in _used_after(model, part.tower, stacks[module], early):
+            places[name] = (module, lengths[module])
     return places
+
+
+def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[str]) -> list[str]:
+    """
+    Those of `names` that a forward reads behind the layers only, though they are registered before (OPT's last norm).
+    Embeddings and convolutions are before the layers in any case; without others nothing is computed.
+    """
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    unsure = {name: owner for name, owner in owners.items() if not isinstance(owner, (nn.Embedding, _ConvNd))}
+    whole: Any = model.get_submodule(tower)
+    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    if not unsure or not isinstance(whole, PreTrainedModel):
+        return []
+    inputs = meta_inputs(whole) if whole.main_input_name != "input_ids" else {"input_ids": tokens, "use_cache": False}
+    if inputs is None:
+        return []
+    called: list[nn.Module] = []
+    watched = [*{id(owner): owner for owner in unsure.values()}.values(), last := layers_of(model, stack)[-1]]
+    hooks = [module.register_forward_pre_hook(lambda module, args: called.append(module)) for module in watched]
+    try:
+        meta_forward(whole, **inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    start = called.index(last) if last in called else len(called)
+    return [name for name, owner in unsure.items() if owner in called[start:] and owner not in called[:start]]
 
 
 def _tied(model: PreTrainedModel, places: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:

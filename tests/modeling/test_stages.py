@@ -367,11 +367,32 @@ def test_features_that_read_layers_of_an_earlier_stage_are_refused():
         assert_same(model, make_plan(spec, {"audio": [2]}), batch)
 
 
-def test_a_norm_that_is_registered_before_the_layers_is_refused():
-    config = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model = OPTForCausalLM(
-        OPTConfig(vocab_size=tiny.VOCAB_SIZE, word_embed_proj_dim=64, dropout=0.0, **config)
-    ).train()
+@pytest.mark.parametrize("narrow", [False, True])
+def test_norms_and_projections_that_are_registered_before_the_layers_are_used_behind_them(narrow: bool):
+    config = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "dropout": 0.0}
+    config |= {"word_embed_proj_dim": 32 if narrow else 64, "do_layer_norm_before": not narrow}
+    model = OPTForCausalLM(OPTConfig(vocab_size=tiny.VOCAB_SIZE, **config)).train()
+    spec = build_model_spec(model)
+    layers = {p.name.removeprefix("model.decoder."): p.layer for p in spec.language_model.parameters}
+    behind = ["project_out.weight"] if narrow else ["final_layer_norm.weight", "final_layer_norm.bias"]
+    assert [name for name, layer in layers.items() if layer == 4 and not name.startswith("layers.")] == behind
+    assert layers["embed_positions.weight"] == -1 and layers.get("project_in.weight", -1) == -1
+    assert_same(model, make_plan(spec, {}), make_batch("llama"))
+    for cut in ([2], [1, 3]):
+        assert_same(model, make_plan(spec, {LANGUAGE_MODEL: cut}), make_batch("llama"))
+
+
+class _OddNorm(torch.nn.LayerNorm):
+    """A norm that can't be computed without values."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) if float(input.sum()) == 0 else super().forward(input)
+
+
+def test_a_norm_that_is_registered_before_the_layers_and_cannot_be_found_is_refused():
+    config = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "dropout": 0.0}
+    model = OPTForCausalLM(OPTConfig(vocab_size=tiny.VOCAB_SIZE, word_embed_proj_dim=64, **config)).train()
+    model.model.decoder.layers[0].self_attn_layer_norm = _OddNorm(64)
     spec = build_model_spec(model)
     assert_same(model, make_plan(spec, {}), make_batch("llama"))
     with pytest.raises(ValueError, match=r"output of layers \(2, 4\) of `language_model` depends on what other"):

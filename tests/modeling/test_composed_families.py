@@ -1,0 +1,221 @@
+"""Composed models of many families: features as wide as they are, and stages that equal the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from transformers.models.llama4.modeling_llama4 import Llama4VisionModel
+from transformers.models.phi4_multimodal.configuration_phi4_multimodal import Phi4MultimodalAudioConfig
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalAudioModel
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+from hf_mmparallel.modeling.composed import MultimodalModel
+from hf_mmparallel.modeling.spec import build_model_spec
+from hf_mmparallel.plan import LANGUAGE_MODEL
+from tests.modeling.test_stages import assert_same, make_plan
+
+MEDIA = 119
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGES = {**SIZES, "image_size": 16, "patch_size": 8}
+PATCHES = {"depth": 2, "num_heads": 4, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
+MERGED = {"hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 64, **PATCHES}
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 120,
+    "pad_token_id": 0,
+}
+OPT = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 120}
+LLAMA4_VISION = {**IMAGES, "patch_size": 4, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5}
+PHI4 = {"hidden_size": 32, "intermediate_size": 64, "num_blocks": 2, "num_attention_heads": 4, "input_size": 16}
+PHI4 |= {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32}
+
+
+def patches(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Two images of 4 x 4 and 2 x 4 patches, as Qwen's processors make them."""
+    rows = torch.randn(24, 3 * 2 * 8 * 8, generator=generator)
+    return {"hidden_states": rows, "grid_thw": torch.tensor([[1, 4, 4], [1, 2, 4]])}
+
+
+def images(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
+
+
+def sounds(name: str, *shape: int) -> Callable[[torch.Generator], dict[str, torch.Tensor]]:
+    return lambda generator: {name: torch.randn(2, *shape, generator=generator)}
+
+
+# Family -> (encoder, its inputs, width of its features, which of its outputs they are)
+ENCODERS: dict[str, tuple[Callable[[], Any], Callable[..., dict[str, torch.Tensor]], int, str]] = {
+    "qwen2_vl": (
+        lambda: Qwen2VisionTransformerPretrainedModel(
+            Qwen2VLVisionConfig(embed_dim=32, hidden_size=48, mlp_ratio=2, **PATCHES)
+        ),
+        patches,
+        48,
+        "pooled",
+    ),
+    "qwen2_5_vl": (
+        lambda: Qwen2_5_VisionTransformerPretrainedModel(
+            Qwen2_5_VLVisionConfig(window_size=32, fullatt_block_indexes=[1], **MERGED)
+        ),
+        patches,
+        48,
+        "pooled",
+    ),
+    "qwen3_vl": (
+        lambda: Qwen3VLVisionModel(
+            Qwen3VLVisionConfig(num_position_embeddings=16, deepstack_visual_indexes=[], **MERGED)
+        ),
+        patches,
+        48,
+        "pooled",
+    ),
+    "dinov3": (
+        lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**IMAGES, num_register_tokens=1, pos_embed_rescale=None)),
+        images,
+        32,
+        "full",
+    ),
+    "vit": (lambda: hf.ViTForImageClassification(hf.ViTConfig(**IMAGES)), images, 32, "full"),
+    "pixtral": (
+        lambda: hf.PixtralVisionModel(hf.PixtralVisionConfig(**IMAGES)),
+        lambda generator: {**images(generator), "image_sizes": torch.tensor([[16, 16], [8, 16]])},
+        32,
+        "full",
+    ),
+    "internvl": (
+        lambda: hf.InternVLVisionModel(
+            hf.InternVLVisionConfig(**{**IMAGES, "image_size": [16, 16], "patch_size": [8, 8]})
+        ),
+        images,
+        32,
+        "full",
+    ),
+    "llama4": (
+        lambda: Llama4VisionModel(
+            hf.Llama4VisionConfig(
+                **LLAMA4_VISION, projector_input_dim=48, projector_output_dim=48, vision_output_dim=48
+            )
+        ),
+        images,
+        48,
+        "full",
+    ),
+    "qwen2_audio": (
+        lambda: hf.Qwen2AudioEncoder(
+            hf.Qwen2AudioEncoderConfig(
+                d_model=32,
+                encoder_layers=2,
+                encoder_attention_heads=4,
+                encoder_ffn_dim=64,
+                num_mel_bins=16,
+                max_source_positions=8,
+            )
+        ),
+        sounds("input_features", 16, 16),
+        32,
+        "full",
+    ),
+    "phi4_audio": (
+        lambda: Phi4MultimodalAudioModel(Phi4MultimodalAudioConfig(ext_pw_kernel_size=1, dropout_rate=0.0, **PHI4)),
+        sounds("hidden_states", 16, 16),
+        32,
+        "full",
+    ),
+}
+LANGUAGE_MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TEXT)),
+    "llama4": lambda: hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(**TEXT, intermediate_size_mlp=64, num_local_experts=2, head_dim=16)
+    ),
+    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**OPT, word_embed_proj_dim=64, dropout=0.0)),
+    "opt, narrow embeddings": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(**OPT, word_embed_proj_dim=32, do_layer_norm_before=False, dropout=0.0)
+    ),
+}
+
+
+def compose(encoder: str, language_model: str, **options: Any) -> tuple[MultimodalModel, dict[str, torch.Tensor]]:
+    """A composed model and a batch of two samples for it."""
+    torch.manual_seed(0)
+    make, inputs, *_ = ENCODERS[encoder]
+    model = MultimodalModel.from_unimodal(
+        {"media": make()}, LANGUAGE_MODELS[language_model](), {"media": MEDIA}, **options
+    ).train()
+    generator = torch.Generator().manual_seed(1)
+    given = inputs(generator)
+    entries = {argument: key for key, (_, argument) in model.model.encoder_inputs.entries.items()}
+    media = {entries[name]: value for name, value in given.items()}
+    with torch.no_grad():
+        rows = model.get_features("media", **given).pooler_output.shape[0]
+    text = torch.randint(1, MEDIA, (2, 6), generator=generator)
+    first = torch.cat([text[:, :1], torch.full((2, rows // 2), MEDIA), text[:, 1:]], dim=1)
+    if rows % 2:
+        raise AssertionError("the two samples have unlike numbers of rows")
+    batch = {
+        "input_ids": first,
+        "attention_mask": torch.ones_like(first),
+        "labels": first.masked_fill(first == MEDIA, -100),
+    }
+    return model, {**batch, **media}
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_features_are_those_of_the_encoder_and_the_projector_fits_them(family: str, tmp_path):
+    *_, width, selected = ENCODERS[family]
+    model, batch = compose(family, "llama")
+    assert model.config.settings("media").feature_select == selected
+    assert model.model.projectors["media"].linear_1.in_features == width
+    loss = model(**batch).loss
+    model.save_pretrained(tmp_path)
+    loaded = MultimodalModel.from_pretrained(tmp_path).train()
+    torch.testing.assert_close(loaded(**batch).loss, loss)
+
+
+@pytest.mark.parametrize("family", [family for family in ENCODERS if family != "phi4_audio"])
+def test_encoders_cut_into_stages_equal_the_whole(family: str):
+    model, batch = compose(family, "llama")
+    spec = build_model_spec(model)
+    assert_same(model, make_plan(spec, {"media": [1], LANGUAGE_MODEL: [1]}), batch)
+
+
+def test_an_encoder_whose_layers_share_a_bias_is_not_cut():
+    model, batch = compose("phi4_audio", "llama")
+    spec = build_model_spec(model)
+    assert_same(model, make_plan(spec, {LANGUAGE_MODEL: [1]}), batch)
+    with pytest.raises(ValueError, match="depends on weights of an earlier stage.*Use `pp_size=1` for it"):
+        assert_same(model, make_plan(spec, {"media": [1]}), batch)
+
+
+@pytest.mark.parametrize("family", LANGUAGE_MODELS)
+def test_language_models_cut_into_stages_equal_the_whole(family: str, tmp_path):
+    model, batch = compose("vit", family)
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(MultimodalModel.from_pretrained(tmp_path).train()(**batch).loss, model(**batch).loss)
+    assert_same(model, make_plan(build_model_spec(model), {LANGUAGE_MODEL: [1]}), batch)
+
+
+def test_what_the_user_sets_is_kept():
+    settings = {"media": {"feature_select": "full"}}
+    model, batch = compose("qwen2_vl", "llama", encoder_settings=settings)
+    assert model.config.settings("media").feature_select == "full"
+    assert model.model.projectors["media"].linear_1.in_features == 32
+    assert model(**batch).loss.isfinite()
+
+
+def test_features_of_another_width_than_the_projectors_are_a_sentence():
+    with pytest.raises(ValueError, match="`media` are 32 wide, but its projector takes 7. Set `feature_size=32`"):
+        compose("vit", "llama", encoder_settings={"media": {"feature_size": 7}})
