@@ -10,6 +10,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
 from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
+from .entrain import entrain
 from .generators import generated
 from .hierarchical import hierarchical, tapered
 
@@ -19,6 +20,7 @@ Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     "hierarchical": hierarchical,
     "tapered": tapered,
+    "entrain": entrain,
     "contiguous": contiguous,
     "batch_rebalance": batch_rebalance,
     "disttrain": disttrain,

@@ -198,7 +198,11 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples of a microbatch of one language-model replica (chosen by a search, else 1)",
     )
-    group.add_argument("--schedule", choices=("1f1b", "eager", "gpipe"), help="order of forwards and backwards (1f1b)")
+    group.add_argument(
+        "--schedule",
+        choices=("1f1b", "eager", "gpipe", "encoders_first"),
+        help="order of forwards and backwards (1f1b)",
+    )
     group.add_argument(
         "--microbatch-assignment",
         metavar="NAME",

@@ -9,7 +9,8 @@ from ..plan import ParallelPlan, StepPlan, SyncGroup
 from .actions import Action, Program, StageKey
 from .checks import verify
 from .graph import TaskGraph, build_graph
-from .scheduler import Cost, Timeline, policy_caps, schedule_tasks
+from .policies import policy_caps
+from .scheduler import Cost, Timeline, schedule_tasks
 
 
 def build_program(

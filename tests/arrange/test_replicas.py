@@ -55,7 +55,7 @@ def test_text_alone_is_longest_first_or_better(seed):
 def test_a_replica_that_is_twice_as_fast_gets_twice_the_work():
     rng = np.random.default_rng(0)
     language, encoders = rng.random(600), rng.random((600, 1))
-    replica = assign_replicas(language, encoders, np.array([1.0, 0.5]))
+    replica = assign_replicas(language, encoders, np.array([4, 8]))
     for weights in (language, encoders[:, 0]):
         totals = np.bincount(replica, weights)
         assert totals[1] / totals[0] == pytest.approx(2, rel=0.02)
