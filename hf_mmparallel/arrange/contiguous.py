@@ -36,7 +36,8 @@ def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -
     Cuts a global batch into consecutive microbatches of `microbatch_size` samples.
 
     The replicas of the language model take them in turns; the last ones may be smaller or empty. The samples that all
-    replicas take in one turn are shared evenly among the replicas of each encoder.
+    replicas take in one turn are shared evenly among the replicas of each encoder; in groups, see [`coupled`], where
+    replicas have unlike numbers of microbatches.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -48,7 +49,7 @@ def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -
     starts = range(0, workloads.num_samples, microbatch_size)
     for start, (replica, index) in zip(starts, in_turns(counts), strict=False):
         language[replica][index] = tuple(range(start, min(start + microbatch_size, workloads.num_samples)))
-    return coupled(plan, language, in_groups=False)
+    return coupled(plan, language, in_groups=len(set(counts)) > 1)
 
 
 def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]], in_groups: bool = True) -> dict[str, Replicas]:

@@ -16,7 +16,9 @@ from .replicas import deal_samples
 from .tracks import cut, tracks_of
 
 
-def entrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
+def entrain(
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, deferral: bool = True
+) -> dict[str, Replicas]:
     """
     Arranges a global batch by Entrain's algorithm 4 (sections 4.3, 4.5.1 and 4.5.2), line by line.
 
@@ -37,6 +39,7 @@ def entrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> d
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): The forward times are used.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+        deferral (`bool`, *optional*, defaults to `True`): Without it, lines 7 to 15 are left out.
 
     Returns:
         `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> the slots it takes, of
@@ -54,8 +57,8 @@ def entrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> d
         own = np.flatnonzero(replica == index)
         counts[index] = effective_count(encoder[own], int(counts[index]))
         bins[own] = stratified(encoder[own], language[own], int(counts[index]))
-    taken = np.zeros_like(bins)
-    for count in np.unique(counts).tolist():  # replicas with as many microbatches in one go
+    taken = bins.copy()
+    for count in np.unique(counts).tolist() if deferral else ():  # replicas with as many microbatches in one go
         alike = np.flatnonzero(counts == count)
         own = np.flatnonzero(np.isin(replica, alike))
         rows = np.searchsorted(alike, replica[own]) * count + bins[own]

@@ -34,7 +34,6 @@ class Pipeline:
         depth (`tuple[int, ...]`): How far each stage is from the start of the longest chain.
         before (`tuple[tuple[int, ...], ...]`): The stages that each stage gets its inputs from.
         gpipe (`bool`): Whether all forwards go first.
-        encoding (`tuple[bool, ...]`): Whether each stage is of encoders alone.
     """
 
     modules: tuple[str, ...]
@@ -43,7 +42,6 @@ class Pipeline:
     depth: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
     gpipe: bool
-    encoding: tuple[bool, ...]
 
     @classmethod
     def of(cls, plan: ParallelPlan, backward_ratio: Mapping[str, float]) -> Pipeline:
@@ -91,7 +89,6 @@ class Pipeline:
             tuple(depth),
             tuple(before),
             plan.schedule == "gpipe",
-            tuple(any(place in chain for chain in fronts) for place in range(count)),
         )
 
     @property
@@ -118,22 +115,20 @@ class Pipeline:
         """Whether each stage has backwards."""
         return tuple(bool(found) for found in self.costs[1].any(axis=0))
 
-    def slots(self, count: int, lookahead: int = 0) -> NDArray:
+    def slots(self, count: int) -> NDArray:
         """
         When each stage does what: the slot `[2, count, stages]` of each forward and backward.
 
         Under 1F1B stage `s` of `S` does its forward of microbatch `k` in slot `2 k + s` and its backward in slot
         `2 k + 2 S - 1 - s`, so that it never does two things in one slot, and what both wait for was done one slot
-        before. With a lookahead all but the forwards of encoders is that many microbatches later. Under GPipe all
-        forwards are before all backwards.
+        before. Under GPipe all forwards are before all backwards.
         """
         depth, microbatch = np.array(self.depth), np.arange(count)[:, None]
         if self.gpipe:
             return np.stack([microbatch + depth, count + 2 * self.num_stages - 2 - depth + microbatch])
-        forward = 2 * microbatch + depth + 2 * lookahead * ~np.array(self.encoding)
-        return np.stack([forward, 2 * (microbatch + lookahead) + 2 * self.num_stages - 1 - depth])
+        return np.stack([2 * microbatch + depth, 2 * microbatch + 2 * self.num_stages - 1 - depth])
 
-    def iteration_ms(self, loads: Mapping[str, NDArray], lookahead: int = 0) -> NDArray:
+    def iteration_ms(self, loads: Mapping[str, NDArray]) -> NDArray:
         """
         The end of the last task of some arrangements, where every stage keeps to the order of [`Pipeline.slots`].
 
@@ -143,14 +138,13 @@ class Pipeline:
         Args:
             loads (`Mapping[str, numpy.ndarray]`):
                 Module -> milliseconds `[arrangements, microbatches]` of the forward of the whole module on one rank.
-            lookahead (`int`, *optional*, defaults to 0): How many more microbatches encoders keep in flight.
 
         Returns:
             `numpy.ndarray`: Milliseconds, float64 `[arrangements]`.
         """
         work = np.stack([loads[name] for name in self.modules])
         costs = np.einsum("wms,mqk->wksq", self.costs, work)
-        slots, waits = _waits(self, work.shape[2], lookahead)
+        slots, waits = _waits(self, work.shape[2])
         by_slot = np.zeros((len(waits), len(self.depth), work.shape[1]))
         for way in range(2):
             by_slot[slots[way], np.arange(len(self.depth))] += costs[way]
@@ -161,12 +155,12 @@ class Pipeline:
 
 
 @lru_cache(maxsize=64)
-def _waits(pipeline: Pipeline, count: int, lookahead: int) -> tuple[NDArray, NDArray]:
+def _waits(pipeline: Pipeline, count: int) -> tuple[NDArray, NDArray]:
     """
     The slots, and what each stage waits for in each of them `[num_slots, num_waits, stages]`: itself, and those that
     are next to it on the way of the microbatch.
     """
-    slots, stages = pipeline.slots(count, lookahead), np.arange(len(pipeline.depth))
+    slots, stages = pipeline.slots(count), np.arange(len(pipeline.depth))
     takers = np.bincount([source for sources in pipeline.before for source in sources], minlength=1)
     inputs = 1 + max(1, *map(len, pipeline.before), int(takers.max()))
     waits = np.broadcast_to(stages, (int(slots.max()) + 1, inputs, len(stages))).copy()

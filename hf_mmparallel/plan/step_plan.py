@@ -33,16 +33,16 @@ class StepPlan:
             Module -> replica -> microbatch -> the slots it takes.
         targets (`Mapping[str, tuple[str, ...]]`): Module -> the modules that take its features.
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
-        lookahead (`int`, *optional*, defaults to 0):
-            How many microbatches more than the depth of the pipeline encoders may keep in flight under 1F1B, whether
-            or not samples are deferred.
+        alternates (`bool`, *optional*, defaults to `False`):
+            Whether the microbatches are so even that it can pay under 1F1B to wait for a forward after each backward,
+            see [`schedule_tasks`].
     """
 
     samples: tuple[int, ...]
     microbatches: Mapping[str, tuple[tuple[Slots, ...], ...]]
     targets: Mapping[str, tuple[str, ...]]
     epoch: int = 0
-    lookahead: int = 0
+    alternates: bool = False
 
     @cached_property
     def places(self) -> dict[tuple[str, int], tuple[int, int]]:
@@ -85,7 +85,8 @@ class StepPlan:
         result = {}
         for module, replicas in self.microbatches.items():
             for replica, microbatches in enumerate(replicas):
-                turns = [self.takers(module, replica, target) for target in self.targets.get(module, ())]
+                targets = self.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
+                turns = [self.takers(module, replica, target) for target in targets]
                 for index, slots in enumerate(microbatches):
                     groups: dict[int, list[int]] = {}
                     for slot in slots:
@@ -97,7 +98,7 @@ class StepPlan:
     @property
     def structure(self) -> tuple:
         """All that a program depends on: two steps with equal structure run the same program."""
-        links: list[tuple] = [(self.lookahead,)]
+        links: list[tuple] = [(self.alternates,)]
         for (module, replica, index), chunks in self.chunks.items():
             for number, slots in enumerate(chunks):
                 takers = {

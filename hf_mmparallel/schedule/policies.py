@@ -35,6 +35,11 @@ def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
     return dict.fromkeys(tasks, 0)
 
 
+def may_alternate(plan: ParallelPlan, step: StepPlan) -> bool:
+    """Whether the order that waits for a forward after each backward is looked at: under 1F1B, for even steps."""
+    return plan.schedule == "1f1b" and step.alternates
+
+
 def keeps_all(schedule: str, is_encoder: bool) -> bool:
     """Whether the stages of a module keep all microbatches of a step in flight, since their forwards all go first."""
     return schedule == "gpipe" or (schedule == "encoders_first" and is_encoder)
@@ -68,8 +73,7 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     In generators and the language model that is the number of stages to the end of the longest way from there. An
     encoder must be ahead by all that the microbatches in flight behind it take, while it keeps all whose last gradient
     comes from them: when every sample is taken in its own microbatch that is the depth again, one more when some are
-    taken a microbatch later, and more where an encoder has more microbatches than the module behind it. Encoders get
-    at least `step.lookahead` more than the depth.
+    taken a microbatch later, and more where an encoder has more microbatches than the module behind it.
 
     Args:
         plan (`ParallelPlan`): The layout.
@@ -79,7 +83,6 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
     """
     caps: dict[StageKey, float] = {}
-    encoders = encoders_of(plan)
     for name in reversed(list(plan.modules)):
         targets = [edge.target for edge in plan.edges if edge.source == name]
         for replica, stages in enumerate(plan.modules[name].replicas):
@@ -89,8 +92,7 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
                 depth = _turns_in_flight(plan, step, name, replica, target, caps)
                 taken = step.takers(name, replica, target)
                 own = np.fromiter((indices[slot] for slot in taken), np.int64, len(taken))
-                ahead = _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth)
-                behind = max(behind, ahead, depth + step.lookahead * (name in encoders))
+                behind = max(behind, _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth))
             for index in range(len(stages)):
                 caps[name, replica, index] = len(stages) - index + behind
     return caps

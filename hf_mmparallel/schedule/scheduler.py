@@ -59,9 +59,12 @@ class _Stage:
 class _Scheduler:
     """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
 
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, cost: Cost, caps: Mapping[StageKey, float]):
+    def __init__(
+        self, plan: ParallelPlan, graph: TaskGraph, cost: Cost, caps: Mapping[StageKey, float], alternate: bool = False
+    ):
         self.tasks = graph.tasks
         self.cost = cost
+        self.alternate = alternate
         self.stages: list[_Stage] = []
         by_key: dict[StageKey, _Stage] = {}
         for name, module in plan.modules.items():
@@ -102,12 +105,14 @@ class _Scheduler:
             1.0 / chunks[stage.number, task.microbatch] for stage, task in zip(self.stage_of, self.tasks, strict=True)
         ]
 
-    def run(self) -> Timeline:
-        """Simulates until every task is done."""
+    def run(self) -> Timeline | None:
+        """Simulates until every task is done; `None` if stages that alternate wait for each other in a circle."""
         left = len(self.tasks)
         for island in range(len(self.islands)):
             self._dispatch(island)
         while left:
+            if self.alternate and not self.running:
+                return None
             assert self.running, "caps below those of `live_caps` leave nothing to run"
             dirty: set[int] = set()
             limit = self.running[0][0] * (1 + 1e-12) + 1e-9
@@ -121,14 +126,15 @@ class _Scheduler:
 
     def _candidate(self, stage: _Stage) -> tuple[int, int, int, int, int] | None:
         """The task that the stage would run next, with its priority in front."""
-        forward = None
+        forward, fits = None, False
         if stage.next < len(stage.forwards):
             index = stage.forwards[stage.next]
             task = self.tasks[index]
-            fits = task.chunk or not self.has_backward[index] or stage.live + 1e-6 < stage.cap
+            fits = bool(task.chunk) or not self.has_backward[index] or stage.live + 1e-6 < stage.cap
             if not self.missing[index] and fits and self.phases.is_due(index):
                 forward = (0 if stage.forward_due else 1, task.microbatch, task.chunk, stage.number, index)
-        if stage.backwards and not (forward and stage.forward_due):
+        waits = stage.forward_due and (fits if self.alternate else forward is not None)
+        if stage.backwards and not waits:
             index = stage.backwards[0]
             if self.phases.is_due(index):
                 return (0, self.tasks[index].microbatch, self.tasks[index].chunk, stage.number, index)
@@ -232,7 +238,11 @@ def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
 
 
 def schedule_tasks(
-    plan: ParallelPlan, graph: TaskGraph, cost: Cost | None = None, caps: Mapping[StageKey, float] | None = None
+    plan: ParallelPlan,
+    graph: TaskGraph,
+    cost: Cost | None = None,
+    caps: Mapping[StageKey, float] | None = None,
+    alternate: bool = False,
 ) -> Timeline:
     """
     Orders the tasks of a graph.
@@ -241,6 +251,12 @@ def schedule_tasks(
     as its cap says. The phases of the policy come one after the other on each rank, see [`task_phases`]. (Backwards
     come in bunches where samples are deferred. If all of them went first, the stages behind would run out of work.)
     Forwards of a stage run in the order of its chunks, backwards as their gradients arrive.
+
+    A stage whose forward after a backward has not come in yet takes another backward, if there is one. The forwards
+    then come in bunches, too, and hold up the backwards that the stages before wait for. With `alternate` a second
+    order is simulated, in which such a stage waits for its forward as in textbook 1F1B, and the one that ends first is
+    taken. Both keep as many microbatches in flight.
+
     The order is read off a simulation that has happened, so that it can't deadlock.
 
     Args:
@@ -250,8 +266,11 @@ def schedule_tasks(
         caps (`Mapping[tuple[str, int, int], float]`, *optional*):
             (module, replica, stage) -> the most microbatches in flight, such as [`policy_caps`] gives; a stage that
             is not in it has no cap.
+        alternate (`bool`, *optional*, defaults to `False`): Whether to look at the order that waits, too.
 
     Returns:
         `Timeline`: When each task runs.
     """
-    return _Scheduler(plan, graph, cost or default_cost, caps or {}).run()
+    cost, caps = cost or default_cost, caps or {}
+    tries = [_Scheduler(plan, graph, cost, caps, waits).run() for waits in ((False, True) if alternate else (False,))]
+    return min((found for found in tries if found is not None), key=lambda found: max(found.end_ms, default=0.0))

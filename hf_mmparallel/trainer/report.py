@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from accelerate.logging import get_logger
 from rich.console import Console
 
 from ..arrange.balance import Balance, step_balance
@@ -23,6 +24,7 @@ from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
+from ..search.split import split_stability, too_small
 from ..search.steps import PlannedStep, SizeFunction, StepPlanner
 from .arguments import MultimodalTrainingArguments
 from .loaders import training_planner, without_unused_columns
@@ -31,9 +33,12 @@ from .model_card import SCHEDULE, WORKLOADS
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
 
+logger = get_logger(__name__)
+
 WITH_LIMITS = ("hierarchical", "tapered")
 """The arrangements whose microbatches hold to limits of tokens and memory."""
 _SAMPLES = 8
+_PROFILED = 256  # samples whose sizes say how ranks would be split: every dataset of Entrain is stable from there on
 _WIDTH = 120  # of the table in a file or a pipe
 
 
@@ -232,12 +237,33 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
 
 def draw_prediction(folder: Path, method: str, prediction: StepReport) -> None:
     """Draws the predicted step into a folder, and where sizes are known its balance."""
+    warn_of_small_batch(trainer, planner)
+    folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     gantt_png(prediction.simulation, folder / SCHEDULE, title="Predicted schedule of one step")
     if prediction.balances is not None:
         before, after = prediction.balances
         panels = {BEFORE: before, f"after, {method}": after}
         balance_png(panels, folder / WORKLOADS, title="Predicted forward of each microbatch of one step")
+
+
+def warn_of_small_batch(trainer: MultimodalParallelTrainer, planner: StepPlanner) -> None:
+    """Warns of a global batch below the minimum stable one (Entrain, section 4.4.2), where sizes are known."""
+    answer = None if trainer.search is None else trainer.search.answer
+    if answer is not None:
+        sizes = answer.inputs.samples.measured
+    elif planner.sizes is None or is_stream(trainer.train_dataset):  # more of a stream is not read for this
+        return
+    else:
+        with seeded(trainer.args.seed):  # only this rank reads samples here
+            draw = representative_draw(trainer, planner.sizes, None, max(trainer.global_batch_size, _PROFILED))
+            sizes = planner.sizes(draw.samples) if draw.samples else None
+    if sizes is None or not sizes.known:
+        return
+    stability = split_stability(planner.costs, planner.plan, sizes)
+    text = too_small(stability, trainer.global_batch_size, "global_batch_size=")
+    if text is not None:
+        logger.warning(text)
 
 
 def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, prediction: StepReport) -> list[str]:

@@ -56,11 +56,15 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
     for name in generators_of(plan):
         dp_size = plan.modules[name].dp_size
         groups = np.gcd(language, dp_size)
-        assert {len(own) for own in step.microbatches[name]} == {len(own) for own in step.microbatches[LANGUAGE_MODEL]}
+        counts = [len(own) for own in step.microbatches[LANGUAGE_MODEL]]
+        turns = [max(own) for own in np.split(np.array(counts), groups)]
+        assert [len(own) for own in step.microbatches[name]] == np.repeat(turns, dp_size // groups).tolist()
         for slot in np.flatnonzero(work.forward_ms[name] > 0).tolist():
             replica, index = step.places[LANGUAGE_MODEL, slot]
             copy, same = step.places[name, slot]
-            assert same == index and copy * groups // dp_size == replica * groups // language
+            group = replica * groups // language
+            # The same microbatch, where all replicas of the language model have as many.
+            assert same == int((index + 0.5) * turns[group] / counts[replica]) and copy * groups // dp_size == group
 
 
 def test_a_plan_knows_what_is_in_front_and_what_behind():
