@@ -3,9 +3,10 @@ All arrangements of the same global batches: how even microbatches are, how long
 
 In the simulator: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's encoder with Llama 3,
 four replicas with eight stages each, 32 microbatches, task times from operation counts. Each arrangement runs on the
-same plan, and DistTrain and DIP also on the plans that Entrain's tables give them, DIP with its own schedule. Replicas
-of the language model with unlike numbers of stages are simulated with as many microbatches each, and by their speed. On
-gloo ranks: eight processes whose tasks sleep for the times of a small batch, over the real engine and its messages.
+same plan, and DistTrain and DIP also on the plans that Entrain's tables give them, DIP with its own schedule.
+Language-model replicas with unlike numbers of stages are simulated with as many microbatches each, and with numbers by
+their speed. On gloo ranks: eight processes whose tasks sleep for the times of a small batch, over the real engine and
+its messages.
 
 A step is compared with that of a batch of like samples that could be divided at will, into equal microbatches (even)
 and into the best that there are for that plan (best), and with its busiest stage, the bound that nothing gets below.
@@ -226,7 +227,7 @@ def simulate_dataset(name: str, model: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def unlike_replicas() -> dict[str, Any]:
-    """Replicas of the language model with 4, 3 and 2 of 12 layers' stages, 24 microbatches of 120 ms in all of them."""
+    """Three replicas that have 12 layers in 4, 3 and 2 stages, and 24 microbatches of 120 ms to share."""
     stages, microbatches, num_layers = (4, 3, 2), 24, 12
     starts = np.cumsum((0, *stages)).tolist()
     replicas = []
