@@ -206,7 +206,8 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--microbatch-assignment",
         metavar="NAME",
-        help="how samples come to microbatches, as in the Trainer (hierarchical; contiguous where all are alike)",
+        help="how samples come to microbatches: hierarchical, tapered, entrain, contiguous or a baseline, as in the "
+        "Trainer (hierarchical; contiguous where all are alike)",
     )
 
 
