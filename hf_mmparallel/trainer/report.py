@@ -15,7 +15,7 @@ from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.base import not_worth_a_run
 from ..callbacks.metrics import core_per_rank
-from ..cli.table import plan_table
+from ..cli.table import plan_table, range_text
 from ..cost import RankMemory
 from ..data.draws import Draw
 from ..data.loader import seeded
@@ -231,14 +231,13 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
     console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
     for line in report_lines(trainer, planner, prediction):
         console.print(line, highlight=False)
+    warn_of_small_batch(trainer, planner)
     with not_worth_a_run("The picture of the predicted step"):
         draw_prediction(Path(args.output_dir), planner.method, prediction)
 
 
 def draw_prediction(folder: Path, method: str, prediction: StepReport) -> None:
     """Draws the predicted step into a folder, and where sizes are known its balance."""
-    warn_of_small_batch(trainer, planner)
-    folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     gantt_png(prediction.simulation, folder / SCHEDULE, title="Predicted schedule of one step")
     if prediction.balances is not None:
@@ -276,8 +275,8 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     else:
         per_microbatch = f"on average {len(step.samples) / sum(counts):.3g}"
     lines = [
-        f"Global batch of {trainer.global_batch_size} samples: {max(counts)} microbatches of {per_microbatch} samples "
-        f"on each language-model replica, schedule {plan.schedule}."
+        f"Global batch of {trainer.global_batch_size} samples: {range_text(counts)} microbatches of {per_microbatch} "
+        f"samples on each language-model replica, schedule {plan.schedule}."
     ]
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     lines += settings_without_effect(args, prediction.balances is not None)
