@@ -3,8 +3,10 @@ All arrangements of the same global batches: how even microbatches are, how long
 
 In the simulator: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's encoder with Llama 3,
 four replicas with eight stages each, 32 microbatches, task times from operation counts. Each arrangement runs on the
-same plan, and DistTrain and DIP also on the plans that Entrain's tables give them. On gloo ranks: eight processes
-whose tasks sleep for the times of a small batch, over the real engine and its messages.
+same plan, and DistTrain and DIP also on the plans that Entrain's tables give them, DIP with its own schedule.
+Language-model replicas with unlike numbers of stages are simulated with as many microbatches each, and with numbers by
+their speed. On gloo ranks: eight processes whose tasks sleep for the times of a small batch, over the real engine and
+its messages.
 
 A step is compared with that of a batch of like samples that could be divided at will, into equal microbatches (even)
 and into the best that there are for that plan (best), and with its busiest stage, the bound that nothing gets below.
@@ -18,6 +20,7 @@ python benchmarks/microbatch_balance.py --quick --out out/bench  # seconds; the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -34,17 +37,22 @@ from bounds import StageWork, busiest_ms, divisible_ms, even_ms
 from modelled import collate, gathered, message_ms, sleep_instead, timed_step, tiny_model, tiny_samples
 from rich.table import Table
 
-from hf_mmparallel.arrange import arrange_step
+from hf_mmparallel.arrange import Arrangement, arrange_step
 from hf_mmparallel.arrange.balance import deferred_fraction, step_balance
+from hf_mmparallel.arrange.entrain import entrain
+from hf_mmparallel.arrange.greedy import fill_bins
+from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, hardware
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
+    ModulePlan,
     ModulePlugin,
     ParallelPlan,
     SampleSizes,
+    Stage,
     StepPlan,
     Workloads,
     resolve_plan,
@@ -66,15 +74,18 @@ class Variant:
 
     Args:
         name (`str`): What it is called in the table.
-        method (`str`): The arrangement.
+        method (`str` or `Callable`): The arrangement.
         schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule.
-        system (`str`, *optional*): Whose stage counts it has; `None` for those of Entrain.
+        system (`str`, *optional*, defaults to `"entrain"`): Whose stage counts it has.
+        alternates (`bool`, *optional*): Whether stages may wait for a forward after each backward; by default as the
+            arrangement has it.
     """
 
     name: str
-    method: str
+    method: str | Arrangement
     schedule: str = "1f1b"
     system: str = "entrain"
+    alternates: bool | None = None
 
 
 SAME_PLAN = (
@@ -82,16 +93,23 @@ SAME_PLAN = (
     Variant("batch_rebalance", "batch_rebalance"),
     Variant("disttrain", "disttrain"),
     Variant("sub_microbatches", "sub_microbatches"),
+    Variant("entrain", "entrain"),
     Variant("hierarchical", "hierarchical"),
     Variant("hierarchical, eager", "hierarchical", "eager"),
     Variant("tapered", "tapered"),
     Variant("tapered, eager", "tapered", "eager"),
 )
+ABLATION = (
+    Variant("entrain, no deferral", functools.partial(entrain, deferral=False)),
+    Variant("disttrain, alternating", "disttrain", alternates=True),
+    Variant("entrain, alternating", "entrain", alternates=True),
+)
 OWN_PLAN = (
     Variant("disttrain, its own plan", "disttrain", system="disttrain"),
-    Variant("sub_microbatches, DIP's own plan", "sub_microbatches", system="dip"),
-    Variant("hierarchical, DIP's own plan", "hierarchical", system="dip"),
-    Variant("tapered, DIP's own plan", "tapered", system="dip"),
+    Variant("DIP", "sub_microbatches", "encoders_first", system="dip"),
+    Variant("sub_microbatches, DIP's plan", "sub_microbatches", system="dip"),
+    Variant("hierarchical, DIP's plan", "hierarchical", system="dip"),
+    Variant("tapered, DIP's plan", "tapered", system="dip"),
 )
 
 
@@ -162,6 +180,7 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     spec = PUBLISHED_MODELS[model].spec
     workloads = PUBLISHED_MODELS[model].workloads(sizes)
     step = arrange_step(plan, range(sizes.num_samples), workloads, MICROBATCH, variant.method)
+    step = step if variant.alternates is None else replace(step, alternates=variant.alternates)
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
     simulation = simulate(plan, build_program(plan, step, [], cost), cost)
     forwards = microbatch_forward_ms(simulation.spans)
@@ -198,13 +217,56 @@ def simulate_dataset(name: str, model: str, sizes: Sizes) -> dict[str, Any]:
     count = sizes.batch // MICROBATCH // sizes.replicas
     workloads = [PUBLISHED_MODELS[model].workloads(batch) for batch in batches]
     rows = {}
-    for variant in (*SAME_PLAN, *OWN_PLAN):
+    for variant in (*SAME_PLAN, *ABLATION, *OWN_PLAN):
         colocated = variant.system == "dip"
         plan = make_plan(model, stages[variant.system], sizes.replicas, variant.schedule, colocated)
         row = mean_of([simulated(plan, variant, model, batch) for batch in batches])
         row["bounds_ms"] = mean_of([bounds_of(stage_work(plan, own), count, colocated) for own in workloads])
         rows[variant.name] = row
     return {"dataset": name, "model": model, "stages": dict(stages), "arrangements": rows}
+
+
+def unlike_replicas() -> dict[str, Any]:
+    """Three replicas that have 12 layers in 4, 3 and 2 stages, and 24 microbatches of 120 ms to share."""
+    stages, microbatches, num_layers = (4, 3, 2), 24, 12
+    starts = np.cumsum((0, *stages)).tolist()
+    replicas = []
+    for count, start in zip(stages, starts, strict=False):
+        cuts = [num_layers * index // count for index in range(count + 1)]
+        pairs = zip(cuts, cuts[1:], strict=False)
+        replicas.append(tuple(Stage(layers, ((start + index,),)) for index, layers in enumerate(pairs)))
+    plan = ParallelPlan({LANGUAGE_MODEL: ModulePlan(tuple(replicas))}, num_microbatches=microbatches // len(stages))
+    rng = np.random.default_rng(0)
+    result: dict[str, Any] = {"stages": stages}
+    for name, spread in (("alike", 0.0), ("log-normal", 0.5)):
+        work = np.exp(spread * rng.standard_normal(MICROBATCH * microbatches))
+        forward = {LANGUAGE_MODEL: 40.0 * microbatches * work / work.sum()}
+        tokens = {LANGUAGE_MODEL: np.ones(len(work), np.int64)}
+        workloads = Workloads(forward, {LANGUAGE_MODEL: 2.0}, tokens, {})
+        step = arrange_step(plan, range(len(work)), workloads, MICROBATCH, "hierarchical")
+        rows = {"as many each": _as_many_each(plan, workloads), "by their speed": step}
+        result[name] = {}
+        for way, own in rows.items():
+            cost = TaskTimes(plan, own, workloads)
+            found = simulate(plan, build_program(plan, own, [], cost), cost)
+            counts = [len(microbatches) for microbatches in own.microbatches[LANGUAGE_MODEL]]
+            result[name][way] = {"iteration_ms": found.iteration_ms, "microbatches": counts}
+    return result
+
+
+def _as_many_each(plan: ParallelPlan, workloads: Workloads) -> StepPlan:
+    """The same number of microbatches for each replica, with samples by the speed of their slowest stages."""
+    stages = [len(replica) for replica in plan.modules[LANGUAGE_MODEL].replicas]
+    count = workloads.num_samples // MICROBATCH // len(stages)
+    language = workloads.forward_ms[LANGUAGE_MODEL]
+    replica = assign_replicas(language, np.zeros((len(language), 0)), np.array(stages))
+    rows = []
+    for index in range(len(stages)):
+        own = np.flatnonzero(replica == index)
+        order = np.argsort(-language[own], kind="stable")
+        found = fill_bins(np.zeros(len(own), np.int64), language[own, None], order, np.ones(count))
+        rows.append(tuple(tuple(own[found == place].tolist()) for place in range(count)))
+    return StepPlan(tuple(range(len(language))), {LANGUAGE_MODEL: tuple(rows)}, {})
 
 
 def bounds_of(works: list[StageWork], num_microbatches: int, colocated: bool) -> dict[str, float]:
@@ -298,6 +360,17 @@ def dataset_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def unlike_table(result: dict[str, Any]) -> Table:
+    """Replicas with 4, 3 and 2 stages."""
+    table = Table("samples", "microbatches", "of each replica", "step ms")
+    table.title = f"Replicas of the language model with {', '.join(map(str, result['stages']))} stages"
+    table.title_justify = "left"
+    for samples in ("alike", "log-normal"):
+        for way, row in result[samples].items():
+            table.add_row(samples, way, "/".join(map(str, row["microbatches"])), f"{row['iteration_ms']:.0f}")
+    return table
+
+
 def slept_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for each arrangement of the batch whose tasks sleep."""
     table = Table("arrangement", "predicted ms", "measured ms", "/ even", "std vision", "std LM")
@@ -328,8 +401,29 @@ def notes_of(results: Sequence[dict[str, Any]]) -> list[str]:
                 f"busiest stage; {faster[0]:.2f}x faster than DistTrain's order on the same plan, {faster[1]:.2f}x on "
                 "its own."
             )
-        dip = [rows[OWN_PLAN[1].name]["iteration_ms"] / rows[v.name]["iteration_ms"] for v in OWN_PLAN[2:]]
-        notes.append(f"  On DIP's plan, faster than DIP: hierarchical {dip[0]:.2f}x, tapered {dip[1]:.2f}x.")
+        steps = {name: row["iteration_ms"] for name, row in rows.items()}
+        peaks = {name: max(row["peak_gib"]) for name, row in rows.items()}
+        fewer = {
+            module: rows["disttrain"]["std_ms"][module] / own for module, own in rows["entrain"]["std_ms"].items()
+        }
+        notes.append(
+            f"  entrain: deviations {fewer[VISION]:.1f}x and {fewer[LANGUAGE_MODEL]:.1f}x below DistTrain's; "
+            f"{steps['disttrain'] / steps['entrain']:.2f}x faster on the same plan, "
+            f"{steps['disttrain, its own plan'] / steps['entrain']:.2f}x on its own, "
+            f"{steps['DIP'] / steps['entrain']:.2f}x than DIP; hierarchical takes "
+            f"{steps['hierarchical'] / steps['entrain']:.3f} of its step."
+        )
+        notes.append(
+            f"  Deferral of entrain: a step {1 - steps['entrain'] / steps['entrain, no deferral']:.1%} shorter for "
+            f"{peaks['entrain'] / peaks['entrain, no deferral'] - 1:.1%} more memory. Steps that alternate: "
+            f"{1 - steps['disttrain, alternating'] / steps['disttrain']:.1%} shorter for DistTrain's order, "
+            f"{1 - steps['entrain, alternating'] / steps['entrain']:.1%} for entrain."
+        )
+        dip = [steps["DIP"] / steps[v.name] for v in OWN_PLAN[3:]]
+        notes.append(
+            f"  DIP keeps {peaks['DIP'] - peaks['entrain']:+.1f} GiB more than entrain; on its plan hierarchical is "
+            f"{dip[0]:.2f}x faster, tapered {dip[1]:.2f}x."
+        )
     goals = f"Goals: {GOAL_STD}x for SynthChartNet, a step within {GOAL_BOUND:.2f} of the bound."
     return [*notes, goals]
 
@@ -348,8 +442,15 @@ def main() -> None:
     names = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
     results = [simulate_dataset(name, model, sizes) for name, model in (names[:1] if options.quick else names)]
     slept = common.launch(__file__, 8, ["--quick"] * options.quick)
-    tables = [*map(dataset_table, results), slept_table(slept)]
-    result = {"simulated": results, "slept": slept, "sizes": asdict(sizes), "goals": [GOAL_STD, GOAL_BOUND]}
+    unlike = unlike_replicas()
+    tables = [*map(dataset_table, results), unlike_table(unlike), slept_table(slept)]
+    result = {
+        "simulated": results,
+        "unlike": unlike,
+        "slept": slept,
+        "sizes": asdict(sizes),
+        "goals": [GOAL_STD, GOAL_BOUND],
+    }
     result |= common.machine(common.Shapes(), load)
     common.report("microbatch_balance", tables, notes_of(results), result, options.out)
 

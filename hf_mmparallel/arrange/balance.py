@@ -77,11 +77,14 @@ def step_balance(step: StepPlan, workloads: Workloads) -> Balance:
 
 def is_deferred(step: StepPlan) -> np.ndarray:
     """bool `[samples]`: whether the language model takes a sample in a later microbatch than an encoder."""
-    taken = _microbatch_of(step, LANGUAGE_MODEL)
     late = np.zeros(len(step.samples), dtype=bool)
-    for name in step.targets:
-        index = _microbatch_of(step, name)
-        late |= (index >= 0) & (index < taken)
+    for name, targets in step.targets.items():
+        if LANGUAGE_MODEL not in targets:
+            continue
+        for replica, microbatches in enumerate(step.microbatches[name]):
+            due = step.takers(name, replica, LANGUAGE_MODEL)
+            for index, slots in enumerate(microbatches):
+                late[[slot for slot in slots if index < due.get(slot, index)]] = True
     return late
 
 
@@ -122,15 +125,6 @@ def compare_with_contiguous(
     """
     before = arrange_step(plan, step.samples, workloads, microbatch_size, "contiguous", step.epoch)
     return step_balance(before, workloads), step_balance(step, workloads)
-
-
-def _microbatch_of(step: StepPlan, module: str) -> np.ndarray:
-    """int64 `[samples]`: the microbatch of each slot, -1 of those that a module does not take."""
-    found = np.full(len(step.samples), -1, dtype=np.int64)
-    for microbatches in step.microbatches[module]:
-        for number, slots in enumerate(microbatches):
-            found[list(slots)] = number
-    return found
 
 
 def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:

@@ -4,45 +4,13 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of, generators_of
 from ..plan.step_plan import Slots
-from .contiguous import contiguous, num_microbatches, share
-
-Replicas = tuple[tuple[Slots, ...], ...]
-
-
-def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]]) -> dict[str, Replicas]:
-    """
-    Gives the encoders the microbatches of the language model.
-
-    `gcd(dp, dp')` groups of replicas stay among themselves: what the language-model replicas of a group take at one
-    place is shared evenly among the encoder replicas of the same group, so that with equal sizes encoder replica `d`
-    takes exactly what language-model replica `d` takes.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> slots of the language model.
-    """
-    result: dict[str, Replicas] = {}
-    for name in encoders_of(plan):
-        dp_size = plan.modules[name].dp_size
-        groups = gcd(dp_size, len(language))
-        sources, takers = len(language) // groups, dp_size // groups
-        replicas = []
-        for group in range(groups):
-            members = language[group * sources : (group + 1) * sources]
-            pooled = [tuple(slot for slots in row for slot in slots) for row in zip(*members, strict=True)]
-            for part in range(takers):
-                replicas.append(tuple(share(slots, part, takers, turn) for turn, slots in enumerate(pooled)))
-        result[name] = tuple(replicas)
-    result[LANGUAGE_MODEL] = tuple(tuple(replica) for replica in language)
-    return result
+from .contiguous import Replicas, contiguous, counts_of, coupled, in_turns
 
 
 def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
@@ -59,17 +27,14 @@ def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: i
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
     """
     lengths = workloads.tokens[LANGUAGE_MODEL]
-    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    count = num_microbatches(len(lengths), microbatch_size, dp_size)
+    counts = counts_of(plan, workloads, microbatch_size)
     order = np.argsort(-lengths, kind="stable")
-    groups = _PaddedGroups(lengths[order].astype(float), dp_size, count)
-    counts = groups.balance()
-    pieces = np.split(order, np.cumsum(counts)[:-1])
-    ranking = groups.ranking(groups.costs(counts))
-    language = [
-        [tuple(pieces[ranking[index * dp_size + replica]].tolist()) for index in range(count)]
-        for replica in range(dp_size)
-    ]
+    groups = _PaddedGroups(lengths[order].astype(float), len(counts), sum(counts))
+    sizes = groups.balance()
+    pieces = np.split(order, np.cumsum(sizes)[:-1])
+    language: list[list[Slots]] = [[()] * count for count in counts]
+    for piece, (replica, index) in zip(groups.ranking(groups.costs(sizes)), in_turns(counts), strict=True):
+        language[replica][index] = tuple(pieces[piece].tolist())
     return coupled(plan, language)
 
 
@@ -82,9 +47,9 @@ class _PaddedGroups:
     are left alone from then on. It ends when a state comes back, and the state of the smallest spread counts.
     """
 
-    def __init__(self, lengths: np.ndarray, dp_size: int, count: int):
+    def __init__(self, lengths: np.ndarray, dp_size: int, size: int):
         self.dp_size = dp_size
-        self.size = dp_size * count
+        self.size = size
         # A group without samples may begin behind the last one.
         self.lengths = np.append(lengths, 0.0)
         self.active = np.ones(self.size, dtype=bool)
@@ -153,8 +118,8 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
 
     The samples go to the replica with the smallest sum, smallest first as the paper has it, although the bound that it
     cites is that of the largest first. Their size is their forward through all modules. A replica's samples are cut in
-    this order into microbatches of nearly `microbatch_size` samples, the same number for every replica, which are then
-    ordered, see [`interleaved_order`]. Encoders take the same microbatches, see [`coupled`].
+    this order into microbatches of nearly `microbatch_size` samples, which are then ordered, see
+    [`interleaved_order`]. Encoders take the same microbatches, see [`coupled`].
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -162,18 +127,15 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
     """
     sizes = np.sum([workloads.forward_ms[name] for name in plan.modules], axis=0)
-    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    count = num_microbatches(len(sizes), microbatch_size, dp_size)
+    counts = counts_of(plan, workloads, microbatch_size)
     pipeline = _Pipeline.longest(plan, workloads)
-    groups = _least_loaded(sizes, dp_size)
-    cuts = np.array([_even_cuts(len(slots), count) for slots in groups])
-    starts = np.cumsum([0, *map(len, groups)])[:-1, None]
-    measures = np.vstack([pipeline.stage_ms, sizes])[:, [slot for slots in groups for slot in slots]]
-    sums = np.diff(np.cumsum(np.pad(measures, ((0, 0), (1, 0))), axis=1)[:, cuts + starts])
+    measures = np.vstack([pipeline.stage_ms, sizes])
     language = []
-    for replica, slots in enumerate(groups):
-        order = interleaved_order(sums[:-1, replica].T, pipeline.backward_ratio, sums[-1, replica])
-        language.append([tuple(slots[cuts[replica, index] : cuts[replica, index + 1]]) for index in order])
+    for slots, count in zip(_least_loaded(sizes, counts), counts, strict=True):
+        cuts = _even_cuts(len(slots), count)
+        sums = np.diff(np.pad(np.cumsum(measures[:, slots], axis=1), ((0, 0), (1, 0)))[:, cuts])
+        order = interleaved_order(sums[:-1].T, pipeline.backward_ratio, sums[-1])
+        language.append([tuple(slots[cuts[index] : cuts[index + 1]]) for index in order])
     return coupled(plan, language)
 
 
@@ -183,14 +145,18 @@ def _even_cuts(num_slots: int, count: int) -> list[int]:
     return [size * part + min(part, rest) for part in range(count + 1)]
 
 
-def _least_loaded(sizes: np.ndarray, num_groups: int) -> list[list[int]]:
-    """Greedy number partitioning in ascending order (DistTrain, algorithm 2); ties go to the first group."""
-    heap = [(0.0, group) for group in range(num_groups)]
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
+def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
+    """
+    Greedy number partitioning in ascending order (DistTrain, algorithm 2); ties go to the first group. Groups with
+    fewer microbatches get less.
+    """
+    heap = [(0.0, group) for group in range(len(counts))]
+    paces = [max(counts) / count for count in counts]
+    groups: list[list[int]] = [[] for _ in counts]
     for slot in np.argsort(sizes, kind="stable").tolist():
         load, group = heap[0]
         groups[group].append(slot)
-        heapq.heapreplace(heap, (load + float(sizes[slot]), group))
+        heapq.heapreplace(heap, (load + paces[group] * float(sizes[slot]), group))
     return groups
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,15 +28,75 @@ def _heaviest_first(bins: NDArray, weights: NDArray, num_bins: int) -> NDArray:
     return np.append(order, len(bins))[padded(bins[order], num_bins)]
 
 
+@dataclass(frozen=True)
+class Pairs:
+    """
+    The upper half of microbatches by load, the lower half, and what each of the one would defer to each of the other.
+
+    Args:
+        over (`numpy.ndarray` of shape `[num_problems, half]`): Overloaded microbatches, the heaviest first.
+        under (`numpy.ndarray` of shape `[num_problems, half]`): Underloaded ones, the heaviest first.
+        costs (`numpy.ndarray` of shape `[num_problems, half, half]`):
+            The load of the heavier of both after the deferral (Entrain, equation 4.3), at least 0.
+        members (`numpy.ndarray` of shape `[num_problems * half, places]`): Items of each overloaded microbatch.
+        table (`SubsetSums`): Sums of their subsets.
+        chosen (`numpy.ndarray` of shape `[num_problems, half, half]`): The sum in the table that is deferred.
+    """
+
+    over: NDArray
+    under: NDArray
+    costs: NDArray
+    members: NDArray
+    table: SubsetSums
+    chosen: NDArray
+
+    def moved(self, problem: int, over: int, under: int) -> NDArray:
+        """The items that overloaded microbatch `over` of a problem defers to `under`."""
+        row = problem * self.over.shape[1] + over
+        bits = self.table.subsets[row, self.chosen[problem, over, under]]
+        items = self.members[row]
+        return items[(bits >> np.minimum(np.arange(len(items)), 63)) & 1 > 0]
+
+
+def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
+    """
+    For each overloaded and each underloaded microbatch, looks up the subset of the overloaded one whose sum is nearest
+    to half of the difference (Entrain, section 4.5.2).
+
+    Args:
+        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; problem `p` has those from
+            `p * num_microbatches`. Samples that belong to none have a number past the last.
+        weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
+        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Load of each, or by how much it is above
+            its target.
+    """
+    num_problems, count = surplus.shape
+    half = count // 2
+    descending = np.argsort(-surplus, axis=1, kind="stable")
+    over, under = descending[:, :half], descending[:, count - half :]
+    above, below = np.take_along_axis(surplus, over, 1), np.take_along_axis(surplus, under, 1)
+    padded_weights = np.append(weights, 0.0)
+    first = np.arange(num_problems)[:, None] * count
+    inside = rows < num_problems * count
+    members = _heaviest_first(np.where(inside, rows, num_problems * count), padded_weights, num_problems * count + 1)
+    members = members[(over + first).ravel()]
+    table = _sums(members, padded_weights)
+    wanted = ((above[:, :, None] - below[:, None, :]) / 2).reshape(num_problems * half, half)
+    chosen = table.nearest(wanted)
+    moved = np.take_along_axis(table.sums, chosen, 1).reshape(num_problems, half, half)
+    costs = np.maximum(above[:, :, None] - moved, below[:, None, :] + moved)
+    lowest = min(0.0, costs.min(initial=0.0))
+    return Pairs(over, under, costs - lowest, members, table, chosen.reshape(costs.shape))
+
+
 def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
     """
     Orders microbatches such that each overloaded one stands right before the underloaded one that it defers to.
 
-    The upper half by load is paired with the lower half. For each pair the subset of the overloaded microbatch is
-    looked up whose sum is nearest to half of the difference; the pairs are those whose heaviest microbatch is lightest
-    ([`bottleneck_matching`]; Entrain, section 4.5.2). Pairs follow each other such that what is left over of the pairs
-    so far stays small and is not negative, as far as it can: only then can later deferrals pass it on. With an odd
-    number of microbatches the middle one defers nothing and comes last.
+    The upper half by load is paired with the lower half, see [`possible_pairs`]; the pairs are those whose heaviest
+    microbatch is lightest ([`bottleneck_matching`]; Entrain, section 4.5.2). Pairs follow each other such that what is
+    left over of the pairs so far stays small and is not negative, as far as it can: only then can later deferrals pass
+    it on. With an odd number of microbatches the middle one defers nothing and comes last.
 
     Args:
         rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; problem `p` has those from
@@ -51,20 +113,12 @@ def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray
     descending = np.argsort(-surplus, axis=1, kind="stable")
     if not half:
         return descending
-    over, under = descending[:, :half], descending[:, count - half :]
-    above, below = np.take_along_axis(surplus, over, 1), np.take_along_axis(surplus, under, 1)
-    padded_weights = np.append(weights, 0.0)
-    first = np.arange(num_problems)[:, None] * count
-    inside = rows < num_problems * count
-    members = _heaviest_first(np.where(inside, rows, num_problems * count), padded_weights, num_problems * count + 1)
-    table = _sums(members[(over + first).ravel()], padded_weights)
-    wanted = ((above[:, :, None] - below[:, None, :]) / 2).reshape(num_problems * half, half)
-    moved = np.take_along_axis(table.sums, table.nearest(wanted), 1).reshape(num_problems, half, half)
-    costs = np.maximum(above[:, :, None] - moved, below[:, None, :] + moved)
-    partner = bottleneck_matching(costs - costs.min(initial=0.0))
-    totals = above + np.take_along_axis(below, partner, 1)
+    found = possible_pairs(rows, weights, surplus)
+    partner = bottleneck_matching(found.costs)
+    under = np.take_along_axis(found.under, partner, 1)
+    totals = np.take_along_axis(surplus, found.over, 1) + np.take_along_axis(surplus, under, 1)
     sequence = _running_order(totals, start)
-    pairs = np.stack([over, np.take_along_axis(under, partner, 1)], axis=2)
+    pairs = np.stack([found.over, under], axis=2)
     pairs = np.take_along_axis(pairs, sequence[:, :, None], 1).reshape(num_problems, 2 * half)
     return np.append(pairs, descending[:, half : count - half], axis=1)
 

@@ -42,20 +42,21 @@ def generated(plan: ParallelPlan, workloads: Workloads, language: Sequence[Seque
     for number, microbatches in enumerate(language):
         for index, slots in enumerate(microbatches):
             replica[list(slots)], microbatch[list(slots)] = number, index
-    count = max(map(len, language))
+    counts = np.array([len(microbatches) for microbatches in language])
     result = {}
     for track in generator_tracks(plan, workloads, Pipeline.of(plan, workloads.backward_ratio).bottleneck):
-        copy = _copies(track, workloads, replica, microbatch, count)
-        result.update(dict.fromkeys(track.modules, track.microbatches(copy, microbatch, count)))
+        turn = track.turn(replica, microbatch, counts)
+        copy = _copies(track, workloads, replica, turn, int(counts.max()))
+        result.update(dict.fromkeys(track.modules, track.microbatches(copy, turn, counts)))
     return result
 
 
-def _copies(track: Track, workloads: Workloads, replica: NDArray, microbatch: NDArray, count: int) -> NDArray:
+def _copies(track: Track, workloads: Workloads, replica: NDArray, turn: NDArray, count: int) -> NDArray:
     """The track's replica of each sample, within its limits of tokens if that can be."""
     names = [name for name in track.modules if name in workloads.max_tokens]
     if names:
         sizes = np.stack([workloads.tokens[name] for name in names], axis=1).astype(float)
         room = Room(sizes, np.array([workloads.max_tokens[name] for name in names], dtype=float))
         with suppress(NoRoomError):  # of methods that keep to no limits
-            return track.copies(replica, microbatch, count, room)
-    return track.copies(replica, microbatch, count, None)
+            return track.copies(replica, turn, count, room)
+    return track.copies(replica, turn, count, None)

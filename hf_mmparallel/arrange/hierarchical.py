@@ -7,8 +7,9 @@ model takes some of them one microbatch later, so that its microbatches are even
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +25,7 @@ from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
 from .replicas import assign_replicas
 from .sizes import LARGEST, Sizes, best_count, best_sizes
-from .tracks import Track, cut, generator_tracks, paces_of, tracks_of
+from .tracks import Track, cut, generator_tracks, microbatch_counts, tracks_of
 
 _LANGUAGE_EVEN = 0.5  # what the language model counts between microbatches, where encoders come first and count 1
 _EXCHANGES = 20  # most rounds of them for each of the weights
@@ -41,13 +42,13 @@ class Placement:
     Where each sample is.
 
     Args:
-        count (`int`): Microbatches of each replica.
+        counts (`numpy.ndarray` of shape `[replicas]`): Microbatches of each replica.
         microbatch (`numpy.ndarray` of shape `[num_samples]`): In the language model.
-        encoder (`tuple[numpy.ndarray, ...]`): For each track, the microbatch `[num_samples]` of each sample.
+        encoder (`tuple[numpy.ndarray, ...]`): For each track, the microbatch `[num_samples]` of each sample there.
         copy (`tuple[numpy.ndarray, ...]`): For each track, the encoder replica `[num_samples]` of each sample.
     """
 
-    count: int
+    counts: NDArray
     microbatch: NDArray
     encoder: tuple[NDArray, ...]
     copy: tuple[NDArray, ...]
@@ -60,16 +61,18 @@ class Batch:
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): What samples cost.
+        count (`int`): Microbatches of each replica, on average.
 
     Raises:
         `ValueError`: If a sample alone has more tokens than a microbatch may have.
     """
 
-    def __init__(self, plan: ParallelPlan, workloads: Workloads):
+    def __init__(self, plan: ParallelPlan, workloads: Workloads, count: int):
         self.plan, self.workloads = plan, workloads
         self.pipeline = Pipeline.of(plan, workloads.backward_ratio)
         self.language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
-        self.dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+        self.all_replicas = plan.modules[LANGUAGE_MODEL].dp_size
+        self.members = np.arange(self.all_replicas)
         self.tracks = tracks_of(plan, workloads, self.pipeline.bottleneck)
         self.generators = generator_tracks(plan, workloads, self.pipeline.bottleneck)
         self.around = (*self.tracks, *self.generators)
@@ -83,7 +86,29 @@ class Batch:
                     f"A sample has {largest} tokens in `{name}`, where a microbatch may have {limit}: samples are not "
                     f"cut. Allow {largest} tokens or more, or leave such samples out."
                 )
-        self.replica = assign_replicas(self.language, self.work, paces_of(plan))
+        self.replica = assign_replicas(self.language, self.work, self.counts(count))
+
+    @property
+    def dp_size(self) -> int:
+        """Replicas of the language model."""
+        return len(self.members)
+
+    def counts(self, count: int) -> NDArray:
+        """Microbatches `[replicas]` of all replicas, of `count` on average."""
+        return microbatch_counts(self.plan, self.workloads, count)
+
+    def part(self, members: NDArray) -> tuple[Batch, NDArray]:
+        """The batch of some of the replicas, and its samples."""
+        if len(members) == self.dp_size:
+            return self, np.arange(len(self.replica))
+        chosen = np.flatnonzero(np.isin(self.replica, members))
+        part = copy(self)
+        for name in ("totals", "mean_ms"):
+            part.__dict__.pop(name, None)
+        part.members, part.replica = members, np.searchsorted(members, self.replica[chosen])
+        part.language, part.work, part.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
+        part.workloads = self.workloads.take(chosen)
+        return part, chosen
 
     @cached_property
     def totals(self) -> NDArray:
@@ -95,7 +120,7 @@ class Batch:
     def mean_ms(self) -> dict[str, float]:
         """Module -> forward of the samples of a replica, on average."""
         return {
-            name: float(np.sum(self.workloads.forward_ms[name])) / module.dp_size
+            name: float(np.sum(self.workloads.forward_ms[name])) / module.dp_size * (self.all_replicas / self.dp_size)
             for name, module in self.plan.modules.items()
         }
 
@@ -110,23 +135,25 @@ class Batch:
         sizes = np.stack([self.workloads.tokens[name] for name in names], axis=1).astype(float)
         limits = np.array([self.limits[name] for name in names], dtype=float)
         if not per_copy:
-            limits *= [self.plan.modules[name].dp_size / self.dp_size for name in names]
+            limits *= [self.plan.modules[name].dp_size / self.all_replicas for name in names]
         return Room(sizes, np.maximum(limits, sizes.max(axis=0, initial=0)))
 
     @property
-    def fewest(self) -> int:
-        """Microbatches that the limits need at least."""
+    def fewest(self) -> NDArray:
+        """Microbatches `[replicas]` that the limits need at least."""
         room = self.room(list(self.limits))
         if room is None:
-            return 1
-        needed = [np.bincount(self.replica, sizes, self.dp_size).max() for sizes in room.sizes.T]
-        return max(1, math.ceil((np.array(needed) / np.maximum(room.limits, 1)).max() - 1e-9))
+            return np.ones(self.dp_size, np.int64)
+        needed = np.stack([np.bincount(self.replica, sizes, self.dp_size) for sizes in room.sizes.T], axis=1)
+        return np.ceil((needed / np.maximum(room.limits, 1)).max(axis=1) - 1e-9).astype(np.int64)
 
     def sizes(self, count: int) -> Sizes:
         """The sizes that `count` microbatches should have."""
         typical = float(np.median(self.language)) if len(self.language) else 0.0
         smallest = typical * count / max(self.mean_ms[LANGUAGE_MODEL], 1e-300)
-        return best_sizes(self.pipeline, self.mean_ms, count, smallest, min(LARGEST, count / self.fewest))
+        return best_sizes(
+            self.pipeline, self.mean_ms, count, smallest, min(LARGEST, count / max(1, self.fewest.max()))
+        )
 
     def best_count(self, count: int) -> int:
         """At most `count` microbatches: fewer where single samples are so large that others would wait for them."""
@@ -139,19 +166,51 @@ class Batch:
                 heaviest[name] = own
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
 
-    def arrange(self, sizes: Sizes, language_weight: float = 1.0, spread: bool = False) -> Placement:
+    def arrange(self, count: int, taper: bool = False, spread: bool = False) -> Placement:
         """
         Cuts the batch into microbatches.
 
         Args:
-            sizes ([`Sizes`]): How much each microbatch should have.
-            language_weight (`float`, *optional*, defaults to 1):
-                What the language model counts beside an encoder when samples change microbatches.
+            count (`int`): Microbatches of each replica, on average. Replicas that have as many are arranged together.
+            taper (`bool`, *optional*, defaults to `False`):
+                Have microbatches of unlike sizes, with encoders and language model counting alike.
             spread (`bool`, *optional*, defaults to `False`):
                 Order microbatches such that limits of encoders hold that several replicas share.
 
         Raises:
             `NoRoomError`: If the limits need more microbatches.
+        """
+        counts = self.counts(count)
+        if (counts < self.fewest).any():
+            raise NoRoomError
+        bins, microbatch = np.zeros((2, len(self.replica)), np.int64)
+        wanted = {}
+        for own in np.unique(counts).tolist():
+            part, chosen = self.part(np.flatnonzero(counts == own))
+            wanted[own] = part.sizes(own) if taper else Sizes.even(own)
+            bins[chosen], microbatch[chosen] = part.divide(wanted[own], 1.0 if taper else _LANGUAGE_EVEN, spread)
+        most = int(counts.max())
+        encoder = tuple(self._balanced(track, bins, microbatch, counts, wanted) for track in self.tracks)
+        copies = tuple(
+            track.copies(self.replica, own, most, self.room(list(track.modules), per_copy=True))
+            for track, own in zip(self.tracks, encoder, strict=True)
+        )
+        for track in self.generators:  # whether what the language model takes fits them
+            turn = track.turn(self.replica, microbatch, counts)
+            track.copies(self.replica, turn, most, self.room(list(track.modules), per_copy=True))
+        return Placement(counts, microbatch, encoder, copies)
+
+    def divide(self, sizes: Sizes, language_weight: float, spread: bool) -> tuple[NDArray, NDArray]:
+        """
+        Cuts the samples of replicas that have as many microbatches as each other.
+
+        Args:
+            sizes ([`Sizes`]): How much each microbatch should have.
+            language_weight (`float`): What the language model counts beside an encoder in exchanges.
+            spread (`bool`): See [`Batch.arrange`].
+
+        Returns:
+            For each sample the microbatch of the language model in whose turn it is encoded, and the one that has it.
         """
         encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
         count = len(encoder_sizes)
@@ -160,15 +219,7 @@ class Batch:
         targets = self.totals[:, :1] * language_sizes / count
         nothing = np.zeros(len(bins), dtype=bool)
         room = _as_one(self.room([LANGUAGE_MODEL, *(name for track in self.generators for name in track.modules)]))
-        microbatch = bins + defer(self.replica * count + bins, self.language, nothing, targets, _SWEEPS, room)
-        encoder = tuple(self._balanced(track, bins, microbatch, encoder_sizes) for track in self.tracks)
-        copies = tuple(
-            track.copies(self.replica, own, count, self.room(list(track.modules), per_copy=True))
-            for track, own in zip(self.tracks, encoder, strict=True)
-        )
-        for track in self.generators:  # whether what the language model takes fits them
-            track.copies(self.replica, microbatch, count, self.room(list(track.modules), per_copy=True))
-        return Placement(count, microbatch, encoder, copies)
+        return bins, bins + defer(self.replica * count + bins, self.language, nothing, targets, _SWEEPS, room)
 
     def _stratified(self, sizes: NDArray, language_sizes: NDArray, language_weight: float) -> NDArray:
         """
@@ -246,8 +297,8 @@ class Batch:
                 for name, track in shared
             ]
         )
-        groups = np.stack([np.arange(self.dp_size) // track.num_served for _, track in shared])
-        used, module = np.zeros((len(shared), self.dp_size, count)), np.arange(len(shared))
+        groups = np.stack([self.members // track.num_served for _, track in shared])
+        used, module = np.zeros((len(shared), self.all_replicas, count)), np.arange(len(shared))
         place, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
         for index in np.argsort(-taken.max(axis=0), axis=None, kind="stable").tolist():
             replica, number = divmod(index, count)
@@ -267,7 +318,7 @@ class Batch:
         """
         count, loads = language.shape[1], {}
         for name in (name for track in self.around for name in track.modules):
-            scale = self.dp_size / self.plan.modules[name].dp_size
+            scale = self.all_replicas / self.plan.modules[name].dp_size
             work = np.asarray(self.workloads.forward_ms[name], dtype=float)
             loads[name] = scale * self._loads(self.replica * count + bins, work, count)
         loads[LANGUAGE_MODEL] = pair_means(order, language)
@@ -286,29 +337,35 @@ class Batch:
         best = self.pipeline.iteration_ms(rows).reshape(num_trials, -1).argmin(axis=0)
         return trials[best, replica[:, 0]]
 
-    def _balanced(self, track: Track, bins: NDArray, microbatch: NDArray, sizes: NDArray) -> NDArray:
+    def _balanced(
+        self, track: Track, bins: NDArray, microbatch: NDArray, counts: NDArray, sizes: Mapping[int, Sizes]
+    ) -> NDArray:
         """
         The microbatch of each sample in a track: the one before that of the language model or the same, whichever
         makes the track's microbatches more even. They are even already when a track is alone and serves one replica.
         """
+        early = track.turn(self.replica, bins, counts)
         if self._each_alone or self.room(list(track.modules)) is not None:
-            return bins
-        count, some = len(sizes), np.flatnonzero(track.work > 0)
+            return early
+        count, some = int(counts.max()), np.flatnonzero(track.work > 0)
         group, work = self.replica[some] // track.num_served, track.work[some]
-        targets = np.bincount(group, work, track.num_groups)[:, None] * sizes[::-1] / count
+        targets = np.zeros((track.num_groups, count))
+        for own, turns in zip(targets, track.turns(counts).tolist(), strict=True):
+            own[:turns] = np.array(sizes[turns].encoder) / turns
+        targets = np.bincount(group, work, track.num_groups)[:, None] * targets[:, ::-1]
         # Deferral in reverse: from the microbatch of the language model back to the one before.
-        place = group * count + count - 1 - microbatch[some]
-        result = bins.copy()
-        result[some] = microbatch[some] - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS)
+        late = track.turn(self.replica, microbatch, counts)[some]
+        place = group * count + count - 1 - late
+        result = early.copy()
+        result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS)
         return result
 
     def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[Slots, ...], ...]]:
         """Module -> replica -> microbatch -> slots, of encoders and language model."""
-        count, result = placement.count, {}
-        for track, encoder, copy in zip(self.tracks, placement.encoder, placement.copy, strict=True):
-            result.update(dict.fromkeys(track.modules, track.microbatches(copy, encoder, count)))
-        places = self.replica * count + placement.microbatch
-        result[LANGUAGE_MODEL] = cut(np.arange(len(places)), places, self.dp_size, count)
+        counts, result = placement.counts, {}
+        for track, encoder, chosen in zip(self.tracks, placement.encoder, placement.copy, strict=True):
+            result.update(dict.fromkeys(track.modules, track.microbatches(chosen, encoder, counts)))
+        result[LANGUAGE_MODEL] = cut(np.arange(len(self.replica)), self.replica, placement.microbatch, counts)
         return result
 
 
@@ -347,7 +404,8 @@ def hierarchical(
        each sample between its microbatch in the language model and the one before.
 
     The number of microbatches is that of the contiguous arrangement, more where limits of tokens need it, fewer where
-    single samples are so large that an estimate of the step's time says so. Targets are equal, and those of the
+    single samples are so large that an estimate of the step's time says so; replicas whose stages are faster than
+    those of others have more. Targets are equal, and those of the
     encoders come first, as in Entrain (sections 4.3 and 4.5). Where replicas share an encoder and do not fit beside
     each other in it, microbatches are ordered by that instead of in pairs. Generators take what the language model
     takes; their work counts in steps 1 and 2 as that of encoders does.
@@ -368,16 +426,14 @@ def hierarchical(
     Raises:
         `ValueError`: If samples do not fit into microbatches of at most `workloads.max_tokens` tokens.
     """
-    batch = Batch(plan, workloads)
-    count = batch.best_count(num_microbatches(workloads.num_samples, microbatch_size, batch.dp_size))
-    count = max(count, batch.fewest)
+    count = num_microbatches(workloads.num_samples, microbatch_size, plan.modules[LANGUAGE_MODEL].dp_size)
+    batch = Batch(plan, workloads, count)
+    count = batch.best_count(count)
+    count = max(count, int(batch.fewest.max())) if (batch.counts(count) < batch.fewest).any() else count
     while True:
-        with suppress(NoRoomError):
-            if taper:
-                return batch.microbatches(batch.arrange(batch.sizes(count)))
-            return batch.microbatches(batch.arrange(Sizes.even(count), _LANGUAGE_EVEN))
-        with suppress(NoRoomError):
-            return batch.microbatches(batch.arrange(Sizes.even(count), _LANGUAGE_EVEN, spread=True))
+        for spread in (False, True):
+            with suppress(NoRoomError):
+                return batch.microbatches(batch.arrange(count, taper and not spread, spread))
         if count > workloads.num_samples:
             raise ValueError(
                 f"Samples do not fit into microbatches of at most {dict(workloads.max_tokens)} tokens, since replicas "

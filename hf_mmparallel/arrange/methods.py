@@ -10,6 +10,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..plan.step_plan import Slots
 from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
+from .entrain import entrain
 from .generators import generated
 from .hierarchical import hierarchical, tapered
 
@@ -19,11 +20,15 @@ Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 ARRANGEMENTS: Mapping[str, Arrangement] = {
     "hierarchical": hierarchical,
     "tapered": tapered,
+    "entrain": entrain,
     "contiguous": contiguous,
     "batch_rebalance": batch_rebalance,
     "disttrain": disttrain,
     "sub_microbatches": sub_microbatches,
 }
+
+EVEN = frozenset({"hierarchical", "tapered"})
+"""The arrangements whose programs are the better of two orders, see [`schedule_tasks`]."""
 
 
 def arrange_step(
@@ -31,7 +36,7 @@ def arrange_step(
     samples: Sequence[int],
     workloads: Workloads,
     microbatch_size: int,
-    method: str = "hierarchical",
+    method: str | Arrangement = "hierarchical",
     epoch: int = 0,
 ) -> StepPlan:
     """
@@ -44,7 +49,8 @@ def arrange_step(
         samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
         workloads (`Workloads`): What each of them costs.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
-        method (`str`, *optional*, defaults to `"hierarchical"`): A name in [`ARRANGEMENTS`].
+        method (`str` or `Callable`, *optional*, defaults to `"hierarchical"`):
+            A name in [`ARRANGEMENTS`], or a function like those.
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
 
     Raises:
@@ -52,7 +58,8 @@ def arrange_step(
             most `workloads.max_tokens` tokens.
     """
     _check_workloads(samples, workloads)
-    found = ARRANGEMENTS[method](plan, workloads, microbatch_size)
+    arrange = ARRANGEMENTS[method] if isinstance(method, str) else method
+    found = arrange(plan, workloads, microbatch_size)
     found = {**found, **generated(plan, workloads, found[LANGUAGE_MODEL])}
     busy = {name: workloads.forward_ms[name] > 0 for name in found if name != LANGUAGE_MODEL}
     microbatches = {
@@ -65,7 +72,7 @@ def arrange_step(
     targets: dict[str, tuple[str, ...]] = {}
     for edge in plan.edges:
         targets[edge.source] = (*targets.get(edge.source, ()), edge.target)
-    step = StepPlan(tuple(samples), microbatches, targets, epoch)
+    step = StepPlan(tuple(samples), microbatches, targets, epoch, method in EVEN)
     step.check(plan)
     return step
 

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of, generators_of
-from ..plan.step_plan import Slots
+from ..plan.step_plan import Slots, turn_of
 from .estimate import stage_share
 from .exchange import Room, exchange
 from .greedy import fill_bins
+from .replicas import replica_counts
 
 _EXCHANGES = 4  # rounds between the replicas that share a microbatch
 
@@ -51,14 +52,14 @@ class Track:
         """Language-model replicas of a group."""
         return self.language_dp_size // self.num_groups
 
-    def copies(self, replica: NDArray, microbatch: NDArray, count: int, room: Room | None) -> NDArray:
+    def copies(self, replica: NDArray, turn: NDArray, count: int, room: Room | None) -> NDArray:
         """
         Divides the microbatches of each group among its replicas.
 
         Args:
             replica (`numpy.ndarray` of shape `[num_samples]`): Language-model replica of each sample.
-            microbatch (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
-            count (`int`): Microbatches.
+            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
+            count (`int`): The most microbatches of a group.
             room ([`Room`], *optional*): Limits of a microbatch.
 
         Returns:
@@ -71,7 +72,7 @@ class Track:
         if self.num_copies == 1 and room is None:
             return group
         some = np.flatnonzero(self.work > 0)
-        place, work = group[some] * count + microbatch[some], self.work[some]
+        place, work = group[some] * count + turn[some], self.work[some]
         inner = room and Room(room.sizes[some], room.limits)
         loads = np.zeros((self.num_groups * count, self.num_copies, 1))
         order = np.argsort(-work, kind="stable")
@@ -85,18 +86,36 @@ class Track:
         result[some] += taker[place, part]
         return result
 
-    def microbatches(self, copy: NDArray, microbatch: NDArray, count: int) -> tuple[tuple[Slots, ...], ...]:
+    def turns(self, counts: NDArray) -> NDArray:
+        """
+        Microbatches of the replicas of each group, int64 `[num_groups]`: as many as that replica of the language model
+        has, of those that they serve, that has most of them.
+        """
+        return counts.reshape(self.num_groups, self.num_served).max(axis=1)
+
+    def turn(self, replica: NDArray, microbatch: NDArray, counts: NDArray) -> NDArray:
+        """
+        In which of its group's turns each sample is due, see [`StepPlan`].
+
+        Args:
+            replica (`numpy.ndarray` of shape `[num_samples]`): Language-model replica of each sample.
+            microbatch (`numpy.ndarray` of shape `[num_samples]`): A microbatch of that replica for each sample.
+            counts (`numpy.ndarray` of shape `[language_dp_size]`): Microbatches of each replica.
+        """
+        return turn_of(microbatch, counts[replica], self.turns(counts)[replica // self.num_served])
+
+    def microbatches(self, copy: NDArray, turn: NDArray, counts: NDArray) -> tuple[tuple[Slots, ...], ...]:
         """
         Args:
             copy (`numpy.ndarray` of shape `[num_samples]`): The track's replica of each sample.
-            microbatch (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
-            count (`int`): Microbatches.
+            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
+            counts (`numpy.ndarray` of shape `[language_dp_size]`): Microbatches of each language-model replica.
 
         Returns:
             `tuple[tuple[tuple[int, ...], ...], ...]`: Replica -> microbatch -> slots with work, ascending.
         """
         some = np.flatnonzero(self.work > 0)
-        return cut(some, (copy * count + microbatch)[some], self.dp_size, count)
+        return cut(some, copy[some], turn[some], self.turns(counts).repeat(self.num_copies))
 
     def _takers(self, sums: NDArray) -> NDArray:
         """Who takes each part `[groups, count, copies]`: the heaviest of a microbatch goes to who has least so far."""
@@ -110,12 +129,14 @@ class Track:
         return taker
 
 
-def cut(slots: NDArray, places: NDArray, dp_size: int, count: int) -> tuple[tuple[Slots, ...], ...]:
-    """Replica -> microbatch -> slots, ascending; the place of a slot is `replica * count + microbatch`."""
+def cut(slots: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray) -> tuple[tuple[Slots, ...], ...]:
+    """Replica -> microbatch -> slots, ascending; `counts` are the microbatches of each replica."""
+    ends = np.cumsum(counts)
+    places = (ends - counts)[replica] + microbatch
     flat = slots[np.argsort(places, kind="stable")].tolist()
-    stops = np.cumsum(np.bincount(places, minlength=dp_size * count)).tolist()
+    stops = np.cumsum(np.bincount(places, minlength=ends[-1])).tolist()
     found = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-    return tuple(tuple(found[first : first + count]) for first in range(0, dp_size * count, count))
+    return tuple(tuple(found[end - count : end]) for end, count in zip(ends.tolist(), counts.tolist(), strict=True))
 
 
 class _ByIdentity:
@@ -150,15 +171,54 @@ def _together(key: _ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], 
 
 
 @lru_cache(maxsize=16)
-def _paces(key: _ByIdentity) -> tuple[float, ...]:
-    """What the slowest stage of each replica of the language model takes for a millisecond on one rank."""
-    replicas = key.plan.modules[LANGUAGE_MODEL].replicas
-    return tuple(max(stage_share(key.plan, LANGUAGE_MODEL, stage) for stage in stages) for stages in replicas)
+def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
+    """
+    What the stages on the way of a replica of the language model take for a millisecond of each module.
+
+    Returns:
+        All of its stages together `[replicas, modules]`, and each of its ranks `[replicas, ranks, modules]`. Modules
+        that serve several replicas are left out on ranks: whoever gets a microbatch, they have the same to do.
+    """
+    plan = key.plan
+    size = plan.modules[LANGUAGE_MODEL].dp_size
+    whole, by_rank = np.zeros((size, len(plan.modules))), [{} for _ in range(size)]
+    for number, (name, module) in enumerate(plan.modules.items()):
+        groups = math.gcd(size, module.dp_size)
+        copies, served = module.dp_size // groups, size // groups
+        for replica in range(size):
+            first = replica // served * copies
+            for stages in module.replicas[first : first + copies]:
+                shares = [stage_share(plan, name, stage) / copies for stage in stages]
+                whole[replica, number] = max(whole[replica, number], sum(shares))
+                for stage, share in zip(stages, shares, strict=True) if served == 1 else ():
+                    for rank in stage.all_ranks:
+                        by_rank[replica].setdefault(rank, np.zeros(len(plan.modules)))[number] += share
+    ranks = np.zeros((size, max(map(len, by_rank)), len(plan.modules)))
+    for row, found in zip(ranks, by_rank, strict=True):
+        row[: len(found)] = list(found.values())
+    return whole, ranks
 
 
-def paces_of(plan: ParallelPlan) -> NDArray:
-    """What the slowest stage of each language-model replica `[replicas]` takes for a millisecond on one rank."""
-    return np.array(_paces(_ByIdentity(plan)))
+def microbatch_counts(plan: ParallelPlan, workloads: Workloads, count: int) -> NDArray:
+    """
+    How many microbatches each replica of the language model has: more where its stages are faster.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        workloads (`Workloads`): What the samples cost; microbatches count as equal.
+        count (`int`): Microbatches of a replica, on average.
+
+    Returns:
+        `numpy.ndarray`: int64 `[language_dp_size]`, see [`replica_counts`].
+    """
+    whole, ranks = _shares(_ByIdentity(plan))
+    names = list(plan.modules)
+    work = np.array([float(np.sum(workloads.forward_ms[n])) * (1 + workloads.backward_ratio[n]) for n in names])
+    beside = whole * work
+    sides = (encoders_of(plan), [LANGUAGE_MODEL], generators_of(plan))
+    # Encoders are chains side by side, and so are generators.
+    fill = sum(beside[:, [names.index(n) for n in side]].max(axis=1, initial=0.0) for side in sides)
+    return replica_counts(count * len(whole), np.asarray(fill), (ranks @ work).max(axis=1))
 
 
 def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:

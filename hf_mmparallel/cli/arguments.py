@@ -198,11 +198,16 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="samples of a microbatch of one language-model replica (chosen by a search, else 1)",
     )
-    group.add_argument("--schedule", choices=("1f1b", "eager", "gpipe"), help="order of forwards and backwards (1f1b)")
+    group.add_argument(
+        "--schedule",
+        choices=("1f1b", "eager", "gpipe", "encoders_first"),
+        help="order of forwards and backwards (1f1b)",
+    )
     group.add_argument(
         "--microbatch-assignment",
         metavar="NAME",
-        help="how samples come to microbatches, as in the Trainer (hierarchical; contiguous where all are alike)",
+        help="how samples come to microbatches: hierarchical, tapered, entrain, contiguous or a baseline, as in the "
+        "Trainer (hierarchical; contiguous where all are alike)",
     )
 
 

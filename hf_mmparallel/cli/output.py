@@ -61,7 +61,7 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         if answer.inputs.source.is_runnable
         else "No Trainer runs it: the model has no generator.",
         "What may be edited; `hf-mmparallel simulate` with `--model` then says what comes of it:",
-        "  schedule: 1f1b, eager (forwards ahead as far as memory goes) or gpipe.",
+        "  schedule: 1f1b, eager (forwards ahead as far as memory goes), gpipe or encoders_first.",
         "  replicas: the copies of a module, each a list of stages.",
         "  layers: the first layer of a stage and the one after its last; those of a copy follow each other.",
         "  ranks: rows of ranks; a row shares the matrices (tp), the rows share the tokens (cp, language_model only).",

@@ -16,7 +16,7 @@ from .inputs import read_model, read_samples
 from .output import WhatIfs, figures, page_of, plan_line, save_plan
 from .report import ms_text, new_console, print_gantt, print_runners_up, report
 from .settings import Settings, read_layout
-from .stability import split_stability, stability_lines
+from .stability import stability_lines
 from .table import layout_text
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def run_plan(args: argparse.Namespace) -> None:
     inputs = Inputs(source, read_samples(args, source), args.profile, args.seed, args.effort)
     answer = solve(settings, inputs)
     console = new_console()
-    stability = split_stability(answer)
-    report(console, answer, stability_lines(stability, answer.global_batch_size))
+    report(console, answer, stability_lines(answer))
     warn_of_memory(console, answer)
     if answer.result is not None:
         print_runners_up(console, answer.result, args.explain)

@@ -15,7 +15,7 @@ from ..runtime.groups import context_groups, talking_pairs
 from ..schedule.draw import gantt_text
 from ..search.problem import RankedPlan, SearchResult
 from .answer import Answer, limit_of
-from .table import plan_table
+from .table import plan_table, range_text
 
 WIDTH = 160  # of what goes into a file or a pipe
 NARROW = 100  # columns, below which tables leave out lines
@@ -143,9 +143,10 @@ def batch_text(answer: Answer) -> str:
         each = f"up to {answer.microbatch_size}"
     else:
         each = f"on average {answer.global_batch_size / sum(counts):.3g}"
+    noun = plural(1, "microbatch") if max(counts) == 1 else f"{range_text(counts)} microbatches"
     return (
-        f"{answer.global_batch_size:,} samples, {plural(max(counts), 'microbatch')} of {each} on each language-model "
-        f"replica, schedule {plan.schedule}, arranged by `{answer.method}`"
+        f"{answer.global_batch_size:,} samples, {noun} of {each} on each language-model replica, "
+        f"schedule {plan.schedule}, arranged by `{answer.method}`"
     )
 
 

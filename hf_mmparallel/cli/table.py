@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich import box
@@ -41,6 +41,12 @@ class Cells:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     right: tuple[str, ...] = ()
+
+
+def range_text(counts: Sequence[int]) -> str:
+    """`8`, or `5 to 11` where numbers differ."""
+    least, most = min(counts), max(counts)
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def plan_table(

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
-from ..schedule import GradientFlow, ahead_caps, live_caps, stage_depths
+from ..schedule import GradientFlow, ahead_caps, keeps_all, live_caps, stage_depths
 from ..schedule.actions import StageKey
 from .layers import CostModel
 from .memory import StepUse, sample_features, state_per_rank
@@ -109,15 +109,15 @@ def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory
 def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     """
     (module, replica, stage) -> microbatches in flight in the steady state: 1F1B's depth, one more in encoders, whose
-    samples may be taken a microbatch later; all under GPipe; and only the running one where no backward follows.
+    samples may be taken a microbatch later; all where all forwards go first; and only the running one where no
+    backward follows.
     """
     flow = GradientFlow(plan)
-    depths = stage_depths(plan)
-    if plan.schedule == "gpipe":
-        depths = dict.fromkeys(depths, plan.num_microbatches)
-    elif plan.edges:
-        encoders = encoders_of(plan)
-        depths = {key: depth + (key[0] in encoders) for key, depth in depths.items()}
+    encoders = encoders_of(plan)
+    depths = {
+        key: plan.num_microbatches if keeps_all(plan.schedule, key[0] in encoders) else depth + (key[0] in encoders)
+        for key, depth in stage_depths(plan).items()
+    }
     return {key: float(depth) if flow.has_backward(*key) else 1.0 for key, depth in depths.items()}
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 
-SCHEDULES = ("1f1b", "gpipe", "eager")
-Schedule = Literal["1f1b", "gpipe", "eager"]
+SCHEDULES = ("1f1b", "gpipe", "eager", "encoders_first")
+Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first"]
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
 
@@ -141,7 +141,8 @@ class ParallelPlan:
         modules (`Mapping[str, ModulePlan]`): In topological order: encoders, then the language model.
         edges (`tuple[Edge, ...]`): The boundaries between modules.
         schedule (`str`, *optional*, defaults to `"1f1b"`):
-            `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; or `"gpipe"`.
+            `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
+            `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
         num_microbatches (`int`, *optional*, defaults to 1):
             Microbatches of each language-model replica in a full global batch.
     """

@@ -200,7 +200,8 @@ class MultimodalParallelPlugin:
     Args:
         modules (`dict[str, ModulePlugin]`): One entry a module; a module left out gets one rank of its own.
         schedule (`str`, *optional*, defaults to `"1f1b"`):
-            `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; or `"gpipe"`.
+            `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
+            `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
         num_microbatches (`int`, *optional*):
             Microbatches of each language-model replica; for plans without a Trainer, where the batch sizes give it.
         plan (`ParallelPlan`, *optional*): A finished plan; then `modules` may only hold settings, no sizes.

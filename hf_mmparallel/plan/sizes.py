@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -89,6 +89,12 @@ class Workloads:
     @property
     def num_samples(self) -> int:
         return len(next(iter(self.forward_ms.values())))
+
+    def take(self, slots: Sequence[int] | np.ndarray) -> Workloads:
+        """The workloads of some of the samples, in their order."""
+        chosen = np.asarray(slots, dtype=np.int64)
+        times = {name: values[chosen] for name, values in self.forward_ms.items()}
+        return replace(self, forward_ms=times, tokens={name: values[chosen] for name, values in self.tokens.items()})
 
     @classmethod
     def alike(cls, modules: Iterable[str], num_samples: int) -> Workloads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from .model_spec import LANGUAGE_MODEL
 from .parallel_plan import ParallelPlan
@@ -12,10 +13,19 @@ from .parallel_plan import ParallelPlan
 Slots = tuple[int, ...]
 
 
+def turn_of(index: Any, count: Any, turns: Any) -> Any:
+    """In which of `turns` turns microbatch `index` of a replica has its place, if its `count` are spread evenly."""
+    return (2 * index + 1) * turns // (2 * count)
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """
     The arrangement of one global batch.
+
+    Replicas of a module may have different numbers of microbatches: those of a fast one are more. Where an encoder or
+    a generator works for several such replicas, its microbatches are as many as theirs where they are most, and the
+    microbatches of the others are spread over these turns, see [`StepPlan.takers`].
 
     Args:
         samples (`tuple[int, ...]`): Dataset indices in the sampler's order. A sample's *slot* is its place in it.
@@ -23,12 +33,16 @@ class StepPlan:
             Module -> replica -> microbatch -> the slots it takes.
         targets (`Mapping[str, tuple[str, ...]]`): Module -> the modules that take its features.
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
+        alternates (`bool`, *optional*, defaults to `False`):
+            Whether the microbatches are so even that it can pay under 1F1B to wait for a forward after each backward,
+            see [`schedule_tasks`].
     """
 
     samples: tuple[int, ...]
     microbatches: Mapping[str, tuple[tuple[Slots, ...], ...]]
     targets: Mapping[str, tuple[str, ...]]
     epoch: int = 0
+    alternates: bool = False
 
     @cached_property
     def places(self) -> dict[tuple[str, int], tuple[int, int]]:
@@ -41,31 +55,50 @@ class StepPlan:
             for slot in slots
         }
 
+    def takers(self, module: str, replica: int, target: str) -> dict[int, int]:
+        """
+        When `target` takes what a replica of `module` hands to it.
+
+        Args:
+            module (`str`): An encoder, or the language model in front of a generator.
+            replica (`int`): Its replica.
+            target (`str`): The module that takes its features.
+
+        Returns:
+            `dict[int, int]`: Slot -> turn, in the order of the replica's slots. There are as many turns as
+            microbatches of that replica of `target`, among those that this replica feeds, which has most of them.
+        """
+        given = (slot for slots in self.microbatches[module][replica] for slot in slots)
+        places = {slot: self.places[target, slot] for slot in given if (target, slot) in self.places}
+        counts = {taker: len(self.microbatches[target][taker]) for taker, _ in places.values()}
+        turns = max(counts.values(), default=0)
+        return {slot: turn_of(index, counts[taker], turns) for slot, (taker, index) in places.items()}
+
     @cached_property
     def chunks(self) -> dict[tuple[str, int, int], tuple[Slots, ...]]:
         """
         (module, replica, microbatch) -> its chunks, each with a forward and a backward of its own.
 
-        An encoder's microbatch is cut by the index of the microbatch that takes the features; a microbatch without
-        samples has no chunks. The language model's microbatches are one chunk each.
+        An encoder's microbatch is cut by the turn in which its features are taken; a microbatch without samples has
+        no chunks. The language model's microbatches are one chunk each.
         """
         result = {}
         for module, replicas in self.microbatches.items():
             for replica, microbatches in enumerate(replicas):
+                targets = self.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
+                turns = [self.takers(module, replica, target) for target in targets]
                 for index, slots in enumerate(microbatches):
                     groups: dict[int, list[int]] = {}
                     for slot in slots:
-                        takers = [
-                            self.places[t, slot][1] for t in self.targets.get(module, ()) if (t, slot) in self.places
-                        ]
-                        groups.setdefault(max(takers, default=index), []).append(slot)
+                        taken = [own[slot] for own in turns if slot in own]
+                        groups.setdefault(max(taken, default=index), []).append(slot)
                     result[module, replica, index] = tuple(tuple(groups[key]) for key in sorted(groups))
         return result
 
     @property
     def structure(self) -> tuple:
         """All that a program depends on: two steps with equal structure run the same program."""
-        links = []
+        links: list[tuple] = [(self.alternates,)]
         for (module, replica, index), chunks in self.chunks.items():
             for number, slots in enumerate(chunks):
                 takers = {

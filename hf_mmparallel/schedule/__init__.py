@@ -4,7 +4,8 @@ from .actions import Action, DeadlockError, Message, Program, ProgramError, Task
 from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, lower, receive_ahead
-from .scheduler import Timeline, ahead_caps, default_cost, live_caps, policy_caps, schedule_tasks, stage_depths
+from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
+from .scheduler import Timeline, default_cost, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "build_program",
     "check_program",
     "default_cost",
+    "keeps_all",
     "live_caps",
     "lower",
     "microbatch_forward_ms",

@@ -9,7 +9,8 @@ from ..plan import ParallelPlan, StepPlan, SyncGroup
 from .actions import Action, Program, StageKey
 from .checks import verify
 from .graph import TaskGraph, build_graph
-from .scheduler import Cost, Timeline, policy_caps, schedule_tasks
+from .policies import may_alternate, policy_caps
+from .scheduler import Cost, Timeline, schedule_tasks
 
 
 def build_program(
@@ -41,7 +42,8 @@ def build_program(
     """
     groups = groups if training else ()
     graph = build_graph(plan, step, training)
-    program = lower(plan, graph, schedule_tasks(plan, graph, cost, policy_caps(plan, step, caps)), groups)
+    timeline = schedule_tasks(plan, graph, cost, policy_caps(plan, step, caps), training and may_alternate(plan, step))
+    program = lower(plan, graph, timeline, groups)
     if check:
         verify(plan, graph, groups, program)
     return program

@@ -6,13 +6,11 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
-
-from ..plan import ParallelPlan, StepPlan, encoders_of
+from ..plan import ParallelPlan
 from .actions import StageKey, Task
 from .graph import TaskGraph
+from .policies import task_phases
 
 Cost = Callable[[Task], float]
 
@@ -41,131 +39,6 @@ def default_cost(task: Task) -> float:
     return 1.0 if task.kind == "fwd" else 2.0
 
 
-def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
-    """
-    The number of stages from each one to the end of the longest way through the model, which is how many microbatches
-    1F1B keeps in flight there (Cornstarch, section 4.4: `N - p`).
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-
-    Returns:
-        `dict[tuple[str, int, int], int]`: (module, replica, stage) -> its depth.
-    """
-    depths: dict[StageKey, int] = {}
-    for name in reversed(list(plan.modules)):
-        targets = [edge.target for edge in plan.edges if edge.source == name]
-        behind = max((depths[t, d, 0] for t in targets for d in range(plan.modules[t].dp_size)), default=0)
-        for replica, stages in enumerate(plan.modules[name].replicas):
-            for index in range(len(stages)):
-                depths[name, replica, index] = len(stages) - index + behind
-    return depths
-
-
-def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
-    """
-    How many microbatches may be in flight on each stage under 1F1B.
-
-    In generators and the language model that is [`stage_depths`]. An encoder must be ahead by all that the
-    microbatches in flight behind it take, while it keeps all whose last gradient comes from them: when every sample is
-    taken in its own microbatch that is the depth again, one more when some are taken a microbatch later, and more
-    where an encoder has more microbatches than the module behind it.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-
-    Returns:
-        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
-    """
-    indices = {name: _microbatch_of_slot(replicas, len(step.samples)) for name, replicas in step.microbatches.items()}
-    caps: dict[StageKey, float] = {}
-    for name in reversed(list(plan.modules)):
-        targets = [edge.target for edge in plan.edges if edge.source == name]
-        for replica, stages in enumerate(plan.modules[name].replicas):
-            slots = np.fromiter(chain.from_iterable(step.microbatches[name][replica]), np.int64)
-            behind = 0
-            for target in targets:
-                depth = max(caps[target, d, 0] for d in range(plan.modules[target].dp_size))
-                behind = max(behind, _most_ahead(indices[name][slots], indices[target][slots], int(depth)))
-            for index in range(len(stages)):
-                caps[name, replica, index] = len(stages) - index + behind
-    return caps
-
-
-def _microbatch_of_slot(replicas: Sequence[Sequence[Sequence[int]]], num_slots: int) -> np.ndarray:
-    """For each slot the index of the microbatch that takes it, in whatever replica; -1 where none does."""
-    result = np.full(num_slots, -1)
-    for microbatches in replicas:
-        for index, slots in enumerate(microbatches):
-            result[list(slots)] = index
-    return result
-
-
-def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:
-    """
-    The most microbatches that a module must be ahead of `depth` microbatches behind it, at any time.
-
-    Args:
-        indices (`np.ndarray`): int64 `[num_slots]`: for each of its samples, the microbatch that it is in.
-        takers (`np.ndarray`): int64 `[num_slots]`: the microbatch that takes it, -1 for none.
-        depth (`int`): Microbatches in flight behind it.
-    """
-    indices, takers = indices[takers >= 0], takers[takers >= 0]
-    if not len(takers):
-        return depth
-    indices = np.unique(indices, return_inverse=True)[1]  # microbatches without samples have no tasks
-    wanted = np.zeros(takers.max() + 1, dtype=np.int64)  # how many microbatches each taker waits for
-    np.maximum.at(wanted, takers, indices + 1)
-    wanted = np.maximum.accumulate(wanted)
-    last = np.zeros(indices.max() + 1, dtype=np.int64)  # the taker that the last gradient of each comes from
-    np.maximum.at(last, indices, takers)
-    first = np.arange(len(wanted))
-    done = np.searchsorted(np.sort(last), first)
-    ahead = wanted[np.minimum(first + depth - 1, len(wanted) - 1)] - done
-    return max(depth, int(ahead.max()))
-
-
-def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
-    """
-    The caps of the schedule `"eager"` where no limit of memory is known: those of 1F1B, two more in encoders.
-
-    With the sizes of the published datasets that gives most of what unlimited memory gives, with a fifth more of it
-    rather than nearly twice as much. More in the language model gives nothing once encoders have these.
-
-    Args:
-        plan (`ParallelPlan`): The layout.
-        step (`StepPlan`): The arrangement.
-    """
-    encoders = encoders_of(plan)
-    return {key: cap + 2 * (key[0] in encoders) for key, cap in live_caps(plan, step).items()}
-
-
-def policy_caps(
-    plan: ParallelPlan, step: StepPlan, caps: Mapping[StageKey, float] | None = None
-) -> dict[StageKey, float]:
-    """
-    How many microbatches may be in flight on each stage under the plan's schedule.
-
-    Args:
-        plan (`ParallelPlan`): The layout and the name of its schedule.
-        step (`StepPlan`): The arrangement.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
-            Of the schedule `"eager"`: what memory allows, see [`eager_caps`]; [`ahead_caps`] when left out. Fewer than
-            1F1B has are raised to those, without which ranks would wait for ever.
-
-    Returns:
-        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches; empty under GPipe.
-    """
-    if plan.schedule == "gpipe":
-        return {}
-    least = live_caps(plan, step)
-    if plan.schedule == "1f1b":
-        return least
-    allowed = ahead_caps(plan, step) if caps is None else caps
-    return {key: max(cap, allowed.get(key, cap)) for key, cap in least.items()}
-
-
 class _Stage:
     """The queues of one stage during the simulation."""
 
@@ -186,10 +59,12 @@ class _Stage:
 class _Scheduler:
     """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
 
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, cost: Cost, caps: Mapping[StageKey, float]):
+    def __init__(
+        self, plan: ParallelPlan, graph: TaskGraph, cost: Cost, caps: Mapping[StageKey, float], alternate: bool = False
+    ):
         self.tasks = graph.tasks
         self.cost = cost
-        self.gpipe = plan.schedule == "gpipe"
+        self.alternate = alternate
         self.stages: list[_Stage] = []
         by_key: dict[StageKey, _Stage] = {}
         for name, module in plan.modules.items():
@@ -200,6 +75,7 @@ class _Scheduler:
         self.islands = _islands(self.stages)
         self.stage_of = [by_key[task.stage_key] for task in self.tasks]
         self._read(graph)
+        self.phases = _Phases(plan, self.tasks, [stage.ranks for stage in self.stage_of])
         self.busy = [False] * plan.world_size
         self.running: list[tuple[float, int]] = []
         self.now = 0.0
@@ -229,12 +105,14 @@ class _Scheduler:
             1.0 / chunks[stage.number, task.microbatch] for stage, task in zip(self.stage_of, self.tasks, strict=True)
         ]
 
-    def run(self) -> Timeline:
-        """Simulates until every task is done."""
+    def run(self) -> Timeline | None:
+        """Simulates until every task is done; `None` if stages that alternate wait for each other in a circle."""
         left = len(self.tasks)
         for island in range(len(self.islands)):
             self._dispatch(island)
         while left:
+            if self.alternate and not self.running:
+                return None
             assert self.running, "caps below those of `live_caps` leave nothing to run"
             dirty: set[int] = set()
             limit = self.running[0][0] * (1 + 1e-12) + 1e-9
@@ -248,19 +126,18 @@ class _Scheduler:
 
     def _candidate(self, stage: _Stage) -> tuple[int, int, int, int, int] | None:
         """The task that the stage would run next, with its priority in front."""
-        forward = None
+        forward, fits = None, False
         if stage.next < len(stage.forwards):
             index = stage.forwards[stage.next]
             task = self.tasks[index]
-            if not self.missing[index] and (
-                task.chunk or not self.has_backward[index] or stage.live + 1e-6 < stage.cap
-            ):
+            fits = bool(task.chunk) or not self.has_backward[index] or stage.live + 1e-6 < stage.cap
+            if not self.missing[index] and fits and self.phases.is_due(index):
                 forward = (0 if stage.forward_due else 1, task.microbatch, task.chunk, stage.number, index)
-        if self.gpipe and stage.next < len(stage.forwards):
-            return forward
-        if stage.backwards and not (forward and stage.forward_due):
+        waits = stage.forward_due and (fits if self.alternate else forward is not None)
+        if stage.backwards and not waits:
             index = stage.backwards[0]
-            return (2 if self.gpipe else 0, self.tasks[index].microbatch, self.tasks[index].chunk, stage.number, index)
+            if self.phases.is_due(index):
+                return (0, self.tasks[index].microbatch, self.tasks[index].chunk, stage.number, index)
         return forward
 
     def _dispatch(self, island: int) -> None:
@@ -301,6 +178,7 @@ class _Scheduler:
             stage.live -= self.share[index]
         for rank in stage.ranks:
             self.busy[rank] = False
+        self.phases.finish(index)
         self.finished[index] = self.events
         self.events += 1
         dirty.add(stage.island)
@@ -311,6 +189,29 @@ class _Scheduler:
                 dirty.add(target.island)
                 if self.tasks[other].kind == "bwd":
                     heapq.heappush(target.backwards, other)
+
+
+class _Phases:
+    """Which phase each rank is in: the earliest that it has a task of left."""
+
+    def __init__(self, plan: ParallelPlan, tasks: Sequence[Task], ranks: Sequence[tuple[int, ...]]):
+        phases = task_phases(plan)
+        self.of_task = [phases[task.module, task.kind] for task in tasks]
+        self.ranks = ranks
+        self.left = [[0] * (1 + max(phases.values())) for _ in range(plan.world_size)]
+        for phase, own in zip(self.of_task, ranks, strict=True):
+            for rank in own:
+                self.left[rank][phase] += 1
+
+    def is_due(self, index: int) -> bool:
+        """Whether all earlier phases of the task's ranks are done."""
+        phase = self.of_task[index]
+        return not phase or not any(any(self.left[rank][:phase]) for rank in self.ranks[index])
+
+    def finish(self, index: int) -> None:
+        """Counts a task as done."""
+        for rank in self.ranks[index]:
+            self.left[rank][self.of_task[index]] -= 1
 
 
 def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
@@ -337,15 +238,25 @@ def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
 
 
 def schedule_tasks(
-    plan: ParallelPlan, graph: TaskGraph, cost: Cost | None = None, caps: Mapping[StageKey, float] | None = None
+    plan: ParallelPlan,
+    graph: TaskGraph,
+    cost: Cost | None = None,
+    caps: Mapping[StageKey, float] | None = None,
+    alternate: bool = False,
 ) -> Timeline:
     """
     Orders the tasks of a graph.
 
     A stage runs a forward after each backward, else backwards first, and holds at most as many microbatches in flight
-    as its cap says; under `gpipe` it runs all of its forwards first. (Backwards come in bunches where samples are
-    deferred. If all of them went first, the stages behind would run out of work.) Forwards of a stage run in the order
-    of its chunks, backwards as their gradients arrive.
+    as its cap says. The phases of the policy come one after the other on each rank, see [`task_phases`]. (Backwards
+    come in bunches where samples are deferred. If all of them went first, the stages behind would run out of work.)
+    Forwards of a stage run in the order of its chunks, backwards as their gradients arrive.
+
+    A stage whose forward after a backward has not come in yet takes another backward, if there is one. The forwards
+    then come in bunches, too, and hold up the backwards that the stages before wait for. With `alternate` a second
+    order is simulated, in which such a stage waits for its forward as in textbook 1F1B, and the one that ends first is
+    taken. Both keep as many microbatches in flight.
+
     The order is read off a simulation that has happened, so that it can't deadlock.
 
     Args:
@@ -355,8 +266,11 @@ def schedule_tasks(
         caps (`Mapping[tuple[str, int, int], float]`, *optional*):
             (module, replica, stage) -> the most microbatches in flight, such as [`policy_caps`] gives; a stage that
             is not in it has no cap.
+        alternate (`bool`, *optional*, defaults to `False`): Whether to look at the order that waits, too.
 
     Returns:
         `Timeline`: When each task runs.
     """
-    return _Scheduler(plan, graph, cost or default_cost, caps or {}).run()
+    cost, caps = cost or default_cost, caps or {}
+    tries = [_Scheduler(plan, graph, cost, caps, waits).run() for waits in ((False, True) if alternate else (False,))]
+    return min((found for found in tries if found is not None), key=lambda found: max(found.end_ms, default=0.0))

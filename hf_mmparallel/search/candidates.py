@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL
+from ..schedule import keeps_all
 from .options import ModuleOptions, divisors
 from .problem import Candidate, PlanningProblem
 from .rank_tables import MOST_KEPT, NONE, Choices, RankTable, module_table
@@ -50,7 +51,7 @@ class Estimated:
         for name, choice in self.choices.items():
             late = name in problem.spec.encoders  # samples may be taken a microbatch later
             in_flight = min(self.num_microbatches, choice.pp_size + behind[name] + late)
-            if problem.schedule == "gpipe":
+            if keeps_all(problem.schedule, late):
                 in_flight = self.num_microbatches
             host = self.hosts.get(name, name)
             needed[host] = needed.get(host, 0.0) + choice.state_bytes + in_flight * choice.kept_bytes

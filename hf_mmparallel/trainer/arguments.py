@@ -39,9 +39,10 @@ class MultimodalTrainingArguments(TrainingArguments):
         microbatch_assignment (`str`, *optional*, defaults to `"hierarchical"`):
             How the samples of a global batch come to replicas and microbatches under a plan: by what they cost in
             each module, with work of the language model deferred by a microbatch where that evens it out
-            (`"hierarchical"`), the same with small microbatches where the pipeline fills and drains (`"tapered"`), in
-            the sampler's order (`"contiguous"`), or as a baseline `"batch_rebalance"`, `"disttrain"` or
-            `"sub_microbatches"`. The global batch and its gradient are the same with each.
+            (`"hierarchical"`), the same with small microbatches where the pipeline fills and drains (`"tapered"`), by
+            Entrain's algorithm as published (`"entrain"`), in the sampler's order (`"contiguous"`), or as a baseline
+            `"batch_rebalance"`, `"disttrain"` or `"sub_microbatches"`. The global batch and its gradient are the same
+            with each.
         token_columns (`str` or `dict`, *optional*):
             The dataset's column with the tokens of a sample in the language model, or a dict from module to column; a
             column holds numbers, or lists with the lengths of a sample's images. Without it sizes come from the
@@ -87,8 +88,9 @@ class MultimodalTrainingArguments(TrainingArguments):
         default="hierarchical",
         metadata={
             "help": "How samples come to replicas and microbatches under a plan: by what they cost in each module "
-            "('hierarchical'), also with small microbatches where the pipeline fills and drains ('tapered'), in the "
-            "sampler's order ('contiguous'), or by a baseline. The global batch and its gradient stay the same.",
+            "('hierarchical'), also with small microbatches where the pipeline fills and drains ('tapered'), by the "
+            "published algorithm ('entrain'), in the sampler's order ('contiguous'), or by a baseline. The global "
+            "batch and its gradient stay the same.",
             "choices": list(ARRANGEMENTS),
         },
     )

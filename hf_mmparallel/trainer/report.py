@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from accelerate.logging import get_logger
 from rich.console import Console
 
 from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.base import not_worth_a_run
 from ..callbacks.metrics import core_per_rank
-from ..cli.table import plan_table
+from ..cli.table import plan_table, range_text
 from ..cost import RankMemory
 from ..data.draws import Draw
 from ..data.loader import seeded
@@ -23,6 +24,7 @@ from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
+from ..search.split import split_stability, too_small
 from ..search.steps import PlannedStep, SizeFunction, StepPlanner
 from .arguments import MultimodalTrainingArguments
 from .loaders import training_planner, without_unused_columns
@@ -31,9 +33,12 @@ from .model_card import SCHEDULE, WORKLOADS
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
 
+logger = get_logger(__name__)
+
 WITH_LIMITS = ("hierarchical", "tapered")
 """The arrangements whose microbatches hold to limits of tokens and memory."""
 _SAMPLES = 8
+_PROFILED = 256  # samples whose sizes say how ranks would be split: every dataset of Entrain is stable from there on
 _WIDTH = 120  # of the table in a file or a pipe
 
 
@@ -226,6 +231,7 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
     console.print(plan_table(engine.plan, engine.spec, prediction.simulation, prediction.memory))
     for line in report_lines(trainer, planner, prediction):
         console.print(line, highlight=False)
+    warn_of_small_batch(trainer, planner)
     with not_worth_a_run("The picture of the predicted step"):
         draw_prediction(Path(args.output_dir), planner.method, prediction)
 
@@ -240,6 +246,25 @@ def draw_prediction(folder: Path, method: str, prediction: StepReport) -> None:
         balance_png(panels, folder / WORKLOADS, title="Predicted forward of each microbatch of one step")
 
 
+def warn_of_small_batch(trainer: MultimodalParallelTrainer, planner: StepPlanner) -> None:
+    """Warns of a global batch below the minimum stable one (Entrain, section 4.4.2), where sizes are known."""
+    answer = None if trainer.search is None else trainer.search.answer
+    if answer is not None:
+        sizes = answer.inputs.samples.measured
+    elif planner.sizes is None or is_stream(trainer.train_dataset):  # more of a stream is not read for this
+        return
+    else:
+        with seeded(trainer.args.seed):  # only this rank reads samples here
+            draw = representative_draw(trainer, planner.sizes, None, max(trainer.global_batch_size, _PROFILED))
+            sizes = planner.sizes(draw.samples) if draw.samples else None
+    if sizes is None or not sizes.known:
+        return
+    stability = split_stability(planner.costs, planner.plan, sizes)
+    text = too_small(stability, trainer.global_batch_size, "global_batch_size=")
+    if text is not None:
+        logger.warning(text)
+
+
 def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, prediction: StepReport) -> list[str]:
     """What is said below the table of a plan."""
     args, plan = trainer.args, trainer._engine.plan
@@ -250,8 +275,8 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     else:
         per_microbatch = f"on average {len(step.samples) / sum(counts):.3g}"
     lines = [
-        f"Global batch of {trainer.global_batch_size} samples: {max(counts)} microbatches of {per_microbatch} samples "
-        f"on each language-model replica, schedule {plan.schedule}."
+        f"Global batch of {trainer.global_batch_size} samples: {range_text(counts)} microbatches of {per_microbatch} "
+        f"samples on each language-model replica, schedule {plan.schedule}."
     ]
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     lines += settings_without_effect(args, prediction.balances is not None)

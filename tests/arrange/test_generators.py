@@ -56,11 +56,15 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
     for name in generators_of(plan):
         dp_size = plan.modules[name].dp_size
         groups = np.gcd(language, dp_size)
-        assert {len(own) for own in step.microbatches[name]} == {len(own) for own in step.microbatches[LANGUAGE_MODEL]}
+        counts = [len(own) for own in step.microbatches[LANGUAGE_MODEL]]
+        turns = [max(own) for own in np.split(np.array(counts), groups)]
+        assert [len(own) for own in step.microbatches[name]] == np.repeat(turns, dp_size // groups).tolist()
         for slot in np.flatnonzero(work.forward_ms[name] > 0).tolist():
             replica, index = step.places[LANGUAGE_MODEL, slot]
             copy, same = step.places[name, slot]
-            assert same == index and copy * groups // dp_size == replica * groups // language
+            group = replica * groups // language
+            # The same microbatch, where all replicas of the language model have as many.
+            assert same == int((index + 0.5) * turns[group] / counts[replica]) and copy * groups // dp_size == group
 
 
 def test_a_plan_knows_what_is_in_front_and_what_behind():
@@ -130,7 +134,7 @@ def test_deferral_leaves_generators_the_room_that_they_need():
         work = dataclasses.replace(work, max_tokens={IMAGE: int(2 * work.tokens[IMAGE].max())})
         step = arrange_step(plan, range(32), work, 11)
         # Bins that are filled to the last token take one more.
-        assert len(step.microbatches[IMAGE][0]) <= Batch(plan, work).fewest + 1
+        assert len(step.microbatches[IMAGE][0]) <= Batch(plan, work, 1).fewest.max() + 1
 
 
 def test_a_sample_that_no_generator_has_room_for_is_refused():

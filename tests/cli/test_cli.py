@@ -151,3 +151,13 @@ def test_help_imports_no_torch():
 def test_env_names_versions(run):
     out = run("env")
     assert "hf_mmparallel" in out and transformers.__version__ in out and "gloo" in out
+
+
+def test_the_stability_of_a_split_is_printed_where_there_is_one(model, run):
+    arguments = ["plan", "--model", model, "--dataset", "synthchartnet", "--global-batch-size", 4]
+    layouts = (
+        ["--module", "vision:pp=2", "--module", "language_model:pp=2"],
+        ["--module", "vision:pp=2", "--module", "language_model:colocate=vision"],
+    )
+    split, shared = (run(*arguments, *layout) for layout in layouts)
+    assert "the split of 4 GPUs by work" in split and "the split of" not in shared

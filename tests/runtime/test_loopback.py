@@ -124,7 +124,7 @@ def plans(draw, spec) -> ParallelPlan:
             rows.append(row)
         replicas[name] = rows
     ordered = {name: replicas[name] for name in spec.modules}
-    return assemble(spec, ordered, draw(st.sampled_from(["1f1b", "gpipe", "eager"])))
+    return assemble(spec, ordered, draw(st.sampled_from(["1f1b", "gpipe", "eager", "encoders_first"])))
 
 
 def has_items(module: str, slot: int, max_items: int) -> bool:
@@ -248,7 +248,13 @@ TWO_ENCODERS = (
 
 @pytest.mark.parametrize(
     ("schedule", "freeze"),
-    [("1f1b", "nothing"), ("1f1b", "language model"), ("gpipe", "vision"), ("eager", "tower"), ("eager", "encoders")],
+    [
+        ("1f1b", "nothing"),
+        ("1f1b", "language model"),
+        ("gpipe", "vision"),
+        ("eager", "tower"),
+        ("encoders_first", "encoders"),
+    ],
 )
 def test_two_encoders_that_defer_equal_one_process(schedule, freeze):
     check(case_of("qwen2_5_omni", freeze, *TWO_ENCODERS, schedule=schedule))

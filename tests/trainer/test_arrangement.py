@@ -43,6 +43,7 @@ class Case:
         arguments (`dict`): Of our Trainer.
         limited (`bool`): Whether microbatches of the language model may only have so many tokens.
         defers (`bool`): Whether the language model takes samples of an encoder's microbatch a microbatch later.
+        unlike (`bool`): Whether one copy of the language model has more microbatches than the other.
     """
 
     family: str
@@ -51,6 +52,12 @@ class Case:
     arguments: dict[str, Any] = field(default_factory=dict)
     limited: bool = False
     defers: bool = True
+    unlike: bool = False
+
+
+def stage(first: int, last: int, rank: int) -> dict[str, Any]:
+    """A stage of a plan's file."""
+    return {"layers": [first, last], "ranks": [[rank]]}
 
 
 CASES = {
@@ -74,8 +81,26 @@ CASES = {
     "frozen vision, copies of both, as many ahead as there are": Case(
         "gemma3", 4, {"modules": {VISION: {"freeze": True, "dp_size": 2}, LM: {"dp_size": 2}}, "schedule": "eager"}
     ),
-    "two encoders, sub-microbatches, copies of the LM": Case(
-        "qwen2_5_omni", 4, {LM: {"dp_size": 2}}, {"microbatch_assignment": "sub_microbatches"}, defers=False
+    "two encoders, sub-microbatches, encoders first and last, copies of the LM": Case(
+        "qwen2_5_omni",
+        4,
+        {"modules": {LM: {"dp_size": 2}}, "schedule": "encoders_first"},
+        {"microbatch_assignment": "sub_microbatches"},
+        defers=False,
+    ),
+    "Entrain's algorithm 4, copies of the LM": Case(
+        "qwen2_vl", 3, {LM: {"dp_size": 2}}, {"microbatch_assignment": "entrain"}, unlike=True
+    ),
+    "copies of the LM with two stages and with one": Case(
+        "llava",
+        4,
+        {
+            "modules": {
+                VISION: {"replicas": [[stage(0, 4, 0)]]},
+                LM: {"replicas": [[stage(0, 2, 1), stage(2, 4, 2)], [stage(0, 4, 3)]]},
+            }
+        },
+        unlike=True,
     ),
     "reordered, both modules on the same ranks": Case(
         "llava",
@@ -94,22 +119,30 @@ class Arranged:
 
     Args:
         num_chunks (`list[int]`): Of each microbatch of the encoders.
-        lags (`set[int]`): By how many microbatches the language model takes samples later than their encoders.
+        lags (`set[int]`): By how many turns the language model takes samples later than their encoders.
+        counts (`list[int]`): Microbatches of each copy of the language model.
         num_tokens (`int`): In the largest microbatch of the language model.
         limit (`int`, *optional*): What it may have.
     """
 
     num_chunks: list[int]
     lags: set[int]
+    counts: list[int]
     num_tokens: int
     limit: int | None
 
     @classmethod
     def of(cls, step: StepPlan, workloads: Workloads) -> Arranged:
-        lags = {step.places[LM, slot][1] - own[1] for (name, slot), own in step.places.items() if name != LM}
+        lags = {
+            turn - step.places[name, slot][1]
+            for name, copies in step.microbatches.items()
+            for copy in range(len(copies))
+            for slot, turn in (step.takers(name, copy, LM) if name != LM else {}).items()
+        }
         num_chunks = [len(chunks) for (name, _, _), chunks in step.chunks.items() if name != LM]
         sums = [workloads.tokens[LM][list(slots)].sum() for replica in step.microbatches[LM] for slots in replica]
-        return cls(num_chunks, lags, int(max(sums)), workloads.max_tokens.get(LM))
+        counts = [len(microbatches) for microbatches in step.microbatches[LM]]
+        return cls(num_chunks, lags, counts, int(max(sums)), workloads.max_tokens.get(LM))
 
 
 class Recorder(TrainerCallback):
@@ -149,6 +182,7 @@ def test_an_arranged_run_equals_the_stock_trainer(name: str):
     assert all(other.logs == run.logs for other, _, _ in ranks)
     assert all((others, seen) == (steps, shares) for _, others, seen in ranks)
     assert len(steps) == len(shares) == 3
+    assert any(len(set(step.counts)) > 1 for step in steps) == case.unlike
     if case.defers:
         assert set().union(*(step.lags for step in steps)) == {0, 1}
         assert sum(shares) > 0 and max(max(step.num_chunks) for step in steps) == 2

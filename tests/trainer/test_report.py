@@ -15,6 +15,8 @@ from transformers import TrainingArguments
 
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange.balance import Balance
+from hf_mmparallel.cost import analytic_costs, hardware
+from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Simulation
@@ -129,6 +131,40 @@ def test_the_prediction_is_for_samples_from_all_over_the_dataset():
     assert representative_draw(trainer([]), sizes, None).samples == ()
     stream = Numbers()
     assert representative_draw(trainer(stream), sizes, StreamWindow(stream)).samples == (0, 1, 2)
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_a_global_batch_below_the_minimum_stable_one_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, searched: bool
+):
+    said: list[str] = []
+    monkeypatch.setattr(report, "logger", SimpleNamespace(warning=said.append))
+    model = PUBLISHED_MODELS["llama3-1b"].spec
+    drawn = PUBLISHED["synthchartnet"].draw(400, 0)
+    answer = SimpleNamespace(inputs=SimpleNamespace(samples=SimpleNamespace(measured=drawn)))
+
+    def warned(layout: dict[str, ModulePlugin], batch: int, **changes: Any) -> list[str]:
+        said.clear()
+        trainer: Any = SimpleNamespace(
+            args=arguments(),
+            global_batch_size=batch,
+            train_dataset=range(400),
+            search=SimpleNamespace(answer=answer) if searched else None,
+        )
+        costs = analytic_costs(model, hardware("a40"))
+        own = {"costs": costs, "plan": resolve_plan(model, layout), "sizes": drawn.take, **changes}
+        planner: Any = SimpleNamespace(**own)
+        report.warn_of_small_batch(trainer, planner)
+        return said
+
+    split = {"vision": ModulePlugin(pp_size=5), LM: ModulePlugin(pp_size=3)}
+    (text,) = warned(split, 4)
+    assert text.startswith("A global batch of 4 samples is smaller than ") and "Use `global_batch_size=" in text
+    assert warned(split, 512) == []
+    assert warned({"vision": ModulePlugin(pp_size=4), LM: ModulePlugin(colocate_with="vision")}, 4) == []
+    if not searched:
+        assert warned(split, 4, sizes=None) == []
+        assert warned(split, 4, sizes=lambda own: replace(drawn.take(own), known=False)) == []
 
 
 def test_settings_that_change_nothing_say_so():

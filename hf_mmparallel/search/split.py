@@ -1,0 +1,71 @@
+"""From which batch size on samples agree on how the ranks of a plan are split between its modules."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cost import CostModel, layer_table
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes
+from .stability import StabilityReport, draw_from, minimum_stable_batch
+
+
+def split_stability(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) -> StabilityReport | None:
+    """
+    The minimum stable batch of a dataset (Entrain, algorithm 2) for the ranks of a replica of a plan.
+
+    Args:
+        costs (`CostModel`): What layers cost, with what is frozen.
+        plan (`ParallelPlan`): The plan.
+        sizes (`SampleSizes`): Of samples of the dataset.
+
+    Returns:
+        `StabilityReport` or `None`: None where nothing is split: modules share ranks, or there is one rank for each.
+    """
+    if shares_ranks(plan) or not sizes.num_samples:
+        return None
+    work = module_work(costs, sizes)
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    dp_size = dp_size if plan.world_size % dp_size == 0 else 1
+    if len(work) < 2 or plan.world_size // dp_size <= len(work) or not any(own.any() for own in work.values()):
+        return None
+    return minimum_stable_batch(draw_from(work), None, plan.world_size, dp_size, dataset_size=sizes.num_samples)
+
+
+def shares_ranks(plan: ParallelPlan) -> bool:
+    """Whether modules share ranks, so that these are not split between them."""
+    taken = [{rank for _, _, stage in module.stages() for rank in stage.all_ranks} for module in plan.modules.values()]
+    return sum(map(len, taken)) > len(set().union(*taken))
+
+
+def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
+    """
+    Module -> float64 `[samples]`: the forward and backward of each sample on one rank, in ms.
+
+    Args:
+        costs (`CostModel`): What layers cost, with what is frozen.
+        sizes (`SampleSizes`): Of the samples.
+    """
+    work = {}
+    for name in costs.spec.modules:
+        table = layer_table(costs, name, 1, False)
+        values = np.array([sizes.squares[name], sizes.tokens[name]])
+        work[name] = (table.forward + table.backward)[:, :2].sum(axis=0) @ values
+    return work
+
+
+def too_small(report: StabilityReport | None, global_batch_size: int, setting: str) -> str | None:
+    """
+    A sentence about a global batch below the minimum stable one, if it is.
+
+    Args:
+        report (`StabilityReport`, *optional*): The test.
+        global_batch_size (`int`): Samples of a step.
+        setting (`str`): What the user sets it with, such as `--global-batch-size`; the number comes behind.
+    """
+    if report is None or report.batch_size is None or global_batch_size >= report.batch_size:
+        return None
+    return (
+        f"A global batch of {global_batch_size} samples is smaller than {report.batch_size}, from which on batches "
+        f"agree on the split of ranks between modules: some steps ask for another one than this plan has. Use "
+        f"`{setting}{report.batch_size}` or more."
+    )

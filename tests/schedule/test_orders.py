@@ -1,0 +1,95 @@
+"""Orders of tasks: encoders at both ends of a step, and stages that wait for a forward after each backward."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_mmparallel.arrange import arrange_step
+from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, StepPlan, resolve_plan, sync_groups
+from hf_mmparallel.schedule import build_program, live_caps, simulate
+from tests.schedule.builders import Case, make_plan, make_step, module_spec
+
+
+def order_of(case: Case, rank: int) -> list[str]:
+    """Module and kind of the tasks of a rank, repetitions left out."""
+    actions = build_program(case.plan, case.step, case.groups).actions[rank]
+    tasks = [f"{action.task.module} {action.task.kind}" for action in actions if action.task is not None]
+    return [task for index, task in enumerate(tasks) if index == 0 or tasks[index - 1] != task]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_encoders_first_runs_encoders_at_both_ends(shared):
+    ranks = [[(0,), (1,)]]
+    modules = {"vision": ranks, LANGUAGE_MODEL: ranks if shared else [[(2,), (3,)]]}
+    spec, plan = make_plan(modules, schedule="encoders_first")
+    rows = [[index] for index in range(6)]
+    case = Case(plan, make_step({"vision": [rows], LANGUAGE_MODEL: [rows]}), sync_groups(spec, plan))
+    encoder, language = ["vision fwd", "vision bwd"], [f"{LANGUAGE_MODEL} fwd", f"{LANGUAGE_MODEL} bwd"]
+    last = order_of(case, 1 if shared else 3)
+    assert [task for task in last if task in language] == language * 6  # one forward, one backward
+    for rank in (0, 1):
+        own = order_of(case, rank)
+        assert [task for task in own if task in encoder] == encoder
+        if shared:
+            assert own[0] == encoder[0] and own[-1] == encoder[1]
+    peaks = simulate(plan, build_program(plan, case.step, case.groups)).peak_in_flight
+    assert [peaks["vision", 0, stage] for stage in range(2)] == [6, 6]
+    assert [peaks[LANGUAGE_MODEL, 0, stage] for stage in range(2)] == [2, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(4, 16), st.integers(0, 10**6))
+def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(encoder, language, count, seed):
+    ranks = iter(range(20))
+    modules = {
+        "vision": [[(next(ranks),) for _ in range(encoder)]],
+        LANGUAGE_MODEL: [[(next(ranks),) for _ in range(language)]],
+    }
+    specs = {
+        "vision": module_spec("vision", 8, feature_layers=(0,)),
+        LANGUAGE_MODEL: module_spec(LANGUAGE_MODEL, 10),
+    }
+    _, plan = make_plan(modules, specs)
+    rows = [[index] for index in range(count)]
+    step = make_step({"vision": [rows], LANGUAGE_MODEL: [rows]})
+    scale = dict(zip(modules, np.random.default_rng(seed).uniform(0.5, 2, 2), strict=True))
+
+    def cost(task):
+        layers = plan.stage(task.module, task.replica, task.stage).num_layers
+        return scale[task.module] * layers * (1 if task.kind == "fwd" else 2)
+
+    found = {}
+    for alternates in (False, True):
+        own = dataclasses.replace(step, alternates=alternates)
+        found[alternates] = simulate(plan, build_program(plan, own, [], cost), cost)
+    assert found[True].iteration_ms <= found[False].iteration_ms * (1 + 1e-9)
+    caps = live_caps(plan, step)
+    assert all(peak <= caps[key] for key, peak in found[True].peak_in_flight.items())
+
+
+@pytest.mark.parametrize(("dataset", "model"), [("llava-150k", "llama3-3b"), ("cocoqa", "llama3-3b")])
+def test_entrains_unlike_stages_are_faster_when_they_alternate(dataset, model):
+    shape, times = PUBLISHED[dataset], PUBLISHED_MODELS[model]
+    stages = shape.stated.parallel_sizes[model]["entrain"]
+    names = ("vision", LANGUAGE_MODEL)
+    sizes = {name: ModulePlugin(pp_size=count) for name, count in zip(names, stages, strict=True)}
+    plan = resolve_plan(times.spec, sizes)
+    work = times.workloads(shape.draw(128, 3))
+    steps = {method: arrange_step(plan, range(128), work, 4, method) for method in ("hierarchical", "entrain")}
+
+    def iteration_ms(step: StepPlan) -> float:
+        def cost(task):
+            module = plan.modules[task.module]
+            share = plan.stage(task.module, task.replica, task.stage).num_layers / module.num_layers
+            slots = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+            return (1 if task.kind == "fwd" else 2) * share * float(work.forward_ms[task.module][slots].sum())
+
+        return simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms
+
+    before = iteration_ms(dataclasses.replace(steps["hierarchical"], alternates=False))
+    after = iteration_ms(steps["hierarchical"])
+    assert after < 0.985 * before and after <= iteration_ms(steps["entrain"])
