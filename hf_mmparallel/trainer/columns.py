@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import TrainingArguments
 
 from ..data.bad_samples import stored_row
 from ..data.chat_collator import ChatCollator, require_role
@@ -19,7 +18,7 @@ from ..data.streams import is_stream
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 
 
-def choose_collator(args: Any, given: dict[str, Any], model: Any) -> TrainingArguments:
+def choose_collator(args: Any, given: dict[str, Any], model: Any) -> Any:
     """
     Puts the collator that the datasets ask for into the arguments of a Trainer, if there is none.
 
