@@ -48,6 +48,9 @@ class PretokenizedCollator:
         pad_token_id (`int`, *optional*, defaults to 0): What `input_ids` are padded with; labels get -100, the rest 0.
         padding_side (`str`, *optional*, defaults to `"right"`): `"right"` or `"left"`.
         pad_to_multiple_of (`int`, *optional*): Pads the length up to a multiple of this.
+        stacked (`Collection[str]`, *optional*):
+            Names of arrays that are one entry of the batch each, such as `pixel_values` of shape `[channels, height,
+            width]`; they are stacked, not concatenated.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class PretokenizedCollator:
         pad_token_id: int = 0,
         padding_side: Literal["right", "left"] = "right",
         pad_to_multiple_of: int | None = None,
+        stacked: Collection[str] = (),
     ):
         if padding_side not in ("right", "left"):
             raise ValueError(f"`padding_side={padding_side!r}` is not known. Use 'right' or 'left'.")
@@ -63,6 +67,7 @@ class PretokenizedCollator:
         self.pad_token_id = pad_token_id
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.stacked = frozenset(stacked)
         self.decodes: frozenset[str] = frozenset()
         self._left_out: Collection[str] | None = ()
 
@@ -96,7 +101,11 @@ class PretokenizedCollator:
         """
         arrays = [{name: as_array(value) for name, value in sample.items()} for sample in samples]
         arrays = [
-            {n: array for n, array in sample.items() if array is not None and not _left_out(n, array, self._left_out)}
+            {
+                n: array
+                for n, array in sample.items()
+                if array is not None and not is_left_out(n, array, self._left_out)
+            }
             for sample in arrays
         ]
         for sample, given in zip(arrays, samples, strict=True):
@@ -108,7 +117,8 @@ class PretokenizedCollator:
             if name in TOKEN_FIELDS:
                 batch[name] = self._pad(name, arrays)
             else:
-                batch[name] = concatenate([sample[name] for sample in arrays if name in sample])
+                entries = [sample[name] for sample in arrays if name in sample]
+                batch[name] = concatenate([e[None] for e in entries] if name in self.stacked else entries)
         return batch
 
     def _pad(self, name: str, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
@@ -247,8 +257,8 @@ class ChatCollator:
             return self._encode(sample, index, decoded_image)
         try:
             fields = self.encode_by_size(sample, index)
-            fields = {name: value for name, value in fields.items() if not _left_out(name, value, self._left_out)}
-            if wanted := [name for name, value in fields.items() if _left_out(name, value, None)]:
+            fields = {name: value for name, value in fields.items() if not is_left_out(name, value, self._left_out)}
+            if wanted := [name for name, value in fields.items() if is_left_out(name, value, None)]:
                 raise ValueError(f"{wanted} are made of pixels, and read.")
         except Exception as error:  # processors raise errors of any type
             fields = self._with_media.encode(sample, index)  # if the sample is at fault, this raises, too
@@ -258,7 +268,7 @@ class ChatCollator:
                 type(error).__name__,
             )
             logger.debug("No size of an image in sample %d of a batch: %s", index, error)
-        return {name: value for name, value in fields.items() if not _left_out(name, value, self._left_out)}
+        return {name: value for name, value in fields.items() if not is_left_out(name, value, self._left_out)}
 
     def encode_by_size(self, sample: Mapping[str, Any], index: int = 0) -> dict[str, Tensor]:
         """
@@ -301,7 +311,15 @@ class ChatCollator:
         for span in spans:
             answer |= _overlap(offsets, _shifted(span, replacements))
         fields["labels"] = fields["input_ids"].masked_fill(~answer | placeholder, IGNORED)
-        return self._fit(fields, placeholder, index)
+        fields = self._fit(fields, placeholder, index)
+        if (fields["labels"] == IGNORED).all():
+            logger.warning_once(
+                "A conversation has no target: nothing%s in it is said by the role `assistant`; its roles are %s. It "
+                "adds nothing to the loss. This is said once for all such conversations.",
+                " that `max_length` leaves" if spans else "",
+                ", ".join(sorted({str(message.get("role")) for message in messages})) or "none",
+            )
+        return fields
 
     def _fit(self, fields: dict[str, Tensor], placeholder: Tensor, index: int) -> dict[str, Tensor]:
         """The sample within `max_length`."""
@@ -325,6 +343,7 @@ class ChatCollator:
         rest, images, messages = iter(given), [], []
         for message in sample[self.messages_column]:
             message = {key: value for key, value in message.items() if value is not None}
+            require_role(message, f"sample {index} of the batch")
             content = message.get("content")
             if isinstance(content, str) and self._takes_parts:
                 message["content"] = [{"type": "text", "text": content}]
@@ -402,6 +421,16 @@ def require_column(sample: Mapping[str, Any], column: str, present: Mapping[str,
         )
 
 
+def require_role(message: Mapping[str, Any], where: str) -> None:
+    """Raises unless a message says who speaks."""
+    if "role" not in message:
+        raise ValueError(
+            f"A message of {where} has {sorted(message)} and no `role`. Give each message a `role` and a `content` "
+            "(in the format of LLaVA these are `from` and `value`, with the roles `human` and `gpt` for `user` and "
+            "`assistant`)."
+        )
+
+
 def as_array(value: Any) -> Tensor | None:
     """A tensor from an array or nested lists; None for what is no input: nothing, a string, a single number."""
     if value is None or isinstance(value, (str, bytes, bool, int, float, dict)):
@@ -464,7 +493,7 @@ def _blank_image(value: Any) -> np.ndarray:
     return stand_in(image_size(value))
 
 
-def _left_out(name: str, value: Any, entries: Collection[str] | None) -> bool:
+def is_left_out(name: str, value: Any, entries: Collection[str] | None) -> bool:
     """Whether an entry is one of some floating-point ones, or of all but fields of tokens."""
     chosen = name not in TOKEN_FIELDS if entries is None else name in entries
     return chosen and isinstance(value, Tensor) and value.is_floating_point()

@@ -83,7 +83,7 @@ def measure_dataset(
     if sizes is None:
         raise ValueError(_nothing_says(source, names, loaded))
     if sizes.counts_rows:
-        collator, raw = default_collator(dataset, loaded)
+        collator, raw = default_collator(dataset, loaded, model)
         readable = dataset if raw else dataset.select_columns(_inputs(model, names))
         sizes = sizes.with_layers(measure_layers(model, spec, readable, collator or _default(), sizes))
     return MeasuredSamples(sizes(range(len(dataset))), total, split)

@@ -2,40 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils.data import IterableDataset
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
+from transformers import default_data_collator as stack
 
-from .chat_collator import ChatCollator, PretokenizedCollator
+from .chat_collator import ChatCollator, PretokenizedCollator, as_array, is_left_out
+from .draws import Draw
+from .item_form import ItemForm, item_form
+from .randomness import seeded
+from .streams import StreamWindow, is_stream
+
+_NUM_FIRST, _NUM_SPREAD = 8, 24  # samples that are looked at until one has an image
 
 
-def default_collator(dataset: Any, processor: Any) -> tuple[Callable | None, bool]:
+class DefaultCollator(PretokenizedCollator):
+    """
+    What the stock Trainer makes of samples without a `data_collator`, where it can batch them and the model takes the
+    batch; else what [`PretokenizedCollator`] makes of them.
+
+    The stock collator can't batch fields of tokens of several lengths, samples of which only some have an image, and
+    images of several sizes. It stacks images, `[channels, height, width]` in a sample to `[batch, channels, height,
+    width]`; where samples hold lists of images, of which the model takes them all in a row, they are concatenated.
+
+    Args:
+        processor (*optional*): The Trainer's `processing_class`: a tokenizer pads as `DataCollatorWithPadding` does.
+        form ([`ItemForm`], *optional*): How samples hold images, from [`item_form`].
+    """
+
+    def __init__(self, processor: Any = None, form: ItemForm | None = None):
+        pad = getattr(getattr(processor, "tokenizer", processor), "pad_token_id", None)
+        super().__init__(pad_token_id=0 if pad is None else pad)
+        pads = isinstance(processor, (PreTrainedTokenizerBase, SequenceFeatureExtractor))
+        self.stock: Callable[[list], Any] = DataCollatorWithPadding(processor) if pads else stack  # type: ignore[arg-type]
+        self.form = form or ItemForm()
+        self.stacked = self.form.stacked
+        self.marks_tokens = False
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """
+        Args:
+            samples (`Sequence[Mapping[str, Any]]`): Samples that are tokenised.
+
+        Returns:
+            `dict[str, Any]`: The batch. If `marks_tokens`, `attention_mask` is always in it.
+
+        Raises:
+            What the stock collator raises, for samples that don't have one label for each of their `input_ids`.
+        """
+        kept = [_without(sample, self._left_out) for sample in samples]
+        names = [{name for name, value in sample.items() if value is not None} for sample in kept]
+        if not _has_token_labels(kept):
+            return self.stock(kept)
+        if all(own == names[0] for own in names) and not names[0] & self.form.listed:
+            try:
+                batch = dict(self.stock(kept))
+            except Exception:  # it says in many ways that samples differ in size
+                return super().__call__(kept)
+            if self.marks_tokens and "attention_mask" not in batch:
+                batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            return batch
+        return super().__call__(kept)
+
+
+def default_collator(dataset: Any, processor: Any, model: Any = None) -> tuple[Callable | None, bool]:
     """
     Chooses a collator by the columns of a dataset.
 
     Args:
         dataset: The training dataset, or `None`.
         processor: The Trainer's `processing_class`.
+        model ([`~transformers.PreTrainedModel`], *optional*):
+            The whole model, which decides whether images are stacked or concatenated where samples allow for both.
+            Without it they are stacked where they can be.
 
     Returns:
         The collator (`None` leaves the choice to the stock Trainer), and whether it reads raw columns, which must not
         be removed for not being arguments of the model.
     """
-    columns = _columns(dataset)
+    columns = columns_of(dataset)
     if "messages" in columns and hasattr(processor, "apply_chat_template"):
         return ChatCollator(processor), True
     if "input_ids" in columns and "labels" in columns:
-        pad = getattr(getattr(processor, "tokenizer", processor), "pad_token_id", None)
-        return PretokenizedCollator(pad_token_id=0 if pad is None else pad), False
+        form = None if model is None else item_form(model, first_samples(dataset))
+        return DefaultCollator(processor, form), False
     return None, False
 
 
-def _columns(dataset: Any) -> list[str]:
-    """The names of a sample's fields."""
+def columns_of(dataset: Any) -> list[str]:
+    """The names of a sample's fields, as far as they can be known."""
     if getattr(dataset, "column_names", None) is not None:
         return list(dataset.column_names)
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not len(dataset):
+    if is_stream(dataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return []
-    first = dataset[0]
-    return list(first) if hasattr(first, "keys") else []
+    first = next(first_samples(dataset), None)
+    return [] if first is None else list(first)
+
+
+def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """
+    The first samples of a dataset, and some from all over it, without those that can't be read or have no fields. What
+    they draw at random changes nothing.
+    """
+    if is_stream(dataset):
+        dataset = StreamWindow(dataset)
+        with seeded(0):
+            places = list(dataset.fetch(Draw(tuple(range(_NUM_FIRST)))).samples)
+    else:
+        spread = np.linspace(0, max(0, len(dataset) - 1), _NUM_SPREAD).astype(int).tolist()
+        places = list(dict.fromkeys([*range(min(_NUM_FIRST, len(dataset))), *(spread if len(dataset) else ())]))
+    for place in places:
+        try:
+            with seeded(place):
+                sample = dataset[place]
+        except Exception:  # the loader tells of it when its turn comes
+            continue
+        if hasattr(sample, "keys"):
+            yield sample
+
+
+def _without(sample: Mapping[str, Any], entries: Any) -> Mapping[str, Any]:
+    """A sample without the floating-point entries that are left out."""
+    if entries == ():
+        return sample
+    return {name: value for name, value in sample.items() if not is_left_out(name, as_array(value), entries)}
+
+
+def _has_token_labels(samples: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each sample has ids, and labels that are a list, such as one for each of them."""
+    fields = [as_array(sample.get(name)) for sample in samples for name in ("input_ids", "labels")]
+    return all(isinstance(field, Tensor) for field in fields)

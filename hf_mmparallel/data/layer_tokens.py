@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from scipy.optimize import nnls
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.hollow import hidden_of, placeholder
-from ..modeling.spec import find_stack, layers_of, module_parts
+from ..modeling.skeleton import entered_shape, make_skeleton
+from ..modeling.spec import module_parts
 from ..plan import ModelSpec
 from .chat_collator import TOKEN_FIELDS
 from .draws import Draw
@@ -26,7 +24,6 @@ from .streams import StreamSizes, StreamWindow
 
 logger = logging.get_logger(__name__)
 
-_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 NUM_CANDIDATES = 512
 NUM_STREAMED = 64
 NUM_PROBES = 4
@@ -76,7 +73,7 @@ def measure_layers(
             continue
         spread = np.unique(np.linspace(0, len(chosen) - 1, NUM_PROBES).astype(np.int64))
         try:
-            skeleton = skeleton or _skeleton(model, spec)
+            skeleton = skeleton or make_skeleton(model, [part.stack for part in spec.modules.values()])
             probe = _Probe(skeleton, name, TokenMeasure.of(spec), collator)
             found[name] = probe.fit(dataset, candidates[chosen[spread]].tolist())
         except Exception as error:  # whatever a dataset, a collator or a model's code raises
@@ -106,13 +103,6 @@ def _first_of_stream(window: StreamWindow, source: StreamSizes) -> tuple[StreamW
     window = copy.copy(window)
     kept = window.fetch(Draw(tuple(range(NUM_STREAMED)))).samples
     return window, StreamSizes(window, source.choose, source.modules), np.array(kept, dtype=np.int64)
-
-
-class _Entered(Exception):
-    """Leaves an encoder at its first layer with the shape of what enters it."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        self.shape = shape
 
 
 @dataclass
@@ -160,32 +150,13 @@ class _Probe:
         batch = self.collator(samples)
         first = {name: value[0] if name in TOKEN_FIELDS else value for name, value in batch.items()}
         part = module_parts(self.skeleton)[self.module]
-        layer = layers_of(self.skeleton, find_stack(self.skeleton, part.tower))[0]
-        handle = layer.register_forward_pre_hook(_leave, with_kwargs=True)
         shapes = []
-        try:
-            for modality, features in part.features.items():
-                names = part.input_names(modality)
-                inputs = {name: batch[name] for name in names if batch.get(name) is not None}
-                if names[0] in inputs and len(inputs[names[0]]):
-                    with torch.no_grad():
-                        shapes += _entered(features, inputs)
-        finally:
-            handle.remove()
+        for modality in part.features:
+            names = part.input_names(modality)
+            inputs = {name: batch[name] for name in names if batch.get(name) is not None}
+            if names[0] in inputs and len(inputs[names[0]]):
+                shapes.append(entered_shape(self.skeleton, self.module, modality, inputs))
         return self.tokens(first)[self.module], shapes
-
-
-def _entered(features: Callable[..., Any], inputs: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """The shape of what enters the first layer."""
-    try:
-        features(**inputs)
-    except _Entered as entered:
-        return [entered.shape]
-    raise RuntimeError("its first layer is never called")
-
-
-def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise _Entered(tuple(hidden_of(args, kwargs).shape))
 
 
 def _num_tokens(shape: tuple[int, ...]) -> int:
@@ -194,22 +165,3 @@ def _num_tokens(shape: tuple[int, ...]) -> int:
 
 def _copied(sample: Any) -> Any:
     return dict(sample) if isinstance(sample, Mapping) else sample
-
-
-def _skeleton(model: PreTrainedModel, spec: ModelSpec) -> Any:
-    """
-    A copy of a model on the CPU, without hooks and with stand-ins for its layers.
-
-    Its parameters take no memory: each is one zero expanded to its shape.
-    """
-    memo: dict[int, Any] = {}
-    for module in spec.modules.values():
-        memo |= {id(layer): placeholder(layer) for layer in layers_of(model, module.stack)}
-    for module in model.modules():  # hooks may hold process groups, which can't be copied
-        memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith(_HOOKS)}
-    for parameter in model.parameters():
-        zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
-        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().cpu()
-    return copy.deepcopy(model, memo).eval()

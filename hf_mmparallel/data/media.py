@@ -61,7 +61,7 @@ def _reader(dataset: Any, collator: Any, unused: frozenset[str], reads_media: bo
     """How a module reads that has no use for some entries."""
     lean = collator_without(collator, unused) if unused else collator
     view = _View(
-        frozenset(getattr(_innermost(lean), "decodes", MEDIA_FEATURES)),
+        frozenset(getattr(innermost(lean), "decodes", MEDIA_FEATURES)),
         unused if lean is not collator else frozenset(),
         reads_media,
     )
@@ -89,11 +89,11 @@ def collator_without(collator: Any, entries: frozenset[str]) -> Any:
     return collator.without_media(entries) if hasattr(collator, "without_media") else collator
 
 
-def _innermost(collator: Any) -> Any:
-    """The collator inside of those that wrap it."""
+def innermost(collator: Any) -> Any:
+    """The collator inside of those that wrap it, such as [`PackingCollator`]."""
     for name in ("collator", "data_collator"):
         if hasattr(collator, name):
-            return _innermost(getattr(collator, name))
+            return innermost(getattr(collator, name))
     return collator
 
 

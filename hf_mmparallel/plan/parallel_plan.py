@@ -299,7 +299,8 @@ def _read_edge(data: Any, modules: Sequence[str]) -> Edge:
     ends = [read_name(data[key], f"The `{key}` of an edge") for key in ("source", "target")]
     reject_unknown_keys("An edge of the plan names a module, and the plan", ends, modules)
     layers = read_list(data.get("layers", (0,)), f"`layers` of the edge from `{ends[0]}`")
-    return Edge(*ends, tuple(read_count(layer, f"A layer of the edge from `{ends[0]}`") for layer in layers))
+    entered = tuple(read_count(layer, f"A layer of the edge from `{ends[0]}`") for layer in layers)
+    return Edge(ends[0], ends[1], entered)
 
 
 def _sources_first(modules: Mapping[str, ModulePlan], edges: Sequence[Edge]) -> dict[str, ModulePlan]:

@@ -170,3 +170,37 @@ class SampleAgreement:
         if sentence not in self._reported:
             self._reported.add(sentence)
             logger.warning(f"{sentence} It is left out.")
+
+
+class TargetCount:
+    """Looks out for global batches in which no token is a target, of which the loss is 0 whatever the model does."""
+
+    def __init__(self):
+        self.num_targets = 0
+        self.num_without = 0
+
+    def saw(self, num_targets: int) -> None:
+        """
+        Counts the target tokens of a global batch, over all ranks. A later batch without any is logged the first time.
+
+        Raises:
+            `ValueError`: If the first batch has none.
+        """
+        self.num_targets += num_targets
+        if num_targets:
+            return
+        reason = (
+            "all `labels` are -100. Targets are what the `assistant` says in conversations, and what has a label of "
+            "its own otherwise"
+        )
+        if not self.num_targets:
+            raise ValueError(
+                f"The first global batch has no target token: {reason}. Give the roles of messages these names, or "
+                "filter samples without targets."
+            )
+        self.num_without += 1
+        if self.num_without == 1:
+            logger.warning(
+                f"A global batch has no target token: {reason}. Its loss is 0, where the stock Trainer's is NaN; "
+                "nothing is learned from it. Further ones are not reported."
+            )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate.logging import get_logger
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import EvalLoopContainer
@@ -22,6 +23,8 @@ from ..schedule import Task
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
+
+logger = get_logger(__name__)
 
 _KINDS = ("predictions", "labels", "inputs", "losses")
 
@@ -129,7 +132,7 @@ def evaluate(
     containers = {kind: EvalLoopContainer(concatenate, padding_index=-100) for kind in _KINDS}
     collector = None if prediction_loss_only else _Collector(trainer)
     losses: list[tuple[float, int]] = []
-    num_samples = 0
+    num_samples, num_targets = 0, 0.0
     for batch in trainer._evaluation_batches(dataloader):
         engine.executor.on_logits = collector
         try:
@@ -142,7 +145,9 @@ def evaluate(
         if collector:
             collector.rows = []
         if main:
-            means = _mean_losses([row for rank in gathered for row in rank[0]])
+            rows = [row for rank in gathered for row in rank[0]]
+            means = _mean_losses(rows)
+            num_targets += sum(count for *_, count in rows)
             losses += means
             for loss, count in means:
                 containers["losses"].add(torch.full((count,), loss))
@@ -151,6 +156,11 @@ def evaluate(
                     if value is not None:
                         containers[kind].add(value)
         trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+    if losses and not num_targets:
+        logger.warning(
+            "No token of the evaluation is a target, all `labels` are -100: its loss is 0, where the stock Trainer's "
+            "is NaN."
+        )
     metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})
     shared = [metrics]
     dist.broadcast_object_list(shared, src=0, device=engine.device if dist.get_backend() == "nccl" else None)

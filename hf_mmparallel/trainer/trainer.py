@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback
-from ..data import default_collator
+from ..data.defaults import DefaultCollator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
 from ..modeling.whole import check_gatherable, whole_model
@@ -33,7 +32,7 @@ from ..runtime.activity import ACTIVITY
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from ..runtime.optimizers import prepare_optimizer
-from .agreement import SampleAgreement, from_first_rank
+from .agreement import SampleAgreement, TargetCount, from_first_rank
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
@@ -49,6 +48,7 @@ from .build import (
     with_packing,
 )
 from .checks import check_launch, check_launcher, check_output_dir, check_trainer
+from .columns import check_columns, choose_collator, missing_columns
 from .evaluation import check_full_precision, evaluate
 from .finite import FiniteCheck
 from .loaders import check_loader, eval_loader, train_loader
@@ -126,24 +126,17 @@ class MultimodalParallelTrainer(Trainer):
         self.search: AutoSearch | None = None
         self._prepared_optimizer: Any = None
         plugin = getattr(args, "plugin", None)
-        if kwargs.get("data_collator") is None:
-            datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
-            kwargs["data_collator"], raw = default_collator(
-                next((d for d in datasets if d is not None and not isinstance(d, dict)), None),
-                kwargs.get("processing_class"),
-            )
-            if raw and args.remove_unused_columns:
-                args = copy.copy(args)
-                args.remove_unused_columns = False
         stock = plugin is None or is_single_process(plugin, args.world_size)
         if getattr(args, "packing", False):
             plugin = with_packing(plugin)
+        check_columns(kwargs, model, is_planned=not stock)
         if plugin is None or stock:
             args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
             whole: Any = load_whole(model)
             if plugin is not None and model is not None:
                 whole = prepare_single_process(whole, plugin, args)
             self.loss_is_scaled_for_ga = None
+            args = choose_collator(args, kwargs, whole)
             super().__init__(model=whole, args=args, **kwargs)
             self._pack()
             idle = settings_without_plan(args, {"sample_tokens": sample_tokens})
@@ -159,6 +152,7 @@ class MultimodalParallelTrainer(Trainer):
             from_first_rank(functools.partial(check_output_dir, args), args.device)
             prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
             self.model_spec = prepared.spec
+            args = choose_collator(args, kwargs, prepared.model)
             super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
             self._stock_groups = stock_groups(self, prepared.model)
             if plugin.auto:
@@ -172,6 +166,7 @@ class MultimodalParallelTrainer(Trainer):
         self._finite = FiniteCheck(args.logging_nan_inf_filter)
         self._readable = SampleAgreement(skip, self.engine.device, "training dataset")
         self._readable_in_evaluation = SampleAgreement(skip, self.engine.device, "evaluation dataset")
+        self._targets = TargetCount()
         self.engine.executor.forward_context = self._forward_context
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
@@ -199,6 +194,8 @@ class MultimodalParallelTrainer(Trainer):
         """Wraps the collator in one that packs, if the user wants it or ranks share the tokens of a row."""
         shared = self.plan is not None and self.plan.modules[LANGUAGE_MODEL].cp_size > 1
         wanted = shared or getattr(self.args, "packing", False)
+        if wanted and isinstance(self.data_collator, DefaultCollator):
+            self.data_collator.marks_tokens = True  # so that padding can be told from tokens
         if wanted and not isinstance(self.data_collator, PackingCollator):
             self.data_collator = PackingCollator(self.data_collator, self.model)
 
@@ -286,6 +283,16 @@ class MultimodalParallelTrainer(Trainer):
                 for modality in part.modalities:
                     self._signature_columns.extend(part.input_names(modality))
 
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """The stock method, with the columns that are expected where it finds none."""
+        try:
+            return super()._remove_unused_columns(dataset, description)
+        except ValueError as error:
+            raise ValueError(
+                f"Nothing of the {(description or 'given').lower()} dataset can be given to the model: "
+                f"{missing_columns(list(dataset.column_names))}"
+            ) from error
+
     @planned
     def get_total_train_batch_size(self, args: MultimodalTrainingArguments) -> int:
         return self.global_batch_size
@@ -343,6 +350,7 @@ class MultimodalParallelTrainer(Trainer):
             self.optimizer.train()
         with shared_failure("training step"):
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
+            self._targets.saw(self._totals.num_targets)
         self._finite.loss(self.state.global_step + 1, self._totals.mean_loss)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:

@@ -215,11 +215,25 @@ def test_a_sample_too_long():
         ({"messages": [say("user", None)]}, "1 image parts in `messages` and 0 images"),
         ({"messages": [say("user", "x")], "images": [image(1)]}, "0 image parts in `messages` and 1 images"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "content part of type `audio`"),
+        (
+            {"messages": [{"from": "human", "value": "x"}]},
+            r"sample 0 .* has \['from', 'value'\] and no `role`",
+        ),
     ],
 )
 def test_bad_samples_are_errors(sample, reason):
     with pytest.raises(ValueError, match=reason):
         ChatCollator(llava())([sample])
+
+
+def test_a_conversation_without_an_answer_is_told_of_once(caplog):
+    collator = ChatCollator(llava())
+    with caplog.at_level("WARNING", logger=chat_collator.logger.name):
+        for _ in range(2):
+            batch = collator([{"messages": [say("user", "x"), say("gpt", "three")]}, samples()[0]])
+    assert (batch["labels"][0] == IGNORED).all() and not (batch["labels"][1] == IGNORED).all()
+    told = [record.getMessage() for record in caplog.records if "has no target" in record.getMessage()]
+    assert len(told) == 1 and "nothing in it is said by the role `assistant`; its roles are gpt, user." in told[0]
 
 
 def test_bad_settings_are_errors():

@@ -1,13 +1,19 @@
 """Which collator a dataset gets when the user names none."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
+from transformers import DataCollatorWithPadding, default_data_collator
 
 from hf_mmparallel.data import defaults
-from hf_mmparallel.data.chat_collator import PretokenizedCollator
-from hf_mmparallel.data.defaults import default_collator
+from hf_mmparallel.data.chat_collator import TOKEN_FIELDS, PretokenizedCollator
+from hf_mmparallel.data.defaults import DefaultCollator, default_collator
+from hf_mmparallel.data.item_form import item_form
+from tests import tiny
+from tests.data.processors import tokenizer
 
 TOKENS = [{"input_ids": [1, 2], "labels": [1, 2]}]
 CHATS = [{"messages": [{"role": "user", "content": "hello"}], "images": []}]
@@ -55,3 +61,135 @@ def test_conversations_go_to_the_chat_collator_with_their_columns(make, monkeypa
 )
 def test_all_else_is_left_to_the_trainer(dataset, processor):
     assert default_collator(dataset, processor) == (None, False)
+
+
+IDS = [[5, 6, 8], [3, 9, 4]]
+STOCK: dict[str, list[dict[str, Any]]] = {
+    "classes": [{"input_ids": ids, "labels": n} for n, ids in enumerate(IDS)],
+    "numbers to predict": [{"input_ids": ids, "labels": n + 0.5} for n, ids in enumerate(IDS)],
+    "several classes": [{"input_ids": ids, "labels": [0.0, 1.0]} for ids in IDS],
+    "labels of another length": [{"input_ids": ids, "labels": [1, 2, 3, 4, 5]} for ids in IDS],
+    "without a mask": [{"input_ids": ids, "labels": ids, "number": n} for n, ids in enumerate(IDS)],
+    "with a mask": [{"input_ids": ids, "attention_mask": [1, 1, 0], "labels": ids} for ids in IDS],
+    "boxes": [{"input_ids": ids, "labels": ids, "bbox": [[1, 2, 3, 4]] * 3} for ids in IDS],
+    "an image each": [
+        {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids), "pixel_values": torch.rand(3, 4, 4)}
+        for ids in IDS
+    ],
+    "lists of images": [
+        {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids), "pixel_values": torch.rand(2, 3, 4, 4)}
+        for ids in IDS
+    ],
+}
+PADDED: dict[str, list[dict[str, Any]]] = {
+    "classes of ragged ids": [{"input_ids": [5, 6, 8], "labels": 1}, {"input_ids": [3], "labels": 0}],
+    "several classes of ragged ids": [
+        {"input_ids": [5, 6, 8], "labels": [1.0, 0.0]},
+        {"input_ids": [3], "labels": [0.0, 0.0]},
+    ],
+}
+
+
+def assert_same_batch(batch: Any, wanted: Any) -> None:
+    """Equal entries of equal dtypes."""
+    assert dict(batch).keys() == dict(wanted).keys()
+    for name, value in wanted.items():
+        assert batch[name].dtype == value.dtype, name
+        assert torch.equal(batch[name], value), name
+
+
+@pytest.mark.parametrize("name", STOCK)
+@pytest.mark.parametrize("processor", [None, tokenizer()], ids=["alone", "with a tokenizer"])
+def test_what_the_stock_collator_can_batch_is_its_batch(name, processor):
+    collator, raw = default_collator(Sized(STOCK[name]), processor)
+    assert collator is not None and not raw
+    stock = default_data_collator if processor is None else DataCollatorWithPadding(processor)
+    assert_same_batch(collator([dict(sample) for sample in STOCK[name]]), stock([dict(s) for s in STOCK[name]]))
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_what_a_tokenizer_pads_is_padded_by_it(name):
+    collator, _ = default_collator(Sized(PADDED[name]), tokenizer())
+    assert collator is not None
+    wanted = DataCollatorWithPadding(tokenizer())([dict(sample) for sample in PADDED[name]])
+    assert_same_batch(collator(PADDED[name]), wanted)
+    alone, _ = default_collator(Sized(PADDED["classes of ragged ids"]), None)
+    assert alone is not None
+    with pytest.raises(ValueError, match="expected sequence of length 3"):  # the stock collator's own sentence
+        alone(PADDED["classes of ragged ids"])
+
+
+def test_what_the_stock_collator_would_lose_or_refuse_is_padded():
+    """It looks at the first sample only, and would train on the placeholders of the others' images."""
+    model = tiny.FAMILIES["llava"]()
+    samples = [
+        {"input_ids": [1, 2], "labels": [1, 2]},
+        {"input_ids": [3], "labels": [3], "pixel_values": torch.rand(3, 16, 16)},
+        {"input_ids": [4, 5, 6], "labels": [4, 5, 6], "pixel_values": torch.rand(3, 16, 16)},
+    ]
+    collator, _ = default_collator(Sized(samples), None, model)
+    assert collator is not None
+    batch = collator(samples)
+    assert batch["input_ids"].shape == (3, 3) and batch["labels"][1].tolist() == [3, -100, -100]
+    assert torch.equal(batch["pixel_values"], torch.stack([samples[1]["pixel_values"], samples[2]["pixel_values"]]))
+    assert batch["attention_mask"].sum(-1).tolist() == [2, 1, 3]
+
+
+def test_a_mask_is_made_where_it_is_needed():
+    collator = DefaultCollator()
+    assert "attention_mask" not in collator(STOCK["without a mask"])
+    collator.marks_tokens = True
+    assert collator(STOCK["without a mask"])["attention_mask"].tolist() == [[1, 1, 1]] * 2
+
+
+def test_ranks_without_media_make_the_same_batch_but_for_them():
+    samples = [{**sample, "pixel_values": torch.rand(3, 16, 16), "image_sizes": [16, 16]} for sample in TOKENS * 2]
+    collator, _ = default_collator(Sized(samples), None, tiny.FAMILIES["llava"]())
+    assert isinstance(collator, DefaultCollator)
+    whole, bare = collator(samples), collator.without_media(frozenset(["pixel_values"]))(samples)
+    assert whole.pop("pixel_values").shape == (2, 3, 16, 16)
+    assert_same_batch(bare, whole)
+    assert set(collator.without_media()([{**sample, "image_sizes": [1.5]} for sample in samples])) == set(TOKENS[0])
+
+
+@pytest.mark.parametrize("family", [name for name in tiny.FAMILIES if name not in tiny.TEXT_ONLY])
+def test_the_model_says_whether_images_are_stacked(family):
+    """An image without the dimension of images is stacked, lists of them are concatenated, in every family."""
+    model = tiny.FAMILIES[family]()
+    listed = tiny.make_dataset(family, 3, shapes=[tiny.Shape(1, 1, 5)] * 3)
+    flat = family.startswith("qwen")  # patches of all images in a row; only the grid has a dimension of images
+    one = [
+        {
+            name: value if name in TOKEN_FIELDS or (flat and name == "pixel_values") else value[0]
+            for name, value in sample.items()
+        }
+        for sample in listed
+    ]
+    media = set(listed[0]) - set(TOKEN_FIELDS)
+    assert media and media <= item_form(model, listed).listed and not item_form(model, listed).stacked
+    assert media <= item_form(model, one).stacked
+    assert media <= item_form(model, tiny.make_dataset(family, 1)[:0]).listed
+    collator, _ = default_collator(Sized(listed), None, model)
+    assert collator is not None
+    assert_same_batch(collator(listed), tiny.collate(family)(listed))
+
+
+def test_a_list_of_images_that_a_model_takes_as_such_is_stacked():
+    """Idefics3 takes `[batch, images, channels, height, width]`."""
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
+
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tiny.TEXT, "model_type": "llama", "num_hidden_layers": 1}
+    config = Idefics3Config(
+        vision_config={**vision, "image_size": 16, "patch_size": 8},
+        text_config=text,
+        scale_factor=2,
+        image_token_id=99,
+    )
+    model = Idefics3ForConditionalGeneration(config)
+    samples = [{"input_ids": ids, "labels": ids, "pixel_values": torch.rand(2, 3, 16, 16)} for ids in IDS]
+    collator, _ = default_collator(Sized(samples), None, model)
+    assert collator is not None
+    assert_same_batch(collator(samples), default_data_collator(samples))
+    ragged = [*samples, {"input_ids": [1], "labels": [1], "pixel_values": torch.rand(1, 3, 16, 16)}]
+    assert collator(ragged)["pixel_values"].shape == (3, 2, 3, 16, 16)

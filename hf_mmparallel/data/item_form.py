@@ -1,0 +1,102 @@
+"""Whether samples hold one image each, as the stock Trainer stacks them, or lists of images; the model is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..modeling.skeleton import entered_shape, make_skeleton
+from ..modeling.spec import ModulePart, find_stack, module_parts
+from .chat_collator import TOKEN_FIELDS, as_array
+
+
+@dataclass(frozen=True)
+class ItemForm:
+    """
+    How samples hold the inputs of encoders.
+
+    Args:
+        stacked (`frozenset[str]`, *optional*): Entries of which the model takes a batch that is stacked.
+        listed (`frozenset[str]`, *optional*): Entries of which it takes one that is concatenated.
+    """
+
+    stacked: frozenset[str] = frozenset()
+    listed: frozenset[str] = frozenset()
+
+
+def item_form(model: Any, samples: Iterable[Mapping[str, Any]]) -> ItemForm:
+    """
+    Finds out in which form samples hold the inputs of a model's encoders, such as pixels and grids.
+
+    A sample is batched with itself, stacked, and the encoder is run on it up to its first layer, on the CPU and
+    without its weights. If it gets there, the entries are stacked, else concatenated.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The whole model on any device (`meta` too). It is not changed.
+        samples (`Iterable[Mapping[str, Any]]`): Samples, looked at until there was one for each modality.
+
+    Returns:
+        [`ItemForm`]: Entries of modalities that no sample has count as concatenated; empty for a model whose encoders
+        are not known.
+    """
+    parts = _encoders(model)
+    pending = {
+        (name, modality): _names(part, modality) for name, part in parts.items() for modality in part.modalities
+    }
+    skeleton, stacked, listed = None, set(), set()
+    for sample in samples if pending else ():
+        for (name, modality), names in list(pending.items()):
+            found = _arrays(sample, names)
+            if names[0] not in found:
+                continue
+            if skeleton is None:
+                whole = _whole(model)
+                skeleton = make_skeleton(whole, [find_stack(whole, part.tower) for part in parts.values()])
+            batch = {entry: torch.stack([value, value]) for entry, value in found.items()}
+            (stacked if _takes(skeleton, name, modality, batch) else listed).update(names)
+            del pending[name, modality]
+        if not pending:
+            break
+    listed.update(entry for names in pending.values() for entry in names)
+    return ItemForm(frozenset(stacked), frozenset(listed - stacked))
+
+
+def _whole(model: Any) -> Any:
+    """The model inside of adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _names(part: ModulePart, modality: str) -> list[str]:
+    """What an encoder reads of a batch besides tokens, the required entry first."""
+    return [entry for entry in part.input_names(modality) if entry not in TOKEN_FIELDS]
+
+
+def _encoders(model: Any) -> Mapping[str, ModulePart]:
+    """Name -> encoder of a model, none where they can't be told."""
+    whole = _whole(model)
+    if not isinstance(whole, PreTrainedModel):
+        return {}
+    try:
+        return {name: part for name, part in module_parts(whole).items() if part.features}
+    except Exception:  # of a model that no plan is made for, anything can be missing
+        return {}
+
+
+def _arrays(sample: Mapping[str, Any], names: Sequence[str]) -> dict[str, Tensor]:
+    """The entries of a sample that are arrays, by their names."""
+    found = {name: as_array(sample[name]) for name in names if name in sample}
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def _takes(skeleton: Any, module: str, modality: str, batch: Mapping[str, Tensor]) -> bool:
+    """Whether an encoder takes a batch."""
+    try:
+        entered_shape(skeleton, module, modality, batch)
+    except Exception:  # whatever a model's code raises for a batch of another form
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""A copy of a model that takes no memory, to see what enters the first layer of an encoder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .hollow import hidden_of, placeholder
+from .spec import find_stack, layers_of, module_parts
+
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+
+
+class _Entered(Exception):
+    """Leaves an encoder at its first layer with the shape of what enters it."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+
+
+def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
+    """
+    A copy of a model on the CPU, without hooks and with stand-ins for its layers.
+
+    Its parameters take no memory: each is one zero expanded to its shape.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The whole model on any device, or what a rank keeps of it.
+        stacks (`Iterable[str]`): Names of its lists of layers.
+    """
+    memo: dict[int, Any] = {}
+    for stack in stacks:
+        memo |= {id(layer): placeholder(layer) for layer in layers_of(model, stack)}
+    for module in model.modules():  # hooks may hold process groups, which can't be copied
+        memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith(_HOOKS)}
+    for parameter in model.parameters():
+        zeros = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(zeros, requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.detach().cpu()
+    return copy.deepcopy(model, memo).eval()
+
+
+def entered_shape(skeleton: Any, module: str, modality: str, inputs: Mapping[str, Any]) -> tuple[int, ...]:
+    """
+    The shape of what enters the first layer of an encoder.
+
+    Args:
+        skeleton: What [`make_skeleton`] gave.
+        module (`str`): The encoder.
+        modality (`str`): One of its modalities.
+        inputs (`Mapping[str, Any]`): The entries of a batch that its features are made of.
+
+    Raises:
+        Whatever the encoder raises for inputs that it can't take.
+    """
+    part = module_parts(skeleton)[module]
+    layer = layers_of(skeleton, find_stack(skeleton, part.tower))[0]
+    handle = layer.register_forward_pre_hook(_leave, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            part.features[modality](**inputs)
+    except _Entered as entered:
+        return entered.shape
+    finally:
+        handle.remove()
+    raise RuntimeError("its first layer is never called")
+
+
+def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise _Entered(tuple(hidden_of(args, kwargs).shape))

@@ -1,0 +1,128 @@
+"""Which columns of a dataset a Trainer keeps, and which it misses."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..data.bad_samples import stored_row
+from ..data.chat_collator import ChatCollator, require_role
+from ..data.defaults import columns_of, default_collator
+from ..data.media import innermost
+from ..data.streams import is_stream
+
+_CONVERSATIONS = ("messages", "conversations", "conversation")
+
+
+def choose_collator(args: Any, given: dict[str, Any], model: Any) -> Any:
+    """
+    Puts the collator that the datasets ask for into the arguments of a Trainer, if there is none.
+
+    Args:
+        args (`TrainingArguments`): The arguments.
+        given (`dict[str, Any]`): What the Trainer is made with; changed in place.
+        model: The whole model.
+
+    Returns:
+        `TrainingArguments`: The arguments, in which columns are kept for a collator that reads raw ones.
+    """
+    if given.get("data_collator") is None:
+        dataset = next(iter(_datasets(given).values()), None)
+        given["data_collator"], _ = default_collator(dataset, given.get("processing_class"), model)
+    if args.remove_unused_columns and isinstance(innermost(given["data_collator"]), ChatCollator):
+        args = copy.copy(args)
+        args.remove_unused_columns = False  # its columns are no arguments of the model
+    return args
+
+
+def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> None:
+    """
+    Raises `ValueError` for datasets without the columns that make samples.
+
+    Args:
+        given (`Mapping[str, Any]`): What the Trainer is made with.
+        model: The model, an id or a folder.
+        is_planned (`bool`): Whether it is trained under a plan; the stock Trainer may have uses for other columns.
+    """
+    collator, processor = innermost(given.get("data_collator")), given.get("processing_class")
+    if collator is not None and not isinstance(collator, ChatCollator):
+        return
+    for name, dataset in _datasets(given).items():
+        columns = columns_of(dataset)
+        if not columns:
+            continue
+        if isinstance(collator, ChatCollator):
+            _check_chat(name, columns, collator)
+            row = None if is_stream(dataset) else stored_row(dataset, 0)
+            messages = row.get(collator.messages_column) if isinstance(row, Mapping) else None
+            for message in messages if isinstance(messages, list) else ():
+                require_role(message, f"`{name}`")
+        elif "input_ids" not in columns:
+            _check_untokenised(name, columns, processor, _taken_by(model), is_planned)
+
+
+def missing_columns(columns: list[str]) -> str:
+    """What to do about a dataset that has no column for the model."""
+    return (
+        f"it has the columns {columns}. Without a `data_collator`, samples have `input_ids` and `labels`, or "
+        "`messages` (conversations) and the Trainer a `processing_class`. Rename the columns that are meant, or pass "
+        "a `data_collator` that reads these and `remove_unused_columns=False`."
+    )
+
+
+def _datasets(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> dataset, of all that there are."""
+    found = {}
+    for name in ("train_dataset", "eval_dataset"):
+        dataset = given.get(name)
+        if isinstance(dataset, dict):
+            found.update({f"{name}[{key!r}]": own for key, own in dataset.items()})
+        elif dataset is not None:
+            found[name] = dataset
+    return found
+
+
+def _check_chat(name: str, columns: list[str], collator: ChatCollator) -> None:
+    """Raises `ValueError` if a dataset lacks the messages that a collator reads."""
+    column = collator.messages_column
+    if column in columns:
+        return
+    other = next((own for own in _CONVERSATIONS if own in columns), "...")
+    raise ValueError(
+        f"`{name}` has no column `{column}`, which the `{type(collator).__name__}` reads; it has {columns}. Rename "
+        f"the one that holds the messages, or use `messages_column={other!r}`."
+    )
+
+
+def _check_untokenised(name: str, columns: list[str], processor: Any, known: set[str], is_planned: bool) -> None:
+    """Raises `ValueError` for a dataset without token ids that no collator is given for."""
+    column = next((own for own in _CONVERSATIONS if own in columns and own not in known), None)
+    if column is None:
+        if is_planned and "messages" not in columns:
+            raise ValueError(f"Nothing of `{name}` can be given to the model: {missing_columns(columns)}")
+        return
+    if column != "messages":
+        raise ValueError(
+            f"`{name}` has conversations in `{column}`, but they are read from `messages`: lists of messages with "
+            "`role` and `content`. Rename the column (and, in the format of LLaVA, `from` to `role`, `value` to "
+            f"`content`), or pass `data_collator=ChatCollator(processor, messages_column={column!r})`."
+        )
+    if processor is None:
+        raise ValueError(
+            f"`{name}` has conversations (`messages`), but the Trainer has no `processing_class` to make tokens of "
+            "them. Pass the model's processor: `processing_class=AutoProcessor.from_pretrained(...)`."
+        )
+    if not hasattr(processor, "apply_chat_template"):
+        raise ValueError(
+            f"`{name}` has conversations (`messages`), but a `{type(processor).__name__}` has no chat template to "
+            "make tokens of them. Pass the model's processor as `processing_class`."
+        )
+
+
+def _taken_by(model: Any) -> set[str]:
+    """The arguments of a model's forward."""
+    return set(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else set()
