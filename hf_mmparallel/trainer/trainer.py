@@ -156,7 +156,7 @@ class MultimodalParallelTrainer(Trainer):
         check_trainer(model, kwargs)
         self.is_planned = True
         with shared_failure("preparing the model"):
-            from_first_rank(lambda: check_output_dir(args), args.device)
+            from_first_rank(functools.partial(check_output_dir, args), args.device)
             prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
             self.model_spec = prepared.spec
             super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
