@@ -205,7 +205,7 @@ class MultimodalParallelTrainer(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if training and optimizer is not self._prepared_optimizer:  # just made, by whatever `create_optimizer`
-            with shared_failure("trying the optimizer"):
+            with shared_failure("preparing the optimizer"):
                 prepare_optimizer(optimizer, self._engine.holds_all_trained)
             self._prepared_optimizer = optimizer
         return self._engine

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,19 @@ def rank_zero_fails(where: str, folder: str) -> None:
     elif main and where == "callback":
         trainer.add_callback(At(1, lambda: fails(where)))
     elif main and where == "checkpoint":
-        trainer._save_beside = lambda output_dir: fails(where)
-    trainer.train()
+        trainer._save_state = lambda folder: fails(where)
+    try:
+        trainer.train()
+    except Exception:
+        if main:
+            os._exit(7)  # at once, and with it the store
+        raise
 
 
 @pytest.mark.parametrize("where", ["dataset", "callback", "checkpoint"])
 def test_the_other_ranks_tell_the_failure_of_rank_zero(where: str, tmp_path: Path):
     zero, one = outcomes(rank_zero_fails, 2, where, str(tmp_path))
-    assert f"a {where} that fails" in zero.error
+    assert zero.kind == "died" and "exit code 7" in zero.details
     assert one.error_type == "RemoteRankError"
     assert re.match(f"Another rank failed first: rank 0: .*a {where} that fails", one.error), one.error
 
@@ -194,6 +200,7 @@ def at_the_start(folder: str) -> dict[str, Any]:
     finally:
         runs.draw_nothing = draw_nothing
     said["warnings"] = records
+    said["threads"] = [thread.name for thread in threading.enumerate() if "hf_mmparallel" in thread.name]
     said["losses"] = [row["loss"] for row in runs.step_logs(trainer)]
     return said
 
@@ -212,6 +219,7 @@ def test_what_goes_wrong_at_the_start_and_losses_that_are_not_finite(tmp_path: P
     )
     assert "It is the 10th such step" in tenth
     assert len(zero["losses"]) == 12
+    assert zero["threads"] == one["threads"] == []
 
 
 def interrupts() -> None:
