@@ -52,10 +52,7 @@ class EqualGradients:
     @torch.no_grad()
     def divide(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divides those among the gradients of `parameters`."""
-        by_size: dict[int, list[torch.Tensor]] = {}
         for parameter in parameters:
             size = self.sizes.get(id(parameter))
             if size is not None and parameter.grad is not None:
-                by_size.setdefault(size, []).append(local(parameter.grad))
-        for size, gradients in by_size.items():
-            torch._foreach_div_(gradients, size)
+                local(parameter.grad).div_(size)
