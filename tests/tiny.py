@@ -64,7 +64,7 @@ def _part(model_type: str, **config: Any) -> dict[str, Any]:
     return {"model_type": model_type, **config}
 
 
-def _qwen3_vl(levels: int) -> Callable[[], PreTrainedModel]:
+def _qwen3_vl(levels: int, prefix: str = "Qwen3VL", **text: Any) -> Callable[[], PreTrainedModel]:
     vision = {
         "depth": 4,
         "hidden_size": 32,
@@ -74,7 +74,7 @@ def _qwen3_vl(levels: int) -> Callable[[], PreTrainedModel]:
         "deepstack_visual_indexes": list(range(levels)),
         **PATCHES,
     }
-    return _build("Qwen3VL", vision_config=vision, text_config={**HEADS, **ROPE}, **QWEN_TOKENS)
+    return _build(prefix, vision_config=vision, text_config={**HEADS, **ROPE, **text}, **QWEN_TOKENS)
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -155,6 +155,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         **QWEN_TOKENS,
     ),
     "qwen3_vl": _qwen3_vl(levels=3),
+    "qwen3_vl_moe": _qwen3_vl(1, "Qwen3VLMoe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "qwen2_5_omni": _build(
         "Qwen2_5OmniThinker",
         vision_config={

@@ -230,7 +230,8 @@ def held_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[
     result = {}
     for use in uses:
         name = use.parameter.name
-        is_whole = len(use.parameter.shape) < 2 or name in spec.tied or name.startswith(whole)
+        is_whole = use.parameter.replicated or len(use.parameter.shape) < 2
+        is_whole |= name in spec.tied or name.startswith(whole)
         result[name] = 1.0 / tp_size if (inside or is_head) and not is_whole else 1.0
     return result
 

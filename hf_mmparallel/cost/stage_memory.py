@@ -280,14 +280,15 @@ def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) 
             num_bytes, gradient = num_values * value_bytes, num_values * max(value_bytes, FULL) * p.trainable
             narrow = num_bytes if p.trainable and value_bytes < FULL else 0.0
             found.largest[row] = max(found.largest[row], gradient + narrow)
+            over_tp = tp_size > 1 and p.replicated
             if p.name in seen:
-                found.tied -= gradient  # both of its places are here
+                found.tied -= 0.0 if over_tp else gradient  # both of its places are here
                 continue
             seen.add(p.name)
             found.held += num_bytes
             found.trained += num_bytes * p.trainable
             found.gradients[row] += gradient
-            found.tied += gradient if p.name in spec.tied else 0.0
+            found.tied += gradient if over_tp or p.name in spec.tied else 0.0
     return found
 
 

@@ -19,6 +19,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .encoder_outputs import meta_inputs
 from .features import feature_specs
 from .meta_forward import meta_forward
+from .tensor_parallel import mark_replicated
 
 ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}
 
@@ -219,7 +220,7 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
     }
     placeholders = {modality: token for part in parts.values() for modality, token in part.placeholders.items()}
-    return ModelSpec(modules, _tied(model, places), placeholders)
+    return mark_replicated(model, ModelSpec(modules, _tied(model, places), placeholders))
 
 
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:

@@ -10,9 +10,8 @@ own code.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +24,9 @@ from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelP
 from .adapter_files import adapter_names
 from .checkpointing import enable_checkpointing
 from .features import count_rows, flat_rows, merge_output
+from .given_features import features_given
 from .hollow import hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
+from .loss import IGNORE_INDEX
 from .spec import ModulePart, layers_of, module_parts
 
 __all__ = ["ModuleStage", "is_hollow", "prepare_stages"]
@@ -155,6 +156,10 @@ class ModuleStage:
         module (`str`): The module's name.
         layers (`tuple[int, int]`): First layer, and the one after the last.
         parts (`dict[str, ModulePart]`, *optional*): What [`module_parts`] says of the model.
+
+    Attributes:
+        asks_own_loss (`bool`): Whether the next forward to the logits with targets leaves the model's own loss.
+        own_loss (`torch.Tensor`, *optional*): What it left, a scalar.
     """
 
     def __init__(
@@ -173,6 +178,8 @@ class ModuleStage:
         cut = not (self.is_first and self.is_last)
         self._gate = _gate_of(layers_of(model, self.module_spec.stack)) if cut else None
         self._checked = False
+        self.asks_own_loss = False
+        self.own_loss: Tensor | None = None
 
     @property
     def module_spec(self) -> ModuleSpec:
@@ -360,19 +367,26 @@ class ModuleStage:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features)
         run = _Run(*self.layers, hidden=None if self.is_first or not hidden else hidden[0])
-        with _features_given(self.model, self.parts, outputs) as given:
+        with features_given(self.model, self.parts, outputs) as given:
             if self._gate is None:
-                return [self.model(**kwargs, **given).logits]
+                return [self._logits(self.model(**kwargs, **given))]
             with self._gate.running(run):
                 try:
                     output = self.model(**kwargs, **given)
                 except _Leave as leave:
                     return self._checked_once([self._wire(leave.hidden, run.dtype)], hidden or [])
         assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
-        return self._checked_once([output.logits], hidden or [])
+        return self._checked_once([self._logits(output)], hidden or [])
+
+    def _logits(self, output: Any) -> Tensor:
+        """The logits of a forward; keeps its loss if it made one."""
+        loss = getattr(output, "loss", None)
+        if loss is not None:
+            self.own_loss, self.asks_own_loss = loss.detach(), False
+        return output.logits
 
     def _text_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch without labels and without what only encoders read (pixels, audio)."""
+        """The batch without what only encoders read (pixels, audio); labels only if the model's own loss is wanted."""
         encoder_inputs = {
             name for part in self.parts.values() for modality in part.modalities for name in part.input_names(modality)
         }
@@ -381,6 +395,9 @@ class ModuleStage:
             pixels = name in encoder_inputs and isinstance(value, Tensor) and value.is_floating_point()
             if name not in ("labels", "shift_labels") and not pixels:
                 kwargs[name] = value
+        labels = inputs.get("labels")
+        if self.asks_own_loss and labels is not None and (labels[..., 1:] != IGNORE_INDEX).any():
+            kwargs["labels"] = labels
         return {**kwargs, "use_cache": False, "return_dict": True}
 
     def _merge_outputs(
@@ -408,45 +425,6 @@ class ModuleStage:
                     value = missing.expand(rows[spec.modality], width)
                 gathered.setdefault(spec.modality, []).append((spec, value))
         return {modality: merge_output(pairs) for modality, pairs in gathered.items()}
-
-
-def _takes_outputs(model: PreTrainedModel, modality: str) -> bool:
-    """Whether the model's forward merges what `mm_encoder_outputs` holds for a modality."""
-    if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
-        return False
-    forward = inspect.unwrap(type(model.base_model).forward)
-    return hasattr(model, "multimodal_parts") or modality in forward.__code__.co_consts
-
-
-@contextmanager
-def _features_given(
-    model: PreTrainedModel, parts: Mapping[str, ModulePart], outputs: Mapping[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """
-    Keyword arguments that make the model merge these encoder outputs.
-
-    A forward that does not look for a modality in `mm_encoder_outputs` calls its feature method, which then returns
-    the output; an empty tensor as input makes it do so.
-    """
-    direct = {modality: output for modality, output in outputs.items() if _takes_outputs(model, modality)}
-    given: dict[str, Any] = {"mm_encoder_outputs": direct} if direct else {}
-    with ExitStack() as stack:
-        for part in parts.values():
-            for modality in (outputs.keys() - direct.keys()) & part.features.keys():
-                method = part.features[modality]
-                stack.enter_context(_returning(method.__self__, method.__name__, outputs[modality]))
-                given[part.input_names(modality)[0]] = torch.empty(0, device=model.device)
-        yield given
-
-
-@contextmanager
-def _returning(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Makes a method of one object return `value`."""
-    owner.__dict__[name] = lambda *args, **kwargs: value
-    try:
-        yield
-    finally:
-        del owner.__dict__[name]
 
 
 def prepare_stages(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..plan import ModuleSpec
+from ..plan import ModelSpec, ModuleSpec
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -33,40 +34,6 @@ _ATTENTION_WIDTHS = (
     "hidden_size",
 )
 _ADAPTER_PARTS = re.compile(r"\.(base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
-
-
-class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over a group."""
-
-    @staticmethod
-    def forward(ctx, tensor, group):
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        torch.distributed.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-def _sum_partial_gradients(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes each backward through `module` sum the gradient of its own parameters over the mesh."""
-    # The style of transformers reduces the accumulated `.grad` after every backward: wrong from the second
-    # microbatch on.
-    forward, group = module.forward, mesh.get_group()
-
-    def summing_forward(*args, **kwargs):
-        own = {name: p for name, p in module._parameters.items() if p is not None and p.requires_grad}
-        if not own or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        module._parameters.update({name: _SumGradient.apply(p, group) for name, p in own.items()})
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            module._parameters.update(own)
-
-    module.forward = summing_forward
 
 
 def base_name(name: str) -> str:
@@ -142,22 +109,95 @@ def _localize_widths(attention: nn.Module, tp_size: int) -> None:
             setattr(attention, name, width // tp_size)
 
 
-def _generic_plan(stack: nn.Module, prefix: str, held: set[str], tp_size: int) -> dict[str, str]:
-    """Module name -> style for the layers of a stack that has no plan of its own."""
+@dataclass
+class _Styles:
+    """
+    How a module is laid out over tensor-parallel ranks.
+
+    Args:
+        plan (`dict[str, str]`): Module or parameter -> style.
+        partial (`set[str]`): Parameters that each rank holds whole and multiplies with its share of the activations.
+        attentions (`list[nn.Module]`): Attention layers that reshape with widths of their own.
+    """
+
+    plan: dict[str, str] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    attentions: list[nn.Module] = field(default_factory=list)
+
+    def is_sharded(self, name: str, num_dims: int) -> bool:
+        """Whether each rank has a shard of a parameter of so many dimensions."""
+        style = self.plan.get(name, "")
+        if style.startswith("packed_rowwise"):
+            return num_dims > 1
+        if style.startswith("rowwise"):
+            return name.rpartition(".")[2] != "bias"
+        return style.startswith(("colwise", "packed_colwise"))
+
+
+def _generic_plan(
+    stack: nn.Module, prefix: str, held: set[str], tp_size: int
+) -> tuple[dict[str, str], list[nn.Module]]:
+    """Module name -> style for the layers of a stack that has no plan of its own; its cut attention layers."""
     plan: dict[str, str] = {}
+    attentions = []
     for name, module in stack.named_modules(prefix=prefix):
         if not any(f"{name}.{child}" in held for child, _ in module.named_children()):
             continue
         attention = _attention_plan(module, tp_size)
         if attention:
-            _localize_widths(module, tp_size)
+            attentions.append(module)
         for child, style in {**attention, **_feed_forward_plan(module, tp_size)}.items():
             plan[base_name(f"{name}.{child}")] = style
-    return plan
+    return plan, attentions
+
+
+def _between(parent: nn.Module, styles: Mapping[str, str | None]) -> set[str]:
+    """
+    The children of a layer, without a style of their own, that stand between its column-parallel and its row-parallel
+    linear layers: they see one rank's share of the activations, so that the gradients of their parameters are shares.
+
+    These are norms over a single head, and functions with a scalar for all activations.
+    """
+    found = [style or "" for style in styles.values()]
+    if "colwise" not in found or not any(style.startswith("rowwise") for style in found):
+        return set()
+    children = dict(parent.named_children())
+    # A norm may also stand behind a projection that all ranks compute whole, as in multi-head latent attention.
+    whole = any(_linear(child) is not None and styles[name] is None for name, child in children.items())
+    latent = whole or any(style.startswith("mla") for style in found)
+    head = (getattr(parent, "head_dim", None),)
+    result = set()
+    for name, child in children.items():
+        shapes = [tuple(parameter.shape) for parameter in child.parameters()]
+        if styles[name] is not None or not shapes or list(child.children()):
+            continue
+        if all(shape in ((), (1,)) for shape in shapes) or (not latent and all(shape == head for shape in shapes)):
+            result.add(name)
+    return result
+
+
+def _mended_style(layer: nn.Module, parameter: str, style: str | None) -> str | None:
+    """
+    The style of a layer's own parameter. Gate and up matrices of experts that lie one after the other in one tensor
+    are each cut, so that a rank has as much of both, also where the model's plan cuts the tensor as if it were one.
+    """
+    if style in ("colwise", "rowwise") and parameter == "gate_up_proj" and getattr(layer, "is_concatenated", False):
+        return f"packed_{style}"
+    return style
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    return hasattr(layer, "base_layer")
 
 
 def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
     """Styles of the LoRA matrices around a linear layer that has `style`."""
+    split = "lora_A" if style.startswith("rowwise") else "lora_B"
+    return {f"{name}.{split}.{adapter}": style for adapter in getattr(layer, split, {})}
+
+
+def _check_adapter(layer: nn.Module, name: str) -> None:
+    """Raises `ValueError` for an adapter that has no tensor-parallel form."""
     if getattr(layer, "lora_magnitude_vector", None):
         raise ValueError(
             f"`{name}` has a DoRA adapter, whose norm needs the whole matrix. Use `use_dora=False` or `tp_size=1`."
@@ -167,11 +207,83 @@ def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
             f"`{name}` is wrapped by `{type(layer).__name__}`, for which no tensor-parallel form is known. "
             f"Use LoRA or `tp_size=1`."
         )
-    split = "lora_A" if style.startswith("rowwise") else "lora_B"
-    return {f"{name}.{split}.{adapter}": style for adapter in getattr(layer, split)}
 
 
-def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owned: set[str]) -> None:
+def _model_plan(model: nn.Module, module: ModuleSpec, held: set[str], tp_size: int, styles: _Styles) -> dict[str, str]:
+    """Module or parameter, as if without adapters -> style: the model's own plan, or one read off its layers."""
+    plan = {
+        name: style
+        for name, style in (getattr(model, "tp_plan", None) or {}).items()
+        if not style.startswith("embedding")
+    }
+    in_stack = {_with_wildcards(name) for name in held if name.startswith(module.stack + ".")}
+    if not any(name.startswith(_with_wildcards(module.stack) + ".") for name in plan) and in_stack:
+        generic, styles.attentions = _generic_plan(model.get_submodule(module.stack), module.stack, held, tp_size)
+        plan.update(generic)
+    return plan
+
+
+def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Collection[str]) -> _Styles:
+    """The styles of the parameters of one module that are `owned`, and of the layers around them."""
+    names = {parameter.name for parameter in module.parameters}.intersection(owned)
+    held = {name.rpartition(".")[0] for name in names}
+    held |= {base_name(name) for name in held}
+    result = _Styles()
+    given = _model_plan(model, module, held, tp_size, result)
+
+    def style_of(name: str) -> str | None:
+        key = base_name(name)
+        return given.get(key, given.get(_with_wildcards(key)))
+
+    partial: set[str] = set()  # layers
+    for name, layer in model.named_modules():
+        style = style_of(name)
+        own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
+        if style is not None and style != PARTIAL_GRADIENT and _is_adapted(layer):
+            if tp_size > 1 and any(parameter.startswith(name + ".") for parameter in names):
+                _check_adapter(layer, name)
+            for adapter, adapter_style in _adapter_styles(layer, name, style).items():
+                if adapter + ".weight" in names:
+                    result.plan |= {f"{adapter}.weight": adapter_style, adapter: adapter_style}
+            continue
+        children = {child: style_of(f"{name}.{child}") for child, _ in layer.named_children()}
+        partial.update(f"{name}.{child}" for child in _between(layer, children))
+        parameters = {p: _mended_style(layer, p.rpartition(".")[2], style_of(p) or style) for p in own if p in names}
+        if (style == PARTIAL_GRADIENT or name in partial) and parameters:
+            result.partial.update(parameters)
+            continue
+        result.plan |= {parameter: found for parameter, found in parameters.items() if found is not None}
+        # Also layers without parameters in one that has some, such as the experts that hand on what they get.
+        inside = not own and (name.rpartition(".")[0] in held or any(p.startswith(name + ".") for p in names))
+        if style is not None and (parameters or inside):
+            result.plan[name] = style
+    return result
+
+
+def mark_replicated(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, int] | None = None) -> ModelSpec:
+    """
+    The description of a model with `replicated` set for the parameters that tensor-parallel ranks hold whole.
+
+    Args:
+        model (`nn.Module`): The whole model, on any device, before any of its modules is sharded.
+        spec (`ModelSpec`): Its description.
+        tp_sizes (`Mapping[str, int]`, *optional*):
+            Module -> tensor-parallel ranks, which have to divide what they share; without it all that can be is cut.
+    """
+    modules = {}
+    for name, module in spec.modules.items():
+        every = {parameter.name for parameter in module.parameters}
+        styles = _find_styles(model, module, (tp_sizes or {}).get(name, 1), every)
+        modules[name] = replace(
+            module,
+            parameters=tuple(
+                replace(p, replicated=not styles.is_sharded(p.name, len(p.shape))) for p in module.parameters
+            ),
+        )
+    return replace(spec, modules=modules)
+
+
+def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owned: set[str]) -> set[str]:
     """
     Shards the parameters of one module over a mesh, in place. They become `DTensor`s; activations between layers stay
     plain tensors, equal on all ranks of the mesh.
@@ -179,7 +291,8 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
     The decoder and the head follow the model's own plan (`model.tp_plan`). Towers without one follow the names of
     their linear layers: separate query, key and value projections and the feed-forward layers are split. Fused
     `qkv` projections, projectors, norms and embeddings (also tied ones) stay replicated, with gradients that are equal
-    on all ranks. LoRA matrices follow the layer that they adapt.
+    on all ranks; but those of parameters between a column-parallel and a row-parallel layer, such as norms of single
+    heads, are shares that have to be summed. LoRA matrices follow the layer that they adapt.
 
     Args:
         model (`nn.Module`): The whole model, pruned or not. All ranks of the mesh hold the same weights.
@@ -189,52 +302,38 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
             this function with it.
         owned (`set[str]`): Names of the parameters that this rank really holds. Others are not touched.
 
+    Returns:
+        `set[str]`: The replicated parameters whose gradients are shares.
+
     Raises:
         `ValueError`: For adapters that have no tensor-parallel form.
     """
     if mesh.size() == 1:
-        return
+        return set()
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    names = {parameter.name for parameter in module.parameters} & set(owned)
-    held = {name.rpartition(".")[0] for name in names}
-    held |= {base_name(name) for name in held}
-    own_plan = {
-        name: style
-        for name, style in (getattr(model, "tp_plan", None) or {}).items()
-        if not style.startswith("embedding")
-    }
-    in_stack = {_with_wildcards(name) for name in held if name.startswith(module.stack + ".")}
-    if not any(name.startswith(_with_wildcards(module.stack) + ".") for name in own_plan) and in_stack:
-        stack = model.get_submodule(module.stack)
-        own_plan.update(_generic_plan(stack, module.stack, held, mesh.size()))
-    plan: dict[str, str] = {}
-    partial: list[nn.Module] = []
-    for name, layer in model.named_modules():
-        key = base_name(name)
-        style = own_plan.get(key, own_plan.get(_with_wildcards(key)))
-        own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
-        if style is not None and style != PARTIAL_GRADIENT and hasattr(layer, "base_layer"):
-            for adapter, adapter_style in _adapter_styles(layer, name, style).items():
-                if adapter + ".weight" in names:
-                    plan |= {f"{adapter}.weight": adapter_style, adapter: adapter_style}
+    styles = _find_styles(model, module, mesh.size(), owned)
+    for attention in styles.attentions:
+        _localize_widths(attention, mesh.size())
+    apply_tensor_parallelism(model, mesh, styles.plan)
+    _drop_full_storage(model, styles.plan)
+    _check_placements(model, module, styles, owned)
+    return styles.partial
+
+
+def _check_placements(model: nn.Module, module: ModuleSpec, styles: _Styles, owned: Collection[str]) -> None:
+    """Raises `ValueError` for a style of transformers that shards other parameters than is known of it."""
+    parameters = dict(model.named_parameters())
+    for entry in module.parameters:
+        if entry.name not in owned:
             continue
-        parameters = {
-            parameter: own_plan.get(base_name(parameter), own_plan.get(_with_wildcards(base_name(parameter)), style))
-            for parameter in own
-            if parameter in names
-        }
-        if style == PARTIAL_GRADIENT and parameters:
-            partial.append(layer)
-            continue
-        plan |= {parameter: found for parameter, found in parameters.items() if found is not None}
-        inside = not own and any(parameter.startswith(name + ".") for parameter in names)
-        if style is not None and (parameters or inside):
-            plan[name] = style
-    apply_tensor_parallelism(model, mesh, plan)
-    for layer in partial:
-        _sum_partial_gradients(layer, mesh)
-    _drop_full_storage(model, plan)
+        parameter = parameters[entry.name]
+        sharded = isinstance(parameter, DTensor) and any(not place.is_replicate() for place in parameter.placements)
+        if sharded != styles.is_sharded(entry.name, len(entry.shape)):
+            raise ValueError(
+                f"`{entry.name}` is {'' if sharded else 'not '}cut by the style `{styles.plan.get(entry.name)}`, "
+                f"which this version of transformers defines in another way. Use `tp_size=1` for `{module.name}`."
+            )
 
 
 @torch.no_grad()

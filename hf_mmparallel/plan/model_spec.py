@@ -28,6 +28,8 @@ class ParameterSpec:
         trainable (`bool`, *optional*, defaults to `True`): Whether it gets a gradient.
         active_share (`float`, *optional*, defaults to 1.0):
             Share of it that a token is multiplied with: `experts a token / experts` in a mixture of experts.
+        replicated (`bool`, *optional*, defaults to `False`):
+            Whether tensor-parallel ranks each hold all of it, as they do of norms and embeddings.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ParameterSpec:
     dtype: str = "float32"
     trainable: bool = True
     active_share: float = 1.0
+    replicated: bool = False
 
     @property
     def num_elements(self) -> int:

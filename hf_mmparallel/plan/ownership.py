@@ -69,6 +69,11 @@ class Holding:
     ranks: tuple[tuple[int, ...], ...]
 
     @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """All ranks that have the parameter or a shard of it, in ascending order."""
+        return tuple(sorted(set().union(*self.ranks)))
+
+    @property
     def owner(self) -> int:
         """The rank that writes the parameter and counts its replicated copies."""
         return self.ranks[0][0]
@@ -124,7 +129,12 @@ class SyncGroup:
 
 
 def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
-    """The gradient sums of a step, in one order for all ranks; parameters held once and frozen ones are left out."""
+    """
+    The gradient sums of a step, in one order for all ranks; parameters held once and frozen ones are left out.
+
+    Ranks with equal shards sum them. A parameter that tensor-parallel ranks hold whole is summed over all of its ranks
+    at once, so that all apply the same bits.
+    """
     grouped: dict[tuple[tuple[int, ...], tuple], list[str]] = {}
     table = holdings(spec, plan)
     for module in spec.modules.values():
@@ -132,7 +142,7 @@ def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
             if not parameter.trainable:
                 continue
             holding = table[parameter.name]
-            for ranks in holding.ranks:
+            for ranks in (holding.all_ranks,) if parameter.replicated else holding.ranks:
                 if len(ranks) > 1:
                     grouped.setdefault((ranks, holding.stages), []).append(parameter.name)
     return [SyncGroup(ranks, tuple(names), stages) for (ranks, stages), names in grouped.items()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.adapters import Adapter
-from ..modeling.tensor_parallel import apply_module_tp
+from ..modeling.tensor_parallel import apply_module_tp, mark_replicated
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -35,8 +36,10 @@ from ..schedule import Program, Task, build_program
 from ..search.steps import StepPlanner
 from .activity import ACTIVITY, doing
 from .executor import Executor, StepResult
+from .first_step import FirstStepCheck
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
-from .groups import ProcessGroups
+from .groups import ProcessGroups, tensor_parallel_rows
+from .replicated import EqualGradients, ReplicatedParameters
 from .step_check import StepCheck
 from .transport import DistributedTransport
 
@@ -92,6 +95,7 @@ class ParallelEngine(nn.Module):
         costs: CostModel | None = None,
     ):
         super().__init__()
+        spec = mark_replicated(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
         self.spec = spec
         self.plan = plan
         self.device = device
@@ -113,6 +117,7 @@ class ParallelEngine(nn.Module):
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         self.stages = prepare_stages(model, spec, plan, self.rank, device)
         self.module: Any = model
+        self.partial: set[str] = set()
         if load is None:
             self.module.to(device)
             self._shard_layers()
@@ -132,12 +137,14 @@ class ParallelEngine(nn.Module):
         self.executor.before_forward = self._seed_task
         named = dict(self.module.named_parameters())
         self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks)
+        self.sync.before_sum = self._before_sum
         self.executor.on_sync = self.sync.start
+        replicated = self._replicated(named)
+        self._equal_gradients = EqualGradients(replicated)
+        self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named, label_smoothing)
         self.trained = [p for p in named.values() if p.requires_grad]
         self.counted = [
-            named[name]
-            for name, holding in self.holdings.items()
-            if name in named and named[name].requires_grad and self._counts(named[name], holding.ranks)
+            named[name] for name in self.holdings if name in named and named[name].requires_grad and self._counts(name)
         ]
         self._check_step = StepCheck(self.groups.control, has_cuts=self.cutter is not None)
         self.adapter: Adapter | None = None
@@ -164,7 +171,7 @@ class ParallelEngine(nn.Module):
             mesh = self.groups.tp_mesh(stage.ranks[stage.row_of(self.rank)])
             if mesh is not None:
                 owned = {name for name, holding in self.holdings.items() if (module, replica, index) in holding.stages}
-                apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
+                self.partial |= apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
 
     @property
     def holds_all_trained(self) -> bool:
@@ -175,13 +182,53 @@ class ParallelEngine(nn.Module):
             for parameter in module.parameters
         )
 
-    def _counts(self, parameter: nn.Parameter, ranks: tuple[tuple[int, ...], ...]) -> bool:
+    def _counts(self, name: str) -> bool:
         """Whether this rank is the one that counts a parameter, or its shard of it, in the norm."""
-        from torch.distributed.tensor import DTensor
+        holding = self.holdings[name]
+        if self.spec.parameters[name].replicated:
+            return holding.owner == self.rank
+        return any(group[0] == self.rank for group in holding.ranks)
 
-        if isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements):
-            return any(group[0] == self.rank for group in ranks)
-        return ranks[0][0] == self.rank
+    def _replicated(self, named: Mapping[str, nn.Parameter]) -> list[ReplicatedParameters]:
+        """What the rows of tensor-parallel ranks that this rank is in each hold whole."""
+        found = []
+        for row in tensor_parallel_rows(self.plan):
+            stages = {key for key in self.stages if row in self.plan.stage(*key).ranks}
+            modules = {
+                name: next(module for module, _, _ in stages.intersection(self.holdings[name].stages))
+                for name, parameter in self.spec.parameters.items()
+                if parameter.replicated and stages.intersection(self.holdings[name].stages)
+            }
+            if self.rank in row and modules:
+                parameters = {name: named[name] for name in modules}
+                group = self.groups.by_ranks[row]
+                found.append(ReplicatedParameters(row, group, parameters, modules, frozenset(self.partial)))
+        return found
+
+    def _first_step_check(
+        self, replicated: Sequence[ReplicatedParameters], named: Mapping[str, nn.Parameter], label_smoothing: float
+    ) -> FirstStepCheck:
+        copies = [
+            (group.ranks, self.groups.by_ranks[group.ranks], {name: named[name] for name in group.parameters})
+            for group in self.sync_groups
+            if self.rank in group.ranks
+        ]
+        # With smoothed labels the Trainer does not ask a model for its loss, and no model has one for a row of tokens
+        # that is cut over ranks.
+        comparable = not label_smoothing and self.cutter is None
+        comparable &= "labels" in inspect.signature(self.module.forward).parameters
+        stages = {
+            key: stage
+            for key, stage in self.stages.items()
+            if comparable and stage.module == LANGUAGE_MODEL and stage.is_last
+        }
+        return FirstStepCheck(replicated, copies, stages, self.groups.control)
+
+    def _before_sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Makes the gradients of this rank ready to be added to those of others."""
+        if self._first_step is not None:
+            self._first_step.note_gradients(parameters)
+        self._equal_gradients.divide(parameters)
 
     def _own_randomness(self) -> AbstractContextManager:
         """Keeps the seeds of tasks, which differ by rank, from what the user's code draws after the step."""
@@ -243,10 +290,16 @@ class ParallelEngine(nn.Module):
         program = self._agreed_program(batch, training=True)
         self.module.train()
         accumulate_in_float32(self.trained)
+        if self._first_step is not None:
+            self._first_step.start()
         with self._own_randomness():
             result = self.executor.run(program, batch)
         with doing("sums of gradients", waits=True):
             self.sync.finish()
+        if self._first_step is not None:
+            with doing("comparing the copies of parameters", waits=True):
+                self._first_step.finish(result)
+            self._first_step = None
         self.last_result = result
         totals = self._totals(result, batch)
         scale_gradients(self.trained, 1.0 / max(totals.num_targets, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +83,13 @@ class GradientSync:
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
+        self.before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
         self._started: list[_StartedSum] = []
 
     def start(self, index: int) -> None:
         """Starts the sum of group `index`; every rank of the group calls this in the program's order."""
         group, parameters = self.groups[index]
+        self.before_sum(parameters)
         device = local(parameters[0]).device
         used = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
         works: list[Any] = [dist.all_reduce(used, group=group, async_op=True)]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_mmparallel.modeling.tensor_parallel import apply_module_tp, base_name
-from hf_mmparallel.plan import ModuleSpec, ParameterSpec
+from hf_mmparallel.modeling.tensor_parallel import apply_module_tp, base_name, mark_replicated
+from hf_mmparallel.plan import ModelSpec, ModuleSpec, ParameterSpec
 from tests.distributed import assert_ranks_raise, run_distributed
 
 pytestmark = pytest.mark.distributed
@@ -136,6 +136,39 @@ FAMILIES = {
         "q_proj.weight",
         "experts.down_proj",
     ),
+    "qwen3_vl_moe_text": (
+        lambda: _text("Qwen3VLMoeTextConfig", "Qwen3VLMoeTextModel", moe_intermediate_size=24, num_experts=4,
+                      num_experts_per_tok=2),
+        "q_proj.weight",
+        "experts.gate_up_proj",
+    ),
+    "qwen3_omni_moe_text": (
+        lambda: _text(
+            "Qwen3OmniMoeTextConfig", "Qwen3OmniMoeThinkerTextModel", moe_intermediate_size=24, num_experts=4,
+            num_experts_per_tok=2,
+        ),
+        "q_proj.weight",
+        "experts.gate_up_proj",
+    ),
+    "apertus": (lambda: _text("ApertusConfig", "ApertusForCausalLM"), "q_proj.weight", "up_proj.weight"),
+    "longcat_flash": (
+        lambda: _text(
+            "LongcatFlashConfig", "LongcatFlashForCausalLM", num_layers=2, ffn_hidden_size=48,
+            expert_ffn_hidden_size=24, n_routed_experts=4, zero_expert_num=4, moe_topk=4, kv_lora_rank=8,
+            num_key_value_heads=4, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        ),
+        "q_b_proj.weight",
+        "experts.gate_up_proj",
+    ),
+    "inkling2": (
+        lambda: _text(
+            "Inkling2TextConfig", "Inkling2ForCausalLM", unpadded_vocab_size=53, swa_num_attention_heads=4,
+            swa_num_key_value_heads=2, swa_head_dim=8, d_rel=4, rel_extent=16, moe_intermediate_size=24,
+            eos_token_id=1, n_routed_experts=4, num_experts_per_tok=2, n_layers_per_attn_res_block=1,
+        ),
+        None,
+        "experts.gate_up_proj",
+    ),
     "clip": (lambda: _vision("CLIPVisionConfig", "CLIPVisionModel", "encoder.layers"), "q_proj.bias", "fc1.bias"),
     "siglip": (
         lambda: _vision("SiglipVisionConfig", "SiglipVisionModel", "encoder.layers", vision_use_head=False),
@@ -202,10 +235,15 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _check_equal(model: nn.Module, reference: nn.Module, inputs: dict) -> int:
-    """Compares outputs and every gradient with the reference; the number of sharded parameters."""
+def _check_equal(model: nn.Module, reference: nn.Module, inputs: dict, partial: set[str]) -> int:
+    """
+    Compares outputs and every gradient with the reference, after the sum of those that are shares; the number of
+    sharded parameters.
+    """
     expected = dict(reference.named_parameters())
     torch.testing.assert_close(_train_step(model, inputs), _train_step(reference, inputs), rtol=2e-5, atol=2e-5)
+    for name in sorted(partial):
+        dist.all_reduce(model.get_parameter(name).grad)
     with torch.no_grad():
         torch.testing.assert_close(_output(model, inputs), _output(reference, inputs), rtol=2e-5, atol=2e-5)
     floor = 1e-2 * max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
@@ -231,12 +269,14 @@ def _compare_family(name: str) -> None:
     reference = copy.deepcopy(model)
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tp",))
     spec = spec_of(model, stack)
-    apply_module_tp(model, spec, mesh, {p.name for p in spec.parameters})
+    marked = mark_replicated(model, ModelSpec({"module": spec}), {"module": mesh.size()}).modules["module"]
+    partial = apply_module_tp(model, spec, mesh, {p.name for p in spec.parameters})
     sharded = {
         key
         for key, p in model.named_parameters()
-        if isinstance(p, DTensor) and any(x.is_shard() for x in p.placements)
+        if isinstance(p, DTensor) and not all(x.is_replicate() for x in p.placements)
     }
+    assert {p.name for p in marked.parameters if not p.replicated} == sharded
     for expected in FAMILIES[name][1:]:
         layers = [key for key, _ in model.named_parameters() if expected and key.endswith(expected)]
         assert (not expected) or (layers and sharded.issuperset(layers)), (expected, sorted(sharded))
@@ -248,7 +288,7 @@ def _compare_family(name: str) -> None:
     for key in sharded:
         local = model.get_parameter(key).to_local()
         assert local.untyped_storage().nbytes() < 0.6 * reference.get_parameter(key).numel() * 4, key
-    _check_equal(model, reference, inputs)
+    _check_equal(model, reference, inputs, partial)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -274,11 +314,12 @@ def _compare_composite(lora: bool) -> int:
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tp",))
     vision = spec_of(model, "model.vision_tower.encoder.layers", ("model.vision_tower", "model.multi_modal_projector"))
     text = spec_of(model, "model.language_model.layers", ("model.language_model", "lm_head"))
+    partial = set()
     for module in (vision, text):
-        apply_module_tp(model, module, mesh, {p.name for p in module.parameters})
+        partial |= apply_module_tp(model, module, mesh, {p.name for p in module.parameters})
     projector = model.model.multi_modal_projector
     assert not any(isinstance(p, DTensor) for p in projector.parameters())
-    return _check_equal(model, reference, inputs)
+    return _check_equal(model, reference, inputs, partial)
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -1,0 +1,154 @@
+"""What the first step of a run finds out: whether copies are equal, and whether the loss is the model's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..modeling.stages import ModuleStage
+from .executor import StepResult
+from .gradients import local
+from .messages import StageKey
+from .replicated import ReplicatedParameters
+
+_RELATIVE = 0.02  # of a gradient's norm: kernels that add in any order differ by less, shares of a gradient by more
+_SMALLEST = 1e-4  # of the largest norm: below it a gradient may be nothing but rounding
+_LOSS = 1e-3
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class FirstStepCheck:
+    """
+    Compares ranks once, in the first step of a run, by a few numbers for each parameter.
+
+    A step that trains on other numbers than one process would do so without a word: a tensor-parallel plan that is
+    silent about a parameter, ranks that start from different weights, or a model whose loss is not that of the next
+    token.
+
+    Args:
+        rows (`Sequence[ReplicatedParameters]`): Of this rank, in one order on all ranks.
+        copies (`Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]]`):
+            (ranks, group, parameters) of each gradient sum of this rank, in one order on all ranks.
+        stages (`Mapping[StageKey, ModuleStage]`):
+            The stages of this rank that end in a loss which can be compared.
+        control (`ProcessGroup`, *optional*): All ranks, for numbers in host memory.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[ReplicatedParameters],
+        copies: Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]],
+        stages: Mapping[StageKey, ModuleStage],
+        control: Any,
+    ):
+        self.rows = rows
+        self.copies = copies
+        self.stages = stages
+        self.control = control
+        self._gradients: dict[int, torch.Tensor] = {}
+
+    def start(self) -> None:
+        """Lets the first microbatch with targets leave the model's own loss, beside the logits of the same forward."""
+        for stage in self.stages.values():
+            stage.asks_own_loss = True
+
+    @torch.no_grad()
+    def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Takes down the gradients of this rank alone, before they are summed."""
+        for parameter in parameters:
+            gradient = torch.zeros(()) if parameter.grad is None else local(parameter.grad).detach()
+            size = max(gradient.numel(), 1)
+            numbers = [gradient.norm(dtype=torch.float32), gradient.sum(dtype=torch.float32) / size**0.5]
+            has_one = torch.tensor(float(parameter.grad is not None))
+            self._gradients[id(parameter)] = torch.stack([number.double().cpu() for number in (*numbers, has_one)])
+
+    def finish(self, result: StepResult) -> None:
+        """
+        Raises `ValueError` on all ranks with what the first of them found. Collective.
+
+        Args:
+            result ([`StepResult`]): Of the step.
+        """
+        losses = [self._loss(key, result) for key in self.stages]
+        found = next(filter(None, (*self._weights(), *self._shares(), *losses)), None)
+        self._gradients.clear()
+        flag = torch.tensor(int(found is not None))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
+        if not flag:
+            return
+        every: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, found, group=self.control)
+        raise ValueError(next(filter(None, every)))
+
+    def _weights(self) -> Iterator[str]:
+        """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""
+        replicated = [(row.ranks, row.group, row.parameters) for row in self.rows]
+        for ranks, group, parameters in (*replicated, *self.copies):
+            sums = torch.stack([_bit_sums(p) for p in parameters.values()])
+            high, low = _extremes(sums, group)
+            differ = (high != low).any(-1).nonzero().flatten().tolist()
+            if differ:
+                yield (
+                    f"{len(differ)} of the {len(parameters)} parameters that the ranks {ranks} hold together have "
+                    f"other values on some of them, the first is `{list(parameters)[differ[0]]}`. Change weights "
+                    "before the Trainer is made, in the same way on all ranks."
+                )
+
+    def _shares(self) -> Iterator[str]:
+        """A sentence for each gradient that is a share of the whole and was not taken for one, or the reverse."""
+        for row in self.rows:
+            trained = {name: self._gradients[id(p)] for name, p in row.parameters.items() if id(p) in self._gradients}
+            if not trained:
+                continue
+            device = local(next(iter(row.parameters.values()))).device
+            high, low = _extremes(torch.stack(list(trained.values())).to(device), row.group)
+            least = _SMALLEST * float(high[:, 0].max())
+            for name, most, few in zip(trained, high.tolist(), low.tolist(), strict=True):
+                spread = max(most[0] - few[0], most[1] - few[1])
+                is_share = most[2] != few[2] or spread > _RELATIVE * most[0] + least
+                if is_share and name not in row.partial:
+                    yield (
+                        f"The ranks {row.ranks} hold `{name}` whole and have different gradients of it, of norm "
+                        f"{few[0]:.3g} to {most[0]:.3g}: it is used between layers that they share, which the model's "
+                        f"tensor-parallel plan does not say. Use `tp_size=1` for `{row.modules[name]}`."
+                    )
+                elif name in row.partial and few[0] > least and spread == 0:
+                    yield (
+                        f"The ranks {row.ranks} have equal gradients of `{name}`, which were taken for shares and "
+                        f"added up. Use `tp_size=1` for `{row.modules[name]}`."
+                    )
+
+    def _loss(self, key: StageKey, result: StepResult) -> str | None:
+        """A sentence if the model's own loss of a microbatch is not what was summed for it."""
+        stage = self.stages[key]
+        own, stage.own_loss, stage.asks_own_loss = stage.own_loss, None, False
+        if own is None:
+            return None
+        losses = (found for task, found in result.losses.items() if task.stage_key == key)
+        total, count = next((float(loss), int(count)) for loss, count in losses if count)
+        mean = total / count
+        if abs(float(own) - mean) <= _LOSS * abs(mean):
+            return None
+        return (
+            f"The loss of `{type(stage.model).__name__}` for the first microbatch is {float(own):.6g}. The mean over "
+            f"its {count} target tokens of the loss of the next token, on which `parallel` trains, is {mean:.6g}. "
+            "Train this model without `parallel`, or pass labels for which the two are equal."
+        )
+
+
+def _bit_sums(parameter: nn.Parameter) -> torch.Tensor:
+    """Two sums over the bits of what this rank holds, as whole numbers, which no order of adding changes."""
+    bits = local(parameter).detach().contiguous().reshape(-1).view(_BITS[parameter.dtype.itemsize])
+    return torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
+
+
+def _extremes(values: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest and the smallest of each value over a group, on the CPU."""
+    extremes = torch.stack([values, -values])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    high, low = extremes.cpu()
+    return high, -low

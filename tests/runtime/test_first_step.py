@@ -1,0 +1,115 @@
+"""What would train on other numbers than one process ends in its first step, with a sentence on all ranks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from hf_mmparallel.modeling import tensor_parallel
+from hf_mmparallel.plan import LANGUAGE_MODEL
+from tests import tiny
+from tests.distributed import assert_ranks_raise, run_distributed
+from tests.trainer import runs
+
+pytestmark = pytest.mark.distributed
+
+LM = LANGUAGE_MODEL
+NORM = "model.language_model.norm.weight"
+
+
+def unequal_weights(name: str, rank: int) -> None:
+    """A rank changes its copy of a weight by 1e-3 after the Trainer was made."""
+    trainer = runs.make_trainer("llava", {LM: {"dp_size": 2, "tp_size": 2}})
+    if dist.get_rank() == rank:
+        parameter = trainer.model.get_parameter(name)
+        with torch.no_grad():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).flatten()[0] += 1e-3
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "ranks"), [(NORM, 2, r"\(1, 2\)|\(1, 2, 3, 4\)"), ("lm_head.weight", 4, r"\(2, 4\)")]
+)
+def test_copies_that_differ_are_named(name, rank, ranks):
+    errors = assert_ranks_raise(
+        unequal_weights, 5, name, rank, match=rf"1 of the \d+ parameters that the ranks ({ranks}) .*first is `{name}`"
+    )
+    assert len(set(errors)) == 1
+
+
+def silent_plan(partial: bool) -> None:
+    """A plan that does not say which gradients are shares, or that says it of one that is none."""
+    if partial:
+        found = tensor_parallel._find_styles
+
+        def find(*args):
+            styles = found(*args)
+            styles.partial.add(NORM)
+            return styles
+
+        tensor_parallel._find_styles = find
+    else:
+        tensor_parallel._between = lambda *args: set()
+    runs.make_trainer("llava" if partial else "qwen3_vl_moe", {LM: {"tp_size": 2}}).train()
+
+
+@pytest.mark.parametrize(
+    ("partial", "sentence"),
+    [
+        (
+            False,
+            r"The ranks \(1, 2\) hold `\S*layers.\d.self_attn.[qk]_norm.weight` whole and have different gradients.*",
+        ),
+        (True, rf"The ranks \(1, 2\) have equal gradients of `{re.escape(NORM)}`.*"),
+    ],
+)
+def test_gradients_that_are_shares_without_a_word_are_named(partial, sentence):
+    errors = assert_ranks_raise(silent_plan, 3, partial, match=sentence + "`tp_size=1` for `language_model`")
+    assert len(set(errors)) == 1
+
+
+class OwnLoss:
+    """The loss of the same token, not of the next."""
+
+    def __call__(self, logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **kwargs):
+        targets = labels if shift_labels is None else shift_labels
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def another_loss() -> None:
+    model = tiny.FAMILIES["llava"]()
+    model.loss_function = OwnLoss()
+    runs.make_trainer("llava", {LM: {"pp_size": 2}}, model=model).train()
+
+
+def test_a_loss_that_is_not_of_the_next_token_is_refused():
+    errors = assert_ranks_raise(
+        another_loss,
+        3,
+        match=r"The loss of `LlavaForConditionalGeneration` for the first microbatch is 4\.\d+\. The mean",
+    )
+    assert len(set(errors)) == 1
+
+
+def drifting_gradients() -> list[float]:
+    """Each rank's kernels round in another way; the copies of a norm, of an embedding and of a matrix at the end."""
+    trainer = runs.make_trainer("llava", {LM: {"dp_size": 2, "tp_size": 2}}, seed=7)
+    names = [NORM, "model.language_model.embed_tokens.weight"]
+    for name in names:
+        noise = torch.Generator().manual_seed(dist.get_rank())
+        trainer.model.get_parameter(name).register_hook(
+            lambda gradient, noise=noise: gradient * (1 + 1e-3 * torch.rand(gradient.shape, generator=noise))
+        ) if dist.get_rank() else None
+    trainer.train()
+    assert len(runs.step_logs(trainer)) == 4
+    return [trainer.model.get_parameter(name).double().sum().item() for name in names] if dist.get_rank() else []
+
+
+def test_copies_stay_equal_whatever_kernels_round():
+    _, first, *others = run_distributed(drifting_gradients, 5)
+    assert all(sums == first for sums in others)
