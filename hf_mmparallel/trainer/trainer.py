@@ -26,7 +26,7 @@ from ..data.defaults import DefaultCollator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
 from ..modeling.whole import check_gatherable, whole_model
-from ..plan import LANGUAGE_MODEL, ParallelPlan, save_layout
+from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, save_layout
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.activity import ACTIVITY
 from ..runtime.engine import ParallelEngine
@@ -116,44 +116,55 @@ class MultimodalParallelTrainer(Trainer):
         sample_tokens: Callable[[Any], Mapping[str, int | Sequence[int]]] | None = None,
         **kwargs: Any,
     ):
-        kwargs = by_name(self, model, args, *positional, **kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("model", "args")}
-        self.sample_tokens = sample_tokens
+        given = by_name(self, model, args, *positional, **kwargs)
+        model, args = given.pop("model", None), given.pop("args", None)
         args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
         check_launch(args)
-        self.is_planned = False
+        self.sample_tokens = sample_tokens
         self.engine: ParallelEngine | None = None
         self.search: AutoSearch | None = None
         self._prepared_optimizer: Any = None
         plugin = getattr(args, "plugin", None)
-        stock = plugin is None or is_single_process(plugin, args.world_size)
+        self.is_planned = plugin is not None and not is_single_process(plugin, args.world_size)
         if getattr(args, "packing", False):
             plugin = with_packing(plugin)
-        check_columns(kwargs, model, is_planned=not stock)
-        if plugin is None or stock:
-            args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
-            whole: Any = load_whole(model)
-            if plugin is not None and model is not None:
-                whole = prepare_single_process(whole, plugin, args)
-            self.loss_is_scaled_for_ga = None
-            args = choose_collator(args, kwargs, whole)
-            super().__init__(model=whole, args=args, **kwargs)
-            self._pack()
-            idle = settings_without_plan(args, {"sample_tokens": sample_tokens})
-            if idle is not None:
-                logger.warning(idle)
-            return
+        check_columns(given, model, self.is_planned)
+        if self.is_planned:
+            assert plugin is not None
+            self._init_planned(model, args, plugin, given)
+        else:
+            self._init_stock(model, args, plugin, given)
+
+    def _init_stock(
+        self, model: Any, args: Any, plugin: MultimodalParallelPlugin | None, given: dict[str, Any]
+    ) -> None:
+        """The stock Trainer, with the settings of modules that need no ranks."""
+        args = single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
+        whole: Any = load_whole(model)
+        if plugin is not None and model is not None:
+            whole = prepare_single_process(whole, plugin, args)
+        self.loss_is_scaled_for_ga = None
+        args = choose_collator(args, given, whole)
+        super().__init__(model=whole, args=args, **given)
+        self._pack()
+        idle = settings_without_plan(args, {"sample_tokens": self.sample_tokens})
+        if idle is not None:
+            logger.warning(idle)
+
+    def _init_planned(
+        self, model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, given: dict[str, Any]
+    ) -> None:
+        """The Trainer of this rank's part of a model. Collective."""
         check_arguments(args)
         check_launcher(args)
         check_overrides(type(self), MultimodalParallelTrainer)
-        check_trainer(model, kwargs)
-        self.is_planned = True
+        check_trainer(model, given)
         with shared_failure("preparing the model"):
             from_first_rank(functools.partial(check_output_dir, args), args.device)
-            prepared = prepare_model(model, args, plugin)  # type: ignore[arg-type]
+            prepared = prepare_model(model, args, plugin)
             self.model_spec = prepared.spec
-            args = choose_collator(args, kwargs, prepared.model)
-            super().__init__(model=prepared.model, args=planned_arguments(args), **kwargs)
+            args = choose_collator(args, given, prepared.model)
+            super().__init__(model=prepared.model, args=planned_arguments(args), **given)
             self._stock_groups = stock_groups(self, prepared.model)
             if plugin.auto:
                 found, self.search = find_plan(self, prepared, plugin, args)
