@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+from transformers import TrainingArguments
 
 from ..data.bad_samples import stored_row
 from ..data.chat_collator import ChatCollator, require_role
@@ -15,10 +16,12 @@ from ..data.defaults import columns_of, default_collator
 from ..data.media import innermost
 from ..data.streams import is_stream
 
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
+
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 
 
-def choose_collator(args: Any, given: dict[str, Any], model: Any) -> Any:
+def choose_collator(args: Arguments, given: dict[str, Any], model: Any) -> Arguments:
     """
     Puts the collator that the datasets ask for into the arguments of a Trainer, if there is none.
 
