@@ -96,8 +96,8 @@ def own_algorithm(cases: Sequence[Case], every: Sequence[Case]) -> list[tuple[st
             "section 4.7.2, figure 4.14",
             "not",
             f"with deferral a step of `entrain` is {both(shorter, percent)} % shorter and the fullest rank's "
-            f"activations {both(kept, percent)} % more. Against DistTrain's order ({peaks(cases, 'disttrain')} GiB) the peak is "
-            f"{peaks(cases, 'entrain')} GiB: evenness lowers it, deferral raises it",
+            f"activations {both(kept, percent)} % more. Against DistTrain's order ({peaks(cases, 'disttrain')} GiB) "
+            f"the peak is {peaks(cases, 'entrain')} GiB: evenness lowers it, deferral raises it",
         ),
         (
             "DIP needs 12 GB more than Entrain",
