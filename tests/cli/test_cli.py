@@ -29,7 +29,9 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
     assert plan.world_size == 6 and plan.num_microbatches == 4
     assert files[1].read_bytes().startswith(b"\x89PNG")
     events = json.loads(files[2].read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == (2 + 4) * 4 * 2
+    kinds = [event["cat"] == "sync" for event in events if event["ph"] == "X"]
+    assert sum(kinds) >= 2, "the sum of the gradients of the encoder's two copies"
+    assert len(kinds) - sum(kinds) == (2 + 4) * 4 * 2
 
 
 def test_the_tokens_of_a_row_can_be_shared(model, tmp_path, run):
