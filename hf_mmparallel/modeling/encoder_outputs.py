@@ -93,8 +93,9 @@ def configured_width(config: Any) -> int | None:
 def _merges(output: Any) -> bool:
     """Whether the pooled rows are the hidden rows of several patches each, not one for each item."""
     hidden, pooled = getattr(output, "last_hidden_state", None), getattr(output, "pooler_output", None)
-    tensors = isinstance(hidden, torch.Tensor) and isinstance(pooled, torch.Tensor)
-    return tensors and hidden.dim() == pooled.dim() == 2 and pooled.shape[0] < hidden.shape[0]
+    if not isinstance(hidden, torch.Tensor) or not isinstance(pooled, torch.Tensor):
+        return False
+    return hidden.dim() == pooled.dim() == 2 and pooled.shape[0] < hidden.shape[0]
 
 
 def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
