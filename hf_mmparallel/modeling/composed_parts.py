@@ -211,8 +211,10 @@ def _without_head(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model that `AutoModel` builds from its config, which is what a saved composition is built of."""
     default = AutoModel._model_mapping.get(type(model.config), None)
     classes = default if isinstance(default, (list, tuple)) else [default]
-    inside = [part for part in model.modules() if type(part) in classes]
-    return next(iter(inside), model.base_model if isinstance(model.base_model, PreTrainedModel) else model)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and type(part) in classes:
+            return part
+    return model.base_model if isinstance(model.base_model, PreTrainedModel) else model
 
 
 def load_language_model(value: Any, dtype: torch.dtype | None) -> tuple[PreTrainedModel, nn.Linear | None]:

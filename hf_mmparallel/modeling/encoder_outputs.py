@@ -93,15 +93,18 @@ def configured_width(config: Any) -> int | None:
 def _merges(output: Any) -> bool:
     """Whether the pooled rows are the hidden rows of several patches each, not one for each item."""
     hidden, pooled = getattr(output, "last_hidden_state", None), getattr(output, "pooler_output", None)
-    tensors = isinstance(hidden, torch.Tensor) and isinstance(pooled, torch.Tensor)
-    return tensors and hidden.dim() == pooled.dim() == 2 and pooled.shape[0] < hidden.shape[0]
+    if not isinstance(hidden, torch.Tensor) or not isinstance(pooled, torch.Tensor):
+        return False
+    return hidden.dim() == pooled.dim() == 2 and pooled.shape[0] < hidden.shape[0]
 
 
 def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
-    """Inputs of one item on the meta device, by the names of the arguments; `None` for names that say too little."""
+    """Inputs of one sample on the meta device, by the names of arguments; `None` where these say too little."""
     arguments = forward_arguments(encoder)
     config, main = encoder.config, arguments[0]
     channels = _setting(config, "num_channels", "in_channels", "in_chans") or 3
+    if "input_ids" in arguments:
+        return {"input_ids": torch.zeros(1, 4, dtype=torch.int64, device="meta"), "use_cache": False}
     shape: tuple[int, ...] | None = None
     rest: dict[str, Any] = {}
     if "grid_thw" in arguments:

@@ -272,10 +272,7 @@ def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     unsure = {name: owner for name, owner in owners.items() if not isinstance(owner, (nn.Embedding, _ConvNd))}
     whole: Any = model.get_submodule(tower)
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
-    if not unsure or not isinstance(whole, PreTrainedModel):
-        return []
-    inputs = meta_inputs(whole) if whole.main_input_name != "input_ids" else {"input_ids": tokens, "use_cache": False}
+    inputs = meta_inputs(whole) if unsure and isinstance(whole, PreTrainedModel) else None
     if inputs is None:
         return []
     called: list[nn.Module] = []

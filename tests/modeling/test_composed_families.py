@@ -24,11 +24,17 @@ from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests.modeling.test_stages import assert_same, make_plan
 
 MEDIA = 119
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-IMAGES = {**SIZES, "image_size": 16, "patch_size": 8}
-PATCHES = {"depth": 2, "num_heads": 4, "patch_size": 8, "spatial_merge_size": 2, "temporal_patch_size": 2}
-MERGED = {"hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 64, **PATCHES}
-TEXT = {
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGES: dict[str, Any] = {**SIZES, "image_size": 16, "patch_size": 8}
+PATCHES: dict[str, Any] = {
+    "depth": 2,
+    "num_heads": 4,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+MERGED: dict[str, Any] = {"hidden_size": 32, "out_hidden_size": 48, "intermediate_size": 64, **PATCHES}
+TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -37,9 +43,21 @@ TEXT = {
     "vocab_size": 120,
     "pad_token_id": 0,
 }
-OPT = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 120}
-LLAMA4_VISION = {**IMAGES, "patch_size": 4, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5}
-PHI4 = {"hidden_size": 32, "intermediate_size": 64, "num_blocks": 2, "num_attention_heads": 4, "input_size": 16}
+OPT: dict[str, Any] = {
+    "hidden_size": 64,
+    "ffn_dim": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 120,
+}
+LLAMA4_VISION: dict[str, Any] = {**IMAGES, "patch_size": 4, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5}
+PHI4: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_blocks": 2,
+    "num_attention_heads": 4,
+    "input_size": 16,
+}
 PHI4 |= {"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32, "nemo_conv_channels": 32}
 
 

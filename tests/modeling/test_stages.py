@@ -370,7 +370,7 @@ def test_features_that_read_layers_of_an_earlier_stage_are_refused():
 @pytest.mark.parametrize("narrow", [False, True])
 def test_norms_and_projections_that_are_registered_before_the_layers_are_used_behind_them(narrow: bool):
     config = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "dropout": 0.0}
-    config |= {"word_embed_proj_dim": 32 if narrow else 64, "do_layer_norm_before": not narrow}
+    config = {**config, "word_embed_proj_dim": 32 if narrow else 64, "do_layer_norm_before": not narrow}
     model = OPTForCausalLM(OPTConfig(vocab_size=tiny.VOCAB_SIZE, **config)).train()
     spec = build_model_spec(model)
     layers = {p.name.removeprefix("model.decoder."): p.layer for p in spec.language_model.parameters}

@@ -334,6 +334,34 @@ def composed() -> dict[str, Any]:
     return {"model": model.train(), "train_dataset": samples, "eval_dataset": samples[:7]}
 
 
+def merging() -> dict[str, Any]:
+    """Qwen2.5-VL's vision encoder, Phi-4's audio encoder and an OPT, with samples that have both, one or none."""
+    from hf_mmparallel import MultimodalModel
+    from tests.modeling import test_composed_families as parts
+
+    torch.manual_seed(0)
+    encoders = {VISION: parts.ENCODERS["qwen2_5_vl"][0](), "audio": parts.ENCODERS["phi4_audio"][0]()}
+    model = MultimodalModel.from_unimodal(encoders, parts.LANGUAGE_MODELS["opt"](), {VISION: 118, "audio": 119})
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for index in range(runs.SAMPLES):
+        images, clips = index % 3, index % 2
+        ids = [1, *[118] * 4 * images, 3, *[119] * 2 * clips]
+        ids = torch.tensor([*ids, *torch.randint(4, 100, (4 + index % 3,), generator=generator).tolist()])
+        sample = {
+            "input_ids": ids,
+            "labels": ids.masked_fill(ids >= 118, -100),
+            "attention_mask": torch.ones_like(ids),
+        }
+        if images:
+            sample["vision_hidden_states"] = torch.randn(16 * images, 384, generator=generator)
+            sample["grid_thw"] = torch.tensor([[1, 4, 4]] * images)
+        if clips:
+            sample["audio_hidden_states"] = torch.randn(clips, 16, 16, generator=generator)
+        samples.append(sample)
+    return {"model": model.train(), "train_dataset": samples, "eval_dataset": samples[:7]}
+
+
 APART = {VISION: {}, "audio": {}, LM: {"pp_size": 2}}
 TOGETHER = {VISION: {"dp_size": 2}, "audio": ModulePlugin(colocate_with=VISION), LM: {}}
 
@@ -349,8 +377,20 @@ def several(what: Any, layouts: list[dict[str, Any]]) -> list[tuple[runs.Run, fl
 
 @pytest.mark.parametrize(
     ("what", "layouts", "world_size"),
-    [(omni, [APART], 4), (composed, [APART], 4), (omni, [TOGETHER], 3), (composed, [TOGETHER], 3)],
-    ids=["omni, each on its own", "composed, each on its own", "omni, encoders together", "composed, together"],
+    [
+        (omni, [APART], 4),
+        (composed, [APART], 4),
+        (merging, [APART], 4),
+        (omni, [TOGETHER], 3),
+        (composed, [TOGETHER], 3),
+    ],
+    ids=[
+        "omni, each on its own",
+        "composed, each on its own",
+        "merging",
+        "omni, encoders together",
+        "composed, together",
+    ],
 )
 def test_two_encoders_equal_the_stock_trainer(what: Any, layouts: list[dict[str, Any]], world_size: int):
     trainer = stock_trainer(**what())

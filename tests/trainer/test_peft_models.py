@@ -163,7 +163,7 @@ def test_a_run_is_resumed_under_another_layout_and_on_one_process(tmp_path: Path
 def with_adapter(kind: str) -> Any:
     """A tiny text model with adapters of a kind that a plan refuses."""
     base: Any = tiny.FAMILIES["llama_tied" if kind == "tied" else "llama"]()
-    targets = {"target_modules": ["q_proj"]}
+    targets: dict[str, Any] = {"target_modules": ["q_proj"]}
     configs: dict[str, Any] = {
         "AdaLoraConfig": lambda: peft.AdaLoraConfig(total_step=4, **targets),
         "IA3Config": lambda: peft.IA3Config(target_modules=["down_proj"], feedforward_modules=["down_proj"]),

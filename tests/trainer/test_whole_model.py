@@ -67,7 +67,7 @@ def test_the_gathered_model_has_all_weights_and_buffers_and_draws_none(family: s
 
 
 def generated(family: str) -> Any:
-    whole = runs.make_trainer(family, {VISION: {}, LM: {"tp_size": 2}}).gather_model()
+    whole: Any = runs.make_trainer(family, {VISION: {}, LM: {"tp_size": 2}}).gather_model()
     if whole is None:
         return None
     assert whole.config is not None and not whole.training
@@ -78,7 +78,7 @@ def generated(family: str) -> Any:
 
 
 def test_the_gathered_model_generates():
-    model = tiny.FAMILIES["llava"]().eval()
+    model: Any = tiny.FAMILIES["llava"]().eval()
     batch = tiny.collate("llava")(tiny.make_dataset("llava", 2))
     batch.pop("labels")
     logits, tokens = run_distributed(generated, 3, "llava")[0]
