@@ -193,13 +193,15 @@ class ParallelEngine(nn.Module):
         """What the rows of tensor-parallel ranks that this rank is in each hold whole."""
         found = []
         for row in tensor_parallel_rows(self.plan):
+            if self.rank not in row:
+                continue
             stages = {key for key in self.stages if row in self.plan.stage(*key).ranks}
             modules = {
                 name: next(module for module, _, _ in stages.intersection(self.holdings[name].stages))
                 for name, parameter in self.spec.parameters.items()
                 if parameter.replicated and stages.intersection(self.holdings[name].stages)
             }
-            if self.rank in row and modules:
+            if modules:
                 parameters = {name: named[name] for name in modules}
                 group = self.groups.by_ranks[row]
                 found.append(ReplicatedParameters(row, group, parameters, modules, frozenset(self.partial)))

@@ -179,7 +179,7 @@ def _cuts(like: Any) -> list[tuple[int, int, int]]:
     if not isinstance(like, DTensor):
         return []
     mesh, placements = like.device_mesh, cast(Any, like.placements)
-    return [(mesh.size(i), mesh.get_local_rank(i), p.dim) for i, p in enumerate(placements) if p.is_shard()]
+    return [(mesh.size(i), mesh.get_local_rank(i), p.dim) for i, p in enumerate(placements) if not p.is_replicate()]
 
 
 def _part(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def _as(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A small tensor in the form of another one: plain, or a `DTensor`."""
     if not isinstance(like, DTensor):
         return value.clone()
-    placements = [Shard(p.dim) if p.is_shard() else p for p in cast(Any, like.placements)]
+    placements = [p if p.is_replicate() else Shard(p.dim) for p in cast(Any, like.placements)]
     return DTensor.from_local(_part(value, like).clone(), like.device_mesh, placements, run_check=False)
 
 

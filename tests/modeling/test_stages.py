@@ -128,7 +128,7 @@ def cuts_of(family: str) -> list[dict[str, list[int]]]:
     """The cuts that a family is tested with."""
     cuts: list[dict[str, list[int]]] = [{}, *({LANGUAGE_MODEL: [i]} for i in range(1, tiny.NUM_LAYERS))]
     cuts.append({LANGUAGE_MODEL: [1, 3]})
-    if family not in ("llama", "llama_tied", "qwen3_vl"):
+    if family not in ("llama", "llama_tied", "qwen3_vl", "qwen3_vl_moe"):
         encoder = "audio" if family == "voxtral" else "vision"
         cuts += [{encoder: [1]}, {encoder: [2, 3], LANGUAGE_MODEL: [2]}]
     if family == "qwen2_5_omni":
