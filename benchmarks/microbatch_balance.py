@@ -25,7 +25,9 @@ import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, hardware
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
+from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
@@ -182,7 +185,7 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     step = arrange_step(plan, range(sizes.num_samples), workloads, MICROBATCH, variant.method)
     step = step if variant.alternates is None else replace(step, alternates=variant.alternates)
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
-    simulation = simulate(plan, build_program(plan, step, [], cost), cost)
+    simulation = simulate(plan, build_program(plan, step, [], cost, check=False), cost)
     forwards = microbatch_forward_ms(simulation.spans)
     peaks = activation_peaks(analytic_costs(spec, hardware("a40")), plan, step, sizes, simulation.spans)
     return {
@@ -297,7 +300,7 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale / TP_SIZE * times(task) for task in tasks}
     batch = StepDataset(Reader(tiny_samples(sizes.slept, [VISION]), collate), engine.keys, 0).read(step)
-    batch.program = program.of_rank(engine.rank)
+    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(step, program, batch.cuts)
     sleep_instead(engine, costs)
     measured, deviations = [], []
     for index in range(1 + sizes.repeats):
@@ -440,7 +443,10 @@ def main() -> None:
         return
     load = os.getloadavg()
     names = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
-    results = [simulate_dataset(name, model, sizes) for name, model in (names[:1] if options.quick else names)]
+    names = names[:1] if options.quick else names
+    # Nothing simulated depends on the machine or its load.
+    with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
+        results = list(pool.map(simulate_dataset, *zip(*names, strict=True), [sizes] * len(names)))
     slept = common.launch(__file__, 8, ["--quick"] * options.quick)
     unlike = unlike_replicas()
     tables = [*map(dataset_table, results), unlike_table(unlike), slept_table(slept)]

@@ -129,13 +129,17 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
     sizes = np.sum([workloads.forward_ms[name] for name in plan.modules], axis=0)
     counts = counts_of(plan, workloads, microbatch_size)
     pipeline = _Pipeline.longest(plan, workloads)
-    measures = np.vstack([pipeline.stage_ms, sizes])
-    language = []
-    for slots, count in zip(_least_loaded(sizes, counts), counts, strict=True):
-        cuts = _even_cuts(len(slots), count)
-        sums = np.diff(np.pad(np.cumsum(measures[:, slots], axis=1), ((0, 0), (1, 0)))[:, cuts])
-        order = interleaved_order(sums[:-1].T, pipeline.backward_ratio, sums[-1])
-        language.append([tuple(slots[cuts[index] : cuts[index + 1]]) for index in order])
+    groups = _least_loaded(sizes, counts)
+    cuts = [_even_cuts(len(slots), count) for slots, count in zip(groups, counts, strict=True)]
+    starts = np.repeat(np.cumsum([0, *map(len, groups)])[:-1], [len(own) for own in cuts])
+    measures = np.vstack([pipeline.stage_ms, sizes])[:, [slot for slots in groups for slot in slots]]
+    sums = np.diff(np.cumsum(np.pad(measures, ((0, 0), (1, 0))), axis=1)[:, np.concatenate(cuts) + starts])
+    language, first = [], 0
+    for slots, own, count in zip(groups, cuts, counts, strict=True):
+        taken = sums[:, first : first + count]
+        order = interleaved_order(taken[:-1].T, pipeline.backward_ratio, taken[-1])
+        language.append([tuple(slots[own[index] : own[index + 1]]) for index in order])
+        first += count + 1  # between two replicas is a difference that means nothing
     return coupled(plan, language)
 
 

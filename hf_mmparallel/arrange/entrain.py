@@ -141,8 +141,8 @@ def deferred_pairs(rows: NDArray, language: NDArray, num_replicas: int, count: i
     reached = np.take_along_axis(pairs.costs, partner[:, :, None], 2)[:, :, 0]
     alone = np.take_along_axis(loads, pairs.over, 1)
     critical = alone > reached.max(axis=1, keepdims=True) * (1 + 1e-12)
-    for problem, number in zip(*np.nonzero(critical), strict=True):
-        late[pairs.moved(problem, number, partner[problem, number])] = True
+    for problem, number in np.argwhere(critical).tolist():
+        late[pairs.moved(problem, number, int(partner[problem, number]))] = True
     under = np.take_along_axis(pairs.under, partner, 1)
     order = np.stack([pairs.over, under], axis=2).reshape(num_replicas, 2 * half)
     order = np.append(order, np.argsort(-loads, axis=1, kind="stable")[:, half : count - half], axis=1)
