@@ -13,6 +13,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from .activity import doing
+
 _UNFINISHED = "_saving-"
 _PREVIOUS = _UNFINISHED + "previous-"
 _BY_WRITERS = ("model*.safetensors", "rng_state_*.pth")  # each rank syncs its own, on the host that has their pages
@@ -37,7 +39,8 @@ class SaveError(OSError):
 def barrier() -> None:
     """Waits for the other ranks, if there are any."""
     if dist.is_initialized():
-        dist.barrier()
+        with doing("saving", waits=True):
+            dist.barrier()
 
 
 @contextmanager

@@ -221,7 +221,7 @@ class Watcher:
     def table(self) -> str:
         """What the ranks are doing, one line for those that do the same."""
         signs: dict[int, tuple[str, float]] = {}
-        for rank, peer in self.peers.items():
+        for rank, peer in list(self.peers.items()):
             if peer.sign is None:
                 signs[rank] = "not here yet", peer.silence_s
             elif peer.silence_s > self.silent_s:
@@ -245,7 +245,7 @@ class Watcher:
         silent = self._silent()
         if silent:
             return f"{_ranks(silent)}, without a sign of life"
-        signs = {self.rank: self._sign(), **{rank: peer.sign for rank, peer in self.peers.items()}}
+        signs = {self.rank: self._sign(), **{rank: peer.sign for rank, peer in list(self.peers.items())}}
         busy = sorted(rank for rank, sign in signs.items() if sign is not None and not sign.waits)
         return _ranks(busy) if 0 < len(busy) < self.world_size else "each other"
 
@@ -261,7 +261,7 @@ class Watcher:
             while not self._closing:
                 self._exchange()
                 with self._news:
-                    own, asks, self._answered = self._own, self._asks, time.monotonic()
+                    own, asks = self._own, self._asks
                     self._news.notify_all()
                     self._news.wait_for(
                         lambda: self._closing or (self._own, self._asks) != (own, asks),  # noqa: B023
@@ -292,6 +292,7 @@ class Watcher:
             self._own = Failure(self.rank, self._gone_sentence(self._silent()), len(self._silent()))
             self._exchange_failure()
             self._own = None
+        self._answered = time.monotonic()
 
     def _exchange_failure(self) -> None:
         """Publishes a failure, or takes note of one."""
@@ -334,9 +335,8 @@ class Watcher:
             return
         said = self.store.compare_set(f"{_PREFIX}sign/{rank}", _ABSENT, _ABSENT).decode()
         sign = None if said == _ABSENT else Sign(**json.loads(said))
-        with self._news:
-            if rank not in self.peers or self.peers[rank].sign != sign:
-                self.peers[rank] = Peer(sign, time.monotonic())
+        if rank not in self.peers or self.peers[rank].sign != sign:
+            self.peers[rank] = Peer(sign, time.monotonic())
 
     def _sign(self) -> Sign:
         """This rank's sign of life."""
@@ -371,7 +371,7 @@ class Watcher:
             return f"Nothing has moved here for {standing_s:.0f} s. {self._store_sentence()}" if speaks else None
         if self._speaker != self.rank or len(self.peers) < self.world_size - 1:
             return None
-        living = [peer.sign for peer in self.peers.values() if peer.silence_s <= self.silent_s]
+        living = [peer.sign for peer in list(self.peers.values()) if peer.silence_s <= self.silent_s]
         if any(sign is not None and sign.standing_s < STALL_S for sign in living):
             return None
         said = f"Nothing has moved on any rank for {standing_s:.0f} s. They wait for {self._waited_for()}"

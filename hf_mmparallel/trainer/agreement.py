@@ -117,7 +117,8 @@ class SampleAgreement:
         flags = torch.zeros(len(batch.drawn.samples), dtype=torch.uint8)
         flags[list(batch.bad)] = 1
         flags = flags.to(self.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        with doing("comparing which samples can be read", waits=True):
+            dist.all_reduce(flags, dist.ReduceOp.MAX)
         return flags.nonzero().flatten().tolist()
 
     def _compare(self, batch: StepBatch | None) -> None:
@@ -125,7 +126,8 @@ class SampleAgreement:
         count = 0 if batch is None else len(batch.drawn.samples)
         digest = 0 if batch is None else batch.digest
         extremes = torch.tensor([count, -count, digest, -digest], device=self.device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        with doing("comparing samples of the stream", waits=True):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX)
         most, least, high, low = extremes.tolist()
         if (most, high) != (-least, -low):
             raise RuntimeError(

@@ -16,6 +16,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from ..data.context import WORDS
 from ..data.packing import unpack
 from ..modeling.hollow import cast_values
+from ..runtime.activity import doing
 from ..runtime.engine import ParallelEngine
 from ..runtime.gather import gather_to_first
 from ..schedule import Task
@@ -138,7 +139,8 @@ def evaluate(
             engine.executor.on_logits = None
         num_samples += len(batch.step.samples)
         rows = (_step_losses(engine, result.losses), collector.rows if collector else [])
-        gathered = gather_to_first(rows, engine.device)
+        with doing("gathering predictions", waits=True):
+            gathered = gather_to_first(rows, engine.device)
         if collector:
             collector.rows = []
         if main:
@@ -151,9 +153,11 @@ def evaluate(
                     if value is not None:
                         containers[kind].add(value)
         trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
-    metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})
+    with doing("metrics"):
+        metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})
     shared = [metrics]
-    dist.broadcast_object_list(shared, src=0, device=engine.device if dist.get_backend() == "nccl" else None)
+    with doing("metrics", waits=True):
+        dist.broadcast_object_list(shared, src=0, device=engine.device if dist.get_backend() == "nccl" else None)
     predictions: Any = arrays.get("predictions")
     return EvalLoopOutput(
         predictions=predictions,

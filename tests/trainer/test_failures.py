@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,7 @@ def at_the_start(folder: str) -> dict[str, Any]:
     finally:
         runs.draw_nothing = draw_nothing
     said["warnings"] = records
+    said["threads"] = [thread.name for thread in threading.enumerate() if "hf_mmparallel" in thread.name]
     said["losses"] = [row["loss"] for row in runs.step_logs(trainer)]
     return said
 
@@ -212,6 +214,7 @@ def test_what_goes_wrong_at_the_start_and_losses_that_are_not_finite(tmp_path: P
     )
     assert "It is the 10th such step" in tenth
     assert len(zero["losses"]) == 12
+    assert zero["threads"] == one["threads"] == []
 
 
 def interrupts() -> None:

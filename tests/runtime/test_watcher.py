@@ -1,0 +1,122 @@
+"""What watchers make of signs of life, on a clock and a store of the test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_mmparallel.runtime import failure, watcher
+from hf_mmparallel.runtime.activity import ACTIVITY, doing
+from hf_mmparallel.runtime.failure import RemoteRankError
+from hf_mmparallel.runtime.watcher import Failure, Peer, Sign, Watcher
+
+
+class CountingStore:
+    """A store in memory that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.num_calls = 0
+
+    def clone(self) -> CountingStore:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_calls += 1
+        return getattr(self.store, name)
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 0.0
+        monkeypatch.setattr(watcher.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def world(size: int, **kwargs: Any) -> list[Watcher]:
+    """A watcher for each rank; nothing runs until the test calls it."""
+    store = CountingStore()
+    return [Watcher(store, rank, size, **kwargs) for rank in range(size)]
+
+
+def rounds(clock: Clock, watchers: list[Watcher], count: int) -> None:
+    """Some exchanges of some ranks, one every half second."""
+    for _ in range(count):
+        clock.now += 0.5
+        for each in watchers:
+            each._exchange()
+
+
+def test_the_lowest_rank_that_lives_speaks_for_all(clock: Clock):
+    watchers = world(100)
+    rounds(clock, watchers, 5)
+    assert {each._speaker for each in watchers} == {0}
+    store = watchers[0].store
+    before = store.num_calls
+    rounds(clock, watchers, 1)
+    assert store.num_calls - before <= 100 * (4 + 8)  # not each rank at each other
+    living = watchers[21:]  # two hosts and a half have gone
+    rounds(clock, living, 30)
+    assert {each._speaker for each in living} == {21}
+    living[50]._asks = True  # a connection is lost
+    rounds(clock, living, 10)
+    assert {each.failure.rank for each in living} == {21}
+    sentence = living[3].failure.sentence
+    assert sentence.startswith("21 ranks have gone without a word: rank 0 has given no sign of life for ")
+    assert "rank 15 has given" in sentence and "; and 5 more. A process that is killed" in sentence
+
+
+def test_ranks_that_do_the_same_are_one_line(clock: Clock):
+    zero, *others = world(6)
+    with doing("reading samples"):
+        rounds(clock, [*others, zero], 1)
+        ACTIVITY.now("sums of gradients", waits=True)
+        rounds(clock, [*others[:3], zero], 124)
+        assert zero._stall_sentence(62) == (
+            "Nothing has moved on any rank for 62 s. They wait for ranks 4-5, without a sign of life:\n"
+            "  ranks 0-3: `sums of gradients, waiting for other ranks`, for 62 s\n"
+            "  ranks 4-5: no sign of life, last at `reading samples`, for 31 s"  # since it was first looked for
+        )
+        assert all(other._stall_sentence(62) is None for other in others)
+        zero.peers[1] = Peer(Sign(200, "training step", False, 3.0), clock.now)
+        assert zero._stall_sentence(62) is None  # rank 1 moves
+    assert watcher._ranks([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+    assert watcher._ranks([3]) == "rank 3"
+
+
+def test_collectives_are_ended_once_another_rank_has_failed(clock: Clock):
+    ended: list[int] = []
+    earlier = Watcher(CountingStore(), 1, 2)
+    earlier._own = Failure(1, "an earlier failure")
+    earlier._exchange()
+    zero, one = Watcher(earlier.store, 0, 2, abort=lambda: ended.append(0)), Watcher(earlier.store, 1, 2)
+    rounds(clock, [zero], 2)
+    assert zero.failure is not None and ended == []  # it failed before this block began
+    zero = Watcher(earlier.store, 0, 2, abort=lambda: ended.append(0), told={zero.failure.id})
+    rounds(clock, [zero, one, zero], 2)
+    assert zero.failure is None
+    one._own = Failure(1, "a failure")
+    rounds(clock, [one, zero, zero], 2)
+    assert zero.failure.sentence == "a failure" and ended == [0] and zero.aborted
+    own = Watcher(CountingStore(), 0, 2, abort=lambda: ended.append(1))
+    rounds(clock, [own], 2)
+    own._own = Failure(0, "a failure of its own")
+    rounds(clock, [own], 2)
+    assert own.failure is not None and ended == [0]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("Default process group has not been initialized"), RuntimeError()])
+def test_whatever_ended_collectives_raise_is_the_failure_of_the_other_rank(error: Exception | None):
+    ended = Watcher(CountingStore(), 0, 2)
+    ended.failure, ended.aborted = Failure(1, "rank 1 failed"), True
+    with pytest.raises(RemoteRankError, match="^rank 1 failed$"), failure._known_to_all(ended):
+        if error is not None:
+            raise error
