@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from .activity import doing
 
@@ -19,7 +18,7 @@ _UNFINISHED = "_saving-"
 _PREVIOUS = _UNFINISHED + "previous-"
 _BY_WRITERS = ("model*.safetensors", "rng_state_*.pth")  # each rank syncs its own, on the host that has their pages
 _GIB = 1 << 30
-_OS_ERROR = re.compile(r"os error (\d+)", re.IGNORECASE)  # as safetensors says it
+_OS_ERROR = re.compile(r"os error (\d+)|\[errno (\d+)\]", re.IGNORECASE)  # as safetensors, and other ranks, say it
 _CUT_SHORT = re.compile(r"inline_container|PytorchStreamWriter", re.IGNORECASE)  # as `torch.save` says it
 _REMEDIES = {
     errno.ENOSPC: "Free some space, or save less with `save_total_limit` or `save_only_model`",
@@ -124,7 +123,7 @@ def save_errors(path: Path) -> Iterator[None]:
         yield
     except SaveError:
         raise
-    except (Exception, CheckpointException) as error:  # the latter is a `BaseException`
+    except Exception as error:
         cause = _cause(error)
         if cause is None:
             raise
@@ -145,11 +144,10 @@ def _cause(error: BaseException) -> tuple[int, str] | None:
             where = f" (`{error.filename}`)" if error.filename else ""
             found = error.errno, f"{os.strerror(error.errno)}{where}"
         elif said is not None:
-            found = int(said[1]), os.strerror(int(said[1]))
+            number = int(said[1] or said[2])
+            found = number, os.strerror(number)
         elif _CUT_SHORT.search(str(error)):
             found = errno.ENOSPC, "a file could not be written to its end, as on a full disk"
-        if isinstance(error, CheckpointException):
-            waiting += [failure for failure, _ in error.failures.values()]
         waiting += [chained for chained in (error.__cause__, error.__context__) if chained is not None]
     return found
 

@@ -32,7 +32,7 @@ def failure_sentence(rank: int, error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def shared_failure(what: str = "") -> Iterator[None]:
+def shared_failure(what: str = "work that has no name") -> Iterator[None]:
     """
     A block of work that all ranks do, whose first failure all of them tell.
 
@@ -42,7 +42,7 @@ def shared_failure(what: str = "") -> Iterator[None]:
     are ended. Blocks inside of others add nothing.
 
     Args:
-        what (`str`, *optional*, defaults to `""`): What this rank does in it, for the others to read.
+        what (`str`, *optional*): What this rank does in it, for the others to read.
 
     Raises:
         [`RemoteRankError`]: In place of a lost connection, with what is known of its cause.
