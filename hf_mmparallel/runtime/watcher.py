@@ -126,7 +126,7 @@ class Watcher:
         self._moved = (ACTIVITY.count, time.monotonic())
         self._speaker = 0
         self._asks = False
-        self._asked: int | None = None
+        self._asked: str | None = None
         self._reports = 0
         self._answered = time.monotonic()
         self._lost = False
@@ -278,48 +278,55 @@ class Watcher:
         self._beat += 1
         sign = self._sign()
         self.store.set(f"{_PREFIX}sign/{self.rank}", json.dumps(asdict(sign)))
-        self._exchange_failure()
+        if self.failure is None:
+            self._exchange_failure(self._own)
         self._follow()
-        if self._asked is None:
-            self._asked = self.store.add(_ASKED, 0)
-        asked = self.store.add(_ASKED, 1 if self._asks and self.failure is None else 0)
-        trouble = asked > self._asked and self.failure is None
-        speaks = self._speaker == self.rank
-        if (speaks and (trouble or sign.standing_s > STALL_S / 2)) or (self._asks and self.world_size <= _SMALL_WORLD):
+        speaks, asked = self._speaker == self.rank, self._is_asked()
+        if (speaks and (asked or sign.standing_s > STALL_S / 2)) or (self._asks and self.world_size <= _SMALL_WORLD):
             for rank in range(self.world_size):
                 self._look_at(rank)
-        if speaks and trouble and self._silent() and self._own is None:
-            self._own = Failure(self.rank, self._gone_sentence(self._silent()), len(self._silent()))
-            self._exchange_failure()
-            self._own = None
+        silent = self._silent()
+        if speaks and asked and silent and self.failure is None:
+            self._exchange_failure(Failure(self.rank, self._gone_sentence(silent), len(silent)))
+        if self._asks and self.failure is not None:
+            self._known_to = self.store.add(f"{_PREFIX}known/{self.failure.id}", 0)
         self._answered = time.monotonic()
 
-    def _exchange_failure(self) -> None:
-        """Publishes a failure, or takes note of one."""
-        if self.failure is None:
-            own = None if self._own is None else json.dumps(asdict(self._own))
-            said = self._swap(_ABSENT, _ABSENT) if own is None else self._swap("", own)
-            found = None if said in ("", _ABSENT) else Failure(**json.loads(said))
-            if found is not None and found.rank == self.rank and own is None:
-                self._swap(said, "")  # this rank has failed before, and goes on
-                return
-            if found is not None and found.id in self._told and own is not None:
-                said = self._swap(said, own)
-                found = Failure(**json.loads(said))
-            if found is None or found.id in self._told:
-                return
-            self.store.add(f"{_PREFIX}known/{found.id}", 1)
-            with self._news:
-                self.failure = found
-            if self.abort is not None and self._own is None and self._beat > 1:
-                self.aborted = True
-                _try(self.abort)
-        if self._asks:
-            self._known_to = self.store.add(f"{_PREFIX}known/{self.failure.id}", 0)
+    def _exchange_failure(self, new: Failure | None) -> None:
+        """Publishes a failure unless there is one, and takes note of the one that there is."""
+        value = None if new is None else json.dumps(asdict(new))
+        said = self._read(_FAILURE) if value is None else self._swap(_FAILURE, "", value)
+        found = None if said in ("", _ABSENT) else Failure(**json.loads(said))
+        if found is not None and found.rank == self.rank and new is None:
+            self._swap(_FAILURE, said, "")  # this rank has failed before, and goes on
+            return
+        if found is not None and found.id in self._told and value is not None:
+            found = Failure(**json.loads(self._swap(_FAILURE, said, value)))
+        if found is None or found.id in self._told:
+            return
+        self.store.add(f"{_PREFIX}known/{found.id}", 1)
+        with self._news:
+            self.failure = found
+        if self.abort is not None and self._own is None:
+            self.aborted = True
+            _try(self.abort)
 
-    def _swap(self, expected: str, value: str) -> str:
-        """Replaces the published failure if it is as expected; what is published then."""
-        return self.store.compare_set(_FAILURE, expected, value).decode()
+    def _is_asked(self) -> bool:
+        """Whether a rank has lost a connection in this block and asks for the cause; asks if it is this one."""
+        asked = self._read(_ASKED)
+        self._asked = self._asked or asked
+        if self._asks and self.failure is None and asked == self._asked:
+            asked = uuid.uuid4().hex
+            self.store.set(_ASKED, asked)
+        return asked != self._asked
+
+    def _read(self, key: str) -> str:
+        """A value of the store, without waiting for one that was never set."""
+        return self._swap(key, _ABSENT, _ABSENT)
+
+    def _swap(self, key: str, expected: str, value: str) -> str:
+        """Replaces a value if it is as expected; what it is then."""
+        return self.store.compare_set(key, expected, value).decode()
 
     def _follow(self) -> None:
         """Looks at the lowest ranks below this one, and moves on when none of them lives."""
@@ -330,10 +337,10 @@ class Watcher:
         self._speaker = living[0] if living else min(window.stop, self.rank)
 
     def _look_at(self, rank: int) -> None:
-        """Reads a rank's sign of life; `compare_set` does not wait for one that was never given."""
+        """Reads a rank's sign of life."""
         if rank == self.rank:
             return
-        said = self.store.compare_set(f"{_PREFIX}sign/{rank}", _ABSENT, _ABSENT).decode()
+        said = self._read(f"{_PREFIX}sign/{rank}")
         sign = None if said == _ABSENT else Sign(**json.loads(said))
         if rank not in self.peers or self.peers[rank].sign != sign:
             self.peers[rank] = Peer(sign, time.monotonic())

@@ -67,7 +67,7 @@ def rank_zero_fails(where: str, folder: str) -> None:
     elif main and where == "callback":
         trainer.add_callback(At(1, lambda: fails(where)))
     elif main and where == "checkpoint":
-        trainer._save_beside = lambda output_dir: fails(where)
+        trainer._save_state = lambda folder: fails(where)
     trainer.train()
 
 
