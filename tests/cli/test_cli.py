@@ -162,4 +162,5 @@ def test_the_stability_of_a_split_is_printed_where_there_is_one(model, run):
         ["--module", "vision:pp=2", "--module", "language_model:colocate=vision"],
     )
     split, shared = (run(*arguments, *layout) for layout in layouts)
+    assert "(95% confidence, error 5%)" in split
     assert "the split of 4 GPUs by work" in split and "the split of" not in shared

@@ -88,7 +88,7 @@ def test_what_is_printed(found):
     assert "Next best plans" in out and ("% slower: " in out or "As fast: " in out) and "Not simulated" in out
     assert "What if" in out and f"{data['what_if']['gpus=4,frozen=vision']['tokens_per_second']:,.0f}" in out
     assert "Beside other methods" in out and "DistTrain" in out
-    assert "the split of" in out and "(95% confidence, error 5%)" in out
+    assert "the split of" not in out  # two ranks for two modules, or shared by them: there is nothing to split
 
 
 def test_published_sizes_need_one_encoder_of_images(text_model, fail):
