@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +27,24 @@ class _MetaWins(TorchFunctionMode):
         return func(*given[0], **given[1])
 
 
+@contextmanager
+def _same_hooks(module: nn.Module) -> Iterator[None]:
+    """
+    Takes away the hooks that a forward adds. With `output_hidden_states` transformers hooks the layers at the first
+    forward and never again, so that placeholders put in their places later would not be recorded.
+    """
+    flag = "_output_capturing_hooks_installed"
+    before = [(part, set(part._forward_hooks), flag in part.__dict__) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, hooks, was_hooked in before:
+            for added in part._forward_hooks.keys() - hooks:
+                del part._forward_hooks[added]
+            if not was_hooked:
+                part.__dict__.pop(flag, None)
+
+
 @torch.no_grad()
 def meta_forward(module: nn.Module, **inputs: Any) -> Any:
     """
@@ -39,7 +59,7 @@ def meta_forward(module: nn.Module, **inputs: Any) -> Any:
     """
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _MetaWins():
+    with _same_hooks(module), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _MetaWins():
         warnings.simplefilter("ignore")
         try:
             return functional_call(module, tensors, kwargs=inputs)
