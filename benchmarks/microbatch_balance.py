@@ -444,10 +444,10 @@ def main() -> None:
     load = os.getloadavg()
     names = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
     names = names[:1] if options.quick else names
+    slept = common.launch(__file__, 8, ["--quick"] * options.quick)
     # Nothing simulated depends on the machine or its load.
     with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
         results = list(pool.map(simulate_dataset, *zip(*names, strict=True), [sizes] * len(names)))
-    slept = common.launch(__file__, 8, ["--quick"] * options.quick)
     unlike = unlike_replicas()
     tables = [*map(dataset_table, results), unlike_table(unlike), slept_table(slept)]
     result = {

@@ -92,6 +92,10 @@ class SleepingStage:
         self.anchor = next(p for p in engine.trained if p.requires_grad)
         self.shapes: dict[Task, list[torch.Size]] = {}
 
+    @property
+    def own_layers(self) -> Any:
+        return self.stage.own_layers
+
     def input_shapes(self, batch: Any) -> Any:
         return self.stage.input_shapes(batch)
 

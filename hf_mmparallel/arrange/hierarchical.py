@@ -77,7 +77,7 @@ class Batch:
         self.generators = generator_tracks(plan, workloads, self.pipeline.bottleneck)
         self.around = (*self.tracks, *self.generators)
         self.work = np.stack([np.zeros(len(self.language)), *(track.work for track in self.around)], axis=1)[:, 1:]
-        self.busy: NDArray = (self.work > 0).any(axis=1)
+        self.busy = np.asarray((self.work > 0).any(axis=1))
         self.limits = {name: limit for name, limit in workloads.max_tokens.items() if name in plan.modules}
         for name, limit in self.limits.items():
             largest = int(workloads.tokens[name].max(initial=0))

@@ -186,7 +186,7 @@ def test_an_arranged_run_equals_the_stock_trainer(name: str):
     if case.defers:
         # A copy with fewer microbatches than the other has them less than every turn: its next one is two turns later.
         assert {0, 1} <= set().union(*(step.lags for step in steps)) <= ({0, 1, 2} if case.unlike else {0, 1})
-        assert sum(shares) > 0 and max(max(step.num_chunks) for step in steps) == 2
+        assert sum(shares) > 0 and max(max(step.num_chunks) for step in steps) in ((2, 3) if case.unlike else (2,))
     else:
         assert shares == [0, 0, 0]
     for step in steps:
