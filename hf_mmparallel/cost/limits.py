@@ -43,6 +43,7 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
             cases[rank].append(running)
     # Of what a copy of a module has to do, this part is a microbatch that fits each rank.
     parts = {}
+    _check_room(plan, free, memory_bytes)
     for rank, left in free.items():
         growing, constant = np.concatenate(cases[rank]).T
         slopes = needed[rank] + growing
@@ -56,6 +57,23 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
             block = module.context.block * module.cp_size if module.cp_size > 1 else 1
             result[name] = limit - limit % block if limit >= block else limit  # rows of ranks have whole blocks
     return result
+
+
+def _check_room(plan: ParallelPlan, free: dict[int, float], memory_bytes: float) -> None:
+    """Raises `ValueError` if what stays whatever the size of a microbatch leaves a rank no memory for one."""
+    fullest = min(free, key=lambda rank: (free[rank], rank))
+    if free[fullest] <= 0:
+        names = ", ".join(dict.fromkeys(name for name, _, _ in plan.stages_of_rank(fullest)))
+        remedy = (
+            "Use fewer samples a step or more memory."
+            if plan.schedule in ("1f1b", "eager")
+            else f'`schedule="{plan.schedule}"` keeps the activations of all microbatches of a step: use `"1f1b"`, or '
+            "fewer samples a step."
+        )
+        raise ValueError(
+            f"Rank {fullest} ({names}) needs {(memory_bytes - free[fullest]) / GIB:.3g} GiB however small microbatches "
+            f"are, of {memory_bytes / GIB:.3g} GiB of memory. {remedy}"
+        )
 
 
 class _Rates:
@@ -88,6 +106,8 @@ class _Rates:
                 growing += in_flight * self.features[edge.source] / copies
         if name in self.features and memory.hands_on_only:
             fixed += self.features[name] / self.plan.modules[name].dp_size
+        if in_flight > 1 and keeps_all(self.plan.schedule, name in self.features):
+            growing, fixed = 0.0, fixed + growing / in_flight  # all of the step stays, however it is cut
         return growing, fixed, np.stack([memory.extras[:, :2] @ grown, memory.extras[:, 2]], axis=1)
 
 

@@ -90,7 +90,7 @@ def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
     length_us = 1e3 * page.simulation.iteration_ms
     memory: MemoryCurves | None = page.memory
     has_sums = any(row.sums for row in rows)
-    columns = ["ranks", "stages", "tasks", "busy", *(["gradient sums"] if has_sums else []), "idle"]
+    columns = ["ranks", "stages", "tasks", "busy", *(["gradient sums", "idle beside sums"] if has_sums else ["idle"])]
     columns += ["peak GiB"] if memory else []
     cells = []
     for row in rows:

@@ -182,6 +182,9 @@ class _Judge:
         layouts = RatioLayouts(self.problem)
         if len(layouts.work) == 1:
             return self._none(RATIO, "a single module has all ranks")
+        idle = [f"`{name}`" for name, work in layouts.work.items() if not work]
+        if idle:
+            return self._none(RATIO, f"no sample has work for {', '.join(idle)}")
         found = sorted(layouts, key=lambda own: own.step_ms)
         if not found:
             layouts = RatioLayouts(replace(self.problem, memory_bytes=None))

@@ -53,6 +53,26 @@ def test_modules_on_one_rank_share_it_by_what_they_have_to_do():
     assert set(text_only) == {LANGUAGE_MODEL} and text_only[LANGUAGE_MODEL] > limits[LANGUAGE_MODEL]
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "encoders_first"])
+def test_where_all_forwards_go_first_smaller_microbatches_save_nothing(schedule):
+    spec, sizes = model(), sizes_of(300, 200, 64)
+    plan = replace(resolve_plan(spec, PLANS["shared ranks"], schedule=schedule), num_microbatches=4)
+
+    def fullest(size: int) -> float:
+        step = contiguous_step(plan, range(64), size)
+        peaks = simulate(plan, build_program(plan, step, [])).peak_in_flight
+        return max(m.total for m in memory_per_rank(h100(spec), plan, step, sizes, peaks).values())
+
+    for share in (1.02, 1.3):
+        budget = share * fullest(4)
+        limits = fitting_tokens(h100(spec), plan, sizes, budget)
+        size = int(min(limits["vision"] / 300, limits[LANGUAGE_MODEL] / 200))
+        assert size >= 4
+        assert fullest(max(even for even in (4, 8, 16, 32) if even <= size)) <= budget
+    with pytest.raises(ValueError, match=rf'of 0\.\d+ GiB of memory\. `schedule="{schedule}"` keeps .*use `"1f1b"`'):
+        fitting_tokens(h100(spec), plan, sizes, 0.9 * fullest(1))
+
+
 def test_state_that_does_not_fit_is_refused():
     spec = model()
     plan = resolve_plan(spec, {})

@@ -276,3 +276,13 @@ class TestFullySharded:
         batch = question.sizes.take(range(BATCH))
         for fast, found in zip(fully_sharded(question, [batch]), fully_sharded(slower, [batch]), strict=True):
             assert found.step_ms > fast.step_ms and found.memory_bytes == fast.memory_bytes
+
+
+def test_ratio_of_samples_without_media_is_no_plan():
+    question = problem()
+    text = question.sizes.tokens[LANGUAGE_MODEL]
+    lengths = {"vision": [[] for _ in text], LANGUAGE_MODEL: [[int(n)] for n in text]}
+    question = replace(question, sizes=SampleSizes.of_sequences(lengths))
+    rows = dict(zip(NAMES, compare(question, quick_search(question)), strict=True))
+    assert rows[RATIO].plan is None and rows[RATIO].note == "no sample has work for `vision`"
+    assert rows[SINGLE].step_ms > 0
