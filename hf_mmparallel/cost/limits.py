@@ -71,8 +71,8 @@ def _check_room(plan: ParallelPlan, free: dict[int, float], memory_bytes: float)
             "fewer samples a step."
         )
         raise ValueError(
-            f"Rank {fullest} ({names}) needs {(memory_bytes - free[fullest]) / GIB:.3g} GiB however small microbatches "
-            f"are, of {memory_bytes / GIB:.3g} GiB of memory. {remedy}"
+            f"Rank {fullest} ({names}) needs {(memory_bytes - free[fullest]) / GIB:.3g} GiB however small "
+            f"microbatches are, of {memory_bytes / GIB:.3g} GiB of memory. {remedy}"
         )
 
 
