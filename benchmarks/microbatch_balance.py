@@ -110,9 +110,9 @@ ABLATION = (
 OWN_PLAN = (
     Variant("disttrain, its own plan", "disttrain", system="disttrain"),
     Variant("DIP", "sub_microbatches", "encoders_first", system="dip"),
-    Variant("sub_microbatches, DIP's plan", "sub_microbatches", system="dip"),
-    Variant("hierarchical, DIP's plan", "hierarchical", system="dip"),
-    Variant("tapered, DIP's plan", "tapered", system="dip"),
+    Variant("sub_microbatches, DIP's own plan", "sub_microbatches", system="dip"),
+    Variant("hierarchical, DIP's own plan", "hierarchical", system="dip"),
+    Variant("tapered, DIP's own plan", "tapered", system="dip"),
 )
 
 
