@@ -22,6 +22,7 @@ from scipy.stats import rankdata
 
 from hf_mmparallel.cost import HARDWARE, CostModel, Hardware, StepCost, analytic_costs, batch_workloads, layer_table
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
+from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.layer_profile import ProfileSettings, profile_layers
@@ -225,6 +226,7 @@ def prepare(model: Any, planner: StepPlanner, step: PlannedStep, samples: Any, c
     engine = ParallelEngine(model, planner.costs.spec, planner.plan, torch.device("cpu"))
     batch = StepDataset(Reader(samples, collator), engine.keys, 0).read(step.step)
     batch.program = step.program.of_rank(engine.rank)
+    batch.fingerprint = fingerprint(step.step, step.program, batch.cuts)
     return Prepared(engine, batch)
 
 

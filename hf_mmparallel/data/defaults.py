@@ -95,7 +95,9 @@ def default_collator(dataset: Any, processor: Any, model: Any = None) -> tuple[C
 
 def columns_of(dataset: Any) -> list[str]:
     """The names of a sample's fields, as far as they can be known."""
-    if getattr(dataset, "column_names", None) is not None:
+    formatted = getattr(dataset, "format", None)
+    is_transformed = isinstance(formatted, Mapping) and formatted.get("type") == "custom"
+    if getattr(dataset, "column_names", None) is not None and not is_transformed:
         return list(dataset.column_names)
     if is_stream(dataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return []

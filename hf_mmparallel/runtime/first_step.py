@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -131,7 +132,10 @@ class FirstStepCheck:
         losses = (found for task, found in result.losses.items() if task.stage_key == key)
         total, count = next((float(loss), int(count)) for loss, count in losses if count)
         mean = total / count
-        if abs(float(own) - mean) <= _LOSS * abs(mean):
+        if not (math.isfinite(float(own)) or math.isfinite(mean)):
+            return None  # nothing to compare; the Trainer warns of it
+        tolerance = max(_LOSS, 4 * torch.finfo(own.dtype).eps)  # some models take the loss in half precision
+        if abs(float(own) - mean) <= tolerance * abs(mean):
             return None
         return (
             f"The loss of `{type(stage.model).__name__}` for the first microbatch is {float(own):.6g}. The mean over "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -335,7 +336,8 @@ def read_state(path: Path) -> dict[str, Any]:
             f"`{path.parent}` holds no optimizer state (`{path.name}`). Give a folder that a checkpoint wrote."
         )
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        is_mapped = zipfile.is_zipfile(path)  # not what torch saved before 1.6
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
         if not isinstance(found["state"], dict) or not isinstance(found["param_groups"], list):
             raise TypeError("no optimizer's state dict")
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, OSError) as error:

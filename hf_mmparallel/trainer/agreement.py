@@ -178,24 +178,26 @@ class TargetCount:
     """Looks out for global batches in which no token is a target, of which the loss is 0 whatever the model does."""
 
     def __init__(self):
-        self.num_targets = 0
         self.num_without = 0
 
-    def saw(self, num_targets: int) -> None:
+    def saw(self, num_targets: int, is_first: bool) -> None:
         """
         Counts the target tokens of a global batch, over all ranks. A later batch without any is logged the first time.
+
+        Args:
+            num_targets (`int`): Target tokens.
+            is_first (`bool`): Whether it is the first batch of a run, and not of one that is resumed.
 
         Raises:
             `ValueError`: If the first batch has none.
         """
-        self.num_targets += num_targets
         if num_targets:
             return
         reason = (
             "all `labels` are -100. Targets are what the `assistant` says in conversations, and what has a label of "
             "its own otherwise"
         )
-        if not self.num_targets:
+        if is_first:
             raise ValueError(
                 f"The first global batch has no target token: {reason}. Give the roles of messages these names, or "
                 "filter samples without targets."

@@ -160,8 +160,8 @@ def evaluate(
         trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
     if losses and not num_targets:
         logger.warning(
-            "No token of the evaluation is a target, all `labels` are -100: its loss is 0, where the stock Trainer's "
-            "is NaN."
+            "No token of the evaluation is a target, all `labels` are -100: its loss is NaN. Targets are what the "
+            "`assistant` says in conversations, and what has a label of its own otherwise."
         )
     with doing("metrics"):
         metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})

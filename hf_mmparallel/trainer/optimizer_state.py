@@ -35,8 +35,8 @@ def is_by_name(folder: str | None, model: nn.Module) -> bool:
     Whether one process reads a checkpoint by the names of parameters: one that a plan has written, of this very model.
     What `peft` has wrapped has other names, but the same order.
     """
-    if folder is None:
-        return False
+    if folder is None or not (Path(folder) / SCHEDULER).is_file():
+        return False  # the stock Trainer leaves both alone then
     if not (Path(folder) / STATE).is_file():
         return (Path(folder) / TABLE).is_file()
     groups = read_state(Path(folder) / STATE)["param_groups"]

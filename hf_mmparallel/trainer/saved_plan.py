@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import yaml
 from accelerate.logging import get_logger
 
 from ..plan import ModulePlugin, MultimodalParallelPlugin
@@ -34,3 +35,5 @@ def warn_of_other_settings(folder: str | Path, modules: Mapping[str, ModulePlugi
         check_same_settings(MultimodalParallelPlugin.from_any(path).modules, modules)
     except ValueError as error:
         logger.warning(f"The run that wrote `{path}` was another one: {str(error)[0].lower()}{str(error)[1:]}")
+    except (OSError, yaml.YAMLError) as error:
+        logger.warning(f"`{path}` can't be read, so that its settings are not compared: {error}")

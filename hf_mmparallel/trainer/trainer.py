@@ -361,7 +361,7 @@ class MultimodalParallelTrainer(Trainer):
             self.optimizer.train()
         with shared_failure("training step"):
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
-            self._targets.saw(self._totals.num_targets)
+            self._targets.saw(self._totals.num_targets, is_first=not self.state.global_step)
         self._finite.loss(self.state.global_step + 1, self._totals.mean_loss)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:

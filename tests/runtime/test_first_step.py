@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -113,3 +114,31 @@ def drifting_gradients() -> list[float]:
 def test_copies_stay_equal_whatever_kernels_round():
     _, first, *others = run_distributed(drifting_gradients, 5)
     assert all(sums == first for sums in others)
+
+
+class HalfLoss(OwnLoss):
+    """The loss of the next token in half precision, as some models compute it."""
+
+    def __call__(self, logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **kwargs):
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] if shift_labels is None else shift_labels
+        return 1.004 * super().__call__(logits, labels, vocab_size, shifted, num_items_in_batch).to(torch.bfloat16)
+
+
+def first_steps_that_go_on() -> tuple[list[float], list[float]]:
+    """Losses of a model that has diverged, and of one whose own loss is rounded."""
+    diverged, rounded = tiny.FAMILIES["llava"](), tiny.FAMILIES["llava"]()
+    with torch.no_grad():
+        diverged.lm_head.weight.fill_(3e38)
+    rounded.loss_function = HalfLoss()
+    found = []
+    for model in (diverged, rounded):
+        trainer = runs.make_trainer("llava", {LM: {"pp_size": 2}}, model=model, logging_nan_inf_filter=False)
+        trainer.train()
+        found.append([row["loss"] for row in runs.step_logs(trainer)])
+    return found[0], found[1]
+
+
+def test_a_loss_that_is_not_finite_or_rounded_goes_on():
+    diverged, rounded = run_distributed(first_steps_that_go_on, 3)[0]
+    assert len(diverged) == len(rounded) == 4
+    assert not math.isfinite(diverged[0]) and all(map(math.isfinite, rounded))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -194,7 +195,8 @@ def chats(count: int, roles: tuple[str, str] = ("user", "assistant")) -> list[di
 def _chat_trainer(parallel: Any, data: Any, **words: Any) -> Any:
     torch.set_num_threads(1)
     runs.draw_nothing()
-    settings = {**runs.COMMON, "remove_unused_columns": True, "max_steps": 2, "save_strategy": "no"}
+    keep = words.pop("remove_unused_columns", True)
+    settings = {**runs.COMMON, "remove_unused_columns": keep, "max_steps": 2, "save_strategy": "no"}
     settings |= {"global_batch_size": 4, "per_device_train_batch_size": 2 if parallel else 4}
     settings |= {"ddp_backend": "gloo"} if parallel else {}
     args = MultimodalTrainingArguments(output_dir="unused", parallel=parallel, **settings)
@@ -292,7 +294,25 @@ def test_chat_collators_keep_their_columns_and_missing_ones_are_named():
         assert losses == pytest.approx(wanted, rel=1e-5), name
 
 
-def _without_targets() -> list[str]:
+def tokens_of(rows: dict[str, list[Any]]) -> dict[str, Any]:
+    """What a transform makes of conversations that a dataset stores."""
+    ids = [[5 + len(str(messages)) % 7, 6, 7, 8, 9] for messages in rows["messages"]]
+    return {"input_ids": ids, "labels": ids}
+
+
+def _transformed(parallel: Any) -> list[float]:
+    """Losses of a dataset whose transform tokenises; nothing but the transform knows the columns of samples."""
+    data = Dataset.from_list([{"messages": sample["messages"]} for sample in chats(8)]).with_transform(tokens_of)
+    return _losses(parallel, data, model=tiny.FAMILIES["llama_tied"](), remove_unused_columns=False)
+
+
+@pytest.mark.distributed
+def test_columns_are_those_that_a_transform_makes():
+    wanted = _transformed(None)
+    assert run_distributed(_transformed, 2, {"language_model": {"pp_size": 2}})[0] == pytest.approx(wanted, rel=1e-5)
+
+
+def _without_targets() -> tuple[list[str], float]:
     """What is said of a later global batch, and of an evaluation, in which all labels are -100."""
     said: list[str] = []
     agreement.logger.warning = evaluation.logger.warning = lambda text, **_: said.append(text)
@@ -303,13 +323,13 @@ def _without_targets() -> list[str]:
     trainer = runs.make_trainer("llava", {VISION: {}}, data=data, **sequential)
     trainer.train()
     assert [row["loss"] > 0 for row in runs.step_logs(trainer)] == [True, False, False]
-    trainer.evaluate(data[4:8])
-    return said
+    return said, trainer.evaluate(data[4:8])["eval_loss"]
 
 
 @pytest.mark.distributed
 def test_batches_without_targets_are_told_of():
     """The first one ends a run, see above."""
-    for said in run_distributed(_without_targets, 2)[:1]:
+    for said, loss in run_distributed(_without_targets, 2)[:1]:
         assert ["has no target token: all `labels` are -100" in text for text in said] == [True, False]
-        assert said[1].startswith("No token of the evaluation is a target")
+        assert re.search(r"^No token of the evaluation is a target, .*: its loss is NaN\.", said[1])
+        assert math.isnan(loss)
