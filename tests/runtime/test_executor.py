@@ -25,7 +25,8 @@ def with_dtypes(spec: ModelSpec, matrices: str, vectors: str) -> ModelSpec:
     ("matrices", "vectors", "expected"),
     [
         ("bfloat16", "float32", torch.float32),
-        ("float16", "float16", torch.float32),
+        ("float16", "float16", torch.float16),
+        ("float16", "bfloat16", torch.float32),
         ("bfloat16", "bfloat16", torch.bfloat16),
         ("float8_e4m3fn", "bfloat16", torch.bfloat16),
         ("float8_e5m2", "float32", torch.float32),
