@@ -18,7 +18,7 @@ from .argument_table import check_trainer_arguments
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises `ValueError` for encoder-decoder models, and for what is no sum over samples, whose parts don't add up."""
+    """Raises `ValueError` for encoder-decoder models, and where a loss or norm is no sum over samples."""
     if isinstance(model, PreTrainedModel):
         check_decoder_only(model)
     for config in {id(c): c for c in _configs(model)}.values():

@@ -87,7 +87,15 @@ def bart() -> PreTrainedModel:
 
 def blip2_t5() -> PreTrainedModel:
     """One whose language model is an encoder-decoder."""
-    text = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    text = {
+        "model_type": "t5",
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 64,
+    }
     vision = {**SIZES, "image_size": 16, "patch_size": 8}
     former = {**SIZES, "encoder_hidden_size": 32, "vocab_size": 64}
     config = hf.Blip2Config(vision_config=vision, qformer_config=former, text_config=text)
@@ -104,4 +112,4 @@ def bart_decoder() -> PreTrainedModel:
 def with_whisper() -> PreTrainedModel:
     """The encoder of a Whisper model before a causal language model."""
     text = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=64))
-    return MultimodalModel.from_unimodal({"audio": hf.WhisperModel(_whisper_config())}, text)
+    return MultimodalModel.from_unimodal({"audio": hf.WhisperModel(_whisper_config())}, text, token_ids={"audio": 60})
