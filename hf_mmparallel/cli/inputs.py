@@ -52,18 +52,19 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
         generators (`list[str]`): The values of `--generator`.
 
     Raises:
-        `ValueError`: If there is no such model, or a module has no such name.
+        `ValueError`: If there is no such model, no plan can hold it, or a module has no such name.
     """
     path = Path(source)
     if not path.exists() and (source.startswith((".", "/")) or source.endswith(".json")):
         raise ValueError(f"`--model {source}` does not exist. Give a folder, a config.json or a model id.")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"`--model {source}` is a folder without a config.json. Give the folder of a saved model.")
-    from ..modeling import build_model_spec
+    from ..modeling import build_model_spec, check_decoder_only
     from ..modeling.adapters import add_adapters
     from ..modeling.loading import build_on_meta
 
     model = build_on_meta(source)
+    check_decoder_only(model)
     spec = build_model_spec(model)
     adapters = {name: plugin.peft_config for name, plugin in plugins.items() if plugin.peft_config is not None}
     if adapters:

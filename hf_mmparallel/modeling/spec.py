@@ -68,6 +68,23 @@ def inside(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
+def check_decoder_only(model: PreTrainedModel) -> None:
+    """
+    Refuses models whose decoder attends to the states of an encoder, for which a plan has neither inputs nor a loss.
+
+    Raises:
+        `ValueError`: For an encoder-decoder model, or one whose language model is one.
+    """
+    config: Any = model.config
+    if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
+        raise ValueError(
+            f"`{type(model).__name__}` is an encoder-decoder model: its decoder has inputs of its own and attends to "
+            "the encoder's states, and its labels are not shifted. A plan needs a decoder that reads text and media "
+            "as one sequence. Train it without `parallel`, or compose its encoder with a causal language model by "
+            "`MultimodalModel.from_unimodal`."
+        )
+
+
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
     """
     The modules of a model: encoders first, the language model last.

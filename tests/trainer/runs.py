@@ -59,7 +59,7 @@ def frozen(parallel: dict[str, Any]) -> dict[str, Any]:
 
 def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -> Run:
     """The stock Trainer on this process."""
-    model = tiny.FAMILIES[family]()
+    model = arguments.pop("model", None) or tiny.FAMILIES[family]()
     for name, what in (freeze or {}).items():
         trained = build_model_spec(model).modules[name].with_frozen(what).parameters
         for parameter in trained:

@@ -19,7 +19,7 @@ from hf_mmparallel.trainer.argument_table import ARGUMENTS, Refused, check_argum
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 
-from . import runs
+from . import encoder_decoders, runs
 
 pytestmark = pytest.mark.distributed
 
@@ -162,6 +162,7 @@ def trainer_parts() -> dict[str, str]:
     attempt("optimizers", optimizers=(optimizer, None))
     attempt("model_init", model=None, model_init=tiny.FAMILIES["llava"])
     attempt("no model", model=None)
+    attempt("encoder-decoder", model=encoder_decoders.pp_formulanet())
     attempt("a bag", train_dataset=Bag(), then=lambda trainer: trainer.train())
     attempt("an evaluated bag", eval_dataset=Bag(), then=lambda trainer: trainer.evaluate())
     attempt("nothing to train on", train_dataset=None, then=lambda trainer: trainer.train())
@@ -184,6 +185,7 @@ PARTS = {
     "optimizers": r"`optimizers` can't be used with `parallel`: .* Use `optimizer_cls_and_kwargs` or `args.optim`",
     "model_init": r"`model_init` can't be used with `parallel`: .* Pass `model`",
     "no model": r"`model=None` .* `parallel`.* Pass",
+    "encoder-decoder": r"`PPFormulaNetForConditionalGeneration` is an encoder-decoder model: .* without `parallel`",
     "a bag": r"A `Bag` has neither `__getitem__` and `__len__` nor .* Use a dataset with both, or an `Iter",
     "an evaluated bag": r"A `Bag` has neither",
     "nothing to train on": r"training requires a train_dataset",
@@ -343,6 +345,25 @@ def test_losses_and_norms_over_a_whole_batch_are_refused():
         check_model(quiet)
     with pytest.raises(ValueError, match=r"`1` is a `BatchNorm1d`: it mixes the samples .* Replace it"):
         check_model(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+
+
+@pytest.mark.parametrize("make", encoder_decoders.ALL)
+def test_encoder_decoder_models_are_refused(make: Callable[[], Any]):
+    from hf_mmparallel.trainer.checks import check_model
+
+    model = make()
+    sentence = f"`{type(model).__name__}` is an encoder-decoder model: .* Train it without `parallel`, or"
+    with pytest.raises(ValueError, match=sentence):
+        check_model(model)
+
+
+@pytest.mark.parametrize(
+    "make", [encoder_decoders.with_whisper, encoder_decoders.bart_decoder, tiny.FAMILIES["voxtral"]]
+)
+def test_encoders_and_decoders_of_such_models_are_not_refused(make: Callable[[], Any]):
+    from hf_mmparallel.trainer.checks import check_model
+
+    check_model(make())
 
 
 def no_labels() -> None:

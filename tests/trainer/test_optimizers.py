@@ -61,3 +61,41 @@ def test_8_bit_adam_runs_on_shards_and_goes_on(tmp_path: Path):
     moved = run_distributed(_train, 2, tmp_path / "moved", PP2, whole, **ADAM_8BIT)[0]
     for got, want in zip(moved.logs, stock.logs, strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+
+
+# Optimizer of bitsandbytes -> the largest share of the way that weights may end elsewhere than on one process
+BITSANDBYTES = {"ademamix": 2e-5, "lion_32bit": 2e-5, "paged_adamw_8bit": 2e-2, "adamw_bnb_8bit": 2e-2}
+TWO_STEPS = {"learning_rate": 1e-3, "max_steps": 2, "warmup_steps": 0, "lr_scheduler_type": "constant"}
+
+
+def _train_each(parallel: dict[str, Any]) -> dict[str, runs.Run]:
+    return {name: runs.parallel_run("llama", parallel, optim=name, **TWO_STEPS) for name in BITSANDBYTES}
+
+
+def test_optimizers_of_bitsandbytes_move_weights_as_on_one_process():
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes has these optimizers")
+    start = tiny.FAMILIES["llama"]().state_dict()
+    found = run_distributed(_train_each, 2, TP2)[0]
+    for name, share in BITSANDBYTES.items():
+        want, got = runs.stock("llama", optim=name, **TWO_STEPS), found[name]
+        assert got.weights is not None and want.weights is not None
+        assert [row["loss"] for row in got.logs] == pytest.approx([row["loss"] for row in want.logs], rel=2e-4)
+        for key, end in want.weights.items():
+            moved = float((end - start[key]).abs().sum())
+            assert moved > 0, (name, key)
+            assert float((got.weights[key] - end).abs().sum()) <= share * moved, (name, key)
+
+
+@pytest.mark.parametrize(
+    ("optim", "package", "cls", "arguments"),
+    [
+        ("grokadamw", "grokadamw", "grokadamw.GrokAdamW", {}),
+        ("apollo_adamw", "apollo_torch", "apollo_torch.AdamW", {"optim_target_modules": "all-linear"}),
+    ],
+)
+def test_optimizers_by_matrix_are_refused_under_tensor_parallelism(
+    tmp_path: Path, optim: str, package: str, cls: str, arguments: dict[str, Any]
+):
+    pytest.importorskip(package)
+    match = f"`{cls}` can't be used with `tp_size` above 1: .*adamw_torch"
+    assert_ranks_raise(_train, 2, tmp_path, TP2, optim=optim, match=match, **TWO_STEPS, **arguments)

@@ -125,6 +125,27 @@ def test_saving_and_resuming_equal_a_straight_run(tmp_path: Path):
         assert torch.equal(resumed.model.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("parallel", [None, {VISION: {}}])
+@pytest.mark.parametrize("folder", ["checkpoint-7", "run/checkpoint-7", "/nowhere/checkpoint-7"])
+def test_a_missing_checkpoint_is_not_looked_for_on_the_hub(
+    folder: str, parallel: Any, monkeypatch: pytest.MonkeyPatch
+):
+    ours = our_trainer(parallel=parallel)
+    asked: list[str] = []
+
+    def ask(*args: Any, **kwargs: Any) -> None:
+        asked.append(str(args))
+        raise ConnectionError("the Hub was asked")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.getaddrinfo", ask)
+    monkeypatch.setattr("transformers.utils.hub.hf_hub_download", ask)
+    monkeypatch.setattr("transformers.utils.hub.snapshot_download", ask)
+    with pytest.raises(ValueError, match=f"Can't find a valid checkpoint at {folder}"):
+        ours.train(resume_from_checkpoint=folder)
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("freeze", "trained"),
     [

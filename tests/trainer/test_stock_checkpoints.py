@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,15 +117,13 @@ def test_a_stock_run_with_other_frozen_parts_is_refused(tmp_path: Path, straight
     assert_ranks_raise(_planned, 2, tmp_path, plan, straight[0], match=match)
 
 
-def test_damaged_state_is_named_on_every_rank(tmp_path: Path, straight):
+def test_a_damaged_schedule_is_named_on_every_rank(tmp_path: Path, straight):
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(straight[0], folder)
-    for name in ("optimizer.pt", "scheduler.pt"):
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(whole[: len(whole) // 2])
-        messages = assert_ranks_raise(_planned, 2, tmp_path / "x", PLANS["pp2"][1], folder, match=name)
-        assert all("another checkpoint" in message for message in messages)
-        (folder / name).write_bytes(whole)
+    whole = (folder / "scheduler.pt").read_bytes()
+    (folder / "scheduler.pt").write_bytes(whole[: len(whole) // 2])
+    messages = assert_ranks_raise(_planned, 2, tmp_path / "x", PLANS["pp2"][1], folder, match="scheduler.pt")
+    assert all("another checkpoint" in message for message in messages)
 
 
 class _Touches:
@@ -134,6 +134,53 @@ class _Touches:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+UNREADABLE = (
+    r"`.*optimizer.pt` is no optimizer state that can be read \(.+\). Resume from another checkpoint, or remove"
+)
+
+
+def _refusals(folders: dict[str, Path], plan: dict[str, Any] | None) -> dict[str, str]:
+    """Damage -> why a run does not go on from the checkpoint."""
+    found = {}
+    for damage, folder in folders.items():
+        trainer = runs.make_trainer("llama_tied", plan, str(folder / "run"), **{**SAVING, "save_strategy": "no"})
+        try:
+            trainer.train(resume_from_checkpoint=str(folder))
+        except ValueError as error:
+            found[damage] = str(error)
+    return found
+
+
+def test_optimizer_state_that_is_damaged_or_executes_code_is_refused(tmp_path: Path, straight):
+    """By all ranks of a plan, and by one process."""
+    run_distributed(_planned, 2, tmp_path, PLANS["pp2"][1], **{"max_steps": 2, "save_steps": 2})
+    whole = (tmp_path / "checkpoint-2" / "optimizer.pt").read_bytes()
+    saved: Any = {"state": {}, "param_groups": [_Touches(tmp_path / "executed")]}
+    contents = {
+        "cut in the middle": whole[: len(whole) // 2],
+        "without its end": whole[:-8],
+        "the stock Trainer's, cut": (straight[0] / "optimizer.pt").read_bytes()[:-4096],
+        "empty": b"",
+        "a text": b"version https://git-lfs.github.com/spec/v1\nsize 12\n",
+        "a plain pickle that calls": pickle.dumps(saved),
+        "an archive that calls": None,
+    }
+    folders = {damage: tmp_path / damage.replace(" ", "-") for damage in contents}
+    for damage, content in contents.items():
+        shutil.copytree(tmp_path / "checkpoint-2", folders[damage])
+        file = folders[damage] / "optimizer.pt"
+        torch.save(saved, file) if content is None else file.write_bytes(content)
+    everywhere = [
+        *run_distributed(_refusals, 2, folders, PLANS["pp2"][1]),
+        *run_distributed(_refusals, 1, folders, None),
+    ]
+    for found in everywhere:
+        assert found.keys() == contents.keys()
+        for damage, sentence in found.items():
+            assert re.search(UNREADABLE, sentence), (damage, sentence)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, straight):
