@@ -39,8 +39,8 @@ def test_the_tokens_of_a_row_can_be_shared(model, tmp_path, run):
         "plan", "--model", model, "--module", "language_model:cp=2,tp=2,cp_block=64", "--output", tmp_path / "p.yaml"
     )
     assert "dp/pp/cp/tp" in out and "│ language_model │ 1/1/2/2 │" in out
-    # Two rows of tensor-parallel ranks, two columns that share tokens and sum gradients, and all four for the gradients
-    # of what each of them holds whole; vision talks to both rows.
+    # Two rows of tensor-parallel ranks, two columns that share tokens and sum gradients, and all four for gradients of
+    # what each of them holds whole; vision talks to both rows.
     assert "5 besides the world; 8 channels between ranks" in out
     assert ParallelPlan.load(tmp_path / "p.yaml").modules["language_model"].context.block == 64
 
