@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..arrange.balance import Balance, compare_with_contiguous, measured_balance
+from ..runtime.activity import doing
 from ..runtime.engine import ParallelEngine
 from ..runtime.executor import StepResult
 from ..schedule import Span
@@ -97,8 +98,10 @@ def forward_metrics(balance: Balance) -> dict[str, float]:
 def measure(steps: Sequence[RanStep], device: torch.device) -> list[Balance]:
     """The forwards of some steps, summed over the stages of each replica. Collective."""
     summed = torch.from_numpy(np.concatenate([ran.forward_ms for ran in steps])).to(device)
-    dist.all_reduce(summed)
-    every = np.split(summed.cpu().numpy(), np.cumsum([len(ran.forward_ms) for ran in steps])[:-1])
+    with doing("metrics of the ranks", waits=True):
+        dist.all_reduce(summed)
+        total = summed.cpu().numpy()
+    every = np.split(total, np.cumsum([len(ran.forward_ms) for ran in steps])[:-1])
     return [_balance_of(times, ran.counts) for times, ran in zip(every, steps, strict=True)]
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..arrange.balance import excess
 from ..cost import HARDWARE, Hardware, training_flops
 from ..plan import ModelSpec
+from ..runtime.collectives import all_gather_values
 from ..runtime.executor import StepResult
 from ..runtime.work import ModuleWork
 from .balance import RanStep, forward_metrics, last_step, mean_of, measure
@@ -157,9 +158,7 @@ class ParallelMetricsCallback(EngineCallback):
         if self.engine is None or not self.steps:
             return {}
         mine = RankWindow.of([ran.result for ran in self.steps], 1e3 * (self.ends_s[-1] - self.ends_s[0]))
-        gathered: list[RankWindow | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        windows = [window for window in gathered if window is not None]
+        windows = all_gather_values(mine, "metrics of the ranks")
         metrics = efficiency(windows, core_per_rank(self.engine.device))
         metrics |= mean_of([forward_metrics(balance) for balance in measure(self.steps, self.engine.device)])
         metrics |= mean_of([ran.arrangement for ran in self.steps])

@@ -12,7 +12,7 @@ class Activity:
     What the main thread is doing. Noting it is a few assignments; words are made of it when somebody looks.
 
     Args:
-        step (`int`, *optional*): The optimizer step, or the batch of an evaluation.
+        step (`int`, *optional*): The optimizer step that runs, or the last one; `None` before the first.
         doing: A phrase, or an action of a program.
         waits (`bool`): Whether that is waiting for other ranks.
         count (`int`): How many things have been begun.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .activity import doing
+from .collectives import barrier
 
 _UNFINISHED = "_saving-"
 _PREVIOUS = _UNFINISHED + "previous-"
@@ -33,13 +33,6 @@ _REMEDIES = {
 
 class SaveError(OSError):
     """A folder could not be written; the message says which, why, and what was saved before."""
-
-
-def barrier() -> None:
-    """Waits for the other ranks, if there are any."""
-    if dist.is_initialized():
-        with doing("saving", waits=True):
-            dist.barrier()
 
 
 @contextmanager
@@ -136,20 +129,19 @@ def save_errors(path: Path) -> Iterator[None]:
 
 def _cause(error: BaseException) -> tuple[int, str] | None:
     """The number and the words of the error of the file system behind an exception, `None` without one."""
-    waiting, found = [error], None
-    while waiting and found is None:
-        error = waiting.pop(0)
-        said = _OS_ERROR.search(str(error))
-        if isinstance(error, OSError) and error.errno is not None:
-            where = f" (`{error.filename}`)" if error.filename else ""
-            found = error.errno, f"{os.strerror(error.errno)}{where}"
-        elif said is not None:
-            number = int(said[1] or said[2])
-            found = number, os.strerror(number)
-        elif _CUT_SHORT.search(str(error)):
-            found = errno.ENOSPC, "a file could not be written to its end, as on a full disk"
-        waiting += [chained for chained in (error.__cause__, error.__context__) if chained is not None]
-    return found
+    said = _OS_ERROR.search(str(error))
+    if isinstance(error, OSError) and error.errno is not None:
+        where = f" (`{error.filename}`)" if error.filename else ""
+        return error.errno, f"{os.strerror(error.errno)}{where}"
+    if said is not None:
+        number = int(said[1] or said[2])
+        return number, os.strerror(number)
+    if _CUT_SHORT.search(str(error)):
+        # `torch.save` says this while it closes the file after another error.
+        before = error.__cause__ or error.__context__
+        known = None if before is None else _cause(before)
+        return known or (errno.ENOSPC, "a file could not be written to its end, as on a full disk")
+    return None if error.__cause__ is None else _cause(error.__cause__)
 
 
 def _free_space(path: Path) -> str:

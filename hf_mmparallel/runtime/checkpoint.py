@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -37,8 +36,10 @@ from ..modeling.loading import (
 )
 from ..modeling.tensor_parallel import base_name
 from ..plan import Holding, ModelSpec, ParallelPlan, holdings
-from .atomic import atomic_folder, barrier, save_errors, sync_file
-from .collectives import all_gather_values, raise_together
+from .activity import doing
+from .atomic import atomic_folder, save_errors, sync_file
+from .collectives import all_gather_values, barrier, raise_together, receive_tensor, send_tensor
+from .gradients import local
 from .optimizer_checkpoint import load_optimizer, save_optimizer
 
 __all__ = [
@@ -79,7 +80,8 @@ def _whole(tensor: torch.Tensor, owner: int, rank: int) -> torch.Tensor | None:
     """The whole tensor in host memory on its owner; the ranks that hold shards of the owner's copy take part."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and owner in tensor.device_mesh.mesh.flatten().tolist():
-        tensor = tensor.full_tensor()
+        with doing("gathering the shards of a parameter", waits=True):
+            tensor = tensor.full_tensor()
     return tensor.cpu() if owner == rank else None
 
 
@@ -235,9 +237,9 @@ def _load_held(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folde
     chunk: list[str] = []
     size = 0
     for index, name in enumerate(names):
-        local = _local(parameters[name])
+        part = local(parameters[name])
         chunk.append(name)
-        size += local.numel() * local.element_size()
+        size += part.numel() * part.element_size()
         if size >= _LOAD_CHUNK_BYTES or index == len(names) - 1:
             for missing in sorted(_read_in_place(model, files, chunk, folder)):
                 tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
@@ -245,10 +247,6 @@ def _load_held(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folde
                     raise ValueError(another_model(model, folder, [missing]))
             chunk, size = [], 0
     _read_in_place(model, files, list(_persistent_buffers(model)), folder)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -266,7 +264,7 @@ def _read_in_place(model: Any, files: Collection[Path], names: Collection[str], 
         missing = fill_parameters(model, files, names, "cpu", str(folder))
         for name, (home, tensor) in live.items():
             if name not in missing:
-                _local(tensor).copy_(_local(home[name.rpartition(".")[2]]))
+                local(tensor).copy_(local(home[name.rpartition(".")[2]]))
     finally:
         for name, (home, tensor) in live.items():
             home[name.rpartition(".")[2]] = tensor
@@ -311,12 +309,9 @@ def gather_tensors(
         if owner == rank or (holding is not None and holding.peers(rank) is not None):
             tensor = _whole(owned[name] if name in owned else held[name], owner, rank)
         if rank == owner != 0:
-            dist.send(tensor.contiguous().to(device), 0)
+            send_tensor(tensor, 0, device)
         elif rank == 0 != owner:
-            shape, dtype = kinds[owner][name]
-            received = torch.empty(shape, dtype=dtype, device=device)
-            dist.recv(received, owner)
-            tensor = received.cpu()
+            tensor = receive_tensor(*kinds[owner][name], owner, device)
         if rank == 0:
             result[name] = tensor
     return result if rank == 0 else None
@@ -417,4 +412,4 @@ def _read_adapters(
             if isinstance(parameter, DTensor):
                 value = value.to(parameter.device)
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-            _local(parameter).copy_(_local(value))
+            local(parameter).copy_(local(value))

@@ -1,28 +1,94 @@
-"""Small collectives over Python values, and errors that all ranks raise together."""
+"""Small collectives over Python values, and errors that all ranks raise together. Watchers see that they wait."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
+from .activity import ACTIVITY, doing
+from .failure import RemoteRankError, failure_sentence
 
-def all_gather_values(value: Any) -> list[Any]:
-    """The value of every rank."""
-    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+T = TypeVar("T")
+
+
+def _waiting(what: str | None) -> AbstractContextManager[None]:
+    """Notes that this rank waits for others, in what it is doing unless that has a name of its own."""
+    return doing(ACTIVITY.doing if what is None else what, waits=True)
+
+
+def wire_device(device: torch.device) -> torch.device:
+    """Where tensors of the default group travel: on the device under NCCL, otherwise in host memory."""
+    return device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def barrier(what: str | None = None) -> None:
+    """Waits for the other ranks, if there are any."""
+    if dist.is_initialized():
+        with _waiting(what):
+            dist.barrier()
+
+
+def all_gather_values(value: T, what: str | None = None, group: Any = None) -> list[T]:
+    """
+    The value of every rank.
+
+    Args:
+        value (`Any`): What can be pickled.
+        what (`str`, *optional*): What it is for, as watchers say it; what this rank is doing by default.
+        group (`ProcessGroup`, *optional*): The ranks; all by default.
+    """
+    values = [value] * (dist.get_world_size(group) if dist.is_initialized() else 1)
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        with _waiting(what):
+            dist.all_gather_object(values, value, group=group)
     return values
 
 
-def gather_values(value: Any) -> list[Any] | None:
+def gather_values(value: Any, what: str | None = None) -> list[Any] | None:
     """The value of every rank on the first one, `None` elsewhere."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(value, values)
+    with _waiting(what):
+        dist.gather_object(value, values)
     return values
+
+
+def broadcast_value(value: T, device: torch.device, what: str | None = None) -> T:
+    """
+    The value of the first rank, on all ranks.
+
+    Args:
+        value (`Any`): What can be pickled; on other ranks it is not looked at.
+        device (`torch.device`): Where the ranks compute.
+        what (`str`, *optional*): What it is for, as watchers say it; what this rank is doing by default.
+    """
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    with _waiting(what):
+        dist.broadcast_object_list(values, src=0, device=wire_device(device))
+    return values[0]
+
+
+def send_tensor(tensor: torch.Tensor, target: int, device: torch.device) -> None:
+    """Sends a tensor that lies anywhere to a rank that calls [`receive_tensor`]."""
+    if tensor.numel():
+        with _waiting(None):
+            dist.send(tensor.detach().contiguous().to(wire_device(device)), target)
+
+
+def receive_tensor(shape: Sequence[int], dtype: torch.dtype, source: int, device: torch.device) -> torch.Tensor:
+    """A tensor that a rank sends with [`send_tensor`], in host memory."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=wire_device(device))
+    if tensor.numel():
+        with _waiting(None):
+            dist.recv(tensor, source)
+    return tensor.cpu()
 
 
 def raise_together(work: Callable[[], Any]) -> Any:
@@ -47,3 +113,34 @@ def raise_together(work: Callable[[], Any]) -> Any:
             message = f"rank {rank}: {message}"
             raise (ValueError(message) if number is None else OSError(number, message)) from error
     return result
+
+
+def from_first_rank(find: Callable[[], T], device: torch.device) -> T:
+    """
+    What the first rank finds, on all ranks. Collective.
+
+    Args:
+        find (`Callable`): Called on the first rank only; what it returns can be pickled.
+        device (`torch.device`): Where the ranks compute.
+
+    Raises:
+        `ValueError`: On the other ranks with the sentence of the first, for a `ValueError` or `OSError` there.
+        [`RemoteRankError`]: On the other ranks, for any other exception there.
+    """
+    if not dist.is_initialized():
+        return find()
+    found: Any = None, None
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            found = find(), None
+        except Exception as error:
+            plain = isinstance(error, (OSError, ValueError))
+            failure = error
+            found = None, ValueError(str(error)) if plain else RemoteRankError(failure_sentence(0, error))
+    value, told = broadcast_value(found, device, "what rank 0 finds out")
+    if failure is not None:
+        raise failure
+    if told is not None:
+        raise told
+    return value

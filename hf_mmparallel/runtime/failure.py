@@ -19,7 +19,7 @@ _LOST_PEER = re.compile(
 )
 _LONGEST = 4000  # characters of a sentence; some exceptions quote the tracebacks of others
 _watchers: list[Watcher] = []  # of the block that this process is in: none or one
-_told: set[str] = set()  # failures that this process has raised
+_reported_ids: set[str] = set()  # failures that this process has raised
 
 
 class RemoteRankError(RuntimeError):
@@ -32,7 +32,7 @@ def failure_sentence(rank: int, error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def shared_failure(what: str = "work that has no name") -> Iterator[None]:
+def shared_failure(what: str) -> Iterator[None]:
     """
     A block of work that all ranks do, whose first failure all of them tell.
 
@@ -42,7 +42,7 @@ def shared_failure(what: str = "work that has no name") -> Iterator[None]:
     are ended. Blocks inside of others add nothing.
 
     Args:
-        what (`str`, *optional*): What this rank does in it, for the others to read.
+        what (`str`): What this rank does in it, for the others to read.
 
     Raises:
         [`RemoteRankError`]: In place of a lost connection, with what is known of its cause.
@@ -61,8 +61,8 @@ def shared_failure(what: str = "work that has no name") -> Iterator[None]:
 def _known_to_all(watcher: Watcher) -> Iterator[None]:
     """Runs a watcher beside the outermost block, and tells its failure."""
     _watchers.append(watcher)
-    watcher.start()
     try:
+        watcher.start()
         yield
         if watcher.aborted and watcher.failure is not None:
             raise RemoteRankError(watcher.failure.sentence)
@@ -73,7 +73,7 @@ def _known_to_all(watcher: Watcher) -> Iterator[None]:
         raise RemoteRankError(reason) from None  # what the connection says would only stand in the way
     finally:
         if watcher.failure is not None:
-            _told.add(watcher.failure.id)
+            _reported_ids.add(watcher.failure.id)
         ACTIVITY.step = None
         ACTIVITY.now("code outside of the Trainer")
         _watchers.clear()
@@ -105,7 +105,7 @@ def _make_watcher() -> Watcher | None:
     abort = dist.distributed_c10d._abort_process_group if "nccl" in dist.get_backend() else None
     store = dist.distributed_c10d._get_default_store()
     try:
-        return Watcher(store, dist.get_rank(), dist.get_world_size(), keeper, abort, _told)
+        return Watcher(store, dist.get_rank(), dist.get_world_size(), keeper, abort, _reported_ids)
     except RuntimeError:  # the store is gone: the first collective says what it can
         return None
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..modeling.stages import ModuleStage
+from .collectives import all_gather_values
 from .executor import StepResult
 from .gradients import local
 from .messages import StageKey
@@ -81,9 +82,7 @@ class FirstStepCheck:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         if not flag:
             return
-        every: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, found, group=self.control)
-        raise ValueError(next(filter(None, every)))
+        raise ValueError(next(filter(None, all_gather_values(found, group=self.control))))
 
     def _weights(self) -> Iterator[str]:
         """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""

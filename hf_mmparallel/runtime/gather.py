@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
-from .collectives import gather_values
+from .collectives import gather_values, receive_tensor, send_tensor
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ def gather_to_first(value: Any, device: torch.device) -> list[Any]:
     """
     if not dist.is_initialized():
         return [value]
-    wire = device if dist.get_backend() == "nccl" else torch.device("cpu")
     main = dist.get_rank() == 0
     tensors: list[torch.Tensor] = []
 
@@ -46,15 +45,11 @@ def gather_to_first(value: Any, device: torch.device) -> list[Any]:
         return _Sent(tuple(tensor.shape), tensor.dtype)
 
     def receive(sent: _Sent, source: int) -> torch.Tensor:
-        tensor = torch.empty(sent.shape, dtype=sent.dtype, device=wire)
-        if tensor.numel():
-            dist.recv(tensor, source)
-        return tensor.cpu()
+        return receive_tensor(sent.shape, sent.dtype, source, device)
 
     outlines = gather_values(None if main else tree_map_only(torch.Tensor, stand_in, value))
     for tensor in tensors:
-        if tensor.numel():
-            dist.send(tensor.detach().contiguous().to(wire), 0)
+        send_tensor(tensor, 0, device)
     if outlines is None:
         return []
     received = [

@@ -9,6 +9,7 @@ rank copies what it holds. Nothing in it is executed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import zipfile
@@ -254,10 +255,15 @@ def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[
 
 def _write_values(path: Path, mine: _Collected) -> None:
     """Writes this rank's tensors to their places."""
-    with FakeTensorMode():  # no values are read, but it is known where they are
-        frame = torch.load(path, weights_only=True, map_location="cpu")
     error: OSError | None = None
-    with path.open("r+b") as file:
+    with contextlib.ExitStack() as opened:
+
+        def open_frame() -> tuple[Any, Any]:
+            with FakeTensorMode():  # no values are read, but it is known where they are
+                frame = torch.load(path, weights_only=True, map_location="cpu")
+            return opened.enter_context(path.open("r+b")), frame
+
+        file, frame = raise_together(open_frame)
         for group in frame["param_groups"]:
             for index, name in zip(group["params"], group["param_names"], strict=True):
                 # A rank that can't write goes on, for those that gather their shards with it.

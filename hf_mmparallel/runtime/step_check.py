@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..data.fingerprint import StepFingerprint
+from .collectives import all_gather_values
 
 _UNKNOWN = torch.iinfo(torch.int64).min
 
@@ -74,7 +75,6 @@ class StepCheck:
 
     def _table(self, value: int | None) -> str:
         """Rank by rank, the values of those that have one. Collective."""
-        found: list[int | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, value, group=self.group)
+        found = all_gather_values(value, group=self.group)
         rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(found) if number is not None)
         return f"checksums: {rows}"

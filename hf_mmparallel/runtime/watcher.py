@@ -25,7 +25,7 @@ _SMALL_WORLD = 64  # in which every rank may look at every other
 _ROWS = 16
 _PREFIX = "hf_mmparallel/"
 _FAILURE, _ASKED, _ABSENT = _PREFIX + "failure", _PREFIX + "asked", "absent"
-_ENDS_SO = (
+_KILLED_HINT = (
     "A process that is killed, for example for lack of memory, ends so; the kernel's log (`dmesg`) and the launcher "
     "say more."
 )
@@ -97,7 +97,7 @@ class Watcher:
         keeper (`str`, *optional*, defaults to `"rank 0"`): Whose process keeps the store, in words.
         abort (`Callable`, *optional*):
             Ends the collectives of this rank when another rank fails, for backends that would wait for it.
-        told (`Collection[str]`, *optional*): Failures of earlier blocks, which this process has told of.
+        reported_ids (`Collection[str]`, *optional*): Failures of earlier blocks, which this process has raised.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Watcher:
         world_size: int,
         keeper: str = "rank 0",
         abort: Callable[[], None] | None = None,
-        told: Collection[str] = (),
+        reported_ids: Collection[str] = (),
     ):
         self.store = store.clone()
         self.rank = rank
@@ -121,7 +121,7 @@ class Watcher:
         self.peers: dict[int, Peer] = {}
         self._known_to = 0  # ranks that have read the failure
         self._own: Failure | None = None
-        self._told = frozenset(told)
+        self._reported_ids = frozenset(reported_ids)
         self._beat = 0
         self._moved = (ACTIVITY.count, time.monotonic())
         self._speaker = 0
@@ -147,7 +147,8 @@ class Watcher:
             self._closing = True
             self._news.notify_all()
         for thread in self._threads:
-            thread.join(self.interval_s)
+            if thread.ident is not None:  # it was started
+                thread.join(self.interval_s)
 
     # What the main thread calls
 
@@ -198,8 +199,8 @@ class Watcher:
         """About ranks that give no sign of life."""
         said = "; ".join(f"rank {rank} {self._last(rank)}" for rank in ranks[:_ROWS])
         more = f"; and {len(ranks) - _ROWS} more" if len(ranks) > _ROWS else ""
-        which = f"Rank {ranks[0]} has" if len(ranks) == 1 else f"{len(ranks)} ranks have"
-        return f"{which} gone without a word: {said}{more}. {_ENDS_SO}"
+        which = f"Rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        return f"{which} ended without an error message: {said}{more}. {_KILLED_HINT}"
 
     def _last(self, rank: int) -> str:
         """What is known of a rank that gives no sign of life."""
@@ -213,9 +214,10 @@ class Watcher:
         first = self.peers.get(0)
         known = first.sign if first is not None and self.keeper == "rank 0" else None
         last = "" if known is None else f"; rank 0 was last at `{known.doing}`"
+        state = "ended without an error message" if self._lost else "gives no sign of life"
         return (
-            f"{self.keeper.capitalize()} has gone without a word: the store of the process group, which it keeps, has "
-            f"not answered for {time.monotonic() - self._answered:.1f} s{last}. {_ENDS_SO}"
+            f"{self.keeper.capitalize()} {state}: the store of the process group, which it keeps, has "
+            f"not answered for {time.monotonic() - self._answered:.1f} s{last}. {_KILLED_HINT}"
         )
 
     def table(self) -> str:
@@ -240,14 +242,17 @@ class Watcher:
         more = [f"  and {len(lines) - _ROWS} lines more"] if len(lines) > _ROWS else []
         return "\n".join([*lines[:_ROWS], *more])
 
-    def _waited_for(self) -> str:
-        """Who the others wait for, as far as that can be told."""
+    def _waiting_sentence(self) -> str:
+        """Who waits for whom, as far as that can be told."""
         silent = self._silent()
         if silent:
-            return f"{_ranks(silent)}, without a sign of life"
-        signs = {self.rank: self._sign(), **{rank: peer.sign for rank, peer in list(self.peers.items())}}
-        busy = sorted(rank for rank, sign in signs.items() if sign is not None and not sign.waits)
-        return _ranks(busy) if 0 < len(busy) < self.world_size else "each other"
+            return f"They wait for {_ranks(silent)}, without a sign of life"
+        signs = {self.rank: self._sign()}
+        signs |= {rank: peer.sign for rank, peer in list(self.peers.items()) if peer.sign is not None}
+        busy = sorted(rank for rank, sign in signs.items() if not sign.waits)
+        if len(busy) == len(signs):  # collectives of the stock Trainer and of callbacks are not known here
+            return "None of them is known to wait for another"
+        return f"They wait for {_ranks(busy) if busy else 'each other'}"
 
     def _silent(self) -> list[int]:
         """Other ranks that have given no sign of life for a while."""
@@ -300,9 +305,11 @@ class Watcher:
         if found is not None and found.rank == self.rank and new is None:
             self._swap(_FAILURE, said, "")  # this rank has failed before, and goes on
             return
-        if found is not None and found.id in self._told and value is not None:
-            found = Failure(**json.loads(self._swap(_FAILURE, said, value)))
-        if found is None or found.id in self._told:
+        if found is not None and found.id in self._reported_ids and value is not None:
+            # Its rank may have taken it back in between.
+            said = self._swap(_FAILURE, said, value) or self._swap(_FAILURE, "", value)
+            found = Failure(**json.loads(said)) if said else None
+        if found is None or found.id in self._reported_ids:
             return
         self.store.add(f"{_PREFIX}known/{found.id}", 1)
         with self._news:
@@ -381,7 +388,7 @@ class Watcher:
         living = [peer.sign for peer in list(self.peers.values()) if peer.silence_s <= self.silent_s]
         if any(sign is not None and sign.standing_s < STALL_S for sign in living):
             return None
-        said = f"Nothing has moved on any rank for {standing_s:.0f} s. They wait for {self._waited_for()}"
+        said = f"Nothing has moved on any rank for {standing_s:.0f} s. {self._waiting_sentence()}"
         return f"{said}:\n{self.table()}"
 
 

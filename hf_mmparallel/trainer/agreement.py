@@ -1,10 +1,9 @@
-"""What the ranks agree on: what the first of them finds out, and which samples of a step can be read."""
+"""What the ranks agree on: which samples of a step can be read, and that they are the same ones."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,44 +13,11 @@ from ..data.bad_samples import BadSample, BadSampleError
 from ..data.draws import Draw
 from ..data.loader import StepBatch, StepDataset
 from ..runtime.activity import doing
-from ..runtime.failure import RemoteRankError, failure_sentence
+from ..runtime.collectives import all_gather_values
 
 logger = get_logger(__name__)
 _NUM_COMPARED = 8
 _UNREAD = -1
-T = TypeVar("T")
-
-
-def from_first_rank(find: Callable[[], T], device: torch.device) -> T:
-    """
-    What the first rank finds, on all ranks. Collective.
-
-    Args:
-        find (`Callable`): Called on the first rank only; what it returns can be pickled.
-        device (`torch.device`): Where collectives of the default group take place.
-
-    Raises:
-        `ValueError`: On the other ranks with the sentence of the first, for a `ValueError` or `OSError` there.
-        [`RemoteRankError`]: On the other ranks, for any other exception there.
-    """
-    if not dist.is_initialized():
-        return find()
-    found: list[Any] = [None, None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            found[0] = find()
-        except Exception as error:
-            plain = isinstance(error, (OSError, ValueError))
-            failure = error
-            found[1] = ValueError(str(error)) if plain else RemoteRankError(failure_sentence(0, error))
-    with doing("what rank 0 finds out", waits=True):
-        dist.broadcast_object_list(found, src=0, device=device if dist.get_backend() == "nccl" else None)
-    if failure is not None:
-        raise failure
-    if found[1] is not None:
-        raise found[1]
-    return found[0]
 
 
 class SampleAgreement:
@@ -60,13 +26,13 @@ class SampleAgreement:
 
     Args:
         skip (`bool`): Whether to leave such samples out; otherwise they end the run.
-        device (`torch.device`): Where collectives of the default group take place.
+        group (`ProcessGroup`, *optional*): All ranks, for tensors in host memory; the default group if left out.
         name (`str`, *optional*, defaults to `"dataset"`): What the samples are from, for errors.
     """
 
-    def __init__(self, skip: bool, device: torch.device, name: str = "dataset"):
+    def __init__(self, skip: bool, group: Any = None, name: str = "dataset"):
         self.skip = skip
-        self.device = device
+        self.group = group
         self.name = name
         self.num_skipped = 0
         self._reported: set[str] = set()
@@ -116,18 +82,17 @@ class SampleAgreement:
         """The slots that are bad on any rank."""
         flags = torch.zeros(len(batch.drawn.samples), dtype=torch.uint8)
         flags[list(batch.bad)] = 1
-        flags = flags.to(self.device)
         with doing("comparing which samples can be read", waits=True):
-            dist.all_reduce(flags, dist.ReduceOp.MAX)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         return flags.nonzero().flatten().tolist()
 
     def _compare(self, batch: StepBatch | None) -> None:
         """Raises `RuntimeError` if the ranks don't read the same rows of a stream."""
         count = 0 if batch is None else len(batch.drawn.samples)
         digest = 0 if batch is None else batch.digest
-        extremes = torch.tensor([count, -count, digest, -digest], device=self.device)
+        extremes = torch.tensor([count, -count, digest, -digest])
         with doing("comparing samples of the stream", waits=True):
-            dist.all_reduce(extremes, dist.ReduceOp.MAX)
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
         most, least, high, low = extremes.tolist()
         if (most, high) != (-least, -low):
             raise RuntimeError(
@@ -142,8 +107,9 @@ class SampleAgreement:
         own[0] = zlib.crc32(repr(samples).encode())
         for place, digest in enumerate(dataset.digests(draw, _NUM_COMPARED) if draw is not None else ()):
             own[1 + place] = _UNREAD if digest is None else digest
-        every = [torch.empty_like(own, device=self.device) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, own.to(self.device))
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        with doing("comparing the first samples", waits=True):
+            dist.all_gather(every, own, group=self.group)
         drawn, *columns = torch.stack(every).T.tolist()
         if len(set(drawn)) > 1:
             return  # other places are drawn, of which the step tells
@@ -153,7 +119,7 @@ class SampleAgreement:
             other = next((rank for rank, digest in known.items() if digest != known[first]), None)
             if other is not None:
                 raise RuntimeError(
-                    f"Sample {samples[place]} of the {self.name} is another one on rank {other} than on rank {first}. "
+                    f"Sample {samples[place]} of the {self.name} differs between rank {first} and rank {other}. "
                     "Under a plan several ranks work on one sample, so that all need the same dataset in the same "
                     "order. `train_test_split`, `shuffle` and `random_split` without a seed draw in each process "
                     "anew: give them one (`seed=0`, or a `generator` with a seed), or build the dataset once and load "
@@ -162,8 +128,7 @@ class SampleAgreement:
 
     def _exchange(self, batch: StepBatch) -> dict[int, BadSample]:
         """Slot -> what the first rank that met it says."""
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, batch.bad)
+        every = all_gather_values(batch.bad, "comparing which samples can be read", self.group)
         return {slot: bad for found in reversed(every) for slot, bad in found.items()}
 
     def _report(self, bad: BadSample) -> None:

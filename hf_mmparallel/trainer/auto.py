@@ -25,9 +25,9 @@ from ..modeling.possible_sizes import possible_sizes
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_trained, check_world_size
+from ..runtime.collectives import from_first_rank
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
-from .agreement import from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
 from .loaders import memory_limit_bytes

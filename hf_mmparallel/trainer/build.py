@@ -37,8 +37,9 @@ from ..plan import (
     plan_for_model,
 )
 from ..plan.plugin import reject_unknown_keys
+from ..runtime.activity import doing
+from ..runtime.collectives import all_gather_values, from_first_rank
 from ..runtime.engine import ParallelEngine
-from .agreement import from_first_rank
 from .arguments import MultimodalTrainingArguments
 from .checks import check_model
 
@@ -271,7 +272,8 @@ def prepare_model(model: Any, args: MultimodalTrainingArguments, plugin: Multimo
     if is_peft_model(model):
         whole, adapter = take_apart(model)
     if source is None and dist.is_initialized():
-        check_equal_models(whole)
+        with doing("comparing the models of the ranks", waits=True):
+            check_equal_models(whole)
     check_model(whole)
     spec = apply_module_settings(whole, plugin)
     if configs:
@@ -371,8 +373,7 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
 
 def _check_same_plan(plan: ParallelPlan) -> None:
     """Raises `ValueError` on every rank when the ranks were given different plans."""
-    prints: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(prints, plan.fingerprint)
+    prints = all_gather_values(plan.fingerprint, "comparing the plans of the ranks")
     if len(set(prints)) > 1:
         rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))
         raise ValueError(f"The ranks were given different plans ({rows}). Give all ranks the same `parallel`.")

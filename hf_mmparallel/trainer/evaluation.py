@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -18,6 +17,7 @@ from ..data.context import WORDS
 from ..data.packing import unpack
 from ..modeling.hollow import cast_values
 from ..runtime.activity import doing
+from ..runtime.collectives import broadcast_value
 from ..runtime.engine import ParallelEngine
 from ..runtime.gather import gather_to_first
 from ..schedule import Task
@@ -142,7 +142,7 @@ def evaluate(
             engine.executor.on_logits = None
         num_samples += len(batch.step.samples)
         rows = (_step_losses(engine, result.losses), collector.rows if collector else [])
-        with doing("gathering predictions", waits=True):
+        with doing("gathering predictions"):
             gathered = gather_to_first(rows, engine.device)
         if collector:
             collector.rows = []
@@ -165,14 +165,12 @@ def evaluate(
         )
     with doing("metrics"):
         metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})
-    shared = [metrics]
-    with doing("metrics", waits=True):
-        dist.broadcast_object_list(shared, src=0, device=engine.device if dist.get_backend() == "nccl" else None)
+    metrics = broadcast_value(metrics, engine.device, "metrics")
     predictions: Any = arrays.get("predictions")
     return EvalLoopOutput(
         predictions=predictions,
         label_ids=arrays.get("labels"),
-        metrics=shared[0],
+        metrics=metrics,
         num_samples=num_samples,
     )
 

@@ -53,7 +53,7 @@ class FiniteCheck:
         if math.log10(self.num_steps).is_integer():
             count = "" if self.num_steps == 1 else f" It is the {self.num_steps}th such step."
             logger.warning(
-                f"{sentence}{count} Mostly the learning rate is too high, samples hold values that are not finite, or "
-                "a low precision overflows. Training goes on, but an update that is not finite spoils the weights: "
+                f"{sentence}{count} Usually the learning rate is too high, samples hold values that are not finite, "
+                "or a low precision overflows. Training goes on, but an update that is not finite spoils the weights: "
                 f"resume from a checkpoint before step {step} with a lower `learning_rate` or `max_grad_norm`."
             )

@@ -20,8 +20,8 @@ from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL
+from ..runtime.collectives import from_first_rank
 from ..search.steps import SizeFunction, StepPlanner
-from .agreement import from_first_rank
 from .checks import check_dataset
 
 if TYPE_CHECKING:

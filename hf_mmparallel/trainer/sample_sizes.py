@@ -8,8 +8,8 @@ from ..data.layer_tokens import measure_layers
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
 from ..data.size_sources import LayerTokens
+from ..runtime.collectives import from_first_rank
 from ..runtime.failure import shared_failure
-from .agreement import from_first_rank
 from .loaders import without_unused_columns
 
 if TYPE_CHECKING:

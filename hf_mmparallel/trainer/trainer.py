@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
@@ -29,10 +28,11 @@ from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, save_layout
 from ..runtime import checkpoint, optimizer_checkpoint
 from ..runtime.activity import ACTIVITY
+from ..runtime.collectives import barrier, from_first_rank
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from ..runtime.optimizers import prepare_optimizer
-from .agreement import SampleAgreement, TargetCount, from_first_rank
+from .agreement import SampleAgreement, TargetCount
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
@@ -175,8 +175,8 @@ class MultimodalParallelTrainer(Trainer):
             self._pack()
         skip = args.on_bad_sample == "skip"
         self._finite = FiniteCheck(args.logging_nan_inf_filter)
-        self._readable = SampleAgreement(skip, self.engine.device, "training dataset")
-        self._readable_in_evaluation = SampleAgreement(skip, self.engine.device, "evaluation dataset")
+        self._readable = SampleAgreement(skip, self.engine.groups.control, "training dataset")
+        self._readable_in_evaluation = SampleAgreement(skip, self.engine.groups.control, "evaluation dataset")
         self._targets = TargetCount()
         self.engine.executor.forward_context = self._forward_context
         self.add_callback(ParallelMetricsCallback())
@@ -424,7 +424,9 @@ class MultimodalParallelTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         output_dir = str(output_dir or self.args.output_dir)
         engine = self._engine
-        with shared_failure("saving the model"), checkpoint.save_errors(Path(output_dir)):
+        # The folder of a checkpoint still has another name here; `_save_checkpoint` says the final one.
+        said = contextlib.nullcontext() if _internal_call else checkpoint.save_errors(Path(output_dir))
+        with shared_failure("saving the model"), said:
             held = self.model, engine.spec, engine.plan, engine.rank, output_dir
             if engine.adapter is not None:
                 checkpoint.save_adapters(*held, engine.adapter)
@@ -432,7 +434,7 @@ class MultimodalParallelTrainer(Trainer):
                 checkpoint.save_model(*held)
             if self.args.should_save:
                 self._save(output_dir)
-            dist.barrier()
+            barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -471,7 +473,7 @@ class MultimodalParallelTrainer(Trainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        dist.barrier()
+        barrier("removing old checkpoints")
 
     def _save_state(self, folder: Path) -> None:
         """Writes the Trainer's state with that of its callbacks."""

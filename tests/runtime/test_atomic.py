@@ -113,5 +113,11 @@ def test_the_cause_of_an_error_is_found_and_others_are_left_alone(tmp_path: Path
     assert "could not be saved: No space left on device" in wrapped
     elsewhere = raised(OSError("rank 1: [Errno 28] No space left on device"))
     assert "could not be saved: No space left on device. " in elsewhere and "Free some space" in elsewhere
+    cut = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    cut.__context__ = OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    assert "could not be saved: File too large" in raised(cut)
+    mistake = KeyError("of a callback")  # made while it looked for a file that need not be there
+    mistake.__context__ = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "best.json")
+    assert raised(mistake) == "KeyError: 'of a callback'"
     assert raised(ValueError("mine")) == "ValueError: mine"
     assert raised(RuntimeError("Connection closed by peer")) == "RuntimeError: Connection closed by peer"

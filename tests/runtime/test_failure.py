@@ -51,14 +51,14 @@ def fail_at(modules: dict, rank: int, action: int) -> None:
     engine.executor.before_forward = stumble
     dataset = tiny.make_dataset("llava", 12)
     step = contiguous_step(engine.plan, range(12), 2)
-    with shared_failure():
+    with shared_failure("a block"):
         engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), 0)
 
 
 def fail_before_a_sum(rank: int) -> str:
     """Catches what the block raises: the type and the sentence."""
     try:
-        with shared_failure():
+        with shared_failure("a block"):
             if dist.get_rank() == rank:
                 raise ValueError("a broken sample")
             dist.all_reduce(torch.ones(1))
@@ -96,7 +96,7 @@ def several_blocks() -> list[str]:
 def error_alone() -> str:
     before = threading.active_count()
     try:
-        with shared_failure():
+        with shared_failure("a block"):
             assert threading.active_count() == before
             raise RuntimeError("Connection closed by peer")
     except Exception as raised:
@@ -127,7 +127,7 @@ def end_in_a_step(rank: int, own_store: bool, kill: bool) -> None:
     engine.executor.before_forward = stumble
     dataset = tiny.make_dataset("llava", 12)
     step = contiguous_step(engine.plan, range(12), 2)
-    with shared_failure():
+    with shared_failure("a block"):
         engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), 6)
 
 
@@ -138,7 +138,7 @@ def other_order(modules: dict, first_step: bool) -> None:
     orders = [list(range(12)), list(range(12))]
     if engine.rank == dist.get_world_size() - 1:
         orders[0 if first_step else 1].reverse()
-    with shared_failure():
+    with shared_failure("a block"):
         for index, samples in enumerate(orders):
             step = contiguous_step(engine.plan, samples, 2)
             engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), index)
@@ -162,7 +162,7 @@ def test_all_ranks_stop_with_the_sentence_of_the_first(modules, world_size, rank
 
 
 def test_without_a_group_the_error_is_itself():
-    with pytest.raises(ValueError, match="^mine$"), shared_failure():
+    with pytest.raises(ValueError, match="^mine$"), shared_failure("a block"):
         raise ValueError("mine")
 
 
@@ -187,7 +187,7 @@ def test_the_others_name_a_rank_that_is_killed(rank, own_store):
     others = [outcome for outcome in ended if outcome.rank != rank]
     for other in others:
         assert other.error_type == "RemoteRankError", other
-        assert re.match(f"Rank {rank} has gone without a word: ", other.error), other
+        assert re.match(f"Rank {rank} ended without an error message: ", other.error), other
         assert re.search(
             rf"rank {rank} .*last at `step 7: fwd \w+.r0.s0 mb1.c0`\. A process that is k", other.error
         ), other

@@ -70,7 +70,7 @@ def test_the_lowest_rank_that_lives_speaks_for_all(clock: Clock):
     rounds(clock, living, 10)
     assert {each.failure.rank for each in living} == {21}
     sentence = living[3].failure.sentence
-    assert sentence.startswith("21 ranks have gone without a word: rank 0 has given no sign of life for ")
+    assert sentence.startswith("21 ranks ended without an error message: rank 0 has given no sign of life for ")
     assert "rank 15 has given" in sentence and "; and 5 more. A process that is killed" in sentence
 
 
@@ -92,6 +92,53 @@ def test_ranks_that_do_the_same_are_one_line(clock: Clock):
     assert watcher._ranks([3]) == "rank 3"
 
 
+def test_ranks_that_are_all_at_work_wait_for_nobody(clock: Clock):
+    zero, one = world(2)
+    with doing("preparing the model"):
+        rounds(clock, [one, zero], 141)
+        assert zero._stall_sentence(70) == (
+            "Nothing has moved on any rank for 70 s. None of them is known to wait for another:\n"
+            "  ranks 0-1: `preparing the model`, for 70 s"
+        )
+        zero.peers[1] = Peer(Sign(141, "the metrics", True, 70.0), clock.now)
+        assert "They wait for rank 0:\n" in str(zero._stall_sentence(70))
+        ACTIVITY.now("the metrics", waits=True)
+        assert zero._waiting_sentence() == "They wait for each other"
+
+
+def test_a_failure_that_its_rank_takes_back_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    store = dist.HashStore()
+    zero, one = Watcher(CountingStore(), 0, 2), Watcher(CountingStore(), 1, 2)
+    zero.store = one.store = store
+    zero._own = Failure(0, "an earlier failure")
+    zero._exchange()
+    one._reported_ids = frozenset({zero._own.id})
+    swap = one._swap
+
+    def swap_late(key: str, expected: str, value: str) -> str:
+        if key == watcher._FAILURE and expected not in ("", value):
+            store.set(key, "")  # rank 0 goes on
+        return swap(key, expected, value)
+
+    monkeypatch.setattr(one, "_swap", swap_late)
+    one._own = Failure(1, "a new failure")
+    one._exchange()
+    assert one.failure == one._own and "a new failure" in store.get(watcher._FAILURE).decode()
+
+
+def test_a_thread_that_cannot_start_leaves_no_watcher_behind(monkeypatch: pytest.MonkeyPatch):
+    lone = Watcher(CountingStore(), 0, 2)
+
+    def cannot_start() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(lone._threads[0], "start", cannot_start)
+    monkeypatch.setattr(lone, "linger", lambda: None)
+    with pytest.raises(RuntimeError, match="can't start new thread"), failure._known_to_all(lone):
+        pytest.fail("the block must not run")
+    assert failure._watchers == []
+
+
 def test_collectives_are_ended_once_another_rank_has_failed(clock: Clock):
     ended: list[int] = []
     earlier = Watcher(CountingStore(), 1, 2)
@@ -100,7 +147,7 @@ def test_collectives_are_ended_once_another_rank_has_failed(clock: Clock):
     zero, one = Watcher(earlier.store, 0, 2, abort=lambda: ended.append(0)), Watcher(earlier.store, 1, 2)
     rounds(clock, [zero], 2)
     assert zero.failure is not None and ended == [0]  # it may have failed just before this rank came here
-    zero = Watcher(earlier.store, 0, 2, abort=lambda: ended.append(0), told={zero.failure.id})
+    zero = Watcher(earlier.store, 0, 2, abort=lambda: ended.append(0), reported_ids={zero.failure.id})
     rounds(clock, [zero, one, zero], 2)  # once told it is over, and rank 1 goes on
     assert zero.failure is None and ended == [0]
     one._own = Failure(1, "a failure")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_mmparallel.runtime import watcher
-from hf_mmparallel.trainer.agreement import from_first_rank
+from hf_mmparallel.runtime.collectives import from_first_rank
 from tests.distributed import RankFailure, assert_ranks_raise, meet_at_rank_zero, outcomes, run_distributed
 
 from . import runs
@@ -134,7 +134,7 @@ def test_who_is_waited_for_is_said_while_ranks_stand_still():
         r"  rank 1: `step 4: [^`]*, waiting for other ranks`, for \d s$"
     )
     store = (
-        r"Nothing has moved here for \d s\. Rank 0 has gone without a word: the store of the process group, which it "
+        r"Nothing has moved here for \d s\. Rank 0 gives no sign of life: the store of the process group, which it "
         rf"keeps, has not answered for \d\.\d s; rank 0 was last at {around}"
     )
     assert any(re.match(stopped, said) for said in zero), zero
@@ -163,7 +163,7 @@ def goes_on(folder: str) -> int:
 
 def test_a_full_disk_is_a_sentence_and_the_last_checkpoint_stays(tmp_path: Path):
     last = re.escape(str(tmp_path / "checkpoint-2"))
-    match = rf"checkpoint-4` could not be saved: File too large.* `{last}` is whole: training can resume from it"
+    match = rf"/checkpoint-4` could not be saved: File too large.* `{last}` is whole: training can resume from it"
     zero, one = assert_ranks_raise(disk_is_full, 2, str(tmp_path), match=match)
     assert zero == f"Another rank failed first: rank 1: SaveError: {one}"
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
