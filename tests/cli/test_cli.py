@@ -100,6 +100,13 @@ def test_errors_are_one_line(model, fail, arguments, message):
     assert message in fail("plan", "--model", model, *arguments)
 
 
+def test_an_encoder_decoder_model_is_refused(tmp_path, fail):
+    sizes = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 64}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2}
+    transformers.BartConfig(**sizes, **heads, architectures=["BartForConditionalGeneration"]).save_pretrained(tmp_path)
+    assert "`BartForConditionalGeneration` is an encoder-decoder model" in fail("plan", "--model", tmp_path)
+
+
 def test_missing_files_and_foreign_plans_are_errors(model, tmp_path, fail):
     settings, broken, torn = (tmp_path / name for name in ("settings.yaml", "broken.yaml", "torn.yaml"))
     settings.write_text("vision: {dp_size: 2}\n")

@@ -155,7 +155,7 @@ def _refusals(folders: dict[str, Path], plan: dict[str, Any] | None) -> dict[str
 
 def test_optimizer_state_that_is_damaged_or_executes_code_is_refused(tmp_path: Path, straight):
     """By all ranks of a plan, and by one process."""
-    run_distributed(_planned, 2, tmp_path, PLANS["pp2"][1], **{"max_steps": 2, "save_steps": 2})
+    run_distributed(_planned, 2, tmp_path, PLANS["pp2"][1], max_steps=2, save_steps=2)
     whole = (tmp_path / "checkpoint-2" / "optimizer.pt").read_bytes()
     saved: Any = {"state": {}, "param_groups": [_Touches(tmp_path / "executed")]}
     contents = {
