@@ -59,7 +59,7 @@ def condense(plan: ParallelPlan, groups: list[SyncGroup] | tuple[SyncGroup, ...]
 
 
 def _numbers(plan: ParallelPlan) -> dict[int, int]:
-    """Rank -> the number of the one that stands for it."""
+    """Rank -> its rank in the condensed plan."""
     stages: dict[int, list] = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():

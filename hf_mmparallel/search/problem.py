@@ -166,10 +166,6 @@ class PlanningProblem:
     def spec(self) -> ModelSpec:
         return self.costs.spec
 
-    @property
-    def has_encoders(self) -> bool:
-        return any(name != LANGUAGE_MODEL for name in self.spec.modules)
-
 
 def draw_batch(problem: PlanningProblem, number: int) -> SampleSizes:
     """Samples of a global batch, at random; the same for all candidates."""

@@ -377,10 +377,3 @@ def _check_same_plan(plan: ParallelPlan) -> None:
     if len(set(prints)) > 1:
         rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))
         raise ValueError(f"The ranks were given different plans ({rows}). Give all ranks the same `parallel`.")
-
-
-def settings_dict(plugin: MultimodalParallelPlugin) -> dict[str, Any]:
-    """The settings that are not sizes, for the model card."""
-    sizes = {"dp_size", "pp_size", "tp_size", "cp_size", "layers_per_stage", "colocate_with"}
-    rows = {name: {k: v for k, v in m.to_dict().items() if k not in sizes} for name, m in plugin.modules.items()}
-    return {name: row for name, row in rows.items() if row}
