@@ -117,9 +117,7 @@ def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, t
 
 def _holding(plan: ParallelPlan, places: Sequence[tuple[str, Sequence[int]]]) -> Holding:
     """Where something lives that is used at each of some places: modules, with a stage of each replica."""
-    keys = dict.fromkeys(
-        (name, replica, index) for name, stages in places for replica, index in enumerate(stages)
-    )
+    keys = dict.fromkeys((name, replica, index) for name, stages in places for replica, index in enumerate(stages))
     grids = [plan.stage(*key) for key in keys]
     tp_size = len(grids[0].ranks[0])
     ranks = tuple(tuple(sorted({row[t] for grid in grids for row in grid.ranks})) for t in range(tp_size))

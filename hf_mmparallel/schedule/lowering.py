@@ -67,8 +67,7 @@ def condensed_program(
         groups = part.groups if training else ()
         graph = build_graph(part.plan, part.step, training)
         own_caps = policy_caps(part.plan, part.step, caps)
-        alternate = training and may_alternate(part.plan, part.step)
-        timeline = schedule_tasks(part.plan, graph, cost, own_caps, alternate)
+        timeline = schedule_tasks(part.plan, graph, cost, own_caps, training and may_alternate(part.plan))
         program = lower(part.plan, graph, timeline, groups)
         if check:
             verify(part.plan, graph, groups, program, is_part=True)
