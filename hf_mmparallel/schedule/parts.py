@@ -17,7 +17,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..plan import ParallelPlan, StepPlan, SyncGroup
+from ..plan import ModulePlan, ParallelPlan, StepPlan, SyncGroup
 from .actions import Action, Program, StageKey
 
 Member = tuple[str, int]
@@ -31,6 +31,7 @@ class Part:
     Args:
         plan (`ParallelPlan`):
             With the stages of these replicas only, and one rank for all that run the same list, numbered from 0.
+        whole_plan (`ParallelPlan`): With the stages of these replicas only, and all ranks by their own numbers.
         step (`StepPlan`): With the microbatches of these replicas only.
         groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
         ranks (`tuple[int, ...]`): Of each rank, its number in the condensed plan.
@@ -38,6 +39,7 @@ class Part:
     """
 
     plan: ParallelPlan
+    whole_plan: ParallelPlan
     step: StepPlan
     groups: tuple[SyncGroup, ...]
     ranks: tuple[int, ...]
@@ -64,6 +66,7 @@ class Condensed:
         whole_groups (`tuple[SyncGroup, ...]`): For each, a gradient sum of the whole plan that it stands for.
         whole_plan (`ParallelPlan`): The plan with all ranks.
         all_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
+        numbers (`dict[int, int]`): Rank of the whole plan -> its rank in the condensed plan.
     """
 
     plan: ParallelPlan
@@ -71,11 +74,7 @@ class Condensed:
     whole_groups: tuple[SyncGroup, ...]
     whole_plan: ParallelPlan
     all_groups: tuple[SyncGroup, ...]
-
-    @cached_property
-    def numbers(self) -> dict[int, int]:
-        """Rank of the whole plan -> its rank in the condensed plan."""
-        return condensed_ranks(self.whole_plan)
+    numbers: dict[int, int]
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
@@ -183,24 +182,28 @@ class Condensed:
         members = [self._members[place] for place in places]
         ranks = sorted(set(chain.from_iterable(self._ranks_of_member[place] for place in places)))
         number = {rank: local for local, rank in enumerate(ranks)}
-        replicas: dict[str, list[tuple]] = {name: [()] * m.dp_size for name, m in self.plan.modules.items()}
+        plan = self.plan.part(members)
         stages: dict[int, list[StageKey]] = {}
-        for name, replica in members:
-            own = self.plan.modules[name].replicas[replica]
-            replicas[name][replica] = tuple(
-                replace(stage, ranks=(tuple(number[rank] for rank in stage.all_ranks),)) for stage in own
-            )
-            for index in range(len(own)):
+        modules = {}
+        for name, module in plan.modules.items():
+            for replica, index, _ in module.stages():
                 for group in self._sums_of_stage.get((name, replica, index), ()):
                     stages.setdefault(group, []).append((name, replica, index))
+            modules[name] = _renumbered(module, number)
         on_ranks: dict[int, list[int]] = {}
         for rank in ranks:
             for group in self._sums_of_rank[rank]:
                 on_ranks.setdefault(group, []).append(number[rank])
         sums = sorted(on_ranks)
-        modules = {name: replace(self.plan.modules[name], replicas=tuple(own)) for name, own in replicas.items()}
         groups = tuple(SyncGroup(tuple(on_ranks[group]), (), tuple(stages.get(group, ()))) for group in sums)
-        return Part(replace(self.plan, modules=modules), step.part(members), groups, tuple(ranks), tuple(sums))
+        return Part(
+            replace(plan, modules=modules),
+            self.whole_plan.part(members),
+            step.part(members),
+            groups,
+            tuple(ranks),
+            tuple(sums),
+        )
 
     # The ranks of the whole plan
 
@@ -233,25 +236,25 @@ def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
         groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks sum.
     """
     numbers = condensed_ranks(plan)
-    modules = {
-        name: replace(
-            module,
-            replicas=tuple(
-                tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in replica)
-                for replica in module.replicas
-            ),
-        )
-        for name, module in plan.modules.items()
-    }
+    modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
     kept: dict[tuple, SyncGroup] = {}
     for group in groups:
         kept.setdefault(_key(group, numbers), group)
     few = tuple(SyncGroup(_those(group.ranks, numbers), group.parameters, group.stages) for group in kept.values())
-    return Condensed(replace(plan, modules=modules), few, tuple(kept.values()), plan, tuple(groups))
+    return Condensed(replace(plan, modules=modules), few, tuple(kept.values()), plan, tuple(groups), numbers)
+
+
+def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
+    """A module whose stages are each on one row of the ranks with other numbers."""
+    replicas = (
+        tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in stages) if stages else ()
+        for stages in module.replicas
+    )
+    return replace(module, replicas=tuple(replicas))
 
 
 def _those(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:
-    """The condensed ranks that stand for some ranks."""
+    """The other numbers of some ranks."""
     return tuple(sorted({numbers[rank] for rank in ranks}))
 
 
