@@ -20,9 +20,10 @@ import sys
 
 import figures
 import paper_figures
+import scale_figures
 from figures import ROOT
 
-BLOCKS = {**figures.BLOCKS, **paper_figures.BLOCKS}
+BLOCKS = {**figures.BLOCKS, **paper_figures.BLOCKS, **scale_figures.BLOCKS}
 QUOTES = {**figures.QUOTES, **paper_figures.QUOTES}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)

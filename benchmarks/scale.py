@@ -5,8 +5,8 @@ SynthChartNet's published sizes, Qwen2.5-VL's encoder with Llama 3b. Ranks: repl
 each, with two encoder replicas beside each, 16 samples to a replica in 8 microbatches. Batch: 320 ranks. `arrange` is
 from the sizes of samples to the `StepPlan` of the whole batch; `program` is the program of the rank, its costs and its
 checks; `rest` the checksums that ranks compare, and the list of what the rank reads; `step` all of it. Once in a run
-come `sync_groups`, and with the `first` program the layout with one rank for all that run the same list. `unlike` has 2 n - 1 encoder replicas for n of the
-language model, which leaves nothing to divide: every rank then plans all replicas.
+come `sync_groups` and, with the `first` program, the layout with one rank for all that run the same list. `unlike` has
+2 n - 1 encoder replicas for n of the language model, so that nothing can be divided: every rank plans all.
 
 ```bash
 python benchmarks/scale.py

@@ -116,9 +116,12 @@ class ModulePlan:
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
         """Yields (replica, index of the stage, stage)."""
-        for replica, stages in enumerate(self.replicas):
-            for index, stage in enumerate(stages):
-                yield replica, index, stage
+        return iter(self._stages)
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, int, Stage]]:
+        """What is yielded; a part of a plan has many replicas without stages, and is asked often."""
+        return [(d, index, stage) for d, stages in enumerate(self.replicas) for index, stage in enumerate(stages)]
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class ParallelPlan:
     schedule: Schedule = "1f1b"
     num_microbatches: int = 1
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return 1 + max(rank for module in self.modules.values() for _, _, s in module.stages() for rank in s.all_ranks)
 
