@@ -13,8 +13,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
-from ..cost import Hardware
-from ..cost.stage_memory import GIB
+from ..cost import usable_bytes
 from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
@@ -26,8 +25,6 @@ from .checks import check_dataset
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
-
-_MEMORY_SHARE = 0.9  # of a GPU's; the rest is the allocator's and the kernels'
 
 
 def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
@@ -91,21 +88,8 @@ def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | N
         method=args.microbatch_assignment,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
-        memory_bytes=memory_limit_bytes(args, trainer._engine.costs.device),
+        memory_bytes=usable_bytes(trainer._engine.costs.device, args.memory_limit_gib),
     )
-
-
-def memory_limit_bytes(args: Any, device: Hardware) -> float | None:
-    """
-    Memory of a rank that microbatches have to fit, `None` where it is not known.
-
-    Args:
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        device (`Hardware`): What each rank is; the same on all ranks, which have to arrange alike.
-    """
-    if args.memory_limit_gib is not None:
-        return GIB * args.memory_limit_gib
-    return None if device.memory_gib is None else _MEMORY_SHARE * GIB * device.memory_gib
 
 
 def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:
