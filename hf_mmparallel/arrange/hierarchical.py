@@ -283,7 +283,8 @@ class Batch:
         # What each microbatch takes of all that a module has at one place `[modules, replicas, count]`.
         taken = np.stack(
             [
-                self._loads(places, self.workloads.tokens_of_limit(name), count) / (self.limits[name] * track.num_copies)
+                self._loads(places, self.workloads.tokens_of_limit(name), count)
+                / (self.limits[name] * track.num_copies)
                 for name, track in shared
             ]
         )

@@ -41,6 +41,14 @@ class SampleSizes:
             self.known,
         )
 
+    def like_the_mean(self, num_samples: int) -> SampleSizes:
+        """So many samples that are all like the mean of these, whose tokens need be no whole numbers."""
+        return SampleSizes(
+            {name: np.full(num_samples, values.mean()) for name, values in self.tokens.items()},
+            {name: np.full(num_samples, values.mean()) for name, values in self.squares.items()},
+            self.known,
+        )
+
     @classmethod
     def of_sequences(cls, lengths: Mapping[str, Sequence[Sequence[int]]]) -> SampleSizes:
         """
@@ -93,8 +101,8 @@ class Workloads:
 
     def tokens_of_limit(self, module: str) -> np.ndarray:
         """
-        What each sample uses of the limit of a microbatch, int64 `[samples]`: its tokens, and all of the limit if it has
-        more than that, so that it shares a microbatch with no other sample that has tokens in the module.
+        What each sample uses of the limit of a microbatch, int64 `[samples]`: its tokens, and all of the limit if it
+        has more than that, so that it shares a microbatch with no other sample that has tokens in the module.
         """
         return np.minimum(self.tokens[module], self.max_tokens[module])
 

@@ -31,7 +31,8 @@ from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
-from .report import mean_tokens, representative_draw, size_origin, stderr_console
+from .report import mean_tokens, size_origin, stderr_console
+from .sample_sizes import representative_draw
 from .saved_plan import SAVED_PLAN, check_same_settings
 
 if TYPE_CHECKING:

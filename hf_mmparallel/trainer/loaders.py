@@ -18,7 +18,7 @@ from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
-from ..plan import LANGUAGE_MODEL
+from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.collectives import from_first_rank
 from ..search.steps import SizeFunction, StepPlanner
 from .checks import check_dataset
@@ -43,7 +43,7 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
             sampler = LengthGroups(sampler, trainer.global_batch_size, seed)
         sampler = _seeded(trainer, sampler)
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
-    planner = trainer._engine.planner = training_planner(trainer, trainer.training_sizes.shared(dataset))
+    planner = trainer._engine.planner = training_planner(trainer, *trainer.training_sizes.shared(dataset))
     return _step_loader(trainer, dataset, draws, planner, "Training")
 
 
@@ -79,10 +79,12 @@ def check_loader(loader: Any, method: str) -> None:
         )
 
 
-def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | None) -> StepPlanner:
-    """Plans the training steps, by the sizes of samples."""
+def training_planner(
+    trainer: MultimodalParallelTrainer, sizes: SizeFunction | None, typical: SampleSizes | None = None
+) -> StepPlanner:
+    """Plans the training steps, by the sizes of samples and with limits of microbatches for a typical batch."""
     args = trainer.args
-    return _planner(
+    planner = _planner(
         trainer,
         args.per_device_train_batch_size,
         method=args.microbatch_assignment,
@@ -90,6 +92,7 @@ def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | N
         max_tokens=args.max_tokens_per_microbatch,
         memory_bytes=usable_bytes(trainer._engine.costs.device, args.memory_limit_gib),
     )
+    return planner if typical is None else planner.with_limits(typical)
 
 
 def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:

@@ -125,7 +125,7 @@ def test_only_the_sample_above_the_limit_is_alone():
     plan = make_plan(1, 1)
     tokens = np.array([10] * 15 + [100])
     work = Workloads(
-        {name: tokens / 10 for name in plan.modules},
+        dict.fromkeys(plan.modules, tokens / 10),
         dict.fromkeys(plan.modules, 2.0),
         dict.fromkeys(plan.modules, tokens),
         {LANGUAGE_MODEL: 50},

@@ -24,7 +24,11 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
     assert "12 samples, 4 microbatches of up to 3" in out
     # Two tensor-parallel pairs, one sum over the encoder's copies; each pair talks both ways.
     assert "3 besides the world; 12 channels between ranks" in out
-    assert "rank 5 language_model s1 |" in out and "Dry run passed" in out and "fits the 72 GiB, 90% of the memory of h100" in out
+    assert (
+        "rank 5 language_model s1 |" in out
+        and "Dry run passed" in out
+        and "fits the 72 GiB, 90% of the memory of h100" in out
+    )
     plan = ParallelPlan.load(files[0])
     assert plan.world_size == 6 and plan.num_microbatches == 4
     assert files[1].read_bytes().startswith(b"\x89PNG")
