@@ -49,6 +49,10 @@ class ScaledLayers:
     factors: Mapping[str, float]
     backward: Mapping[str, float]
 
+    def starting_at(self, first_rank: int) -> ScaledLayers:
+        """See [`LayerCosts`]."""
+        return replace(self, layers=self.layers.starting_at(first_rank))
+
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
         own, factor = self.layers.layer(module, index, tp_size), self.factors.get(module, 1.0)
@@ -66,6 +70,10 @@ class ThreeForwards:
     """What a layer costs for who only looks at forwards: two more of them for its backward."""
 
     layers: LayerCosts
+
+    def starting_at(self, first_rank: int) -> ThreeForwards:
+        """See [`LayerCosts`]."""
+        return replace(self, layers=self.layers.starting_at(first_rank))
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
