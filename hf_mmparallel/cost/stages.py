@@ -178,9 +178,8 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     result = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
-            nodes = {rank // costs.device.node_size for rank in stage.all_ranks}
-            first_rank = _first_rank(costs, stage) if len(nodes) > 1 else 0
-            kind = (name, stage.layers, len(nodes) > 1, first_rank)
+            first_rank = _first_rank(costs, stage)
+            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]), first_rank)
             if kind not in known:
                 table = layer_table(costs, name, module.tp_size, module.activation_checkpointing, first_rank)
                 known[kind] = _stage_cost(costs, name, stage, table)
