@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from paper_tables import ITERATION_TIMES, SECOND_RUN, StageTimes
 from planner_models import AUDIO, VISION, cornstarch_model, cornstarch_sizes
 
 from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
@@ -17,7 +18,6 @@ from hf_mmparallel.search.compare import UnawareOptions, all_trained
 from hf_mmparallel.search.condense import condense, predict_condensed
 from hf_mmparallel.search.partition import partition_layers, partition_shared
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
-from hf_mmparallel.search.published import ITERATION_TIMES, SECOND_RUN, StageTimes
 from hf_mmparallel.search.search import step_planner
 
 DEVICE = find_device("a40")
