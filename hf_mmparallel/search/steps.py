@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -60,6 +60,9 @@ class StepPlanner:
         max_tokens (`int`, *optional*): Most tokens of a microbatch of the language model.
         memory_bytes (`float`, *optional*): Memory of a rank that microbatches have to fit.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
+        limits (`Mapping[str, int]`, *optional*):
+            Module -> most tokens of a microbatch, for all steps of a run, see [`~StepPlanner.with_limits`]; without it
+            they are found for each batch.
     """
 
     costs: CostModel
@@ -71,6 +74,21 @@ class StepPlanner:
     max_tokens: int | None = None
     memory_bytes: float | None = None
     training: bool = True
+    limits: Mapping[str, int] | None = None
+
+    def with_limits(self, typical: SampleSizes) -> StepPlanner:
+        """
+        The same with limits of microbatches that are found once, so that they can be said, and compared with all
+        samples, before the first step.
+
+        Args:
+            typical (`SampleSizes`): Of a global batch such as there will be.
+
+        Raises:
+            `ValueError`: If the memory of a rank is not enough however small microbatches are.
+        """
+        workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
+        return replace(self, limits=workloads.max_tokens)
 
     def __call__(self, draw: Drawn, rank: int | None = None) -> PlannedStep:
         """
@@ -80,15 +98,15 @@ class StepPlanner:
                 Plan the program for this rank. That it is the same for the ranks of its part, see [`Part`], is all
                 that has to be compared: what it exchanges with others are gradient sums, in an order that no step
                 changes.
-
-        Raises:
-            `ValueError`: For a sample that is larger than a microbatch may be.
         """
         if self.sizes is None:
             sizes, workloads = None, Workloads.alike(self.plan.modules, len(draw.samples))
         else:
             sizes = self.sizes(draw.samples)
-            workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, self.memory_bytes)
+            memory_bytes = self.memory_bytes if self.limits is None else None
+            workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
+            if self.limits is not None:
+                workloads = replace(workloads, max_tokens=self.limits)
         step = arrange_step(self.plan, draw.samples, workloads, self.microbatch_size, self.method, draw.epoch)
         return PlannedStep(step, self.program(step, sizes, rank), sizes, workloads)
 
