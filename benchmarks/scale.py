@@ -5,8 +5,9 @@ SynthChartNet's published sizes, Qwen2.5-VL's encoder with Llama 3b. Ranks: repl
 each, with two encoder replicas beside each, 16 samples to a replica in 8 microbatches. Batch: 320 ranks. `arrange` is
 from the sizes of samples to the `StepPlan` of the whole batch; `program` is the program of the rank, its costs and its
 checks; `rest` the checksums that ranks compare, and the list of what the rank reads; `step` all of it. Once in a run
-come `sync_groups` and, with the `first` program, the layout with one rank for all that run the same list. `unlike` has
-2 n - 1 encoder replicas for n of the language model, so that nothing can be divided: every rank plans all.
+come `sync_groups` and, with the `first` program, the layout with one rank for all that run the same list. `deep`: 64
+ranks to a replica of the language model, seven of which share 32 encoder replicas, 64 samples each in 32 microbatches.
+`unlike`: 2 n - 1 encoder replicas for n of the language model, so that nothing is divided: every rank plans all.
 
 ```bash
 python benchmarks/scale.py
@@ -26,11 +27,11 @@ from typing import Any
 
 import common
 import torch
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import keys_of_rank
@@ -39,7 +40,7 @@ from hf_mmparallel.schedule import Program
 from hf_mmparallel.search.steps import StepPlanner
 
 DATASET, MODEL, METHOD = "synthchartnet", "llama3-3b", "hierarchical"
-REPLICA = ModulePlugin(pp_size=2, tp_size=4)
+REPLICA, DEEP = ModulePlugin(pp_size=2, tp_size=4), ModulePlugin(pp_size=8, tp_size=8)
 SAMPLES, MICROBATCH = 16, 2  # of a replica of the language model
 RANK = 5
 GOAL_MS = {"step": 300.0, "sync_groups": 1000.0}
@@ -54,21 +55,23 @@ class Sizes:
         replicas (`tuple[int, ...]`): Replicas of the language model; ten ranks for each.
         batches (`tuple[int, ...]`): Samples of a global batch on `batch_replicas` replicas.
         batch_replicas (`int`): Replicas of the language model.
+        deep_groups (`int`): Times 7 replicas of a deeper language model with 32 of the encoder, on 512 ranks.
         repeats (`int`): Timed calls.
     """
 
     replicas: tuple[int, ...] = (4, 32, 128, 512, 1024)
     batches: tuple[int, ...] = (1024, 8192, 32768, 102400)
     batch_replicas: int = 32
+    deep_groups: int = 20
     repeats: int = 11
 
 
-QUICK = Sizes((2, 4), (64,), 2, 1)
+QUICK = Sizes((2, 4), (64,), 2, 1, 1)
 
 
-def make_plan(replicas: int, encoders: int, num_microbatches: int) -> ParallelPlan:
-    """The layout of so many replicas."""
-    layouts = {VISION: ModulePlugin(dp_size=encoders), LANGUAGE_MODEL: replace(REPLICA, dp_size=replicas)}
+def make_plan(language: ModulePlugin, vision: ModulePlugin, num_microbatches: int) -> ParallelPlan:
+    """The layout of two modules."""
+    layouts = {VISION: vision, LANGUAGE_MODEL: language}
     return replace(resolve_plan(PUBLISHED_MODELS[MODEL].spec, layouts), num_microbatches=num_microbatches)
 
 
@@ -79,10 +82,12 @@ def once(function: Callable[[], Any]) -> float:
     return round((time.process_time() - begin) * 1e3, 3)
 
 
-def measure(kind: str, replicas: int, encoders: int, batch: int, microbatch: int, repeats: int) -> dict[str, Any]:
+def measure(
+    kind: str, language: ModulePlugin, vision: ModulePlugin, batch: int, microbatch: int, repeats: int
+) -> dict[str, Any]:
     """All times of one layout and batch."""
     spec = PUBLISHED_MODELS[MODEL].spec
-    plan = make_plan(replicas, encoders, batch // (replicas * microbatch))
+    plan = make_plan(language, vision, batch // (language.dp_size * microbatch))
     groups = sync_groups(spec, plan)
     sizes, draw = PUBLISHED[DATASET].draw(batch, seed=0), Draw(tuple(range(batch)))
     costs = analytic_costs(spec, find_device("h100"), 2)
@@ -123,12 +128,21 @@ def measure(kind: str, replicas: int, encoders: int, batch: int, microbatch: int
 def measurements(sizes: Sizes) -> Iterator[dict[str, Any]]:
     """Every row."""
     for replicas in sizes.replicas:
-        yield measure("ranks", replicas, 2 * replicas, SAMPLES * replicas, MICROBATCH, sizes.repeats)
+        yield measure("ranks", *divided(replicas), SAMPLES * replicas, MICROBATCH, sizes.repeats)
     for batch in sizes.batches:
         microbatch = max(MICROBATCH, batch // sizes.batch_replicas // SAMPLES)
-        yield measure("batch", sizes.batch_replicas, 2 * sizes.batch_replicas, batch, microbatch, sizes.repeats)
-    replicas = sizes.replicas[-1]
-    yield measure("unlike", replicas, 2 * replicas - 1, SAMPLES * replicas, MICROBATCH, 1)
+        yield measure("batch", *divided(sizes.batch_replicas), batch, microbatch, sizes.repeats)
+    groups = sizes.deep_groups
+    language, vision = replace(DEEP, dp_size=7 * groups), ModulePlugin(dp_size=32 * groups, tp_size=2)
+    yield measure("deep", language, vision, 7 * groups * 4 * SAMPLES, MICROBATCH, sizes.repeats)
+    language, vision = divided(sizes.replicas[-1])
+    unlike = replace(vision, dp_size=vision.dp_size - 1)
+    yield measure("unlike", language, unlike, SAMPLES * language.dp_size, MICROBATCH, 1)
+
+
+def divided(replicas: int) -> tuple[ModulePlugin, ModulePlugin]:
+    """A language model with two encoder replicas for each of its own."""
+    return replace(REPLICA, dp_size=replicas), ModulePlugin(dp_size=2 * replicas)
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:

@@ -63,7 +63,7 @@ class Condensed:
     Args:
         plan (`ParallelPlan`): With these ranks only, numbered from 0.
         groups (`tuple[SyncGroup, ...]`): The gradient sums among them.
-        whole_groups (`tuple[SyncGroup, ...]`): For each, a gradient sum of the whole plan that it stands for.
+        sums (`tuple[tuple[int, ...], ...]`): For each, the indices of those of the whole plan that it stands for.
         whole_plan (`ParallelPlan`): The plan with all ranks.
         all_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
         numbers (`dict[int, int]`): Rank of the whole plan -> its rank in the condensed plan.
@@ -71,10 +71,15 @@ class Condensed:
 
     plan: ParallelPlan
     groups: tuple[SyncGroup, ...]
-    whole_groups: tuple[SyncGroup, ...]
+    sums: tuple[tuple[int, ...], ...]
     whole_plan: ParallelPlan
     all_groups: tuple[SyncGroup, ...]
     numbers: dict[int, int]
+
+    @property
+    def whole_groups(self) -> tuple[SyncGroup, ...]:
+        """For each gradient sum, one of the whole plan that it stands for."""
+        return tuple(self.all_groups[indices[0]] for indices in self.sums)
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
@@ -85,14 +90,13 @@ class Condensed:
         return result
 
     @cached_property
-    def _sums(self) -> dict[int, dict[int, tuple[int, ...]]]:
+    def _sums_of_whole(self) -> dict[int, dict[int, tuple[int, ...]]]:
         """Rank of the whole plan -> index of a condensed gradient sum -> of those of the whole plan on this rank."""
-        index = {_key(group, self.numbers): number for number, group in reversed(list(enumerate(self.whole_groups)))}
         result: dict[int, dict[int, tuple[int, ...]]] = {rank: {} for rank in self.numbers}
-        for number, group in enumerate(self.all_groups):
-            few = index[_key(group, self.numbers)]
-            for rank in group.ranks:
-                result[rank][few] = (*result[rank].get(few, ()), number)
+        for few, indices in enumerate(self.sums):
+            for index in indices:
+                for rank in self.all_groups[index].ranks:
+                    result[rank][few] = (*result[rank].get(few, ()), index)
         return result
 
     # Parts
@@ -215,7 +219,7 @@ class Condensed:
         for number, row in program.actions.items():
             wanted = [action.index for action in row if action.index is not None]
             for rank in self._ranks[number]:
-                own = tuple(self._sums[rank].get(index, ()) for index in wanted)
+                own = tuple(self._sums_of_whole[rank].get(index, ()) for index in wanted)
                 if (number, own) not in known:
                     sums = iter(own)
                     known[number, own] = tuple(
@@ -237,11 +241,12 @@ def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
     """
     numbers = condensed_ranks(plan)
     modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
-    kept: dict[tuple, SyncGroup] = {}
-    for group in groups:
-        kept.setdefault(_key(group, numbers), group)
-    few = tuple(SyncGroup(_those(group.ranks, numbers), group.parameters, group.stages) for group in kept.values())
-    return Condensed(replace(plan, modules=modules), few, tuple(kept.values()), plan, tuple(groups), numbers)
+    alike: dict[tuple, list[int]] = {}
+    for index, group in enumerate(groups):
+        alike.setdefault((_those(group.ranks, numbers), group.stages, group.parameters), []).append(index)
+    few = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
+    sums = tuple(map(tuple, alike.values()))
+    return Condensed(replace(plan, modules=modules), few, sums, plan, tuple(groups), numbers)
 
 
 def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
@@ -256,11 +261,6 @@ def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
 def _those(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:
     """The other numbers of some ranks."""
     return tuple(sorted({numbers[rank] for rank in ranks}))
-
-
-def _key(group: SyncGroup, numbers: dict[int, int]) -> tuple:
-    """What the gradient sums that one stands for have in common."""
-    return _those(group.ranks, numbers), group.stages, group.parameters
 
 
 def condensed_ranks(plan: ParallelPlan) -> dict[int, int]:
