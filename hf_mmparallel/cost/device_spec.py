@@ -110,7 +110,8 @@ def _check_together(device: Hardware, where: str) -> None:
                 f"{where}: `{field}={getattr(device, field):g}` is above the {peak:g} of 16-bit products. Correct one "
                 "of them; all are of dense products, in 10^12 operations a second."
             )
-    what = f"{where}: `bf16_tflops={device.bf16_tflops:g}` over `memory_gb_per_s={device.memory_gb_per_s:g}`"
+    rate = f"`memory_gb_per_s={device.memory_gb_per_s:g}`"
+    what = f"{where}: the ratio of `bf16_tflops={device.bf16_tflops:g}` to {rate}"
     _BALANCE.check(what, 1e3 * device.bf16_tflops / device.memory_gb_per_s)
     if device.link_gb_per_s > device.memory_gb_per_s:
         raise ValueError(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.cost import CostModel, analytic_costs, find_device
+from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
@@ -267,6 +267,21 @@ def test_a_profile_of_layers_takes_the_place_of_counted_costs(tmp_path: Path):
     assert counted.layers.layer(LANGUAGE_MODEL, 0, 1).forward(10, 100) != pytest.approx(forward(10, 100))
     with pytest.raises(ValueError, match=r"`layer_profile='missing.json'` is no file"):
         prepare("missing.json")
+
+
+def test_a_described_device_takes_the_place_of_the_ranks_own(tmp_path: Path):
+    def device(**settings: Any) -> Hardware:
+        args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
+        return prepare_model(tiny.FAMILIES["llava"](), args, MultimodalParallelPlugin(auto=True)).costs.device
+
+    path = tmp_path / "gpu.yaml"
+    path.write_text("like: l40s\nname: my-gpu\nmemory_gib: 40.5\n")
+    assert device() == find_device("cpu").computing_in("float32")
+    found = device(gpu_spec=str(path))
+    assert found.name == "my-gpu" and found.memory_gib == 40.5 and found.peak_tflops == find_device("l40s").fp32_tflops
+    assert device(gpu_spec=str(path), bf16=True).peak_tflops == find_device("l40s").bf16_tflops
+    with pytest.raises(ValueError, match=r"`gpu_spec=missing.yaml` can't be read"):
+        device(gpu_spec="missing.yaml")
 
 
 def prepared_of(model: Any) -> PreparedModel:
