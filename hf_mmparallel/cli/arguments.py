@@ -154,14 +154,15 @@ def _run_env(args: argparse.Namespace) -> None:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What is trained, and on what."""
     group = parser.add_argument_group("model and device")
-    group.add_argument(
+    device = group.add_mutually_exclusive_group()
+    device.add_argument(
         "--gpu-type",
         default="h100",
         metavar="NAME",
         help="speed, memory and links: a name of the table in docs/devices.md, such as h200, a100-pcie-40gb, l40s, "
         "mi300x or cpu, or as the driver reports it (h100, an H100 SXM)",
     )
-    group.add_argument(
+    device.add_argument(
         "--gpu-spec",
         metavar="FILE",
         help="YAML file that describes another device, or with `like: h100` how one differs; instead of --gpu-type",

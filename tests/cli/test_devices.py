@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from hf_mmparallel.cli.main import main
+
 LAYOUT = ["--module", "language_model:dp=1,pp=1,tp=1", "--seq-len", 4096, "--global-batch-size", 4]
 
 
@@ -40,7 +42,7 @@ def test_each_dtype_takes_its_own_time(step_ms, tmp_path):
 
 def test_a_described_device_is_planned_for(text_model, tmp_path, run, figures):
     path = described(tmp_path, "like: a40\nname: fast-a40\nbf16_tflops: 300\nfp16_tflops: 300\nmemory_gib: 20.5\n")
-    assert "fits the 20.5 GiB of fast-a40" in run(
+    assert "fits the 18.45 GiB, 90% of the memory of fast-a40" in run(
         "plan", "--model", text_model, *LAYOUT, "--gpu-spec", path, "--dry-run"
     )
     found = figures("plan", "--model", text_model, *LAYOUT, "--gpu-spec", path)
@@ -71,6 +73,13 @@ def test_a_what_if_may_name_a_device_of_the_table(text_model, tmp_path, figures)
 )
 def test_devices_that_are_not_known_are_errors(text_model, fail, arguments, message):
     assert message in fail("plan", "--model", text_model, *LAYOUT, *arguments)
+
+
+def test_a_device_is_named_or_described(text_model, tmp_path, capsys):
+    path = described(tmp_path, "like: h100\n")
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(text_model), "--gpu-type", "h200", "--gpu-spec", str(path)])
+    assert "--gpu-spec: not allowed with argument --gpu-type" in capsys.readouterr().err
 
 
 def test_a_unit_that_is_wrong_by_a_thousand_is_an_error(text_model, tmp_path, fail):

@@ -201,3 +201,14 @@ def test_links_in_a_node_and_between_nodes_are_told_apart():
     assert found[0].node_size == 2 and found[0].link_gb_per_s == 8.0
     assert found[0].link_bytes_per_ms(range(4)) == pytest.approx(3.0e6)  # the slowest rank's
     assert found[0].network_gb_per_s == pytest.approx(1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_reaches_most_of_the_peaks_of_the_table():
+    known, found = known_device(GPU), measure_device(GPU)
+    if known is None:
+        pytest.skip(f"{reported_name(GPU)} is not in the table of devices")
+    for field, least in (("bf16_tflops", 0.45), ("fp16_tflops", 0.45), ("tf32_tflops", 0.4), ("fp32_tflops", 0.4)):
+        assert least < getattr(found, field) / getattr(known, field) < 1.05
+    assert 0.6 < found.memory_gb_per_s / known.memory_gb_per_s < 1.05
