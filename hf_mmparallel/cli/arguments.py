@@ -201,13 +201,13 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--schedule",
         choices=("1f1b", "eager", "gpipe", "encoders_first"),
-        help="order of forwards and backwards (1f1b)",
+        help="order of forwards and backwards (chosen by a search, else 1f1b)",
     )
     group.add_argument(
         "--microbatch-assignment",
         metavar="NAME",
         help="how samples come to microbatches: hierarchical, tapered, entrain, contiguous or a baseline, as in the "
-        "Trainer (hierarchical; contiguous where all are alike)",
+        "Trainer (chosen by a search, else hierarchical; contiguous where all are alike)",
     )
 
 

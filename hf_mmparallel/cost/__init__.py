@@ -1,7 +1,8 @@
 """What a layout and its samples cost, counted or measured: time of each task, memory of each rank."""
 
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
-from .hardware import HARDWARE, Hardware, hardware
+from .device_table import device_from, device_table, find_device, recognize_device
+from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import MEMORY_SHARE, eager_caps, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
@@ -13,7 +14,6 @@ from .workloads import batch_workloads
 
 __all__ = [
     "GRADIENT_BUCKET_BYTES",
-    "HARDWARE",
     "MEMORY_SHARE",
     "AnalyticLayers",
     "CostModel",
@@ -29,14 +29,17 @@ __all__ = [
     "analytic_costs",
     "batch_workloads",
     "data_gradients",
+    "device_from",
+    "device_table",
     "eager_caps",
+    "find_device",
     "fitting_tokens",
-    "hardware",
     "layer_flops",
     "layer_table",
     "memory_per_rank",
     "memory_timeline",
     "module_flops",
+    "recognize_device",
     "stage_costs",
     "training_flops",
     "usable_bytes",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..plan import ModelSpec
-from .hardware import Hardware
+from .devices import Hardware
 
 BYTES_PER_VALUE = 2
 
@@ -79,6 +79,15 @@ class LayerCosts(Protocol):
             index (`int`): `-1` for what comes before its layers, such as embeddings, `num_layers` for what comes
                 after them, such as a projector or a head.
             tp_size (`int`): Ranks that share the layer's matrices.
+        """
+        ...
+
+    def starting_at(self, first_rank: int) -> LayerCosts:
+        """
+        The costs for ranks that share matrices and start there in a node, from which they may cross to the next one.
+
+        Args:
+            first_rank (`int`): Of a node's ranks, counted from 0.
         """
         ...
 

@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 
 from ..plan import ModelSpec
 from .analytic import DTYPE_BYTES, AnalyticLayers
-from .hardware import Hardware
+from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 
 PROFILE_VERSION = 1
@@ -302,6 +302,12 @@ class MeasuredLayers:
     def missing(self) -> list[str]:
         """What was asked for so far that the profile lacks, and what it was taken from: a sentence each."""
         return list(self._missing.values())
+
+    def starting_at(self, first_rank: int) -> MeasuredLayers:
+        """See [`LayerCosts`]."""
+        placed = MeasuredLayers(self.profile, self.fallback.starting_at(first_rank), self.unlinked)
+        placed._missing = self._missing
+        return placed
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from ..arrange import arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, training_flops
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
-from ..schedule import Program, Simulation, build_program, simulate
+from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
@@ -37,7 +38,7 @@ class PlannedStep:
 
     Args:
         step (`StepPlan`): Which sample is where.
-        program (`Program`): The actions of every rank.
+        program (`Program`): The actions of every rank, or of those in the part of the rank that it was planned for.
         sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
         workloads (`Workloads`): What the samples were arranged by.
     """
@@ -95,10 +96,14 @@ class StepPlanner:
         workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
         return replace(self, limits=workloads.max_tokens)
 
-    def __call__(self, draw: Drawn) -> PlannedStep:
+    def __call__(self, draw: Drawn, rank: int | None = None) -> PlannedStep:
         """
         Args:
             draw ([`Drawn`]): The samples.
+            rank (`int`, *optional*):
+                Plan the program for this rank. That it is the same for the ranks of its part, see [`Part`], is all
+                that has to be compared: what it exchanges with others are gradient sums, in an order that no step
+                changes.
         """
         sizes = draw.sizes
         if sizes is None and self.sizes is not None:
@@ -111,16 +116,27 @@ class StepPlanner:
             if self.limits is not None:
                 workloads = replace(workloads, max_tokens=self.limits)
         step = arrange_step(self.plan, draw.samples, workloads, self.microbatch_size, self.method, draw.epoch)
-        return PlannedStep(step, self.program(step, sizes), sizes, workloads)
+        return PlannedStep(step, self.program(step, sizes, rank), sizes, workloads)
 
-    def program(self, step: StepPlan, sizes: SampleSizes | None) -> Program:
-        """The program of a step, with costs from the sizes of its samples where they are known."""
+    @cached_property
+    def condensed(self) -> Condensed:
+        """The layout with one rank for all that run the same list."""
+        return condense(self.plan, self.groups)
+
+    def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
+        """
+        The program of a step, with costs from the sizes of its samples where they are known; of the ranks in the part
+        of `rank` only, if that is given.
+        """
         cost = caps = None
+        parts = list(self.condensed.parts(step, rank))
+        own = step if rank is None or not parts else parts[0].step
         if sizes is not None:
-            cost = StepCost(self.costs, self.plan, step, sizes, self.groups)
+            cost = StepCost(self.costs, self.plan, own, sizes, self.groups)
             if self.plan.schedule == "eager" and self.training:
-                caps = eager_caps(self.costs, self.plan, step, sizes, self.memory_bytes)
-        return build_program(self.plan, step, self.groups, cost, self.training, caps)
+                caps = eager_caps(self.costs, self.plan, own, sizes, self.memory_bytes)
+        program = condensed_program(parts, cost, self.training, caps)
+        return self.condensed.expand(program)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """
