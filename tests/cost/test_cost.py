@@ -92,7 +92,7 @@ def test_links_between_nodes_are_slower():
 
 def test_keys_that_take_longer_than_attention_cost_time():
     spec = model()
-    alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2))
+    alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2, cp_block=10))
     received = 2 * 2 * HIDDEN * 20 / 2  # two bytes, keys and values, the other half of twenty tokens
     gather = LAYERS * received / 450e6 - ATTENTION * 200 / 2
     assert gather > 0
