@@ -67,12 +67,12 @@ def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None)
             stops.append(place)
         return stops if place == len(costs) else None
 
-    low = sum(costs) / sum(wanted)
-    high, best = low, stops_for(low)
+    high = sum(costs) / sum(wanted)
+    best, low = stops_for(high), 0.0  # below the mean, where single samples are above it
     while best is None:
         low, high = high, 1.25 * high
         best = stops_for(high)
-        if best is None and high > costs[0] * len(costs) / min(wanted):
+        if best is None and high >= costs[0] * len(costs) / min(wanted):
             raise NoRoomError
     while high - low > _CLOSE * high:
         middle = (low + high) / 2

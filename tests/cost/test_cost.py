@@ -1,5 +1,7 @@
 """Estimates of time and memory against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
@@ -109,10 +111,10 @@ MIXED = SampleSizes.of_sequences(
 DEFERRED = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
 
 
-def test_a_chunk_costs_the_sum_of_its_samples():
+def test_a_packed_chunk_costs_the_sum_of_its_samples():
     spec = model()
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-    cost = StepCost(h100(spec), plan, DEFERRED, MIXED)
+    cost = StepCost(replace(h100(spec), packing=True), plan, DEFERRED, MIXED)
     vision, half = STACK + HIDDEN * HIDDEN, STACK / 2 + HEAD
     for task, lengths, matrices, attention in (
         (Task("fwd", "vision", 0, 0, 0, 0), [], vision, 2 * ATTENTION),
