@@ -3,7 +3,7 @@
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
 from .devices import Hardware, device_table, find_device
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
-from .limits import eager_caps, fitting_tokens
+from .limits import MEMORY_SHARE, eager_caps, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
@@ -13,6 +13,7 @@ from .workloads import batch_workloads
 
 __all__ = [
     "GRADIENT_BUCKET_BYTES",
+    "MEMORY_SHARE",
     "AnalyticLayers",
     "CostModel",
     "Hardware",
@@ -38,4 +39,5 @@ __all__ = [
     "module_flops",
     "stage_costs",
     "training_flops",
+    "usable_bytes",
 ]

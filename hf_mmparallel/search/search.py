@@ -11,8 +11,9 @@ import numpy as np
 
 from ..cost import fitting_tokens
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from ..schedule import condense
 from .candidates import CandidateSpace, Estimated, unlike
-from .condense import condense, on_all_ranks, predict_condensed
+from .condense import on_all_ranks, predict_condensed
 from .explain import bound_of, no_plan_error, reason_for
 from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult, draw_batch
 from .steps import Prediction, StepPlanner

@@ -29,11 +29,11 @@ from hf_mmparallel.trainer.report import (
     StepReport,
     arrangement_lines,
     report_lines,
-    representative_draw,
     settings_without_effect,
     size_origin,
 )
 from hf_mmparallel.trainer.rows import RowChoice
+from hf_mmparallel.trainer.sample_sizes import representative_draw
 from tests.plan.specs import model_spec
 
 LM = "language_model"
