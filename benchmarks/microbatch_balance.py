@@ -40,6 +40,7 @@ import torch.distributed as dist
 from arrangement_modes import compare_modes, modes_notes, modes_table, summary
 from bounds import StageWork, busiest_ms, divisible_ms, even_ms
 from modelled import collate, gathered, message_ms, sleep_instead, timed_step, tiny_model, tiny_samples
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.arrange import Arrangement, arrange_step
@@ -48,7 +49,6 @@ from hf_mmparallel.arrange.entrain import entrain
 from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec

@@ -177,7 +177,6 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         inputs.source.model, costs.spec, settings.plugin
     )  # what the model does not allow is not tried
     batch = settings.global_batch_size or SAMPLES_PER_GPU * settings.gpus
-    method = _method(settings, inputs)
     problem = PlanningProblem(
         costs,
         inputs.samples.sizes(inputs.source, settings, batch),
@@ -186,7 +185,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         memory_bytes=settings.memory_bytes,
         microbatch_size=settings.microbatch_size,
         schedule=settings.schedule or settings.plugin.schedule,
-        method=method,
+        method=settings.microbatch_assignment,
         fixed=fixed,
         checkpointing=settings.checkpointing,
         seed=inputs.seed,
@@ -196,6 +195,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     result = search_plans(problem)
     best = result.best
     size = best.microbatch_size
+    method = best.candidate.method
     return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, method, result)
 
 

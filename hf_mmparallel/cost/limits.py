@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
 from ..schedule import GradientFlow, ahead_caps, keeps_all, live_caps, stage_depths
 from ..schedule.actions import StageKey
-from .hardware import Hardware
+from .devices import Hardware
 from .layers import CostModel
 from .memory import StepUse, sample_features, state_per_rank
 from .stage_memory import GIB, StageMemory, stage_memories

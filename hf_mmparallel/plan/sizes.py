@@ -79,15 +79,15 @@ class SampleSizes:
 @dataclass(frozen=True)
 class Workloads:
     """
-        What a global batch is arranged by: numbers of its samples, in the order of their slots.
+    What a global batch is arranged by: numbers of its samples, in the order of their slots.
 
-        Args:
-            forward_ms (`Mapping[str, np.ndarray]`):
-                Module -> float64 `[samples]`: the forward of each sample through the whole module on one rank. 0 where
-                the module has nothing to do for it; such samples are in no microbatch of an encoder.
-            backward_ratio (`Mapping[str, float]`): Module -> time of a backward over that of a forward, 0 without one.
-            tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
-            max_tokens (`Mapping[str, int]`): Module -> most tokens of a microbatch; modules that are not in it have no
+    Args:
+        forward_ms (`Mapping[str, np.ndarray]`):
+            Module -> float64 `[samples]`: the forward of each sample through the whole module on one rank. 0 where
+            the module has nothing to do for it; such samples are in no microbatch of an encoder.
+        backward_ratio (`Mapping[str, float]`): Module -> time of a backward over that of a forward, 0 without one.
+        tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
+        max_tokens (`Mapping[str, int]`): Module -> most tokens of a microbatch; modules that are not in it have no
             limit. Both a budget of the user and a limit of memory become one of these. A sample that alone has more
             gets a microbatch of its own.
         row_ms (`np.ndarray` of shape `[samples]`, *optional*):

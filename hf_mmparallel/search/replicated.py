@@ -135,7 +135,7 @@ class ReplicatedEncoders:
         """The plan of the language model alone, whose stages have a backward where an encoder needs one."""
         tied = {name: place for name, place in self.spec.tied.items() if place[0] == LANGUAGE_MODEL}
         language = ModelSpec({LANGUAGE_MODEL: replace(self.spec.language_model, features=())}, tied)
-        plan = Candidate({LANGUAGE_MODEL: found.layout}, {}, found.num_microbatches, self.problem.schedule).plan(
+        plan = Candidate({LANGUAGE_MODEL: found.layout}, {}, found.num_microbatches, self.problem.first_schedule).plan(
             language
         )
         if not any(p.trainable for name in self.spec.encoders for p in self.spec.modules[name].parameters):

@@ -55,11 +55,13 @@ class FoundPlan:
         plan (`ParallelPlan`): The plan.
         global_batch_size (`int`): Samples of an optimizer step.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+        method (`str`, *optional*): How batches are arranged; `None` for what the arguments say.
     """
 
     plan: ParallelPlan
     global_batch_size: int
     microbatch_size: int
+    method: str | None = None
 
     def applied(
         self, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
@@ -69,6 +71,7 @@ class FoundPlan:
         args.global_batch_size = self.global_batch_size
         args.per_device_train_batch_size = self.microbatch_size
         args.gradient_accumulation_steps = 1
+        args.microbatch_assignment = self.method or args.microbatch_assignment
         return replace(plugin, auto=False, plan=self.plan, schedule=self.plan.schedule), args
 
 
@@ -137,7 +140,7 @@ def _found(
         saved = replace(saved, num_microbatches=num_microbatches(batch, size, dp_size))
         return FoundPlan(saved, batch, size), AutoSearch(None, origin)
     answer = _searched(trainer, prepared, plugin, args, batch)
-    return FoundPlan(answer.plan, batch, answer.microbatch_size), AutoSearch(answer, origin)
+    return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.method), AutoSearch(answer, origin)
 
 
 def saved_plan(
@@ -229,7 +232,8 @@ def _searched(
     name = getattr(prepared.model.config, "name_or_path", "") or type(prepared.model).__name__
     inputs = Inputs(ModelSource(name, prepared.model, prepared.spec, {}), samples, args.layer_profile, args.seed)
     size = best.microbatch_size
-    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, problem.method, result)
+    method = best.candidate.method
+    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, method, result)
 
 
 def _checkpointing(

@@ -27,7 +27,7 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
     assert (
         "rank 5 language_model s1 |" in out
         and "Dry run passed" in out
-        and "fits the 72 GiB, 90% of the memory of h100" in out
+        and "fits the 71.19 GiB, 90% of the memory of h100" in out
     )
     plan = ParallelPlan.load(files[0])
     assert plan.world_size == 6 and plan.num_microbatches == 4
@@ -139,7 +139,7 @@ def test_a_dry_run_fails_when_a_rank_is_too_full(model, run, fail):
     assert "Does not fit: Rank 1 (language_model) needs about" in run(*arguments)
     error = fail(*arguments, "--dry-run")
     assert "Rank 1 (language_model) needs about" in error
-    assert "more than the 43.2 GiB, 90% of the memory of a40" in error
+    assert "more than the 39.96 GiB, 90% of the memory of a40" in error
     assert "more than the 20 GiB that are allowed" in fail(*arguments, "--dry-run", "--memory-limit-gib", "20")
 
 
