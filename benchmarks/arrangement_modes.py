@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.cost.rows import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.search.condense import predict_condensed
@@ -35,6 +35,10 @@ class PublishedLayers:
     """Costs of layers by operation counts, where each module reaches its fitted share of a device's peak."""
 
     model: str
+
+    def starting_at(self, first_rank: int) -> PublishedLayers:
+        """See [`LayerCosts`]; no ranks share matrices here."""
+        return self
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""

@@ -12,7 +12,7 @@ from ..cost.profile import LayerProfile, measured_costs
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..schedule.draw import rank_ranges
-from ..search.method_choice import DEFAULT_METHOD, choose_method
+from ..search.method_choice import choose_method
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.steps import Prediction, StepPlanner
 from .inputs import ModelSource, Samples
@@ -253,11 +253,6 @@ def _memory_for(settings: Settings, costs: CostModel, plan: ParallelPlan, sizes:
             fitting_tokens(costs, plan, sizes, settings.memory_bytes)
             return settings.memory_bytes
     return None
-
-
-def _method(settings: Settings, inputs: Inputs) -> str:
-    """How samples come to microbatches: by their sizes, where these differ."""
-    return settings.microbatch_assignment or ("contiguous" if inputs.samples.are_alike else DEFAULT_METHOD)
 
 
 def check_memory(answer: Answer) -> None:
