@@ -134,8 +134,12 @@ def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardwar
     memory_gb_per_s = _copy_gb_per_s(device, part_s)
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    base = find_device("cpu")
+    if device.type != "cpu":  # messages between GPUs are not those between processes
+        names = ("link_latency_us", "node_link_latency_us", "launch_us")
+        base = replace(base, **{name: getattr(Hardware, name) for name in names})
     return replace(
-        find_device("cpu"),
+        base,
         name=reported_name(device),
         **{field: peaks[dtype] for dtype, field in PEAK_OF_DTYPE.items()},
         memory_gib=memory,
