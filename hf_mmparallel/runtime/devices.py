@@ -159,7 +159,7 @@ def _product_tflops(device: torch.device, dtype: str, budget_s: float) -> float:
     """
     kind, precision = _TIMED[dtype]
     side, best, end = 256, 0.0, None
-    with _products_in(precision):
+    with products_in(precision):
         try:
             while True:
                 left, right = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
@@ -200,7 +200,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 @contextmanager
-def _products_in(precision: str) -> Iterator[None]:
+def products_in(precision: str) -> Iterator[None]:
     """Sets how products of float32 are computed on a GPU, for a while."""
     matmul: Any = torch.backends.cuda.matmul
     before = matmul.fp32_precision

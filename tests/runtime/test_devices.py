@@ -19,6 +19,7 @@ from hf_mmparallel.runtime.devices import (
     measure_device,
     measured_links,
     power_limits,
+    products_in,
     reported_name,
     slowest,
     summary,
@@ -97,9 +98,9 @@ class TestMeasuring:
         found = measure_device(CPU, budget_s=0.2)
         assert found.fp16_tflops == found.fp32_tflops
 
-    def test_products_in_tf32_are_for_a_while(self):
+    def testproducts_in_tf32_are_for_a_while(self):
         before = torch.backends.cuda.matmul.fp32_precision
-        with devices._products_in("tf32"):
+        with products_in("tf32"):
             assert tf32_is_on()
         assert torch.backends.cuda.matmul.fp32_precision == before and not tf32_is_on()
 
