@@ -79,6 +79,18 @@ class Answer:
     method: str
     result: SearchResult | None = None
 
+    def with_result(self, result: SearchResult) -> Answer:
+        """The answer of another result of the same search."""
+        best = result.best
+        return replace(
+            self,
+            prediction=best.typical,
+            predictions=best.predictions,
+            microbatch_size=best.microbatch_size,
+            method=best.candidate.method,
+            result=result,
+        )
+
     @property
     def plan(self) -> ParallelPlan:
         return self.prediction.plan

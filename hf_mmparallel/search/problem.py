@@ -265,3 +265,8 @@ class SearchResult:
     num_candidates: int
     num_simulated: int
     search_s: float
+
+    @property
+    def num_not_simulated(self) -> int:
+        """Candidates that are slower by the closed form, or can't be faster than the best."""
+        return self.num_candidates - self.num_simulated - sum(self.rejected.values())
