@@ -233,12 +233,12 @@ class _Simulator:
             key = str(candidate)
             if key in whole or key in self._too_large:
                 continue
-            self._screened.setdefault(key, (estimated.step_ms, estimated, candidate))
             if not _state_fits(self.problem, candidate):
                 self._too_large.add(key)
                 continue
             num_tasks += candidate.num_tasks
             if self._simulate_whole(candidate, estimated):
+                self._screened[key] = (self.plans[-1].step_ms, estimated, candidate)
                 best_ms = min(best_ms, self.plans[-1].step_ms)
             else:
                 self._too_large.add(key)
@@ -254,23 +254,24 @@ class _Simulator:
         """
         if len(self.problem.schedules) == len(self.problem.methods) == 1:
             return
-        shapes: dict[tuple, list[RankedPlan]] = {}
-        for plan in _unlike_plans(sorted(self.plans, key=_speed)):
-            shapes.setdefault(_shape(plan.candidate), []).append(plan)
+        times = {str(plan.candidate): plan.step_ms for plan in self.plans}
+        screened = [(times.get(key, entry[0]), entry) for key, entry in self._screened.items()]
+        shapes: dict[tuple, list[tuple[float, Estimated, Candidate]]] = {}
+        for step_ms, (_, estimated, candidate) in sorted(screened, key=lambda pair: pair[0]):
+            if str(candidate) not in self._too_large:
+                shapes.setdefault(_shape(candidate), []).append((step_ms, estimated, candidate))
         num_tasks = 0
         for number, layouts in enumerate(shapes.values()):
-            best_ms = min(plan.step_ms for plan in self.plans)
-            too_late = number > 1 and num_tasks > share * self.effort
-            if too_late or layouts[0].step_ms > _MUCH_SLOWER * best_ms:
+            step_ms, estimated, candidate = layouts[0]
+            best_ms = min((plan.step_ms for plan in self.plans), default=step_ms)
+            if (number > 1 and num_tasks > share * self.effort) or step_ms > _MUCH_SLOWER * best_ms:
                 break
-            estimated = self._screened[str(layouts[0].candidate)][1]
-            orders, tried = self._best_orders(layouts[0].candidate, estimated)
+            orders, tried = self._best_orders(candidate, estimated)
             num_tasks += tried
-            for place, plan in enumerate(layouts[:_ORDERED_LAYOUTS]):
-                estimated = self._screened[str(plan.candidate)][1]
+            for place, (_, estimated, candidate) in enumerate(layouts[:_ORDERED_LAYOUTS]):
                 for schedule, method in orders if place == 0 else orders[:1]:
-                    self._simulate_whole(replace(plan.candidate, schedule=schedule, method=method), estimated)
-                    num_tasks += plan.candidate.num_tasks
+                    self._simulate_whole(replace(candidate, schedule=schedule, method=method), estimated)
+                    num_tasks += candidate.num_tasks
 
     def _best_orders(self, candidate: Candidate, estimated: Estimated) -> tuple[list[tuple[Schedule, str]], int]:
         """The schedules and arrangements with which a slice is fastest, besides the candidate's; and its tasks."""
