@@ -2,7 +2,8 @@
 Puts the figures of the kept results into the pages, and checks those that stand in sentences.
 
 A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. Between them is
-what the function of that name in `figures.py` or `paper_figures.py` makes of `benchmarks/results`. A sentence is
+what the function of that name in `figures.py` or `paper_figures.py` makes of `benchmarks/results`, or the one in
+`device_figures.py` of the table of devices. A sentence is
 written by hand; its part with the figures is there too, made from the same files, and has to be on the page word for
 word (line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
 
@@ -18,11 +19,12 @@ import argparse
 import re
 import sys
 
+import device_figures
 import figures
 import paper_figures
 from figures import ROOT
 
-BLOCKS = {**figures.BLOCKS, **paper_figures.BLOCKS}
+BLOCKS = {**figures.BLOCKS, **paper_figures.BLOCKS, **device_figures.BLOCKS}
 QUOTES = {**figures.QUOTES, **paper_figures.QUOTES}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)

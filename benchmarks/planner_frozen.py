@@ -13,9 +13,10 @@ from planner_models import AUDIO, VISION, cornstarch_model, cornstarch_sizes
 
 from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import UnawareOptions, all_trained
-from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.partition import partition_layers, partition_shared
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import step_planner

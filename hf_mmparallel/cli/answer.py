@@ -191,7 +191,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         batch,
         memory_bytes=settings.memory_bytes,
         microbatch_size=settings.microbatch_size,
-        schedule=settings.schedule or settings.plugin.schedule,
+        schedule=settings.schedule or settings.plugin.named_schedule,
         method=settings.microbatch_assignment,
         fixed=fixed,
         checkpointing=settings.checkpointing,
@@ -272,7 +272,7 @@ def check_memory(answer: Answer) -> None:
     Args:
         answer (`Answer`): The plan.
     """
-    limit_gib = limit_of(answer.settings)
+    limit_gib = answer.settings.memory_gib
     memory = answer.memory
     if limit_gib is None or answer.peak_gib <= limit_gib:
         return
@@ -282,11 +282,6 @@ def check_memory(answer: Answer) -> None:
     names = sorted({name for name, _, _ in answer.plan.stages_of_rank(fullest)})
     raise ValueError(
         f"Rank {fullest} ({', '.join(names)}) needs about {needed:.1f} GiB, {needed - limit_gib:.1f} more than the "
-        f"{limit_gib:g} GiB of {answer.settings.gpu_type}; in all {len(over)} ranks need more: {rank_ranges(over)}. "
+        f"{answer.settings.memory_text}; in all {len(over)} ranks need more: {rank_ranges(over)}. "
         f"Raise `pp` or `tp` of `{names[0]}`, lower `--microbatch-size`, or set `checkpointing=true`."
     )
-
-
-def limit_of(settings: Settings) -> float | None:
-    """GiB of a rank: what the user allows, or all that the device has; `None` where it has no fixed size."""
-    return settings.device.memory_gib if settings.memory_limit_gib is None else settings.memory_limit_gib

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
+from ..schedule import condense
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, unlike
-from .condense import condense, on_all_ranks, predict_condensed
+from .condense import on_all_ranks, predict_condensed
 from .explain import bound_of, least_memory_bytes, reason_for
 from .fully_sharded import FullySharded, fully_sharded
 from .options import Kind, ModuleOptions

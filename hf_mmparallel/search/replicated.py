@@ -15,8 +15,7 @@ import numpy as np
 from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, training_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
-from ..schedule import Task, build_program, simulate
-from .condense import condense
+from ..schedule import Task, condense, condensed_program, simulate
 from .options import Kind, ModuleOptions, divisors
 from .problem import Candidate, Layout, PlanningProblem
 from .single_layout import even_layers
@@ -158,7 +157,7 @@ class ReplicatedEncoders:
         tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
         slots = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, slots, batch)
-        program = build_program(few.plan, step, few.groups, cost, check=False)
+        program = condensed_program(few.parts(step), cost, check=False)
         simulation = simulate(few.plan, program, cost, stages.message_ms, stages.sync_ms)
         sums_ms = [
             self.options[name].sync_ms(kind, self.problem.num_ranks // kind.tp_size, 1)

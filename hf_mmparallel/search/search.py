@@ -13,8 +13,9 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from ..plan.parallel_plan import Schedule
+from ..schedule import condense
 from .candidates import CandidateSpace, Estimated, unlike
-from .condense import condense, on_all_ranks, predict_condensed
+from .condense import on_all_ranks, predict_condensed
 from .explain import bound_of, no_plan_error, reason_for
 from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult, draw_batch
 from .steps import Prediction, StepPlanner

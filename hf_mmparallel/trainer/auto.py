@@ -18,6 +18,7 @@ from ..cli.inputs import ModelSource, Samples
 from ..cli.output import page_of, save_plan
 from ..cli.report import origins, print_labelled, print_runners_up, summary
 from ..cli.settings import Settings
+from ..cost import usable_bytes
 from ..cost.stage_memory import GIB
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
@@ -30,8 +31,8 @@ from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
-from .loaders import memory_limit_bytes
-from .report import mean_tokens, representative_draw, size_origin, stderr_console
+from .report import mean_tokens, size_origin, stderr_console
+from .sample_sizes import representative_draw
 from .saved_plan import SAVED_PLAN, check_same_settings
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def _searched(
     costs = prepared.costs
     with seeded(args.seed):  # only this rank reads samples here
         samples = training_samples(trainer, batch)
-    memory_bytes = memory_limit_bytes(args, costs.device)
+    memory_bytes = usable_bytes(costs.device, args.memory_limit_gib)
     checkpointing = _checkpointing(prepared, plugin, args)
     assert samples.measured is not None
     problem = PlanningProblem(
@@ -218,11 +219,12 @@ def _searched(
     settings = Settings(
         gpus=args.world_size,
         gpu_type=costs.device.name,
+        described=costs.device,
         global_batch_size=batch,
         schedule=plugin.schedule,
         microbatch_assignment=args.microbatch_assignment,
         memory_limit_gib=None if memory_bytes is None else memory_bytes / GIB,
-        dtype={2: "bfloat16", 4: "float32"}.get(costs.value_bytes, "float32"),
+        dtype=costs.device.dtype,
         plugin=plugin,
         sizes=problem.fixed,
         checkpointing=checkpointing,

@@ -28,10 +28,10 @@ from hf_mmparallel.trainer.report import (
     StepReport,
     arrangement_lines,
     report_lines,
-    representative_draw,
     settings_without_effect,
     size_origin,
 )
+from hf_mmparallel.trainer.sample_sizes import representative_draw
 from tests.plan.specs import model_spec
 
 LM = "language_model"
