@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,15 @@ from .reading import read_count, read_flag, read_list, read_mapping, read_name, 
 
 SCHEDULES = ("1f1b", "gpipe", "eager", "encoders_first")
 Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first"]
+ASSIGNMENTS = (
+    "hierarchical",
+    "tapered",
+    "entrain",
+    "contiguous",
+    "batch_rebalance",
+    "disttrain",
+    "sub_microbatches",
+)
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
 
@@ -93,11 +102,11 @@ class ModulePlan:
 
     @property
     def cp_size(self) -> int:
-        return len(self.replicas[0][0].ranks)
+        return len(self._grid)
 
     @property
     def tp_size(self) -> int:
-        return len(self.replicas[0][0].ranks[0])
+        return len(self._grid[0])
 
     @property
     def layout(self) -> str:
@@ -109,11 +118,19 @@ class ModulePlan:
     def num_layers(self) -> int:
         return self.replicas[0][-1].layers[1]
 
+    @property
+    def _grid(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the first stage; in a part of a plan other replicas, or all of them, have no stages."""
+        return next((stages[0].ranks for stages in self.replicas if stages), ((0,),))
+
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
         """Yields (replica, index of the stage, stage)."""
-        for replica, stages in enumerate(self.replicas):
-            for index, stage in enumerate(stages):
-                yield replica, index, stage
+        return iter(self._stages)
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, int, Stage]]:
+        """What is yielded; a part of a plan has many replicas without stages, and is asked often."""
+        return [(d, index, stage) for d, stages in enumerate(self.replicas) for index, stage in enumerate(stages)]
 
 
 @dataclass(frozen=True)
@@ -145,16 +162,33 @@ class ParallelPlan:
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
         num_microbatches (`int`, *optional*, defaults to 1):
             Microbatches of each language-model replica in a full global batch.
+        microbatch_assignment (`str`, *optional*):
+            How the samples of a global batch are arranged, if a search chose it: what the Trainer's argument of the
+            same name is where it is left out.
     """
 
     modules: Mapping[str, ModulePlan]
     edges: tuple[Edge, ...] = ()
     schedule: Schedule = "1f1b"
     num_microbatches: int = 1
+    microbatch_assignment: str | None = None
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return 1 + max(rank for module in self.modules.values() for _, _, s in module.stages() for rank in s.all_ranks)
+
+    def part(self, members: Collection[tuple[str, int]]) -> ParallelPlan:
+        """
+        The plan with the stages of some replicas only; numbers of replicas and ranks stay the same.
+
+        Args:
+            members (`Collection[tuple[str, int]]`): (module, replica) of those.
+        """
+        few: dict[str, list[tuple[Stage, ...]]] = {name: [()] * own.dp_size for name, own in self.modules.items()}
+        for name, replica in members:
+            few[name][replica] = self.modules[name].replicas[replica]
+        modules = {name: replace(module, replicas=tuple(few[name])) for name, module in self.modules.items()}
+        return replace(self, modules=modules)
 
     def stage(self, module: str, replica: int, index: int) -> Stage:
         return self.modules[module].replicas[replica][index]
@@ -178,8 +212,10 @@ class ParallelPlan:
         return {index: tuple(features) for index, features in sorted(result.items())}
 
     def to_dict(self) -> dict[str, Any]:
+        chosen = {} if self.microbatch_assignment is None else {"microbatch_assignment": self.microbatch_assignment}
         return {
             "schedule": self.schedule,
+            **chosen,
             "num_microbatches": self.num_microbatches,
             "edges": [{"source": e.source, "target": e.target, "layers": list(e.layers)} for e in self.edges],
             "modules": {
@@ -213,7 +249,9 @@ class ParallelPlan:
         """
         if isinstance(data, Mapping) and "plan" in data:
             data = data["plan"]
-        data = read_mapping(data, "A plan", ["modules"], ["schedule", "num_microbatches", "edges"])
+        data = read_mapping(
+            data, "A plan", ["modules"], ["schedule", "microbatch_assignment", "num_microbatches", "edges"]
+        )
         modules = {
             read_name(name, "The name of a module"): _read_module(module, name)
             for name, module in read_mapping(data["modules"], "`modules` of the plan").items()
@@ -224,7 +262,10 @@ class ParallelPlan:
         schedule = data.get("schedule", "1f1b")
         reject_unknown_keys("`schedule`", [schedule], SCHEDULES)
         count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
-        return cls(_sources_first(modules, edges), edges, schedule, count)
+        method = data.get("microbatch_assignment")
+        if method is not None:
+            reject_unknown_keys("`microbatch_assignment`", [method], ASSIGNMENTS)
+        return cls(_sources_first(modules, edges), edges, schedule, count, method)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

@@ -1,11 +1,22 @@
 """Estimates of time and memory against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import StepCost, find_device, layer_flops
+from hf_mmparallel.cost import StepCost, analytic_costs, find_device, layer_flops, layer_table, stage_costs
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlan,
+    ModulePlugin,
+    ParallelPlan,
+    SampleSizes,
+    Stage,
+    resolve_plan,
+    sync_groups,
+)
 from hf_mmparallel.schedule import Task, build_program
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, h100, model
 from tests.schedule.builders import make_step
@@ -92,7 +103,7 @@ def test_links_between_nodes_are_slower():
 
 def test_keys_that_take_longer_than_attention_cost_time():
     spec = model()
-    alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2))
+    alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2, cp_block=10))
     received = 2 * 2 * HIDDEN * 20 / 2  # two bytes, keys and values, the other half of twenty tokens
     gather = LAYERS * received / 450e6 - ATTENTION * 200 / 2
     assert gather > 0
@@ -109,10 +120,10 @@ MIXED = SampleSizes.of_sequences(
 DEFERRED = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
 
 
-def test_a_chunk_costs_the_sum_of_its_samples():
+def test_a_packed_chunk_costs_the_sum_of_its_samples():
     spec = model()
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
-    cost = StepCost(h100(spec), plan, DEFERRED, MIXED)
+    cost = StepCost(replace(h100(spec), packing=True), plan, DEFERRED, MIXED)
     vision, half = STACK + HIDDEN * HIDDEN, STACK / 2 + HEAD
     for task, lengths, matrices, attention in (
         (Task("fwd", "vision", 0, 0, 0, 0), [], vision, 2 * ATTENTION),
