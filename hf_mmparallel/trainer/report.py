@@ -26,7 +26,7 @@ from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
 from ..search.split import split_stability, too_small
 from ..search.steps import PlannedStep, StepPlanner
-from .arguments import MultimodalTrainingArguments
+from .arguments import AUTO, MultimodalTrainingArguments
 from .limits import WITH_LIMITS, LargeSamples
 from .loaders import training_planner, without_unused_columns
 from .model_card import SCHEDULE, WORKLOADS
@@ -173,13 +173,18 @@ def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[
     ]
 
 
-def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool) -> list[str]:
+def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool, on_gpu: bool = False) -> list[str]:
     """A sentence for each setting of the arrangement that changes nothing under a plan."""
     lines = []
     limits = [name for name in ("max_tokens_per_microbatch", "memory_limit_gib") if getattr(args, name) is not None]
     for name in limits:
         value = getattr(args, name)
-        if not sizes_known:
+        if name == "memory_limit_gib" and value == AUTO and not on_gpu:
+            lines.append(
+                f"`{name}={value!r}` has no effect on the CPU, where nothing counts what a rank allocates. Give a "
+                "number."
+            )
+        elif not sizes_known:
             lines.append(f"`{name}={value}` has no effect: sizes of samples are unknown.")
         elif args.microbatch_assignment not in WITH_LIMITS:
             lines.append(
@@ -276,7 +281,7 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     if prediction.large is not None:
         lines.append(str(prediction.large))
-    lines += settings_without_effect(args, prediction.balances is not None)
+    lines += settings_without_effect(args, prediction.balances is not None, trainer._engine.device.type == "cuda")
     if args.activation_checkpointing_kwargs and not any(m.activation_checkpointing for m in plan.modules.values()):
         lines.append("`activation_checkpointing_kwargs` has no effect: no module has `activation_checkpointing`.")
     if cp_size > 1:

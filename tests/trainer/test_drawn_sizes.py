@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainerCallback
 
@@ -44,7 +43,7 @@ class Counting:
         self.broken = broken
 
     def __call__(self, sample: Any) -> dict[str, int]:
-        with open(f"{self.folder}/rank{dist.get_rank()}-{os.getpid()}", "a") as file:
+        with open(f"{self.folder}/rank{os.environ['RANK']}-{os.getpid()}", "a") as file:
             file.write(f"{sample['number']}\n")
         if sample["number"] == self.broken:
             raise RuntimeError("no size")
@@ -80,6 +79,8 @@ def sized_run(folder: str, workers: int, broken: int | None = None, **arguments:
     steps = Steps()
     given = {**runs.COMMON, "global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2, **TWO_EPOCHS}
     given |= {"output_dir": f"{folder}/out", "dataloader_num_workers": workers, **arguments}
+    if workers:
+        given["dataloader_multiprocessing_context"] = "fork"
     trainer = MultimodalParallelTrainer(
         tiny.FAMILIES["llava"](),
         MultimodalTrainingArguments(parallel=PARALLEL, ddp_backend="gloo", **given),
