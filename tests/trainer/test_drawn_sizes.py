@@ -71,7 +71,9 @@ def collate(samples: list[dict[str, Any]]) -> Any:
     )
 
 
-def sized_run(folder: str, workers: int, broken: int | None = None, **arguments: Any) -> tuple[runs.Run, list[Any]]:
+def sized_run(
+    folder: str, workers: int, broken: int | None = None, checkpoint: str | None = None, **arguments: Any
+) -> tuple[runs.Run, list[Any]]:
     from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 
     torch.set_num_threads(1)
@@ -90,8 +92,7 @@ def sized_run(folder: str, workers: int, broken: int | None = None, **arguments:
         callbacks=[steps],
     )
     steps.engine = trainer.engine
-    (Path(folder) / "begun").touch()
-    return runs.run_of(trainer), steps.steps
+    return runs.run_of(trainer, checkpoint=checkpoint), steps.steps
 
 
 def measured(folder: Path) -> dict[int, list[int]]:
@@ -139,7 +140,7 @@ def test_a_sample_that_can_not_be_measured_ends_the_run(tmp_path: Path):
 
 def resumed_run(folder: str) -> tuple[runs.Run, list[Any], runs.Run, list[Any]]:
     whole, steps = sized_run(folder, 1, save_strategy="steps", save_steps=4)
-    again, rest = sized_run(folder, 1, resume_from_checkpoint=f"{folder}/out/checkpoint-4")
+    again, rest = sized_run(folder, 1, checkpoint=f"{folder}/out/checkpoint-4")
     return whole, steps, again, rest
 
 

@@ -85,10 +85,10 @@ def test_the_cpu_counts_nothing():
     assert ratio.learned is None and ratio.limits_of(Draw((0,), 0, 8)) is None
 
 
-def learning_run(folder: str, **arguments: Any) -> tuple[runs.Run, list[Any], Any]:
+def learning_run(folder: str, checkpoint: str | None = None, **arguments: Any) -> tuple[runs.Run, list[Any], Any]:
     """A run whose ranks seem to allocate much more than what is predicted."""
-    loaders.allowed_bytes = lambda args, device: 2.0 * MIB  # type: ignore[assignment]
-    loaders.allocated_since = lambda device: (1.0 + dist.get_rank()) * 0.6 * MIB  # type: ignore[assignment]
+    loaders.allowed_bytes = lambda args, device: 6.0 * MIB  # type: ignore[assignment]
+    loaders.allocated_since = lambda device: (5.5 + 0.2 * dist.get_rank()) * MIB  # type: ignore[assignment]
     trainer = runs.make_trainer("llava", LAYOUT, folder, memory_limit_gib="auto", **STEPS, **arguments)
     seen: list[Any] = []
     train_step = trainer.engine.train_step
@@ -98,13 +98,13 @@ def learning_run(folder: str, **arguments: Any) -> tuple[runs.Run, list[Any], An
         return train_step(batch, step)
 
     trainer.engine.train_step = recorded
-    run = runs.run_of(trainer)
+    run = runs.run_of(trainer, checkpoint=checkpoint)
     return run, seen, trainer.memory_ratio.learned
 
 
 def learned_and_resumed(folder: str) -> tuple[Any, Any]:
     first = learning_run(folder, save_strategy="steps", save_steps=6)
-    return first, learning_run(folder, resume_from_checkpoint=str(Path(folder) / "checkpoint-6"))
+    return first, learning_run(folder, str(Path(folder) / "checkpoint-6"))
 
 
 @pytest.mark.distributed
