@@ -7,7 +7,7 @@ same again, from the cache; and a sample by itself, as each was counted before.
 Conversations: charts with questions, of which the sizes follow from the chat template, the tokenizer and the headers
 of the images. A Trainer on two gloo ranks with `parallel="auto"` and with a layout: from its constructor to the end of
 the first optimizer step. What one conversation takes says what measuring all of them on one process would take. The
-conversations of a large set are those of a small one over and over, which changes nothing: each is measured for itself.
+conversations of a large set are those of a small one over and over, since each is measured for itself.
 
 ```bash
 python benchmarks/sizes_at_scale.py

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-WITH_LIMITS = ("hierarchical", "tapered")
-"""The arrangements whose microbatches hold to limits of tokens and memory."""
 _UNLIMITED = 10**15  # tokens, which come of stages that keep nothing
 _REMEDY = (
     "Each gets a microbatch of its own, which is predicted to need more memory than a rank may fill. If that is too "

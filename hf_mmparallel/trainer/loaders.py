@@ -21,6 +21,7 @@ from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.collectives import all_gather_values, from_first_rank
+from ..search.method_choice import DEFAULT_METHOD
 from ..search.steps import SizeFunction, StepPlanner
 from .arguments import AUTO
 from .checks import check_dataset
@@ -48,8 +49,9 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
             sampler = LengthGroups(sampler, trainer.global_batch_size, seed)
         sampler = _seeded(trainer, sampler)
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
+    method = from_first_rank(lambda: trainer.method_choice.method, args.device)
     sizes = trainer.training_sizes.shared(dataset)
-    planner = trainer._engine.planner = training_planner(trainer, sizes.source, sizes.typical)
+    planner = trainer._engine.planner = training_planner(trainer, sizes.source, sizes.typical, method)
     trainer.memory_ratio = _memory_ratio(trainer, planner, sizes)
     if sizes.is_measured_when_drawn:
         draws, planner = _sized(trainer, dataset, draws, sizes), replace(planner, sizes=None)
@@ -116,14 +118,20 @@ def check_loader(loader: Any, method: str) -> None:
 
 
 def training_planner(
-    trainer: MultimodalParallelTrainer, sizes: SizeFunction | None, typical: SampleSizes | None = None
+    trainer: MultimodalParallelTrainer,
+    sizes: SizeFunction | None,
+    typical: SampleSizes | None = None,
+    method: str | None = None,
 ) -> StepPlanner:
-    """Plans the training steps, by the sizes of samples and with limits of microbatches for a typical batch."""
+    """
+    Plans the training steps, by the sizes of samples and with limits of microbatches for a typical batch, with the
+    arrangement `method` if the user names none.
+    """
     args = trainer.args
     planner = _planner(
         trainer,
         args.per_device_train_batch_size,
-        method=args.microbatch_assignment,
+        method=args.microbatch_assignment or method or DEFAULT_METHOD,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
         memory_bytes=allowed_bytes(args, trainer._engine.costs.device),
