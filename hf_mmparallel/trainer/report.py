@@ -291,7 +291,9 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     if prediction.large is not None:
         lines.append(str(prediction.large))
-    lines += settings_without_effect(args, prediction.balances is not None, trainer._engine.device.type == "cuda")
+    lines += settings_without_effect(
+        args, prediction.balances is not None, str(trainer._engine.device).startswith("cuda")
+    )
     if args.activation_checkpointing_kwargs and not any(m.activation_checkpointing for m in plan.modules.values()):
         lines.append("`activation_checkpointing_kwargs` has no effect: no module has `activation_checkpointing`.")
     if cp_size > 1:
