@@ -304,6 +304,24 @@ def sampler_arranging() -> str:
     return table(f"| arrangement | {' | '.join(columns)} |", rows)
 
 
+def sizes_at_scale() -> str:
+    found = result("sizes_at_scale")
+    ids, each = found["token_ids"], found["one_conversation"]
+    rows = [
+        f"| {ids['samples']:,} rows of token ids, counted in Arrow columns | {ids['seconds']:.0f} s "
+        f"({ids['microseconds_a_sample']:.1f} us a row; row by row {ids['microseconds_one_by_one']:.0f} us) |",
+        f"| the same again, from the cache | {ids['cached_seconds']:.1f} s |",
+        f"| one conversation | {each['milliseconds']:.1f} ms (all on one process: {each['hours_of_all']:.1f} h) |",
+    ]
+    for row in found["first_steps"]:
+        words = '`parallel="auto"`' if row["parallel"] == "auto" else "a layout"
+        rows.append(
+            f"| {row['samples']:,} conversations, {words}, two ranks: until the first step has ended "
+            f"| {row['first_step_seconds']:.0f} s |"
+        )
+    return table("| what | time |", rows)
+
+
 def sampler_reading() -> str:
     found = result("sampler_overhead")["reading"]
     stock = found["stock"]
@@ -365,6 +383,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         context_parallel,
         context_parallel_papers,
         sampler_arranging,
+        sizes_at_scale,
         sampler_reading,
         memory_error,
         attention_times,
