@@ -178,7 +178,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
 
 class _Draw:
     def __init__(self, samples: tuple[int, ...]):
-        self.samples, self.epoch = samples, 0
+        self.samples, self.epoch, self.sizes = samples, 0, None
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
