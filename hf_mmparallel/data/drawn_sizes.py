@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -53,6 +54,7 @@ class MeasuredPart:
         sizes (`SampleSizes`, *optional*): Their sizes; `None` without any.
         unknown (`tuple[int, ...]`): Dataset indices of samples of which nothing says the size.
         bad (`dict[int, BadSample]`): Dataset index -> why a sample could not be measured.
+        checksum (`int`, *optional*, defaults to 0): Of the samples of the draw, for other ranks to compare.
     """
 
     draw: Draw
@@ -60,6 +62,7 @@ class MeasuredPart:
     sizes: SampleSizes | None
     unknown: tuple[int, ...]
     bad: dict[int, BadSample]
+    checksum: int = 0
 
 
 class PartReader(Dataset):
@@ -153,11 +156,24 @@ class SizedDraws(DrawSampler):
             yield DrawPart(draw, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
 
     def _sized(self, part: MeasuredPart) -> Draw:
-        """A draw with what all ranks found out about its samples."""
+        """
+        A draw with what all ranks found out about its samples.
+
+        Raises:
+            `RuntimeError`: On all ranks, if they drew different samples.
+        """
         draw, bad = part.draw, {}
         if not draw.samples:  # that of a step which a resumed run skips
             return draw
-        for found in self.exchange(replace(part, draw=Draw(()))):
+        checksum = zlib.crc32(np.asarray(draw.samples, dtype=np.int64).tobytes())
+        parts = self.exchange(replace(part, draw=Draw(()), checksum=checksum))
+        if len({found.checksum for found in parts}) > 1:
+            table = ", ".join(f"rank {rank}: {found.checksum:08x}" for rank, found in enumerate(parts))
+            raise RuntimeError(
+                f"The ranks drew different global batches ({table}). The dataset must have the same length and order "
+                "on all ranks, and `data_seed` the same value."
+            )
+        for found in parts:
             if found.sizes is not None:
                 self.known.put(found.indices, found.sizes)
             if found.unknown:
