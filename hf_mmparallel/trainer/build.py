@@ -15,9 +15,10 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..arrange import num_microbatches
 from ..callbacks.metrics import hardware_of
-from ..cost import HARDWARE, CostModel, Hardware, analytic_costs
+from ..cost import HARDWARE, CostModel, Hardware
 from ..cost.analytic import DTYPE_BYTES
-from ..cost.profile import LayerProfile, measured_costs
+from ..cost.calibration import Calibration, costs_from, read_costs
+from ..cost.profile import LayerProfile
 from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
@@ -341,17 +342,14 @@ def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
         `ValueError`: For a profile that can't be read or is of another model.
     """
 
-    def find() -> tuple[Hardware | None, LayerProfile | None]:
+    def find() -> tuple[Hardware | None, LayerProfile | Calibration | None]:
         path = args.layer_profile
         if path is not None and not Path(path).is_file():
             raise ValueError(f"`layer_profile={path!r}` is no file. Write one with `hf-mmparallel profile --output`.")
-        return hardware_of(args.device), None if path is None else LayerProfile.load(path)
+        return hardware_of(args.device), None if path is None else read_costs(path)
 
-    found, profile = from_first_rank(find, args.device)
-    hardware = found or HARDWARE["cpu"]
-    if profile is None:
-        return analytic_costs(spec, hardware, value_bytes(spec, args))
-    return measured_costs(spec, hardware, profile)
+    found, source = from_first_rank(find, args.device)
+    return costs_from(spec, found or HARDWARE["cpu"], value_bytes(spec, args), source)
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:
