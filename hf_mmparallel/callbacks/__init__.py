@@ -6,4 +6,10 @@ from .prediction import PredictionCallback
 from .progress import LossProgressCallback
 from .timeline import TimelineCallback
 
-__all__ = ["EngineCallback", "LossProgressCallback", "ParallelMetricsCallback", "PredictionCallback", "TimelineCallback"]
+__all__ = [
+    "EngineCallback",
+    "LossProgressCallback",
+    "ParallelMetricsCallback",
+    "PredictionCallback",
+    "TimelineCallback",
+]

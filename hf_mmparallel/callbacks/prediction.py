@@ -272,9 +272,7 @@ class PredictionCallback(EngineCallback):
             self._tell()
 
 
-def _predicted_metrics(
-    window: LoggedWindow, steps: Sequence[MeasuredStep], plan: ParallelPlan
-) -> dict[str, float]:
+def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep], plan: ParallelPlan) -> dict[str, float]:
     """What the log gets of a window."""
     metrics = {
         "parallel/predicted_step_ms": window.predicted_step_ms,

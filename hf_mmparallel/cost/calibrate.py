@@ -220,6 +220,8 @@ def _fit_form(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
 def _left_out_error(windows: Sequence[NDArray], form: tuple[str, ...]) -> float:
     """The mean relative error in windows that are left out in turns; infinite where there are too few rows."""
     folds = min(_FOLDS, len(windows))
+    if sum(map(len, windows)) < 2 * len(form) or not _fit_form(np.concatenate(windows), form).is_plausible:
+        return np.inf
     errors = []
     for fold in range(folds):
         fitted = [rows for index, rows in enumerate(windows) if index % folds != fold]
@@ -260,4 +262,6 @@ def _accuracies(found: NDArray) -> dict[str, Accuracy]:
     """Errors of `[windows, 3]`: measured, predicted before and after."""
     errors = np.abs(found[:, 1:] / found[:, :1] - 1)
     medians, worst = np.median(errors, axis=0).tolist(), errors.max(axis=0).tolist()
-    return {when: Accuracy(*own) for when, own in zip(("before", "after"), zip(medians, worst, strict=True), strict=True)}
+    return {
+        when: Accuracy(*own) for when, own in zip(("before", "after"), zip(medians, worst, strict=True), strict=True)
+    }

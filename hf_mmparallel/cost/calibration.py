@@ -12,7 +12,7 @@ from typing import Any
 from .. import __version__
 from ..plan import ModelSpec
 from .analytic import analytic_costs
-from .hardware import Hardware
+from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .profile import LayerProfile, MeasuredLayers, measured_costs
 from .run_log import KINDS, Kind, module_digests
@@ -35,6 +35,11 @@ class TimeScale:
     token: float = 1.0
     square: float = 1.0
     layer_ms: float = 0.0
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether work takes longer the more there is of it."""
+        return min(self.token, self.square) > 0.0
 
     def __call__(self, polynomial: Polynomial, is_layer: bool) -> Polynomial:
         """
@@ -120,7 +125,7 @@ class Calibration:
                 f"{CALIBRATION_VERSION}. Calibrate again with `hf-mmparallel calibrate`."
             )
         try:
-            scales = {
+            scales: dict[str, dict[Kind, TimeScale]] = {
                 name: {kind: TimeScale(**own[kind]) for kind in KINDS if kind in own}
                 for name, own in values.pop("scales").items()
             }
@@ -162,13 +167,13 @@ class Calibration:
             )
         if device.name != self.device:
             raise ValueError(
-                f"The calibration corrects costs of `{self.device}` ({self.device_name}), not of `{device.name}`. Give "
-                f"`--gpu-type {self.device}`, or a calibration from runs on `{device.name}`."
+                f"The calibration corrects costs of `{self.device}` ({self.device_name}), not of `{device.name}`. Use "
+                f"it for `{self.device}`, or calibrate by runs on `{device.name}`."
             )
         if self.profile is None and _release(self.package) != _release(__version__):
             raise ValueError(
-                f"The calibration corrects operation counts of hf_mmparallel {self.package}; those of {__version__} may "
-                "be others. Train some steps with this version and calibrate again."
+                f"The calibration corrects operation counts of hf_mmparallel {self.package}; those of {__version__} "
+                "may be others. Train some steps with this version and calibrate again."
             )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..plan import ModelSpec
-from .hardware import Hardware
+from .devices import Hardware
 
 BYTES_PER_VALUE = 2
 

@@ -1,4 +1,4 @@
-"""What runs write down of their steps, for `hf-mmparallel calibrate`: a JSON line for each run and each logged window."""
+"""What runs write down of their steps, for `hf-mmparallel calibrate`: a JSON line for each run and logged window."""
 
 from __future__ import annotations
 

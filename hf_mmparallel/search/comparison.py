@@ -47,9 +47,7 @@ def num_stages(plan: ParallelPlan) -> dict[str, int]:
     return {name: sum(1 for _ in module.stages()) for name, module in plan.modules.items()}
 
 
-def times_on_a_rank(
-    plan: ParallelPlan, steps: Sequence[MeasuredStep]
-) -> dict[tuple[str, Kind], tuple[float, float]]:
+def times_on_a_rank(plan: ParallelPlan, steps: Sequence[MeasuredStep]) -> dict[tuple[str, Kind], tuple[float, float]]:
     """
     (module, kind) -> time of these tasks in a step on one of the ranks that share them, in ms: as predicted and as
     measured, the mean over some steps.
@@ -271,7 +269,10 @@ class RunComparison:
         predicted, causes = self.mean("predicted_step_ms"), self.causes
         total = predicted + sum(causes.values())
         told = f"A step took {total:,.3g} ms from batch to batch, where {predicted:,.3g} ms were predicted"
-        told += f" ({total / predicted - 1:+.0%})" if predicted else ""
+        if predicted and total < 3 * predicted:
+            told += f" ({total / predicted - 1:+.0%})"
+        elif predicted:
+            told += f" ({total / predicted:.2g} times)"
         if self.is_as_predicted:
             return f"{told}."
         name = self.largest_cause

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..arrange import num_microbatches
 from ..callbacks.metrics import hardware_of
-from ..cost import HARDWARE, CostModel, Hardware
+from ..cost import CostModel, Hardware, find_device
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.calibration import Calibration, costs_from, read_costs
 from ..cost.profile import LayerProfile
@@ -349,7 +349,7 @@ def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
         return hardware_of(args.device), None if path is None else read_costs(path)
 
     found, source = from_first_rank(find, args.device)
-    return costs_from(spec, found or HARDWARE["cpu"], value_bytes(spec, args), source)
+    return costs_from(spec, found or find_device("cpu"), value_bytes(spec, args), source)
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:
