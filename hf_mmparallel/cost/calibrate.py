@@ -120,8 +120,9 @@ class _Fit:
     def of(cls, windows: Sequence[LoggedWindow]) -> _Fit:
         """What some windows say."""
         scales: dict[str, dict[Kind, TimeScale]] = {}
-        for module, kind in tasks_of(windows):
-            scale = _fit_times([_rows(window, module, kind) for window in windows])
+        for module, kind in tasks_of(windows):  # forwards first
+            forward = scales.get(module, {}).get("forward", TimeScale())
+            scale = _fit_times([_rows(window, module, kind, forward) for window in windows])
             if scale is not None:
                 scales.setdefault(module, {})[kind] = scale
         peaks = [window.memory for window in windows if window.memory is not None]
@@ -134,13 +135,10 @@ class _Fit:
 
     def group_ms(self, group: TaskGroup) -> float:
         """The time of some tasks as corrected."""
-        scale = self.scales.get(group.module, {}).get(group.kind, TimeScale())
-        forward = self.scales.get(group.module, {}).get("forward", TimeScale())
-        corrected = scale.token * (group.base_ms - group.squares_ms) + scale.square * group.squares_ms
-        corrected += scale.layer_ms * group.layers * group.tasks
-        if group.recomputed_ms:
-            corrected += forward.token * group.recomputed_ms + forward.layer_ms * group.layers * group.tasks
-        return corrected
+        own = self.scales.get(group.module, {})
+        scale, forward = own.get(group.kind, TimeScale()), own.get("forward", TimeScale())
+        passed = group.layers * group.tasks
+        return _scaled(scale, group.base_ms, group.squares_ms, passed) + _recomputed_ms(group, forward)
 
     def task_ms(self, window: LoggedWindow, module: str, kind: Kind) -> float:
         """The time of a window's tasks of a kind as corrected."""
@@ -164,18 +162,26 @@ class _Fit:
         return state + (predicted - state) * (self.activations or 1.0)
 
 
-def _rows(window: LoggedWindow, module: str, kind: Kind) -> NDArray:
+def _scaled(scale: TimeScale, whole_ms: float, squares_ms: float, passed: int) -> float:
+    """A time as corrected, of which a part grows with squares; its chunks pass so many layers."""
+    return scale.token * (whole_ms - squares_ms) + scale.square * squares_ms + scale.layer_ms * passed
+
+
+def _recomputed_ms(group: TaskGroup, forward: TimeScale) -> float:
+    """What the forwards take that backwards run once more."""
+    if not group.recomputed_ms:
+        return 0.0
+    return _scaled(forward, group.recomputed_ms, group.recomputed_squares_ms, group.layers * group.tasks)
+
+
+def _rows(window: LoggedWindow, module: str, kind: Kind, forward: TimeScale) -> NDArray:
     """
     A window's tasks of a kind `[groups, 4]`: measured time, without what is recomputed; time by the base costs that
     grows with tokens and with squares; layers that chunks pass.
     """
-    ratio = 1.0
-    if kind == "backward":  # a forward that runs once more takes what it took the first time
-        base = window.task_ms("base_ms", module, "forward")
-        ratio = window.task_ms("measured_ms", module, "forward") / base if base else 1.0
     rows = [
         (
-            group.measured_ms - ratio * group.recomputed_ms,
+            group.measured_ms - _recomputed_ms(group, forward),
             group.base_ms - group.squares_ms,
             group.squares_ms,
             group.layers * group.tasks,

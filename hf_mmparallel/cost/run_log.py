@@ -68,6 +68,7 @@ class TaskGroup:
         base_ms (`float`): The same by the costs without a calibration, of the tasks without a recomputation.
         squares_ms (`float`): Of `base_ms`, the share that grows with squares.
         recomputed_ms (`float`): By the costs without a calibration, the forwards that backwards run once more.
+        recomputed_squares_ms (`float`): Of `recomputed_ms`, the share that grows with squares.
     """
 
     module: str
@@ -81,6 +82,7 @@ class TaskGroup:
     base_ms: float
     squares_ms: float
     recomputed_ms: float = 0.0
+    recomputed_squares_ms: float = 0.0
 
 
 @dataclass(frozen=True)

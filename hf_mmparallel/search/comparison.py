@@ -100,9 +100,8 @@ class StepComparer:
         found = []
         for (module, kind, layers), own in sorted(rows.items()):
             for part in _by_size(np.array(own)):
-                tokens, squares, base, of_squares, again, predicted, measured = part.sum(axis=0).tolist()
-                sums = tokens, squares, measured, predicted, base, of_squares, again
-                found.append(TaskGroup(module, kind, layers, len(part), *sums))
+                tokens, squares, predicted, *base, measured = part.sum(axis=0).tolist()
+                found.append(TaskGroup(module, kind, layers, len(part), tokens, squares, measured, predicted, *base))
         return tuple(found)
 
     def causes(self, step: MeasuredStep) -> dict[str, float]:
@@ -167,22 +166,29 @@ class _TaskCosts:
         self.base = StepCost(comparer.base, plan, step, sizes)
         self.plain = StepCost(comparer.base, comparer.plain_plan, step, sizes)
 
-    def of(self, task: Task) -> tuple[float, float, float, float, float, float]:
+    def of(self, task: Task) -> tuple[float, ...]:
         """
-        Tokens and squares; time by the base costs without a recomputation, what of it grows with squares, the
-        recomputation; time as predicted.
+        Tokens and squares; time as predicted; time by the base costs without a recomputation, what of it grows with
+        squares, the recomputation, what of that grows with squares.
         """
         tokens, squares = self.plain.chunks[task.module, task.replica, task.microbatch, task.chunk]
-        stage = self.plain.stages[task.stage_key]
+        base, of_squares = self._parts(self.plain, task, tokens, squares)
+        whole, all_of_squares = self._parts(self.base, task, tokens, squares)
+        again = max(0.0, whole - base), max(0.0, all_of_squares - of_squares)
+        return tokens, squares, self.predicted(task), base, of_squares, *again
+
+    @staticmethod
+    def _parts(cost: StepCost, task: Task, tokens: float, squares: float) -> tuple[float, float]:
+        """The time of a task, and what of it grows with squares."""
+        stage = cost.stages[task.stage_key]
         time = stage.forward_ms if task.kind == "fwd" else stage.backward_ms
-        base, of_tokens = time(tokens, squares), time(tokens, 0.0)
-        again = self.base(task) - base
-        return tokens, squares, base, max(0.0, base - of_tokens), max(0.0, again), self.predicted(task)
+        whole = time(tokens, squares)
+        return whole, max(0.0, whole - time(tokens, 0.0))
 
 
 def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:
     """Rows of tasks in a few groups of like base times."""
-    base = rows[:, 2]
+    base = rows[:, 3]
     if np.ptp(base) <= _SPREAD * base.max(initial=0.0):
         return [rows]
     return [part for part in np.array_split(rows[np.argsort(base, kind="stable")], _GROUPS) if len(part)]
