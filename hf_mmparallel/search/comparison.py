@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..arrange.draw import number_text
 from ..cost import StepCost
 from ..cost.calibration import uncalibrated
 from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
@@ -17,6 +18,7 @@ from .steps import PlannedStep, Prediction, StepPlanner
 
 _GROUPS = 4  # of the tasks of a kind of stages, by their size
 _SPREAD = 0.02  # of their sizes, below which they are one group
+_IN_PERCENT = 3.0  # times the prediction, below which a difference is told in percent
 AS_PREDICTED = 0.05
 """A step that is off by a smaller share took as long as predicted."""
 IN_STEP, DATA, BETWEEN = "in_step", "data", "between"
@@ -274,16 +276,28 @@ class RunComparison:
         """How far off the prediction was, the largest cause with its figures, and what to do."""
         predicted, causes = self.mean("predicted_step_ms"), self.causes
         total = predicted + sum(causes.values())
-        told = f"A step took {total:,.3g} ms from batch to batch, where {predicted:,.3g} ms were predicted"
-        if predicted and total < 3 * predicted:
-            told += f" ({total / predicted - 1:+.0%})"
-        elif predicted:
-            told += f" ({total / predicted:.2g} times)"
+        told = f"A step took {_ms(total)} from batch to batch, where {_ms(predicted)} were predicted"
+        if predicted:
+            ratio = total / predicted
+            told += f" ({ratio - 1:+.0%})" if ratio < _IN_PERCENT else f" ({_times(ratio)} times)"
         if self.is_as_predicted:
             return f"{told}."
         name = self.largest_cause
         what, remedy = _told(name, self.task_times, causes[name])
-        return f"{told}. The largest part of the difference, {causes[name]:+,.3g} ms, is {what}. {remedy}"
+        return f"{told}. The largest part of the difference, {_signed(causes[name])}, is {what}. {remedy}"
+
+
+def _ms(time_ms: float) -> str:
+    return f"{number_text(time_ms)} ms"
+
+
+def _signed(time_ms: float) -> str:
+    return f"+{_ms(time_ms)}" if time_ms > 0 else _ms(time_ms)
+
+
+def _times(ratio: float) -> str:
+    """A ratio with about two digits."""
+    return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
 def _told(name: str, times: Mapping[str, tuple[float, float]], cause_ms: float) -> tuple[str, str]:
@@ -306,8 +320,8 @@ def _told(name: str, times: Mapping[str, tuple[float, float]], cause_ms: float) 
         )
     module, _, kind = name.partition("/")
     predicted, measured = times[name]
-    ratio = f"{measured / predicted:.2g} times as long as predicted" if predicted else "not predicted"
+    ratio = f"{_times(measured / predicted)} times as long as predicted" if predicted else "longer than predicted"
     return (
-        f"the {kind}s of `{module}`, which took {ratio} ({measured:,.3g} ms on a rank, not {predicted:,.3g} ms)",
+        f"the {kind}s of `{module}`, which took {ratio} ({_ms(measured)} on a rank, not {_ms(predicted)})",
         "Correct the costs with `hf-mmparallel calibrate`.",
     )

@@ -34,8 +34,8 @@ def test_calibrate_says_how_far_off_it_was_and_writes_what_plan_reads(model, log
     plan = ["plan", "--model", str(model), "--module", "vision:dp=2", "--module", "language_model:pp=2"]
     steps = {}
     for name, extra in (("counted", []), ("calibrated", ["--profile", str(path)])):
-        assert main([*plan, "--global-batch-size", "8", *extra, "--json", str(tmp_path / f"{name}.json")]) == 0
-        steps[name] = json.loads((tmp_path / f"{name}.json").read_text())
+        assert main([*plan, "--global-batch-size", "8", *extra, "--json", str(tmp_path / f"{name}_plan.json")]) == 0
+        steps[name] = json.loads((tmp_path / f"{name}_plan.json").read_text())
         printed = " ".join(capsys.readouterr().out.split())
         assert ("calibrated by 8 windows of runs, off by" in printed) == (name == "calibrated")
     assert steps["calibrated"]["step_ms"] > 1.2 * steps["counted"]["step_ms"]

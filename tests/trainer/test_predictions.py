@@ -79,7 +79,7 @@ def run(folder: str, sleeps: bool, parallel: dict[str, Any], family: str = "llav
     comparison = None if callback is None else callback.comparison
     return {
         "logs": [row for row in trainer.state.log_history if "loss" in row],
-        "told": [text for text in messages.texts if TOLD in text],
+        "told": [text[text.index("A step") :] for text in messages.texts if TOLD in text],
         "cause": None if comparison is None else comparison.largest_cause,
         "as_predicted": None if comparison is None else comparison.is_as_predicted,
     }
