@@ -1,18 +1,21 @@
 """
 All arrangements of the same global batches: how even microbatches are, how long a step takes, how much it keeps.
 
-In the simulator: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's encoder with Llama 3,
-four replicas with eight stages each, 32 microbatches, task times from operation counts. Each arrangement runs on the
-same plan, and DistTrain and DIP also on the plans that Entrain's tables give them, DIP with its own schedule.
-Language-model replicas with unlike numbers of stages are simulated with as many microbatches each, and with numbers by
-their speed. On gloo ranks: eight processes whose tasks sleep for the times of a small batch, over the real engine and
-its messages.
+In the simulator, with packed rows: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's
+encoder with Llama 3, four replicas with eight stages each, 32 microbatches, task times from operation counts. Each
+arrangement runs on the same plan, and DistTrain and DIP also on the plans that Entrain's tables give them, DIP with
+its own schedule. Language-model replicas with unlike numbers of stages are simulated with as many microbatches each,
+and with numbers by their speed. On gloo ranks: eight processes whose tasks sleep for the times of a small batch, over
+the real engine and its messages.
+
+Padded and packed rows, and the arrangement that is chosen where nobody names one: see `arrangement_modes.py`.
 
 A step is compared with that of a batch of like samples that could be divided at will, into equal microbatches (even)
 and into the best that there are for that plan (best), and with its busiest stage, the bound that nothing gets below.
 
 ```bash
 python benchmarks/microbatch_balance.py
+python benchmarks/microbatch_balance.py --modes  # padded and packed rows only
 python benchmarks/microbatch_balance.py --quick --out out/bench  # seconds; the numbers mean little
 ```
 """
@@ -24,7 +27,7 @@ import functools
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -35,8 +38,10 @@ import common
 import numpy as np
 import torch
 import torch.distributed as dist
+from arrangement_modes import compare_modes, modes_notes, modes_table, summary
 from bounds import StageWork, busiest_ms, divisible_ms, even_ms
 from modelled import collate, gathered, message_ms, sleep_instead, timed_step, tiny_model, tiny_samples
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.arrange import Arrangement, arrange_step
@@ -45,7 +50,6 @@ from hf_mmparallel.arrange.entrain import entrain
 from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
@@ -136,6 +140,7 @@ class Sizes:
         batch (`int`): Samples of a global batch.
         replicas (`int`): Of both modules.
         num_batches (`int`): Global batches of each dataset.
+        num_judged (`int`): Such batches with padded and with packed rows, each with two sizes of microbatches.
         slept (`int`): Samples of the batch whose tasks sleep.
         step_ms (`float`): What such a step takes, about.
         repeats (`int`): Such steps of each arrangement.
@@ -144,12 +149,13 @@ class Sizes:
     batch: int = 512
     replicas: int = 4
     num_batches: int = 5
+    num_judged: int = 2
     slept: int = 64
     step_ms: float = 2000.0
     repeats: int = 5
 
 
-QUICK = Sizes(batch=64, replicas=2, num_batches=1, slept=16, step_ms=150.0, repeats=1)
+QUICK = Sizes(batch=64, replicas=2, num_batches=1, num_judged=1, slept=16, step_ms=150.0, repeats=1)
 
 
 # In the simulator
@@ -240,6 +246,11 @@ def simulate_dataset(name: str, model: str, sizes: Sizes) -> dict[str, Any]:
         row["bounds_ms"] = mean_of([bounds_of(stage_work(plan, own), count, colocated) for own in workloads])
         rows[variant.name] = row
     return {"dataset": name, "model": model, "stages": dict(stages), "arrangements": rows}
+
+
+def compare_dataset(name: str, model: str, sizes: Sizes) -> list[dict[str, Any]]:
+    """Padded and packed rows of a dataset."""
+    return compare_modes(name, model, sizes.batch, sizes.replicas, sizes.num_judged)
 
 
 def unlike_replicas() -> dict[str, Any]:
@@ -442,9 +453,16 @@ def notes_of(results: Sequence[dict[str, Any]]) -> list[str]:
     return [*notes, goals]
 
 
+def simulated_in_processes(function: Callable, names: Sequence[tuple[str, str]], sizes: Sizes) -> list:
+    """What a function of a dataset, a model and sizes returns for each of `names`."""
+    with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
+        return list(pool.map(function, *zip(*names, strict=True), [sizes] * len(names)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few small batches, to try the script itself")
+    parser.add_argument("--modes", action="store_true", help="only padded and packed rows, no ranks that sleep")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -455,10 +473,19 @@ def main() -> None:
     load = os.getloadavg()
     names = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
     names = names[:1] if options.quick else names
-    slept = common.launch(__file__, 8, ["--quick"] * options.quick)
     # Nothing simulated depends on the machine or its load.
-    with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
-        results = list(pool.map(simulate_dataset, *zip(*names, strict=True), [sizes] * len(names)))
+    modes = [row for rows in simulated_in_processes(compare_dataset, names, sizes) for row in rows]
+    result = {
+        "modes": modes,
+        "summary": summary(modes),
+        "sizes": asdict(sizes),
+        **common.machine(common.Shapes(), load),
+    }
+    common.report("microbatch_balance_modes", [modes_table(modes)], modes_notes(modes), result, options.out)
+    if options.modes:
+        return
+    slept = common.launch(__file__, 8, ["--quick"] * options.quick)
+    results = simulated_in_processes(simulate_dataset, names, sizes)
     unlike = unlike_replicas()
     tables = [*map(dataset_table, results), unlike_table(unlike), slept_table(slept)]
     result = {

@@ -81,6 +81,14 @@ def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     assert all(row["ratio"] > 0 for row in result["reading"].values())
 
 
+def test_scale_times_what_a_rank_plans(tmp_path):
+    result = _quick("scale", tmp_path)
+    assert [row["kind"] for row in result["rows"]] == ["ranks", "ranks", "batch", "deep", "unlike"]
+    for row in result["rows"]:
+        assert row["planned_ranks"] == (10 if row["kind"] in ("ranks", "batch") else row["ranks"])
+        assert all(row[f"{part}_ms"]["min"] > 0 for part in ("arrange", "program", "rest", "step", "sync_groups"))
+
+
 def test_microbatch_balance_compares_every_arrangement_with_the_bounds(tmp_path):
     result = _quick("microbatch_balance", tmp_path)
     (dataset,) = result["simulated"]
@@ -92,6 +100,14 @@ def test_microbatch_balance_compares_every_arrangement_with_the_bounds(tmp_path)
         assert min(row["peak_gib"]) > 0 < row["num_microbatches"]
     for row in result["slept"]:
         assert row["measured_ms"] > 0.9 * row["predicted_ms"]
+    modes = json.loads((tmp_path / "microbatch_balance_modes.json").read_text())["modes"]
+    assert {(row["mode"], row["microbatch_size"]) for row in modes} == {
+        (m, n) for m in ("padded", "packed") for n in (4, 8)
+    }
+    for row in modes:
+        assert (max(row["padding"].values()) > 1) == (row["mode"] == "padded")
+        baselines = min(row["step_ms"][name] for name in ("contiguous", "batch_rebalance", "disttrain"))
+        assert row["step_ms"][row["chosen"]] <= 1.01 * baselines
 
 
 def test_memory_error_has_a_prediction_for_each_rank(tmp_path):

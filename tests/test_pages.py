@@ -34,20 +34,20 @@ def test_tables_are_those_of_the_results(page):
     assert pages.rendered(text) == text, f"run `make pages`, {page} differs from benchmarks/results"
 
 
-@pytest.mark.parametrize("page", pages.QUOTES)
+@pytest.mark.parametrize("page", sorted(pages.QUOTED))
 def test_sentences_have_the_figures_of_the_results(page):
     assert pages.missing_quotes(page, (ROOT / page).read_text()) == []
 
 
 def test_the_pages_are_found():
-    assert pages.pages() == ["README.md", "docs/benchmarks.md", "docs/papers.md"]
+    assert pages.pages() == ["README.md", "docs/benchmarks.md", "docs/devices.md", "docs/papers.md"]
     used = {name for page in pages.pages() for name, _ in pages.MARKED.findall((ROOT / page).read_text())}
     assert used == set(pages.BLOCKS), "a table is on no page"
 
 
 def test_every_table_of_figures_comes_from_a_result():
     """What is typed by hand instead would not be compared with anything."""
-    quoted = {" ".join(quote.split()) for quote in pages.QUOTES["docs/benchmarks.md"]()}
+    quoted = {" ".join(quote.split()) for quote in pages.quotes_of("docs/benchmarks.md")}
     for page in ("README.md", "docs/benchmarks.md"):
         typed = pages.MARKED.sub("", (ROOT / page).read_text())
         rows = [line for line in typed.splitlines() if line.startswith("|") and re.search(r"\d", line)]

@@ -172,6 +172,7 @@ class PredictionCallback(EngineCallback):
             modules=module_digests(costs.spec),
             device=costs.device.name,
             device_name=torch.cuda.get_device_name(engine.device) if cuda else "cpu",
+            dtype=costs.device.dtype,
             value_bytes=costs.value_bytes,
             profile=profile_digest(costs),
             world_size=plan.world_size,

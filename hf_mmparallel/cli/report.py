@@ -15,7 +15,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, SyncGroup
 from ..runtime.groups import context_groups, talking_pairs
 from ..schedule.draw import gantt_text
 from ..search.problem import RankedPlan, SearchResult
-from .answer import Answer, limit_of
+from .answer import Answer
 from .settings import Settings
 from .table import plan_table, range_text
 
@@ -83,8 +83,8 @@ def memory_text(answer: Answer) -> str:
     """The fullest rank, what fills it, and the limit."""
     memory = answer.memory
     fullest = max(memory, key=lambda rank: (memory[rank].total, -rank))
-    limit = limit_of(answer.settings)
-    of = "" if limit is None else f" of {limit:g}"
+    limit = answer.settings.memory_gib
+    of = "" if limit is None else f" of {limit:.4g}"
     median = float(np.median([own.total_gib for own in memory.values()]))
     text = f"{answer.peak_gib:.3g}{of} GiB on the fullest rank, {fullest} ({_parts(memory[fullest])})"
     return text if len(memory) == 1 else f"{text}; {median:.3g} GiB on half of them or less"
@@ -155,10 +155,12 @@ def batch_text(answer: Answer) -> str:
         each = f"up to {answer.microbatch_size}"
     else:
         each = f"on average {answer.global_batch_size / sum(counts):.3g}"
+    packed = answer.costs.packs_rows or plan.modules[LANGUAGE_MODEL].cp_size > 1
+    rows = ", rows packed" if packed else ", rows padded" if not answer.inputs.samples.are_alike else ""
     noun = plural(1, "microbatch") if max(counts) == 1 else f"{range_text(counts)} microbatches"
     return (
         f"{answer.global_batch_size:,} samples, {noun} of {each} on each language-model replica, "
-        f"schedule {plan.schedule}, arranged by `{answer.method}`"
+        f"schedule {plan.schedule}, arranged by `{answer.method}`{rows}"
     )
 
 

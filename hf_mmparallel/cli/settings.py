@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..arrange import ARRANGEMENTS
-from ..cost import Hardware, find_device
+from ..cost import MEMORY_SHARE, Hardware, device_from, find_device, usable_bytes
 from ..cost.analytic import DTYPE_BYTES
+from ..cost.devices import PEAK_OF_DTYPE
+from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
-from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
 from ..plan.parallel_plan import SCHEDULES, Schedule
 from ..plan.plugin import reject_unknown_keys
 from .arguments import positive
@@ -26,7 +28,6 @@ SHORT_NAMES = {
     "checkpointing": "activation_checkpointing",
 }
 SIZES = ("dp_size", "pp_size", "cp_size", "tp_size")
-MEMORY_SHARE = 0.9  # of a device's, as in the Trainer; the rest is the allocator's and the kernels'
 Freeze = bool | str | list[str]
 
 
@@ -38,12 +39,14 @@ class Settings:
     Args:
         gpus (`int`, *optional*): Ranks there are.
         gpu_type (`str`, *optional*, defaults to `"h100"`): What each of them is.
+        described (`Hardware`, *optional*): The device of that name, if it may be another one than in the table.
         global_batch_size (`int`, *optional*): Samples of a step.
         microbatch_size (`int`, *optional*): Samples of a microbatch of one language-model replica.
         seq_len (`int`, *optional*, defaults to 2048): Tokens of a sample in the language model, without a dataset.
         image_tokens (`int`, *optional*, defaults to 576): Tokens of a sample in each encoder, without a dataset.
         schedule (`str`, *optional*): The schedule's name; that of the layout when left out.
         microbatch_assignment (`str`, *optional*): How samples come to microbatches.
+        packing (`bool`, *optional*): Whether microbatches of the language model are rows without padding.
         memory_limit_gib (`float`, *optional*): Memory of a rank.
         dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in.
         plugin (`MultimodalParallelPlugin`): Layouts and settings of modules, as far as they are given.
@@ -53,12 +56,14 @@ class Settings:
 
     gpus: int | None = None
     gpu_type: str = "h100"
+    described: Hardware | None = None
     global_batch_size: int | None = None
     microbatch_size: int | None = None
     seq_len: int = 2048
     image_tokens: int = 576
     schedule: Schedule | None = None
     microbatch_assignment: str | None = None
+    packing: bool | None = None
     memory_limit_gib: float | None = None
     dtype: str = "bfloat16"
     plugin: MultimodalParallelPlugin = field(default_factory=MultimodalParallelPlugin)
@@ -72,6 +77,8 @@ class Settings:
         if settings.microbatch_assignment is not None:
             known = list(ARRANGEMENTS)
             reject_unknown_keys("`--microbatch-assignment`", [settings.microbatch_assignment], known)
+        device = device_from(settings.gpu_type, args.gpu_spec)
+        settings = replace(settings, gpu_type=device.name, described=device)
         for text in args.freeze:
             name, _, what = text.partition("=")
             settings = settings.with_frozen(name, what or True)
@@ -79,20 +86,38 @@ class Settings:
 
     @property
     def device(self) -> Hardware:
-        return find_device(self.gpu_type)
+        device = self.described
+        if device is None or device.name != self.gpu_type:
+            device = find_device(self.gpu_type)
+        return device.computing_in(self.dtype)
 
     @property
     def value_bytes(self) -> int:
         """Of a value of an activation."""
-        return DTYPE_BYTES[self.dtype]
+        return DTYPE_BYTES["float32" if self.dtype == "tf32" else self.dtype]
 
     @property
     def memory_bytes(self) -> float | None:
         """Memory of a rank that a plan has to fit; `None` where it is not known."""
+        return usable_bytes(self.device, self.memory_limit_gib)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The same in GiB."""
+        return None if self.memory_bytes is None else self.memory_bytes / GIB
+
+    @property
+    def memory_text(self) -> str:
+        """The same in words."""
         if self.memory_limit_gib is not None:
-            return GIB * self.memory_limit_gib
-        device_gib = self.device.memory_gib
-        return None if device_gib is None else MEMORY_SHARE * GIB * device_gib
+            return f"{self.memory_gib:.4g} GiB that are allowed"
+        return f"{self.memory_gib:.4g} GiB, {MEMORY_SHARE:.0%} of the memory of {self.gpu_type}"
+
+    @property
+    def packs_rows(self) -> bool | None:
+        """Whether rows are packed; `None` where the model's own attention function decides."""
+        chosen = self.plugin.modules.get(LANGUAGE_MODEL, ModulePlugin()).attn_implementation
+        return self.packing if self.packing is not None or chosen is None else chosen == PACKED_ATTENTION
 
     @property
     def frozen(self) -> dict[str, Freeze]:
@@ -159,7 +184,7 @@ CHANGES: Mapping[str, Callable[[str], Any]] = {
     "schedule": _name_in(SCHEDULES),
     "microbatch_assignment": _name_in(list(ARRANGEMENTS)),
     "memory_limit_gib": float,
-    "dtype": _name_in(["bfloat16", "float16", "float32"]),
+    "dtype": _name_in(list(PEAK_OF_DTYPE)),
 }
 """What `--what-if` may change besides what is frozen -> how a value is read."""
 

@@ -1,9 +1,10 @@
 """What a layout and its samples cost, counted or measured: time of each task, memory of each rank."""
 
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
-from .devices import Hardware, device_table, find_device
+from .device_table import device_from, device_table, find_device, recognize_device
+from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
-from .limits import eager_caps, fitting_tokens
+from .limits import MEMORY_SHARE, eager_caps, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
@@ -13,6 +14,7 @@ from .workloads import batch_workloads
 
 __all__ = [
     "GRADIENT_BUCKET_BYTES",
+    "MEMORY_SHARE",
     "AnalyticLayers",
     "CostModel",
     "Hardware",
@@ -27,6 +29,7 @@ __all__ = [
     "analytic_costs",
     "batch_workloads",
     "data_gradients",
+    "device_from",
     "device_table",
     "eager_caps",
     "find_device",
@@ -36,6 +39,8 @@ __all__ = [
     "memory_per_rank",
     "memory_timeline",
     "module_flops",
+    "recognize_device",
     "stage_costs",
     "training_flops",
+    "usable_bytes",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .devices import Hardware
@@ -69,11 +69,17 @@ class AnalyticLayers:
         spec (`ModelSpec`): The model; what of it is frozen does not matter here.
         device (`Hardware`): What each rank is.
         value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
+        first_rank (`int`, *optional*, defaults to 0): Where in a node the ranks that share matrices start.
     """
 
     spec: ModelSpec
     device: Hardware
     value_bytes: int = BYTES_PER_VALUE
+    first_rank: int = 0
+
+    def starting_at(self, first_rank: int) -> AnalyticLayers:
+        """See [`LayerCosts`]."""
+        return replace(self, first_rank=first_rank)
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
@@ -106,7 +112,7 @@ class AnalyticLayers:
         transformers sums one by one.
         """
         travels = 2.0 * (tp_size - 1) / tp_size * part.hidden_size * self.value_bytes
-        sum_ms = travels / self.device.link_bytes_per_ms(range(tp_size))
+        sum_ms = travels / self.device.link_bytes_per_ms(range(self.first_rank, self.first_rank + tp_size))
         shape = LayerShape.of(part, uses)
         split = [group for group in shape.feed_forwards if len(group) > 1]
         split += [shape.attention] if is_split(shape.attention) else []

@@ -71,6 +71,7 @@ def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = N
         modules=header.modules,
         device=header.device,
         device_name=header.device_name,
+        dtype=header.dtype,
         value_bytes=header.value_bytes,
         scales=whole.scales,
         activations=whole.activations,
@@ -88,6 +89,7 @@ def _check_alike(header: RunHeader, other: RunHeader) -> None:
     for name, what in (
         ("modules", "models"),
         ("device", "kinds of devices"),
+        ("dtype", "dtypes"),
         ("value_bytes", "bytes of a value"),
         ("profile", "sources of costs"),
         ("package", "versions of hf_mmparallel"),

@@ -76,6 +76,7 @@ class Calibration:
         modules (`Mapping[str, str]`): Module -> digest of the shapes of its parameters.
         device (`str`): The device's name in the table of devices, whose costs are corrected.
         device_name (`str`): The device as it calls itself.
+        dtype (`str`): What matrix products are computed in.
         value_bytes (`int`): Bytes of a value that matrices are multiplied with.
         scales (`Mapping[str, Mapping[str, TimeScale]]`): Module -> `"forward"` and `"backward"` -> correction.
         activations (`float`, *optional*): Factor of the bytes of activations; `None` where none was measured.
@@ -91,6 +92,7 @@ class Calibration:
     modules: Mapping[str, str]
     device: str
     device_name: str
+    dtype: str
     value_bytes: int
     scales: Mapping[str, Mapping[Kind, TimeScale]]
     activations: float | None = None
@@ -170,6 +172,11 @@ class Calibration:
                 f"The calibration corrects costs of `{self.device}` ({self.device_name}), not of `{device.name}`. Use "
                 f"it for `{self.device}`, or calibrate by runs on `{device.name}`."
             )
+        if self.profile is None and device.dtype != self.dtype:
+            raise ValueError(
+                f"The calibration is of runs in {self.dtype}, not in {device.dtype}. Plan for {self.dtype}, or "
+                f"calibrate by runs in {device.dtype}."
+            )
         if self.profile is None and _release(self.package) != _release(__version__):
             raise ValueError(
                 f"The calibration corrects operation counts of hf_mmparallel {self.package}; those of {__version__} "
@@ -213,9 +220,7 @@ class CalibratedLayers:
         )
 
 
-def calibrated_costs(
-    spec: ModelSpec, device: Hardware, calibration: Calibration, value_bytes: int | None = None
-) -> CostModel:
+def calibrated_costs(spec: ModelSpec, device: Hardware, calibration: Calibration) -> CostModel:
     """
     The cost model of a calibration.
 
@@ -223,17 +228,11 @@ def calibrated_costs(
         spec (`ModelSpec`): The model, with what is frozen.
         device (`Hardware`): What each rank is.
         calibration ([`Calibration`]): The corrections.
-        value_bytes (`int`, *optional*): Of a value of an activation; those of the calibration when left out.
 
     Raises:
-        `ValueError`: If the calibration is of another model or device, or of values of another size.
+        `ValueError`: If the calibration is of another model, device or dtype.
     """
     calibration.check(spec, device)
-    if value_bytes not in (None, calibration.value_bytes):
-        raise ValueError(
-            f"The calibration is of runs with {calibration.value_bytes} bytes a value, not {value_bytes}. Give the "
-            "`dtype` of those runs, or a calibration from runs with this one."
-        )
     if calibration.profile is not None:
         base = measured_costs(spec, device, calibration.profile)
     else:
@@ -286,7 +285,7 @@ def costs_from(
     Args:
         spec (`ModelSpec`): The model, with what is frozen.
         device (`Hardware`): What each rank is.
-        value_bytes (`int`): Of a value of an activation; a profile has its own.
+        value_bytes (`int`): Of a value of an activation; the files have their own.
         source ([`LayerProfile`] or [`Calibration`], *optional*): From [`read_costs`].
 
     Raises:
@@ -296,4 +295,4 @@ def costs_from(
         return analytic_costs(spec, device, value_bytes)
     if isinstance(source, LayerProfile):
         return measured_costs(spec, device, source)
-    return calibrated_costs(spec, device, source, value_bytes if source.profile is None else None)
+    return calibrated_costs(spec, device, source)

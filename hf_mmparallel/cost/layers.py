@@ -82,6 +82,24 @@ class LayerCosts(Protocol):
         """
         ...
 
+    def starting_at(self, first_rank: int) -> LayerCosts:
+        """
+        The costs for ranks that share matrices and start there in a node, from which they may cross to the next one.
+
+        Args:
+            first_rank (`int`): Of a node's ranks, counted from 0.
+        """
+        ...
+
+
+PACKED_ATTENTION = "bitfield"
+"""The attention function that keeps the samples of a packed row apart."""
+
+
+def can_pack(spec: ModelSpec) -> bool:
+    """Whether the language model has the attention function that packed rows need."""
+    return spec.language_model.attention == PACKED_ATTENTION
+
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
@@ -93,12 +111,21 @@ class CostModel:
         device (`Hardware`): What each rank is.
         layers (`LayerCosts`): The source of its layers' costs.
         value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
+        packing (`bool`, *optional*):
+            Whether the samples of a microbatch of the language model are one row without padding; by default where
+            its attention function keeps them apart.
     """
 
     spec: ModelSpec
     device: Hardware
     layers: LayerCosts
     value_bytes: int = BYTES_PER_VALUE
+    packing: bool | None = None
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of the language model are packed. With context parallelism they are, whatever this says."""
+        return can_pack(self.spec) if self.packing is None else self.packing
 
     def with_spec(self, spec: ModelSpec) -> CostModel:
         """The same costs of layers for the model with something else frozen."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
+from ..plan import ParallelPlan, SampleSizes, StepPlan
 from ..schedule.actions import StageKey
 from .layers import CostModel
+from .rows import ChunkKey, chunk_sizes
 from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
-from .step import ChunkKey
 
 
 def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, RankMemory]:
@@ -24,28 +24,9 @@ def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory])
 
 
 def held_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, NDArray]:
-    """
-    For each chunk, `[squared tokens, tokens, 1]` of what its stages compute.
-
-    A microbatch of the language model is padded to its longest sample, unless its attention function reads packed
-    rows; where padding needs a mask, or scores are computed as a whole, pairs of tokens count. Ranks that share a row
-    of tokens have equally many blocks of it.
-    """
-    result = {}
-    for (name, replica, index), chunks in step.chunks.items():
-        module = plan.modules[name]
-        attention = "bitfield" if module.cp_size > 1 else costs.spec.modules[name].attention
-        block = module.context.block * module.cp_size if module.cp_size > 1 else 1
-        is_padded = name == LANGUAGE_MODEL and attention != "bitfield"
-        for number, slots in enumerate(chunks):
-            tokens, squares = sizes.tokens[name][list(slots)], sizes.squares[name][list(slots)]
-            longest = tokens.max(initial=0)
-            is_uneven = is_padded and attention == "sdpa" and bool((tokens < longest).any())
-            count = len(slots) * longest if is_padded else -(-tokens.sum() // block) * block
-            pairs = len(slots) * longest**2 if is_padded else squares.sum()
-            counts_pairs = attention == "eager" or is_uneven
-            result[name, replica, index, number] = np.array([pairs if counts_pairs else 0.0, count, float(count > 0)])
-    return result
+    """For each chunk, `[stored pairs of tokens, tokens, 1]` of what its stages compute, see [`chunk_sizes`]."""
+    found = chunk_sizes(costs, plan, step, sizes)
+    return {key: np.array([size.scores, size.tokens, float(size.tokens > 0)]) for key, size in found.items()}
 
 
 def sample_features(costs: CostModel, sizes: SampleSizes, encoder: str) -> NDArray:

@@ -29,6 +29,7 @@ class RunHeader:
         modules (`Mapping[str, str]`): Module -> digest of the shapes of its parameters, see [`module_digests`].
         device (`str`): The device as the table of devices calls it, by which costs were counted.
         device_name (`str`): The device as it calls itself.
+        dtype (`str`): What matrix products are computed in.
         value_bytes (`int`): Bytes of a value that matrices are multiplied with.
         profile (`str`, *optional*): Digest of the profile that costs came from; `None` for operation counts.
         world_size (`int`): Ranks.
@@ -42,6 +43,7 @@ class RunHeader:
     modules: Mapping[str, str]
     device: str
     device_name: str
+    dtype: str
     value_bytes: int
     profile: str | None
     world_size: int

@@ -91,7 +91,9 @@ class LayerTable:
 
 
 @lru_cache(maxsize=1024)
-def layer_table(costs: CostModel, module: str, tp_size: int = 1, checkpointing: bool = False) -> LayerTable:
+def layer_table(
+    costs: CostModel, module: str, tp_size: int = 1, checkpointing: bool = False, first_rank: int = 0
+) -> LayerTable:
     """
     The layers of a module in one layout.
 
@@ -100,11 +102,13 @@ def layer_table(costs: CostModel, module: str, tp_size: int = 1, checkpointing: 
         module (`str`): The module.
         tp_size (`int`, *optional*, defaults to 1): Ranks that share its matrices.
         checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
+        first_rank (`int`, *optional*, defaults to 0): Where in a node the ranks that share matrices start.
     """
     num_layers = costs.spec.modules[module].num_layers
+    layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
     forward, backward = [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
-        layer = costs.layers.layer(module, index, tp_size)
+        layer = layers.layer(module, index, tp_size)
         share = trainable_share(costs.spec, module, index)
         again = checkpointing and 0 <= index < num_layers
         forward.append(layer.forward)
@@ -173,13 +177,21 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     known: dict[tuple, StageCost] = {}
     result = {}
     for name, module in plan.modules.items():
-        table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
         for replica, index, stage in module.stages():
-            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]))
+            first_rank = _first_rank(costs, stage)
+            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]), first_rank)
             if kind not in known:
+                table = layer_table(costs, name, module.tp_size, module.activation_checkpointing, first_rank)
                 known[kind] = _stage_cost(costs, name, stage, table)
             result[name, replica, index] = known[kind]
     return result
+
+
+def _first_rank(costs: CostModel, stage: Stage) -> int:
+    """Where in a node the row of ranks with the slowest sums starts; 0 for rows within nodes."""
+    size = costs.device.node_size
+    crossing = [row for row in stage.ranks if row[0] // size != row[-1] // size]
+    return min(crossing, key=costs.device.link_bytes_per_ms)[0] % size if crossing else 0
 
 
 def _stage_cost(costs: CostModel, module: str, stage: Stage, table: LayerTable) -> StageCost:

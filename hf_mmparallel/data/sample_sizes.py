@@ -20,10 +20,12 @@ from .loader import seeded
 from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, OrOne, SampleMeasure, TokenMeasure
 from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
 from .streams import StreamSizes, StreamWindow, is_stream
+from .token_tables import token_lengths
 
 logger = logging.get_logger(__name__)
 
-PARALLEL_FROM = 5_000  # samples; fewer take less time than processes take to start
+PARALLEL_FROM = 5_000
+"""Samples; fewer take less time than processes take to start, and are all measured before the first step."""
 
 SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes | StreamSizes
 """Dataset indices -> [`SampleSizes`]. Can be pickled, for the workers of a data loader."""
@@ -48,15 +50,17 @@ def size_source(
     5. the conversations of a dataset for [`ChatCollator`], whose placeholders are expanded from the sizes of images in
        the headers of their files.
 
-    Samples of a `datasets.Dataset` are measured once, with `Dataset.map`, on rows in which media are not decoded. The
-    sizes are kept in memory, and beside a dataset on disk in its cache, by fingerprints of dataset and measure. Other
-    samples are measured when they are first asked for. A `Subset` and a `ConcatDataset` have the sizes of what they
+    Samples of a `datasets.Dataset` are measured once, with `Dataset.map`, on rows in which media are not decoded, if
+    that is a matter of microseconds (1 and 4) or there are at most 5,000. The sizes are kept in memory, and beside a
+    dataset on disk in its cache, by fingerprints of dataset and measure. Other samples are measured when they are
+    first asked for. A `Subset` and a `ConcatDataset` have the sizes of what they
     are made of. Samples that only the dataset's own code can make (of a plain torch dataset, or with a transform from
     `set_transform`) are not read for 4 and 5.
 
     Nothing is fetched or decoded. A conversation that does not say its size, with an image behind a URL say, or whose
-    file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such. Where
-    samples are measured one by one, it counts one token in each module, and an unreadable file raises `OSError`.
+    file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such; of a
+    large one it raises [`UnknownSizeError`] or `OSError` when it is asked for. Of a list it counts one token in each
+    module, and an unreadable file raises `OSError`.
 
     Args:
         dataset: A map-style dataset, or the [`StreamWindow`] of a stream, whose samples are measured when they come.
@@ -123,6 +127,9 @@ class _Choice:
             has_transform = self.given is None and dataset.format["type"] == "custom"
             if measure is None or has_transform:
                 return None
+            if len(dataset) > PARALLEL_FROM and not isinstance(measure, (ColumnMeasure, TokenMeasure)):
+                view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
+                return LazySizes(len(dataset), _StoredReader(view, measure), modules, measure.counts_rows)
             return _measured_table(dataset, measure, modules, self.num_proc)
         measure = self.given
         if isinstance(dataset, Sequence) and len(dataset) and isinstance(dataset[0], Mapping):
@@ -164,6 +171,18 @@ class _Reader:
 
 
 @dataclass(frozen=True)
+class _StoredReader:
+    """Index -> lengths of the row there, of which no media are decoded. `view` gives Arrow rows."""
+
+    view: Any
+    measure: SampleMeasure
+
+    def __call__(self, index: int) -> Lengths:
+        with seeded(index):
+            return self.measure(self.view[index].to_pylist()[0])
+
+
+@dataclass(frozen=True)
 class _TableMeasure:
     """Rows of an Arrow table -> module -> lengths of each, for `Dataset.map`, which hashes all that it holds."""
 
@@ -171,7 +190,11 @@ class _TableMeasure:
     modules: tuple[str, ...]
     version: str = __version__
 
-    def __call__(self, table: Any) -> dict[str, list[list[int] | None]]:
+    def __call__(self, table: Any) -> Any:
+        if isinstance(self.measure, TokenMeasure):
+            together = token_lengths(table, self.measure)
+            if together is not None:
+                return _as_table({name: together[name] for name in self.modules})
         # One row after the other, since a whole batch of images does not have to fit into memory.
         found = [self._lengths(table.slice(place, 1).to_pylist()[0]) for place in range(len(table))]
         return {name: [lengths.get(name) for lengths in found] for name in self.modules}
@@ -183,6 +206,17 @@ class _TableMeasure:
         except (UnknownSizeError, OSError) as error:
             logger.debug("Nothing says the size of a sample: %s", error)
             return {}
+
+
+def _as_table(lengths: Mapping[str, Ragged]) -> Any:
+    """Lengths as an Arrow table with a column for each module."""
+    import pyarrow as pa
+
+    columns = {}
+    for name, ragged in lengths.items():
+        offsets = np.concatenate([[0], np.cumsum(ragged.counts)]).astype(np.int32)
+        columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(ragged.lengths, pa.int64()))
+    return pa.table(columns)
 
 
 def _is_datasets(dataset: Any) -> bool:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .model_spec import LANGUAGE_MODEL
+
 
 @dataclass(frozen=True)
 class SampleSizes:
@@ -38,6 +40,14 @@ class SampleSizes:
         return SampleSizes(
             {name: values[chosen] for name, values in self.tokens.items()},
             {name: values[chosen] for name, values in self.squares.items()},
+            self.known,
+        )
+
+    def like_the_mean(self, num_samples: int) -> SampleSizes:
+        """So many samples that are all like the mean of these, whose tokens need be no whole numbers."""
+        return SampleSizes(
+            {name: np.full(num_samples, values.mean()) for name, values in self.tokens.items()},
+            {name: np.full(num_samples, values.mean()) for name, values in self.squares.items()},
             self.known,
         )
 
@@ -78,23 +88,60 @@ class Workloads:
         backward_ratio (`Mapping[str, float]`): Module -> time of a backward over that of a forward, 0 without one.
         tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
         max_tokens (`Mapping[str, int]`): Module -> most tokens of a microbatch; modules that are not in it have no
-            limit. Both a budget of the user and a limit of memory become one of these.
+            limit. Both a budget of the user and a limit of memory become one of these. A sample that alone has more
+            gets a microbatch of its own.
+        row_ms (`np.ndarray` of shape `[samples]`, *optional*):
+            Where rows of the language model are padded: the forward of each sample beside others of other lengths,
+            under a dense mask. `None` where rows are packed or all equally long: samples cost in a microbatch what
+            they cost alone.
     """
 
     forward_ms: Mapping[str, np.ndarray]
     backward_ratio: Mapping[str, float]
     tokens: Mapping[str, np.ndarray]
     max_tokens: Mapping[str, int]
+    row_ms: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
         return len(next(iter(self.forward_ms.values())))
 
+    def tokens_of_limit(self, module: str) -> np.ndarray:
+        """
+        What each sample uses of the limit of a microbatch, int64 `[samples]`: its tokens, and all of the limit if it
+        has more than that, so that it shares a microbatch with no other sample that has tokens in the module.
+        """
+        return np.minimum(self.tokens[module], self.max_tokens[module])
+
     def take(self, slots: Sequence[int] | np.ndarray) -> Workloads:
         """The workloads of some of the samples, in their order."""
         chosen = np.asarray(slots, dtype=np.int64)
         times = {name: values[chosen] for name, values in self.forward_ms.items()}
-        return replace(self, forward_ms=times, tokens={name: values[chosen] for name, values in self.tokens.items()})
+        tokens = {name: values[chosen] for name, values in self.tokens.items()}
+        row_ms = None if self.row_ms is None else self.row_ms[chosen]
+        return replace(self, forward_ms=times, tokens=tokens, row_ms=row_ms)
+
+    def microbatch_ms(self, module: str, slots: np.ndarray, microbatch: np.ndarray, count: int) -> np.ndarray:
+        """
+        The forward of each microbatch through a whole module on one rank. Padded rows of the language model are all
+        as long as the longest; rows of equal length need no dense mask.
+
+        Args:
+            module (`str`): The module.
+            slots (`np.ndarray` of shape `[any]`): Samples.
+            microbatch (`np.ndarray` of shape `[any]`): The microbatch of each.
+            count (`int`): Microbatches.
+
+        Returns:
+            `np.ndarray`: Milliseconds, float64 `[count]`; 0 for a microbatch without samples.
+        """
+        alone = np.bincount(microbatch, self.forward_ms[module][slots], count).astype(float)
+        if module != LANGUAGE_MODEL or self.row_ms is None:
+            return alone
+        longest, shortest = np.zeros(count), np.full(count, np.inf)
+        np.maximum.at(longest, microbatch, self.row_ms[slots])
+        np.minimum.at(shortest, microbatch, self.row_ms[slots])
+        return np.where(longest > shortest, longest * np.bincount(microbatch, minlength=count), alone)
 
     @classmethod
     def alike(cls, modules: Iterable[str], num_samples: int) -> Workloads:

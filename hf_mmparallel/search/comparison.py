@@ -173,7 +173,8 @@ class _TaskCosts:
         Tokens and squares; time as predicted; time by the base costs without a recomputation, what of it grows with
         squares, the recomputation, what of that grows with squares.
         """
-        tokens, squares = self.plain.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        chunk = self.plain.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        tokens, squares = chunk.tokens, chunk.squares
         base, of_squares = self._parts(self.plain, task, tokens, squares)
         whole, all_of_squares = self._parts(self.base, task, tokens, squares)
         again = max(0.0, whole - base), max(0.0, all_of_squares - of_squares)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..cost import layer_table, training_flops
 from ..cost.analytic import DTYPE_BYTES
+from ..cost.rows import group_sizes
 from ..plan import ParameterSpec, SampleSizes
 from .options import Kind, ModuleOptions
 from .problem import PlanningProblem
@@ -124,8 +125,7 @@ class _Estimate:
         for each layer.
         """
         table = layer_table(self.costs, name, 1, self.checkpointing)
-        tokens = np.array([batch.tokens[name][own].sum() for own in slots], float)
-        squares = np.array([batch.squares[name][own].sum() for own in slots], float)
+        tokens, squares = group_sizes(self.costs, name, batch, slots)
         sizes = np.stack([squares, tokens, (tokens > 0).astype(float)])
         forward, backward = table.forward @ sizes, table.backward @ sizes
         travels = (self.num_shards - 1) / self.num_shards / self.link

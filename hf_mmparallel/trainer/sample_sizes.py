@@ -2,18 +2,67 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils.logging import tqdm
+
+from ..data.drawn_sizes import median_of
+from ..data.draws import Draw
+from ..data.image_sizes import UnknownSizeError
 from ..data.layer_tokens import measure_layers
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens
+from ..data.size_sources import LayerTokens, spread
+from ..data.streams import StreamSizes, StreamWindow
+from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.collectives import from_first_rank
 from ..runtime.failure import shared_failure
+from ..search.steps import SizeFunction
 from .loaders import without_unused_columns
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
+
+_MEASURED = 256  # samples, where not all sizes are known before they are drawn
+_STREAMED = 64
+
+
+@dataclass(frozen=True)
+class StartSizes:
+    """
+    Sizes of training samples that are known before the first step.
+
+    Args:
+        sizes (`SampleSizes`): Of all samples, or of some from all over the dataset.
+        are_all (`bool`): Whether they are of all samples.
+    """
+
+    sizes: SampleSizes
+    are_all: bool
+
+
+@dataclass(frozen=True)
+class SharedSizes:
+    """
+    What all ranks know alike.
+
+    Args:
+        source (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
+            Dataset indices -> sizes, or how each rank measures them; `None` where nothing says them.
+        typical (`SampleSizes`, *optional*): Of a global batch of samples like the mean one.
+        median (`SampleSizes`, *optional*): Of one sample, in place of those of which nothing says the size.
+    """
+
+    source: SizeSource | None
+    typical: SampleSizes | None
+    median: SampleSizes | None
+
+    @property
+    def is_measured_when_drawn(self) -> bool:
+        """Whether each rank measures a part of each draw."""
+        return self.source is not None and not self.source.is_table and not isinstance(self.source, StreamSizes)
 
 
 class TrainingSizes:
@@ -28,6 +77,7 @@ class TrainingSizes:
         self.trainer = trainer
         self._found: tuple[Any, SizeSource | None] | None = None
         self._layers: dict[str, LayerTokens] | None = None
+        self._start: tuple[Any, StartSizes | None] | None = None
 
     def of_rank(self, dataset: Any) -> SizeSource | None:
         """
@@ -39,7 +89,37 @@ class TrainingSizes:
         source = self._rows(dataset)
         return None if source is None else source.with_layers(self._measured(dataset, source))
 
-    def shared(self, dataset: Any) -> SizeSource | None:
+    def at_start(self, dataset: Any) -> StartSizes | None:
+        """
+        What this rank alone finds out before the first step; `None` where nothing says how large samples are.
+
+        Args:
+            dataset: The training dataset, or the window of a stream.
+        """
+        if self._start is None or self._start[0] is not dataset:
+            with seeded(self.trainer.args.seed):  # only this rank reads samples here
+                self._start = dataset, self._at_start(dataset)
+        return self._start[1]
+
+    def _at_start(self, dataset: Any) -> StartSizes | None:
+        source = self.of_rank(dataset)
+        if source is None:
+            return None
+        if source.is_table:
+            found = StartSizes(source(range(len(source))), True)
+        else:
+            window, count = None, _MEASURED
+            if isinstance(source, StreamSizes):
+                window, count = copy.copy(source.window), _STREAMED  # the stream itself is read when training begins
+                source = source.of_window(window)
+            draw = representative_draw(self.trainer, source, window, max(count, self.trainer.global_batch_size))
+            readable = [index for index in draw.samples if _has_size(source, index, skip=True)]
+            if not readable:
+                return None
+            found = StartSizes(source(readable), False)
+        return found if found.sizes.known and found.sizes.num_samples else None
+
+    def shared(self, dataset: Any) -> SharedSizes:
         """
         The same on all ranks. Collective.
 
@@ -47,17 +127,17 @@ class TrainingSizes:
         different luck.
         """
 
-        def find() -> tuple[SizeSource | None, dict[str, LayerTokens] | None]:
-            source = self.of_rank(dataset)
+        def find() -> tuple[SharedSizes, dict[str, LayerTokens] | None]:
+            source, start = self.of_rank(dataset), self.at_start(dataset)
+            typical = None if start is None else start.sizes.like_the_mean(self.trainer.global_batch_size)
+            median = None if start is None else median_of(start.sizes, LANGUAGE_MODEL)
             local = source is not None and not source.is_table
-            return (None, self._layers) if local else (source, None)
+            return SharedSizes(None if local else source, typical, median), self._layers if local else None
 
         with shared_failure("measuring samples"):
-            table, layers = from_first_rank(find, self.trainer.args.device)
-            if layers is None:
-                return table
-            own = self._rows(dataset)
-        return None if own is None else own.with_layers(layers)
+            found, layers = from_first_rank(find, self.trainer.args.device)
+            own = None if layers is None else self._rows(dataset)
+        return found if own is None or layers is None else replace(found, source=own.with_layers(layers))
 
     def _rows(self, dataset: Any) -> SizeSource | None:
         """Sizes in which a row of features is a token of the encoder."""
@@ -83,3 +163,36 @@ class TrainingSizes:
             with seeded(trainer.args.seed):  # only this rank reads samples here
                 self._layers = measure_layers(trainer.model, trainer.model_spec, lean, collator, source)
         return self._layers
+
+
+def representative_draw(
+    trainer: MultimodalParallelTrainer,
+    sizes: SizeFunction | None,
+    window: StreamWindow | None,
+    count: int | None = None,
+) -> Draw:
+    """
+    Samples for a full global batch, or `count`: from all over the training set, without those whose file can't be
+    read, or that have no size if they may be skipped; or the first of a stream. Empty if there are none.
+    """
+    first = Draw(tuple(range(trainer.global_batch_size if count is None else count)))
+    if sizes is None and window is None:
+        return first
+    if window is not None:
+        return window.fetch(first)
+    assert sizes is not None
+    skip = trainer.args.on_bad_sample == "skip"
+    is_quick = getattr(sizes, "is_table", True) or trainer.args.disable_tqdm
+    chosen = tqdm(spread(len(trainer.train_dataset), len(first.samples)), "Measuring samples", disable=is_quick)
+    return Draw(tuple(index for index in chosen if _has_size(sizes, index, skip)))
+
+
+def _has_size(sizes: SizeFunction, index: int, skip: bool) -> bool:
+    """Whether a sample can be measured."""
+    try:
+        sizes([index])
+    except Exception as error:
+        if skip or isinstance(error, (OSError, UnknownSizeError)):  # it is told of when its turn comes
+            return False
+        raise
+    return True

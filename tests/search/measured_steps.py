@@ -34,7 +34,7 @@ def counted() -> CostModel:
 
 
 def calibration(scales: dict[str, dict[Any, TimeScale]], **changes: Any) -> Calibration:
-    return Calibration(module_digests(SPEC), "cpu", "a CPU", 2, scales, **changes)
+    return Calibration(module_digests(SPEC), "cpu", "a CPU", "bfloat16", 2, scales, **changes)
 
 
 def corrected(costs: CostModel, scales: dict[str, dict[Any, TimeScale]], **changes: Any) -> CostModel:
@@ -94,6 +94,7 @@ def header(costs: CostModel, **changes: Any) -> RunHeader:
         modules=module_digests(costs.spec),
         device=costs.device.name,
         device_name="a CPU",
+        dtype=costs.device.dtype,
         value_bytes=costs.value_bytes,
         profile=profile_digest(costs),
         world_size=4,

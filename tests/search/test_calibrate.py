@@ -150,7 +150,7 @@ def test_a_calibration_is_read_as_it_was_written(log, tmp_path):
         ({"modules": {"sight": "0"}}, r"another model: it has \['sight'\], the model"),
         ({"device": "h100"}, "corrects costs of `h100` .*, not of `cpu`"),
         ({"package": "0.0.9"}, "corrects operation counts of hf_mmparallel 0.0.9"),
-        ({"value_bytes": 4}, "of runs with 4 bytes a value, not 2"),
+        ({"dtype": "float32"}, "of runs in float32, not in bfloat16. Plan for float32"),
     ],
 )
 def test_a_calibration_of_something_else_is_refused(changes, complaint):
@@ -166,7 +166,7 @@ def test_logs_that_are_too_short_or_of_different_runs_are_refused(tmp_path):
     others: dict[str, dict[str, Any]] = {
         "models": {"modules": {LANGUAGE_MODEL: "0"}},
         "kinds of devices": {"device": "h100"},
-        "bytes of a value": {"value_bytes": 4},
+        "dtypes": {"dtype": "float32"},
         "versions of hf_mmparallel": {"package": "9.9"},
     }
     for what, changes in others.items():
