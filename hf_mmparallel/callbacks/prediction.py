@@ -37,7 +37,7 @@ logger = get_logger(__name__)
 
 _COMPARED = 4  # steps of a window, at most
 _SHARE = 0.02  # of the time since training began, that the thread may take
-_ALWAYS = 8  # windows that are written down in any case
+_ALWAYS = 8  # windows of which one step is compared in any case
 _TOLD_AFTER = 3  # windows, how far off the prediction is gets logged for the first time
 _WARN_FROM = 0.2  # share that steps are off by
 
@@ -88,7 +88,8 @@ class PredictionCallback(EngineCallback):
     | `parallel/memory_gib`, `parallel/predicted_memory_gib` | of the fullest rank; on CUDA |
 
     Each window is also a line of `trainer_log.jsonl` in the output folder, which `hf-mmparallel calibrate` reads. The
-    first step of a run is left out. Rank 0 predicts in a thread, while steps run.
+    first step of a run is left out. Rank 0 predicts in a thread, while steps run, for at most 2 % of the time after
+    the first eight windows; a window for which there is no time has no predicted numbers.
 
     The Trainer has one by itself under a plan, unless `log_predictions=False`.
     """
@@ -111,7 +112,8 @@ class PredictionCallback(EngineCallback):
         return RunComparison(list(self.windows), num_stages(self.engine.plan))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.steps, self.predictions, self._is_warm = RankSteps(), [], False
+        self.windows, self.steps, self.predictions = [], RankSteps(), []
+        self._is_warm = self._told = False
         self._began_s, self._spent_s = time.perf_counter(), 0.0
         if self.engine is None or not state.is_world_process_zero:
             return
@@ -146,12 +148,13 @@ class PredictionCallback(EngineCallback):
         step, sizes, workloads = engine.current_step, engine.current_sizes, engine.current_workloads
         if self._pool is None or step is None or sizes is None or workloads is None or not sizes.known:
             return None
-        if self.predictions and not self._has_time():
+        if (self.predictions or len(self.windows) >= _ALWAYS) and not self._has_time():
             return None
+        assert engine.planner is not None
         if self.comparer is None:
-            assert engine.planner is not None
-            self.comparer = StepComparer(engine.planner)
             self._write_header(engine)
+        if self.comparer is None or self.comparer.planner is not engine.planner:
+            self.comparer = StepComparer(engine.planner)
         return self._pool.submit(self._timed, self.comparer.predict, step, sizes, workloads)
 
     def _timed(self, work: Any, *args: Any) -> Any:
