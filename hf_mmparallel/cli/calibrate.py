@@ -111,7 +111,7 @@ def scale_table(calibration: Calibration) -> Table:
     """
     from rich.table import Table
 
-    table = Table(title="Measured over counted, by all windows", title_justify="left")
+    table = Table(title="Factors of costs, by all windows", title_justify="left")
     table.add_column("", no_wrap=True)
     for name in ("of tokens", "of squares", "ms a layer besides"):
         table.add_column(name, justify="right", no_wrap=True)

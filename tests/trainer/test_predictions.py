@@ -40,12 +40,12 @@ def sleep_in_tasks(trainer: Any) -> None:
     engine, compute = trainer.engine, executor._Step.compute
     costs, known = uncalibrated(engine.costs), {}
 
-    def slow(step: Any, task: Any) -> None:
+    def slow(self: Any, task: Any) -> None:
         start = time.perf_counter()
         if known.get("step") is not engine.current_step:
             known["step"] = engine.current_step
             known["cost"] = StepCost(costs, engine.plan, engine.current_step, engine.current_sizes)
-        compute(step, task)
+        compute(self, task)
         until = start + 1e-3 * FACTORS[task.module, task.kind] * known["cost"](task)
         time.sleep(max(0.0, until - time.perf_counter()))
 
