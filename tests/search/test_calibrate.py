@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -124,6 +124,16 @@ def test_a_profile_goes_into_the_file(tmp_path):
     again = costs_from(SPEC, CPU, 4, found)  # a profile has its own size of values
     truth = corrected(costs, SCALES).layers.layer("vision", 2, 1).forward(64, 64 * 64)
     assert again.layers.layer("vision", 2, 1).forward(64, 64 * 64) == pytest.approx(truth, rel=0.02)
+
+
+def test_every_cost_of_a_layer_is_corrected():
+    twice = TimeScale(2.0, 2.0)
+    scales = {name: {"forward": twice, "backward": twice} for name in SPEC.modules}
+    base, costs = counted(), corrected(counted(), scales, activations=2.0)
+    for module, index in (("vision", 1), (LANGUAGE_MODEL, -1), (LANGUAGE_MODEL, models.LAYERS)):
+        before, after = (own.layers.layer(module, index, 1) for own in (base, costs))
+        for field in fields(before):
+            assert getattr(after, field.name) == getattr(before, field.name) * 2, field.name
 
 
 def test_a_calibration_is_read_as_it_was_written(log, tmp_path):
