@@ -10,6 +10,7 @@ import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
+from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.compare import (
     DISTTRAIN,
@@ -85,7 +86,7 @@ class TestCompare:
             times, peaks = [], []
             for known in result.best.predictions:
                 planner = StepPlanner(question.costs, plan, groups, size, method, sizes=lambda _, own=known: own.sizes)
-                prediction = planner.predict(planner(known.planned.step))
+                prediction = planner.predict(planner(Draw(known.planned.step.samples)))
                 times.append(prediction.step_ms)
                 peaks.append(prediction.peak_memory_bytes)
             assert others[name].step_ms == pytest.approx(np.mean(times))

@@ -65,7 +65,9 @@ class Exhaustive:
         sums = 2 * (dp - 1) / dp * trained / pp / tp / link
         slowest = partition_layers(layers, pp).bottleneck_ms
         bottleneck = longest_first(times, dp) * slowest
-        return bottleneck, bottleneck + longest_first(times, dp * count) * (float(layers.sum()) - slowest) + sums
+        uneven = longest_first(times, dp * count)
+        first = bottleneck if samples >= 1 else uneven * slowest
+        return bottleneck, first + uneven * (float(layers.sum()) - slowest) + sums
 
     def best_ms(self) -> float:
         problem, batch = self.problem, self.problem.global_batch_size
@@ -178,7 +180,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
 
 class _Draw:
     def __init__(self, samples: tuple[int, ...]):
-        self.samples, self.epoch = samples, 0
+        self.samples, self.epoch, self.sizes = samples, 0, None
 
 
 @pytest.mark.parametrize("frozen", FROZEN)
