@@ -2,7 +2,14 @@
 
 from .base import EngineCallback
 from .metrics import ParallelMetricsCallback
+from .prediction import PredictionCallback
 from .progress import LossProgressCallback
 from .timeline import TimelineCallback
 
-__all__ = ["EngineCallback", "LossProgressCallback", "ParallelMetricsCallback", "TimelineCallback"]
+__all__ = [
+    "EngineCallback",
+    "LossProgressCallback",
+    "ParallelMetricsCallback",
+    "PredictionCallback",
+    "TimelineCallback",
+]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..arrange import num_microbatches
-from ..cost import CostModel, RankMemory, analytic_costs, fitting_tokens
-from ..cost.profile import LayerProfile, measured_costs
+from ..cost import CostModel, RankMemory, fitting_tokens
+from ..cost.calibration import costs_from, read_costs
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..schedule.draw import rank_ranges
@@ -48,13 +48,12 @@ class Inputs:
     def _costs(self, settings: Settings) -> CostModel:
         """The same without what is packed."""
         spec = settings.frozen_spec(self.source.spec)
-        if self.profile is None:
-            return analytic_costs(spec, settings.device, settings.value_bytes)
-        if not Path(self.profile).is_file():
+        if self.profile is not None and not Path(self.profile).is_file():
             raise ValueError(
                 f"`--profile {self.profile}` does not exist. Write one with `hf-mmparallel profile --output`."
             )
-        return measured_costs(spec, settings.device, LayerProfile.load(self.profile))
+        source = None if self.profile is None else read_costs(self.profile)
+        return costs_from(spec, settings.device, settings.value_bytes, source)
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,10 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "configuration says",
     )
     group.add_argument(
-        "--profile", metavar="FILE", help="times that `hf-mmparallel profile` measured, instead of operation counts"
+        "--profile",
+        metavar="FILE",
+        help="times that `hf-mmparallel profile` measured, or `hf-mmparallel calibrate` corrected, instead of "
+        "operation counts",
     )
     group.add_argument(
         "--memory-limit-gib", type=_above_zero, metavar="GIB", help="memory of a rank (90 %% of the device's)"

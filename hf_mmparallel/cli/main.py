@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from .arguments import add_env_parser, add_plan_parser, add_simulate_parser
+from .calibrate import add_calibrate_parser
 from .profile import add_profile_parser
 
 
@@ -20,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_plan_parser(commands)
     add_simulate_parser(commands)
     add_profile_parser(commands)
+    add_calibrate_parser(commands)
     add_env_parser(commands)
     return parser
 

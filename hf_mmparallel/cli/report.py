@@ -8,13 +8,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ..cost import RankMemory
+from ..cost import LayerCosts, RankMemory
+from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SyncGroup
 from ..runtime.groups import context_groups, talking_pairs
 from ..schedule.draw import gantt_text
 from ..search.problem import RankedPlan, SearchResult
 from .answer import Answer
+from .settings import Settings
 from .table import plan_table, range_text
 
 WIDTH = 160  # of what goes into a file or a pipe
@@ -122,7 +124,17 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
 
 def costs_text(answer: Answer) -> str:
     """Where times of layers come from."""
-    settings, layers = answer.settings, answer.costs.layers
+    layers = answer.costs.layers
+    if not isinstance(layers, CalibratedLayers):
+        return _source_text(answer.settings, layers)
+    calibration = layers.calibration
+    text = f"{_source_text(answer.settings, layers.base)}; calibrated by {calibration.windows} windows of runs"
+    error = (calibration.errors or {}).get("step", {}).get("after")
+    return text if error is None else f"{text}, off by {error.median:.1%} in those not fitted"
+
+
+def _source_text(settings: Settings, layers: LayerCosts) -> str:
+    """Where the times of layers come from that no run has corrected."""
     if not isinstance(layers, MeasuredLayers):
         return f"operation counts, {settings.gpu_type}, {settings.dtype}"
     profile = layers.profile

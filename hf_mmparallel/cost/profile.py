@@ -22,6 +22,7 @@ PROFILE_VERSION = 1
 FIT_TOLERANCE = 0.15
 """A curve that is further than this share from one of its points does not fit."""
 CURVES = tuple(field.name for field in fields(LayerCost))
+_REMEDY = "Write one with `hf-mmparallel profile --output`."
 _ADAPTER = re.compile(r"\.(lora_|base_layer|original_module|modules_to_save)")
 
 
@@ -200,13 +201,17 @@ class LayerProfile:
         """The measurements of a module."""
         return [layer for layer in self.layers if layer.module == module]
 
-    def save(self, path: str | Path) -> None:
-        """Writes the profile as JSON."""
+    def to_dict(self) -> dict[str, Any]:
+        """What its file holds."""
         data = {"version": PROFILE_VERSION, **asdict(self)}
         for layer, own in zip(self.layers, data["layers"], strict=True):
             for name, curve in layer.curves.items():
                 own["curves"][name]["fits"] = curve.fits
-        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        return data
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> LayerProfile:
@@ -219,22 +224,39 @@ class LayerProfile:
         Raises:
             `ValueError`: If the file is something else, or of another version.
         """
-        remedy = "Write one with `hf-mmparallel profile --output`."
         try:
             data = json.loads(Path(path).read_text())
-            version = data.pop("version")
-        except (ValueError, AttributeError, TypeError, KeyError) as error:
-            raise ValueError(f"`{path}` is no profile of layers. {remedy}") from error
+        except ValueError as error:
+            raise ValueError(f"`{path}` is no profile of layers. {_REMEDY}") from error
+        return cls.from_dict(data, path)
+
+    @classmethod
+    def from_dict(cls, data: Any, path: str | Path) -> LayerProfile:
+        """
+        Reads a profile.
+
+        Args:
+            data (`Mapping`): See [`~LayerProfile.to_dict`].
+            path (`str` or `Path`): The file, for errors.
+
+        Raises:
+            `ValueError`: If it is something else, or of another version.
+        """
+        try:
+            values = dict(data)
+            version = values.pop("version")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"`{path}` is no profile of layers. {_REMEDY}") from error
         if version != PROFILE_VERSION:
             raise ValueError(
                 f"`{path}` is a profile of version {version}; this version of hf_mmparallel reads {PROFILE_VERSION}. "
                 "Measure again with `hf-mmparallel profile`."
             )
         try:
-            layers = tuple(map(_read_layer, data.pop("layers")))
-            return cls(layers=layers, left_out=tuple(data.pop("left_out")), **data)
+            layers = tuple(map(_read_layer, values.pop("layers")))
+            return cls(layers=layers, left_out=tuple(values.pop("left_out")), **values)
         except (AttributeError, TypeError, KeyError) as error:
-            raise ValueError(f"`{path}` is a profile with fields missing ({error}). {remedy}") from error
+            raise ValueError(f"`{path}` is a profile with fields missing ({error}). {_REMEDY}") from error
 
     def check(self, spec: ModelSpec) -> None:
         """

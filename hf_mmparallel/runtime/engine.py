@@ -159,6 +159,8 @@ class ParallelEngine(nn.Module):
         self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
         self.step_index = 0
         self.last_result: StepResult | None = None
+        self.asked_s = 0.0  # when the Trainer asked for the batch of the last step
+        self.data_ms = 0.0  # how long this rank waited for it
         self.planner: StepPlanner | None = None  # of the training steps
         self.current_step: StepPlan | None = None
         self.current_sizes: SampleSizes | None = None
@@ -306,6 +308,7 @@ class ParallelEngine(nn.Module):
             result = self.executor.run(program, batch)
         with doing("sums of gradients", waits=True):
             self.sync.finish()
+        result.step_ms = self.executor.elapsed_ms()
         if self._first_step is not None:
             with doing("comparing the copies of parameters", waits=True):
                 self._first_step.finish(result)

@@ -47,6 +47,7 @@ class StepResult:
             Forward of the last stage -> (sum over target tokens, number of target tokens).
         timeline (`list[TimedTask]`): The tasks of this rank as they ran.
         duration_ms (`float`): From the first action to the last.
+        step_ms (`float`): From the first action to the end of the gradient sums.
         started_s (`float`): When it began, by the host's clock.
         work (`dict[str, ModuleWork]`): Module -> what it computed on, counted on one rank of those that have the same.
     """
@@ -54,6 +55,7 @@ class StepResult:
     losses: dict[Task, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     timeline: list[TimedTask] = field(default_factory=list)
     duration_ms: float = 0.0
+    step_ms: float = 0.0
     started_s: float = field(default_factory=time.time)
     work: dict[str, ModuleWork] = field(default_factory=dict)
 
@@ -136,6 +138,7 @@ class Executor:
         self.forward_context: Callable[[], AbstractContextManager] = nullcontext
         self.out_of_memory: Callable[[Action, torch.OutOfMemoryError], str] = lambda action, error: str(error)
         self.on_logits: Callable[[Task, torch.Tensor, Mapping[str, Any]], None] | None = None
+        self._clock: _Clock | None = None
 
     def run(self, program: Program, batch: StepBatch) -> StepResult:
         """
@@ -146,7 +149,7 @@ class Executor:
             batch (`StepBatch`): Its inputs, for the tasks of this rank.
         """
         run = _Step(self, program, batch)
-        clock = _Clock(self.device)
+        clock = self._clock = _Clock(self.device)
         actions: Sequence[Action] = program.actions.get(self.rank, ())
         if self.transport.receives_ahead:
             actions = receive_ahead(actions)
@@ -179,6 +182,11 @@ class Executor:
         run.result.duration_ms = clock.ms(end)
         run.result.work = {module: work.read() for module, work in run.result.work.items()}
         return run.result
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds since the last step began, of all that is queued on the device."""
+        assert self._clock is not None
+        return self._clock.ms(self._clock.mark())
 
 
 class _Clock:

@@ -282,6 +282,7 @@ NEED_A_PLAN = (
     "memory_limit_gib",
     "layer_profile",
     "gpu_spec",
+    "log_predictions",
     "on_bad_sample",
 )
 """The fields of `MultimodalTrainingArguments` that have no effect without a plan."""

@@ -59,11 +59,15 @@ class MultimodalTrainingArguments(TrainingArguments):
             Memory of each rank that microbatches are made to fit, by estimate; by default 90 % of that of a GPU whose
             type is known. `"auto"` starts from that, and corrects it after four steps by what these have allocated.
         layer_profile (`str`, *optional*):
-            File of `hf-mmparallel profile` with measured costs of the model's layers, for the search of
-            `parallel="auto"`, the arrangement of samples and predictions; by default costs are counted from shapes.
+            File of `hf-mmparallel profile` with measured costs of the model's layers, or of `hf-mmparallel calibrate`
+            with costs that runs have corrected, for the search of `parallel="auto"`, the arrangement of samples and
+            predictions; by default costs are counted from shapes.
         gpu_spec (`str`, *optional*):
             YAML file that describes the device of the ranks, as for `--gpu-spec` of the command line. By default a
             GPU of the table of devices is recognised, and another one is measured at the start, for about two seconds.
+        log_predictions (`bool`, *optional*, defaults to `True`):
+            Whether steps are compared with what was predicted of them: `parallel/predicted_...` in the log, a table in
+            the model card, and `trainer_log.jsonl` in the output folder, for `hf-mmparallel calibrate`.
         on_bad_sample (`str`, *optional*, defaults to `"raise"`):
             What happens to a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
             leaves it out on all ranks, counts it and logs it.
@@ -128,8 +132,15 @@ class MultimodalTrainingArguments(TrainingArguments):
     layer_profile: str | None = field(
         default=None,
         metadata={
-            "help": "File of `hf-mmparallel profile` with measured costs of the model's layers; by default costs are "
-            "counted from shapes."
+            "help": "File of `hf-mmparallel profile` or `hf-mmparallel calibrate` with measured costs of the model's "
+            "layers; by default costs are counted from shapes."
+        },
+    )
+    log_predictions: bool = field(
+        default=True,
+        metadata={
+            "help": "Compare steps with what was predicted of them: `parallel/predicted_...` in the log, a table in "
+            "the model card, and trainer_log.jsonl in the output folder, for `hf-mmparallel calibrate`."
         },
     )
     gpu_spec: str | None = field(

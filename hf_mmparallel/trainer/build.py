@@ -14,9 +14,10 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..arrange import num_microbatches
-from ..cost import CostModel, Hardware, analytic_costs, device_from
+from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
-from ..cost.profile import LayerProfile, measured_costs
+from ..cost.calibration import Calibration, costs_from, read_costs
+from ..cost.profile import LayerProfile
 from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
@@ -357,18 +358,16 @@ def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
         `ValueError`: For a profile or a description of a device that can't be read, or a profile of another model.
     """
 
-    def read() -> tuple[Hardware | None, LayerProfile | None]:
+    def read() -> tuple[Hardware | None, LayerProfile | Calibration | None]:
         path = args.layer_profile
         if path is not None and not Path(path).is_file():
             raise ValueError(f"`layer_profile={path!r}` is no file. Write one with `hf-mmparallel profile --output`.")
         described = None if args.gpu_spec is None else device_from("", args.gpu_spec)
-        return described, None if path is None else LayerProfile.load(path)
+        return described, None if path is None else read_costs(path)
 
-    described, profile = from_first_rank(read, args.device)
+    described, source = from_first_rank(read, args.device)
     device = (described or device_of_ranks(args.device)).computing_in(compute_dtype(spec, args))
-    if profile is None:
-        return analytic_costs(spec, device, value_bytes(spec, args))
-    return measured_costs(spec, device, profile)
+    return costs_from(spec, device, value_bytes(spec, args), source)
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:

@@ -11,10 +11,12 @@ from huggingface_hub import ModelCard
 from .. import __version__
 from ..plan import ParallelPlan, save_layout
 from ..runtime.engine import ParallelEngine
+from ..search.comparison import RunComparison
 
 SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
 _SECTION = "### Parallel plan"
 _PREFIX = "parallel/"
+_COMPARED = re.compile(_PREFIX + r"(predicted_|step_ms|bubble_fraction|memory_gib|(forward|backward)_ms/)")
 
 
 def layout_rows(plan: ParallelPlan) -> list[dict[str, Any]]:
@@ -44,7 +46,13 @@ def _trained(stages: list[bool]) -> str:
     return "some stages" if any(stages) else "frozen"
 
 
-def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> str:
+def plan_section(
+    folder: Path,
+    engine: ParallelEngine,
+    global_batch_size: int,
+    log_history: list[dict],
+    comparison: RunComparison | None = None,
+) -> str:
     """The section as Markdown."""
     plan = engine.plan
     rows = layout_rows(plan)
@@ -68,12 +76,27 @@ def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, l
     ):
         if (folder / picture).is_file():
             lines += ["", f"![{title}]({picture})"]
+    if comparison is not None:
+        lines += comparison_lines(comparison)
     measured = {name: value for row in log_history for name, value in row.items() if name.startswith(_PREFIX)}
+    if comparison is not None:
+        measured = {name: value for name, value in measured.items() if not _COMPARED.match(name)}
     if measured:
         lines += ["", "In the last logged steps; workloads are estimates, the rest is measured:", ""]
         lines += ["| quantity | value |", "| --- | --- |"]
         lines += [f"| {_readable(name)} | {value:.4g} |" for name, value in measured.items()]
     return "\n".join(lines) + "\n\n"
+
+
+def comparison_lines(comparison: RunComparison) -> list[str]:
+    """The table of what was predicted, and what the difference comes from."""
+    windows = comparison.windows
+    lines = ["", f"Predicted beside measured, the mean over {len(windows)} logs until step {windows[-1].step}:", ""]
+    lines += ["| quantity | predicted | measured | measured / predicted |", "| --- | --- | --- | --- |"]
+    for name, predicted, measured in comparison.rows:
+        ratio = f"{measured / predicted:.2f}" if predicted else ""
+        lines.append(f"| {name} | {predicted:.4g} | {measured:.4g} | {ratio} |")
+    return [*lines, "", comparison.sentence]
 
 
 def _readable(name: str) -> str:
@@ -84,7 +107,13 @@ def _readable(name: str) -> str:
     return words + (f", {module}" if module else "") + unit
 
 
-def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: int, log_history: list[dict]) -> None:
+def write_model_card(
+    folder: Path,
+    engine: ParallelEngine,
+    global_batch_size: int,
+    log_history: list[dict],
+    comparison: RunComparison | None = None,
+) -> None:
     """Adds the plan to the card that the Trainer wrote; writing it again replaces it."""
     save_layout(folder / "parallel_plan.json", engine.plan, engine.settings)
     path = folder / "README.md"
@@ -98,7 +127,7 @@ def write_model_card(folder: Path, engine: ParallelEngine, global_batch_size: in
     if engine.device.type == "cpu":
         text = text.replace("distributed_type: multi-GPU", "distributed_type: multi-CPU")
     text = text.replace("a fine-tuned version of [](https://huggingface.co/)", "trained from scratch")
-    section = plan_section(folder, engine, global_batch_size, log_history)
+    section = plan_section(folder, engine, global_batch_size, log_history, comparison)
     before, mark, after = text.partition("### Framework versions")
     card.text = before + section + mark + after
     card.save(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 
-from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback
+from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
 from ..data.defaults import DefaultCollator
 from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
@@ -193,6 +194,8 @@ class MultimodalParallelTrainer(Trainer):
         self.memory_ratio: MemoryRatio | None = None
         self.engine.executor.forward_context = self._forward_context
         self.add_callback(ParallelMetricsCallback())
+        if args.log_predictions:
+            self.add_callback(PredictionCallback())
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(LossProgressCallback())
         for idle in settings_idle_under_a_plan(args):
@@ -329,8 +332,12 @@ class MultimodalParallelTrainer(Trainer):
     @planned
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, None]:
         ACTIVITY.step = self.state.global_step + 1
+        engine = self._engine
         with shared_failure("reading samples"):
-            batch = self._readable.settle(next(epoch_iterator, None), self._train_steps)
+            engine.asked_s = time.perf_counter()
+            read = next(epoch_iterator, None)
+            engine.data_ms = 1e3 * (time.perf_counter() - engine.asked_s)
+            batch = self._readable.settle(read, self._train_steps)
         if batch is None:
             self.control.should_epoch_stop = True  # a stream tells its end when it is there
             return [], None
@@ -568,4 +575,12 @@ class MultimodalParallelTrainer(Trainer):
             kwargs["tags"] = [*([tags] if isinstance(tags, str) else tags), "hf_mmparallel"]
         super().create_model_card(*args, **kwargs)
         if self.engine is not None and self.is_world_process_zero():
-            write_model_card(Path(self.args.output_dir), self.engine, self.global_batch_size, self.state.log_history)
+            callbacks = self.callback_handler.callbacks
+            found = (own.comparison for own in callbacks if isinstance(own, PredictionCallback))
+            write_model_card(
+                Path(self.args.output_dir),
+                self.engine,
+                self.global_batch_size,
+                self.state.log_history,
+                next(found, None),
+            )

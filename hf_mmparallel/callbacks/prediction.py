@@ -1,0 +1,310 @@
+"""Predicted beside measured: in the Trainer's log, in a file for `hf-mmparallel calibrate`, in a sentence."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+
+from .. import __version__
+from ..cost.calibration import profile_digest
+from ..cost.run_log import RUN_LOG, LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
+from ..cost.stage_memory import GIB
+from ..plan import ParallelPlan
+from ..runtime.collectives import broadcast_value, gather_values
+from ..runtime.engine import ParallelEngine
+from ..search.comparison import (
+    MeasuredStep,
+    RunComparison,
+    StepComparer,
+    num_stages,
+    rank_durations,
+    times_on_a_rank,
+)
+from ..search.steps import Prediction
+from .base import EngineCallback, not_worth_a_run
+from .metrics import core_per_rank
+
+logger = get_logger(__name__)
+
+_COMPARED = 4  # steps of a window, at most
+_SHARE = 0.02  # of the time since training began, that the thread may take
+_ALWAYS = 8  # windows of which one step is compared in any case
+_TOLD_AFTER = 3  # windows, how far off the prediction is gets logged for the first time
+_WARN_FROM = 0.2  # share that steps are off by
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """
+    What a rank measured of a step that may be compared.
+
+    Args:
+        durations (`np.ndarray` of shape `(tasks,)`): Milliseconds of its tasks, in the order of its program.
+        step_ms (`float`): From its first action to the end of the gradient sums.
+    """
+
+    durations: np.ndarray
+    step_ms: float
+
+
+@dataclass
+class RankSteps:
+    """
+    What a rank measured between two logs.
+
+    Args:
+        chosen (`list[RankStep]`): The steps that may be compared.
+        wall_ms (`list[float]`): Of each step, from asking for its batch to the end of the optimizer's step.
+        data_ms (`list[float]`): Of each step, waiting for its batch.
+        memory_gib (`float`, *optional*): The allocator's peak.
+    """
+
+    chosen: list[RankStep] = field(default_factory=list)
+    wall_ms: list[float] = field(default_factory=list)
+    data_ms: list[float] = field(default_factory=list)
+    memory_gib: float | None = None
+
+
+class PredictionCallback(EngineCallback):
+    """
+    Compares steps with what was predicted of them: simulations with the sizes of their own samples, by the costs that
+    they were arranged by. To the log it adds, as means over up to four steps since the last one:
+
+    | key | meaning |
+    |---|---|
+    | `parallel/step_ms`, `parallel/predicted_step_ms` | first forward to the end of the gradient sums, slowest rank |
+    | `parallel/wall_ms`, `parallel/data_ms` | from batch to batch, and the wait for a batch; of all steps, measured |
+    | `parallel/predicted_bubble_fraction` | share of the ranks' time outside of tasks |
+    | `parallel/forward_ms/<module>`, `parallel/backward_ms/<module>` and `parallel/predicted_...` | on one rank |
+    | `parallel/memory_gib`, `parallel/predicted_memory_gib` | of the fullest rank; on CUDA |
+
+    Each window is also a line of `trainer_log.jsonl` in the output folder, which `hf-mmparallel calibrate` reads. The
+    first step of a run is left out. Rank 0 predicts in a thread, while steps run, for at most 2 % of the time after
+    the first eight windows; a window for which there is no time has no predicted numbers.
+
+    The Trainer has one by itself under a plan, unless `log_predictions=False`.
+    """
+
+    def __init__(self):
+        self.windows: list[LoggedWindow] = []
+        self.steps = RankSteps()
+        self.predictions: list[Future[Prediction] | None] = []
+        self.comparer: StepComparer | None = None
+        self.path: Path | None = None
+        self._is_warm = self._told = False
+        self._pool: ThreadPoolExecutor | None = None
+        self._began_s = self._spent_s = 0.0
+
+    @property
+    def comparison(self) -> RunComparison | None:
+        """All windows so far; `None` before the first, and on other ranks than the first."""
+        if not self.windows or self.engine is None:
+            return None
+        return RunComparison(list(self.windows), num_stages(self.engine.plan))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.windows, self.steps, self.predictions = [], RankSteps(), []
+        self._is_warm = self._told = False
+        self._began_s, self._spent_s = time.perf_counter(), 0.0
+        if self.engine is None or not state.is_world_process_zero:
+            return
+        self._pool = ThreadPoolExecutor(1, "predictions")
+        self.path = Path(args.output_dir) / RUN_LOG
+        self.comparer = None
+        if self.engine.device.type != "cuda":
+            logger.info("Memory is predicted, but not measured: only CUDA counts what is allocated.")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        engine = self.engine
+        if engine is None or engine.last_result is None or engine.planner is None:
+            return
+        if not self._is_warm:  # the first step compiles, allocates, and is checked
+            self._is_warm = True
+            if engine.device.type == "cuda" and args.skip_memory_metrics:
+                torch.cuda.reset_peak_memory_stats(engine.device)
+            return
+        self.steps.wall_ms.append(1e3 * (time.perf_counter() - engine.asked_s))
+        self.steps.data_ms.append(engine.data_ms)
+        stride = max(1, int(state.logging_steps or 1) // _COMPARED)
+        index = len(self.steps.wall_ms) - 1
+        if index % stride == 0 and index // stride < _COMPARED:
+            result = engine.last_result
+            took = np.array([timed.end_ms - timed.start_ms for timed in result.timeline])
+            self.steps.chosen.append(RankStep(took, result.step_ms))
+            if state.is_world_process_zero:
+                self.predictions.append(self._start_prediction(engine))
+
+    def _start_prediction(self, engine: ParallelEngine) -> Future[Prediction] | None:
+        """Lets the thread predict the step that ran last, if its sizes are known and there is time for it."""
+        step, sizes, workloads = engine.current_step, engine.current_sizes, engine.current_workloads
+        if self._pool is None or step is None or sizes is None or workloads is None or not sizes.known:
+            return None
+        if (self.predictions or len(self.windows) >= _ALWAYS) and not self._has_time():
+            return None
+        assert engine.planner is not None
+        if self.comparer is None:
+            self._write_header(engine)
+        if self.comparer is None or self.comparer.planner is not engine.planner:
+            self.comparer = StepComparer(engine.planner)
+        return self._pool.submit(self._timed, self.comparer.predict, step, sizes, workloads)
+
+    def _timed(self, work: Any, *args: Any) -> Any:
+        """Does some work of the thread, whose time is noted."""
+        start = time.thread_time()
+        try:
+            return work(*args)
+        finally:
+            self._spent_s += time.thread_time() - start
+
+    def _write_header(self, engine: ParallelEngine) -> None:
+        """Adds the line of this run to the log."""
+        assert engine.planner is not None and self.path is not None
+        costs, plan = engine.costs, engine.plan
+        cuda = engine.device.type == "cuda"
+        header = RunHeader(
+            package=__version__,
+            modules=module_digests(costs.spec),
+            device=costs.device.name,
+            device_name=torch.cuda.get_device_name(engine.device) if cuda else "cpu",
+            dtype=costs.device.dtype,
+            value_bytes=costs.value_bytes,
+            profile=profile_digest(costs),
+            world_size=plan.world_size,
+            plan=plan.fingerprint,
+            layout={
+                name: {"dp": own.dp_size, "pp": len(own.replicas[0]), "cp": own.cp_size, "tp": own.tp_size}
+                for name, own in plan.modules.items()
+            },
+            schedule=plan.schedule,
+            method=engine.planner.method,
+        )
+        with not_worth_a_run(f"`{self.path}`"):
+            append_line(self.path, header)
+
+    def parallel_metrics(self) -> dict[str, float]:
+        engine = self.engine
+        if engine is None or not self.steps.chosen:
+            return {}
+        if engine.device.type == "cuda":
+            self.steps.memory_gib = torch.cuda.max_memory_allocated(engine.device) / GIB
+        ranks = gather_values(self.steps, "measured steps of the ranks")
+        metrics: dict[str, float] = {}
+        if ranks is not None:
+            with not_worth_a_run("The comparison with predictions"):
+                metrics = self._compared(engine, ranks)
+        self.steps, self.predictions = RankSteps(), []
+        return broadcast_value(metrics, engine.device, "predicted beside measured")
+
+    def _compared(self, engine: ParallelEngine, ranks: Sequence[RankSteps]) -> dict[str, float]:
+        """The numbers of a window, on the first rank. What takes longer goes to the thread."""
+        wall_ms = float(np.mean([rank.wall_ms for rank in ranks], axis=1).max())
+        data_ms = float(np.mean(np.max([rank.data_ms for rank in ranks], axis=0)))
+        metrics = {"parallel/wall_ms": wall_ms, "parallel/data_ms": data_ms}
+        predictions = [None if future is None else future.result() for future in self.predictions]
+        chosen = [index for index, prediction in enumerate(predictions) if prediction is not None]
+        known = chosen or range(len(ranks[0].chosen))
+        metrics["parallel/step_ms"] = float(np.mean([max(r.chosen[index].step_ms for r in ranks) for index in known]))
+        if not chosen or self.comparer is None:
+            return metrics
+        steps = []
+        for index in chosen:
+            prediction = predictions[index]
+            assert prediction is not None
+            durations = rank_durations(prediction, [rank.chosen[index].durations for rank in ranks])
+            steps.append(MeasuredStep(prediction, durations))
+        window = LoggedWindow(
+            step=engine.step_index + 1,
+            steps=len(ranks[0].wall_ms),
+            compared=len(steps),
+            step_ms=metrics["parallel/step_ms"],
+            predicted_step_ms=float(np.mean([step.prediction.step_ms for step in steps])),
+            wall_ms=wall_ms,
+            data_ms=data_ms,
+            predicted_bubble=float(np.mean([step.prediction.simulation.bubble_fraction for step in steps])),
+            bubble=_bubble(ranks, chosen) if core_per_rank(engine.device) else None,
+            causes={},
+            memory=_memory(ranks, steps),
+            groups=(),
+        )
+        assert self._pool is not None
+        self._pool.submit(self._timed, self._finish, self.comparer, window, steps)
+        self._tell_early()
+        return metrics | _predicted_metrics(window, steps, engine.plan)
+
+    def _finish(self, comparer: StepComparer, window: LoggedWindow, steps: Sequence[MeasuredStep]) -> None:
+        """Finds what a difference comes from and writes the window down, in the thread."""
+        if len(self.windows) >= _ALWAYS and not self._has_time():
+            return
+        with not_worth_a_run(f"`{self.path}`"):
+            causes = comparer.causes(steps[-1])
+            whole = replace(window, causes=causes, groups=comparer.task_groups(steps))
+            assert self.path is not None
+            append_line(self.path, whole)
+            self.windows.append(whole)
+
+    def _has_time(self) -> bool:
+        """Whether the thread has taken less than its share of the time since training began."""
+        return self._spent_s < _SHARE * (time.perf_counter() - self._began_s)
+
+    def _tell_early(self) -> None:
+        """Logs once, after a few windows, how far off the prediction is."""
+        if len(self.windows) >= _TOLD_AFTER and not self._told:
+            self._told = True
+            self._tell()
+
+    def _tell(self) -> None:
+        """Logs how far off the prediction is, as a warning where it is far; a CPU's speed is not in the table."""
+        comparison = self.comparison
+        if comparison is not None:
+            off = abs(sum(comparison.causes.values())) / comparison.mean("predicted_step_ms")
+            is_far = off > _WARN_FROM and self.engine is not None and self.engine.device.type != "cpu"
+            logger.log(logging.WARNING if is_far else logging.INFO, comparison.sentence)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps, self.predictions = RankSteps(), []
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+            self._tell()
+
+
+def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep], plan: ParallelPlan) -> dict[str, float]:
+    """What the log gets of a window."""
+    metrics = {
+        "parallel/predicted_step_ms": window.predicted_step_ms,
+        "parallel/predicted_bubble_fraction": window.predicted_bubble,
+        "parallel/predicted_memory_gib": max(step.prediction.peak_memory_bytes for step in steps) / GIB,
+    }
+    if window.memory is not None:
+        metrics["parallel/memory_gib"] = window.memory.measured
+    for (module, kind), (predicted, measured) in times_on_a_rank(plan, steps).items():
+        metrics[f"parallel/predicted_{kind}_ms/{module}"] = predicted
+        metrics[f"parallel/{kind}_ms/{module}"] = measured
+    return metrics
+
+
+def _bubble(ranks: Sequence[RankSteps], chosen: Sequence[int]) -> float:
+    """The share of the ranks' time outside of tasks in some steps."""
+    busy = sum(float(rank.chosen[index].durations.sum()) for rank in ranks for index in chosen)
+    total = sum(max(rank.chosen[index].step_ms for rank in ranks) for index in chosen)
+    return 1 - busy / (total * len(ranks))
+
+
+def _memory(ranks: Sequence[RankSteps], steps: Sequence[MeasuredStep]) -> MemoryPeak | None:
+    """The rank on which most memory was measured."""
+    measured = [rank.memory_gib for rank in ranks]
+    rank = int(np.argmax([gib or 0.0 for gib in measured]))
+    gib = measured[rank]
+    if gib is None:
+        return None
+    expected = max((step.prediction.memory[rank] for step in steps), key=lambda memory: memory.total)
+    return MemoryPeak(rank, gib, expected.total_gib, (expected.total - expected.activations) / GIB)

@@ -1,0 +1,142 @@
+"""`hf-mmparallel calibrate`: corrects costs by what runs took, and says how far off they were."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..cost.calibrate import CalibrationResult
+    from ..cost.calibration import Calibration
+
+EXAMPLES = """\
+examples:
+  hf-mmparallel calibrate out/trainer_log.jsonl --output calibrated.json
+  hf-mmparallel calibrate run1/trainer_log.jsonl run2/trainer_log.jsonl --output calibrated.json
+  hf-mmparallel plan --model ./my-vlm --gpus 64 --profile calibrated.json
+
+A run under a plan writes `trainer_log.jsonl` into its output folder. Logs of other layouts of the same model on the
+same kind of GPU may be given together. Training takes the result as `layer_profile=calibrated.json`.
+"""
+
+
+def add_calibrate_parser(commands: Any) -> None:
+    """
+    Adds `calibrate`.
+
+    Args:
+        commands: What `ArgumentParser.add_subparsers` returns.
+    """
+    parser = commands.add_parser(
+        "calibrate",
+        help="correct costs by the logs of runs, for `--profile` of the other commands",
+        description="Fits factors of the times of each module's forwards and backwards, and of the memory of "
+        "activations, to what runs took. Half of the logged windows are fitted and the others judged by; then all are "
+        "fitted. Needs no GPU and no model.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="trainer_log.jsonl of a run; more of the same model")
+    parser.add_argument("--output", metavar="FILE", help="write the calibration as JSON")
+    parser.add_argument(
+        "--profile", metavar="FILE", help="what the runs had as `layer_profile`, if `hf-mmparallel profile` wrote it"
+    )
+    parser.set_defaults(run=run_calibrate)
+
+
+def run_calibrate(args: argparse.Namespace) -> None:
+    """
+    Runs `hf-mmparallel calibrate`.
+
+    Args:
+        args (`argparse.Namespace`): Its arguments.
+
+    Raises:
+        `ValueError`: For logs that can't be calibrated by.
+    """
+    from ..cost.calibrate import calibrate_logs
+    from ..cost.calibration import Calibration, read_costs
+    from .report import new_console
+
+    for path in [*args.logs, *([args.profile] if args.profile else [])]:
+        if not Path(path).is_file():
+            raise ValueError(f"`{path}` does not exist. Give the `trainer_log.jsonl` of a run's output folder.")
+    source = None if args.profile is None else read_costs(args.profile)
+    result = calibrate_logs(args.logs, source.profile if isinstance(source, Calibration) else source)
+    console = new_console()
+    calibration = result.calibration
+    console.print(
+        f"{calibration.windows} windows of {', '.join(calibration.modules)} on {calibration.device_name}",
+        highlight=False,
+    )
+    console.print(error_table(result))
+    console.print(scale_table(calibration))
+    for line in notes(result):
+        console.print(line, highlight=False, soft_wrap=True)
+    if args.output:
+        calibration.save(args.output)
+        console.print(f"Calibration written to {args.output}", highlight=False, soft_wrap=True)
+
+
+def error_table(result: CalibrationResult) -> Table:
+    """
+    How far off predictions were in the windows that were not fitted, before and after.
+
+    Args:
+        result ([`CalibrationResult`]): The calibration.
+    """
+    from rich.table import Table
+
+    title = f"Errors in the last {result.judged} windows, by a fit of the first {result.fitted}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in ("median before", "after", "worst before", "after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, errors in (result.calibration.errors or {}).items():
+        before, after = errors["before"], errors["after"]
+        cells = (before.median, after.median, before.worst, after.worst)
+        table.add_row(name.replace("/", ", "), *(f"{error:.1%}" for error in cells))
+    return table
+
+
+def scale_table(calibration: Calibration) -> Table:
+    """
+    The corrections, fitted on all windows.
+
+    Args:
+        calibration ([`Calibration`]): The calibration.
+    """
+    from rich.table import Table
+
+    table = Table(title="Factors of costs, by all windows", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for name in ("of tokens", "of squares", "ms a layer besides"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for module, scales in calibration.scales.items():
+        for kind, scale in scales.items():
+            cells = f"{scale.token:.3g}", f"{scale.square:.3g}", f"{scale.layer_ms:.3g}" if scale.layer_ms else "-"
+            table.add_row(f"{module}, {kind}", *cells)
+    if calibration.activations is not None:
+        table.add_row("activations", f"{calibration.activations:.3g}", "-", "-")
+    return table
+
+
+def notes(result: CalibrationResult) -> list[str]:
+    """
+    What the tables leave open, a sentence each.
+
+    Args:
+        result ([`CalibrationResult`]): The calibration.
+    """
+    lines = []
+    if result.calibration.activations is None:
+        lines.append("Memory is not calibrated: it was not measured, which needs CUDA.")
+    share = result.outside_share
+    lines.append(
+        f"With its tasks as measured, a step is predicted {abs(share):.1%} {'shorter' if share >= 0 else 'longer'} "
+        "than it is: messages, gradient sums and the host between tasks, which are not corrected."
+    )
+    return lines

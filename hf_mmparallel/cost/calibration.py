@@ -1,0 +1,298 @@
+"""Corrections of costs that were found in real runs, and a source of costs that applies them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..plan import ModelSpec
+from .analytic import analytic_costs
+from .devices import Hardware
+from .layers import CostModel, LayerCost, LayerCosts, Polynomial
+from .profile import LayerProfile, MeasuredLayers, measured_costs
+from .run_log import KINDS, Kind, module_digests
+
+CALIBRATION_VERSION = 1
+
+
+@dataclass(frozen=True)
+class TimeScale:
+    """
+    A correction of the times of one kind of tasks: each coefficient of a layer's polynomial times a factor, and a time
+    for each chunk that passes a layer.
+
+    Args:
+        token (`float`, *optional*, defaults to 1.0): Factor of what grows with tokens, and of constants.
+        square (`float`, *optional*, defaults to 1.0): Factor of what grows with squared lengths.
+        layer_ms (`float`, *optional*, defaults to 0.0): Milliseconds of a chunk in each layer besides.
+    """
+
+    token: float = 1.0
+    square: float = 1.0
+    layer_ms: float = 0.0
+
+    @property
+    def is_plausible(self) -> bool:
+        """Whether work takes longer the more there is of it."""
+        return min(self.token, self.square) > 0.0
+
+    def __call__(self, polynomial: Polynomial, is_layer: bool) -> Polynomial:
+        """
+        The corrected time of a layer.
+
+        Args:
+            polynomial (`Polynomial`): Its time by the costs that are corrected.
+            is_layer (`bool`): Whether it is one of the repeated layers, not what comes before or after them.
+        """
+        constant = self.token * polynomial.constant + (self.layer_ms if is_layer else 0.0)
+        return Polynomial(self.square * polynomial.square, self.token * polynomial.token, constant)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """
+    Relative errors of predictions over some windows of a log.
+
+    Args:
+        median (`float`): The median.
+        worst (`float`): The largest.
+    """
+
+    median: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """
+    What real runs say about the costs of a model on a device; a small JSON file.
+
+    Args:
+        modules (`Mapping[str, str]`): Module -> digest of the shapes of its parameters.
+        device (`str`): The device's name in the table of devices, whose costs are corrected.
+        device_name (`str`): The device as it calls itself.
+        dtype (`str`): What matrix products are computed in.
+        value_bytes (`int`): Bytes of a value that matrices are multiplied with.
+        scales (`Mapping[str, Mapping[str, TimeScale]]`): Module -> `"forward"` and `"backward"` -> correction.
+        activations (`float`, *optional*): Factor of the bytes of activations; `None` where none was measured.
+        errors (`Mapping[str, Mapping[str, Accuracy]]`):
+            What was judged (`"step"`, `"vision/forward"`, ...) -> `"before"` and `"after"` -> errors in the windows
+            that were not fitted.
+        windows (`int`, *optional*): Windows that it was fitted on.
+        profile ([`LayerProfile`], *optional*): Where the costs that are corrected come from; `None` for operation
+            counts.
+        package (`str`, *optional*): Version of `hf_mmparallel` whose operation counts are corrected.
+    """
+
+    modules: Mapping[str, str]
+    device: str
+    device_name: str
+    dtype: str
+    value_bytes: int
+    scales: Mapping[str, Mapping[Kind, TimeScale]]
+    activations: float | None = None
+    errors: Mapping[str, Mapping[str, Accuracy]] | None = None
+    windows: int = 0
+    profile: LayerProfile | None = None
+    package: str = __version__
+
+    def save(self, path: str | Path) -> None:
+        """Writes the calibration as JSON, with its profile."""
+        data = {"calibration": CALIBRATION_VERSION, **asdict(self)}
+        data["profile"] = None if self.profile is None else self.profile.to_dict()
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], path: str | Path) -> Calibration:
+        """
+        Reads a calibration.
+
+        Args:
+            data (`Mapping`): What its file holds.
+            path (`str` or `Path`): The file, for errors.
+
+        Raises:
+            `ValueError`: For another version, and where fields are missing.
+        """
+        values = dict(data)
+        version = values.pop("calibration")
+        if version != CALIBRATION_VERSION:
+            raise ValueError(
+                f"`{path}` is a calibration of version {version}; this version of hf_mmparallel reads "
+                f"{CALIBRATION_VERSION}. Calibrate again with `hf-mmparallel calibrate`."
+            )
+        try:
+            scales: dict[str, dict[Kind, TimeScale]] = {
+                name: {kind: TimeScale(**own[kind]) for kind in KINDS if kind in own}
+                for name, own in values.pop("scales").items()
+            }
+            errors = {
+                name: {when: Accuracy(**error) for when, error in own.items()}
+                for name, own in (values.pop("errors") or {}).items()
+            }
+            profile = values.pop("profile")
+            source = None if profile is None else LayerProfile.from_dict(profile, path)
+            return cls(scales=scales, errors=errors, profile=source, **values)
+        except (AttributeError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"`{path}` is a calibration with fields missing ({error}). Write one with `hf-mmparallel calibrate`."
+            ) from error
+
+    def check(self, spec: ModelSpec, device: Hardware) -> None:
+        """
+        Makes sure that the calibration holds for a model on a device.
+
+        Args:
+            spec (`ModelSpec`): The model, with adapters or without, whatever of it is frozen.
+            device (`Hardware`): What each rank is.
+
+        Raises:
+            `ValueError`: For another model, another device, and operation counts of another version of the package.
+        """
+        digests = module_digests(spec)
+        shared = self.modules.keys() & digests.keys()
+        other = sorted(name for name in shared if self.modules[name] != digests[name])
+        if not shared or other:
+            difference = (
+                f"`{other[0]}` has parameters of other shapes"
+                if other
+                else f"it has {sorted(self.modules)}, the model {list(digests)}"
+            )
+            raise ValueError(
+                f"The calibration is of another model: {difference}. Calibrate with logs of this model: "
+                "`hf-mmparallel calibrate trainer_log.jsonl`."
+            )
+        if device.name != self.device:
+            raise ValueError(
+                f"The calibration corrects costs of `{self.device}` ({self.device_name}), not of `{device.name}`. Use "
+                f"it for `{self.device}`, or calibrate by runs on `{device.name}`."
+            )
+        if self.profile is None and device.dtype != self.dtype:
+            raise ValueError(
+                f"The calibration is of runs in {self.dtype}, not in {device.dtype}. Plan for {self.dtype}, or "
+                f"calibrate by runs in {device.dtype}."
+            )
+        if self.profile is None and _release(self.package) != _release(__version__):
+            raise ValueError(
+                f"The calibration corrects operation counts of hf_mmparallel {self.package}; those of {__version__} "
+                "may be others. Train some steps with this version and calibrate again."
+            )
+
+
+def _release(version: str) -> list[str]:
+    """The first two numbers of a version."""
+    return version.split(".")[:2]
+
+
+class CalibratedLayers:
+    """
+    Costs of layers with the corrections of a [`Calibration`]; see [`LayerCosts`]. What it says nothing about, such as
+    a generator, stays as it was.
+
+    Args:
+        base (`LayerCosts`): The costs that are corrected.
+        spec (`ModelSpec`): The model.
+        calibration ([`Calibration`]): The corrections.
+    """
+
+    def __init__(self, base: LayerCosts, spec: ModelSpec, calibration: Calibration):
+        self.base, self.calibration = base, calibration
+        self.num_layers = {name: module.num_layers for name, module in spec.modules.items()}
+
+    def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
+        """See [`LayerCosts`]."""
+        cost = self.base.layer(module, index, tp_size)
+        scales, memory = self.calibration.scales.get(module, {}), self.calibration.activations or 1.0
+        forward, backward = (scales.get(kind, TimeScale()) for kind in KINDS)
+        is_layer = 0 <= index < self.num_layers[module]
+        return replace(
+            cost,
+            forward=forward(cost.forward, is_layer),
+            data_gradient=backward(cost.data_gradient, is_layer),
+            weight_gradient=backward(cost.weight_gradient, is_layer=False),
+            activations=cost.activations * memory,
+            frozen_activations=cost.frozen_activations * memory,
+        )
+
+
+def calibrated_costs(spec: ModelSpec, device: Hardware, calibration: Calibration) -> CostModel:
+    """
+    The cost model of a calibration.
+
+    Args:
+        spec (`ModelSpec`): The model, with what is frozen.
+        device (`Hardware`): What each rank is.
+        calibration ([`Calibration`]): The corrections.
+
+    Raises:
+        `ValueError`: If the calibration is of another model, device or dtype.
+    """
+    calibration.check(spec, device)
+    if calibration.profile is not None:
+        base = measured_costs(spec, device, calibration.profile)
+    else:
+        base = analytic_costs(spec, device, calibration.value_bytes)
+    return replace(base, layers=CalibratedLayers(base.layers, spec, calibration))
+
+
+def uncalibrated(costs: CostModel) -> CostModel:
+    """The cost model that the corrections of another one, if it has any, are applied to."""
+    return replace(costs, layers=costs.layers.base) if isinstance(costs.layers, CalibratedLayers) else costs
+
+
+def profile_digest(costs: CostModel | LayerProfile) -> str | None:
+    """Twelve hexadecimal digits of a profile, or of the one that costs come from; `None` for operation counts."""
+    if isinstance(costs, CostModel):
+        layers = uncalibrated(costs).layers
+        if not isinstance(layers, MeasuredLayers):
+            return None
+        costs = layers.profile
+    return hashlib.sha256(json.dumps(costs.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read_costs(path: str | Path) -> LayerProfile | Calibration:
+    """
+    Reads what `--profile` and `layer_profile` take.
+
+    Args:
+        path (`str` or `Path`): A file that `hf-mmparallel profile` or `hf-mmparallel calibrate` wrote.
+
+    Raises:
+        `ValueError`: If the file is something else, or of another version.
+    """
+    try:
+        data = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"`{path}` holds no costs. Write a file with `hf-mmparallel profile` or `hf-mmparallel calibrate`."
+        ) from error
+    if isinstance(data, dict) and "calibration" in data:
+        return Calibration.from_dict(data, path)
+    return LayerProfile.load(path)
+
+
+def costs_from(
+    spec: ModelSpec, device: Hardware, value_bytes: int, source: LayerProfile | Calibration | None
+) -> CostModel:
+    """
+    The cost model of a file, or of operation counts.
+
+    Args:
+        spec (`ModelSpec`): The model, with what is frozen.
+        device (`Hardware`): What each rank is.
+        value_bytes (`int`): Of a value of an activation; the files have their own.
+        source ([`LayerProfile`] or [`Calibration`], *optional*): From [`read_costs`].
+
+    Raises:
+        `ValueError`: If the file is of another model.
+    """
+    if source is None:
+        return analytic_costs(spec, device, value_bytes)
+    if isinstance(source, LayerProfile):
+        return measured_costs(spec, device, source)
+    return calibrated_costs(spec, device, source)

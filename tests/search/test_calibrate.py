@@ -1,0 +1,204 @@
+"""Costs that are corrected by the logs of runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from hf_mmparallel.cost import StepCost, find_device, memory_per_rank
+from hf_mmparallel.cost.calibrate import MIN_WINDOWS, calibrate_logs
+from hf_mmparallel.cost.calibration import (
+    Calibration,
+    TimeScale,
+    calibrated_costs,
+    costs_from,
+    profile_digest,
+    read_costs,
+    uncalibrated,
+)
+from hf_mmparallel.cost.profile import measured_costs
+from hf_mmparallel.cost.run_log import read_run_log
+from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.search.comparison import StepComparer
+from tests.cost import models
+from tests.cost.test_profile import profile_of
+
+from .measured_steps import SCALES, SPEC, calibration, corrected, counted, header, measured_step, planner, write_log
+
+CPU = find_device("cpu")
+
+
+@pytest.fixture
+def log(tmp_path):
+    return write_log(tmp_path / "trainer_log.jsonl", counted(), corrected(counted(), SCALES))
+
+
+def test_known_factors_are_found_and_predict_steps_that_were_not_fitted(log):
+    result = calibrate_logs([log])
+    found = result.calibration
+    assert (result.fitted, result.judged, found.windows) == (4, 4, 8)
+    for module, kinds in SCALES.items():
+        for kind, scale in kinds.items():
+            own = found.scales[module][kind]
+            wanted = (scale.token, scale.square, scale.layer_ms)
+            assert (own.token, own.square, own.layer_ms) == pytest.approx(wanted, rel=0.02, abs=1e-4), (module, kind)
+    truth, costs = corrected(counted(), SCALES), calibrated_costs(SPEC, CPU, found)
+    step = measured_step(StepComparer(planner(counted())), truth, 20)
+    planned, sizes = step.prediction.planned, step.prediction.sizes
+    cost = StepCost(costs, planner(costs).plan, planned.step, sizes)
+    for task, took in step.durations.items():
+        assert cost(task) == pytest.approx(took, rel=0.01), task
+    wanted = planner(truth).predict(planned, sizes).step_ms
+    assert planner(costs).predict(planned, sizes).step_ms == pytest.approx(wanted, rel=0.01)
+    assert abs(step.prediction.step_ms / wanted - 1) > 0.2
+
+
+def test_errors_are_those_of_windows_that_were_not_fitted(log):
+    errors = calibrate_logs([log]).calibration.errors
+    assert errors is not None
+    assert set(errors) == {"step", "memory", *(f"{m}/{k}" for m in SCALES for k in ("forward", "backward"))}
+    for name, own in errors.items():
+        assert own["after"].median < 0.02 < 0.1 < own["before"].median <= own["before"].worst, name
+    lines = log.read_text().splitlines()
+    for index in (5, 6, 7, 8):  # the last windows took ten times as long: no fit of the first ones knows
+        data = json.loads(lines[index])
+        for group in data["groups"]:
+            group["measured_ms"] *= 10
+        lines[index] = json.dumps(data)
+    log.write_text("\n".join(lines))
+    errors = calibrate_logs([log]).calibration.errors
+    assert errors is not None and errors["vision/forward"]["after"].median == pytest.approx(0.9, abs=0.02)
+
+
+def test_memory_of_activations_is_corrected(log):
+    found = calibrate_logs([log]).calibration
+    assert found.activations == pytest.approx(2.0)
+    before, after = counted(), calibrated_costs(SPEC, CPU, replace(found, scales={}))
+    step = measured_step(StepComparer(planner(before)), before, 0)
+    planned, sizes, simulation = step.prediction.planned, step.prediction.sizes, step.prediction.simulation
+    plain, twice = (
+        memory_per_rank(costs, planner(costs).plan, planned.step, sizes, simulation.peak_in_flight)
+        for costs in (before, after)
+    )
+    for rank, memory in plain.items():
+        assert twice[rank].weights == memory.weights and twice[rank].optimizer == memory.optimizer
+        assert memory.activations < twice[rank].activations <= 2 * memory.activations
+
+
+def test_a_factor_alone_stays_a_factor_alone(tmp_path):
+    path = write_log(tmp_path / "log.jsonl", counted(), corrected(counted(), {"vision": SCALES["vision"]}))
+    scales = calibrate_logs([path]).calibration.scales
+    for module in SCALES:
+        for kind, scale in scales[module].items():
+            factor = {"forward": 3.0, "backward": 0.5}[kind] if module == "vision" else 1.0
+            assert (scale.token, scale.square, scale.layer_ms) == pytest.approx((factor, factor, 0.0), rel=1e-4)
+
+
+def test_a_run_by_calibrated_costs_is_calibrated_anew(tmp_path):
+    truth = corrected(counted(), SCALES)
+    half = corrected(counted(), {"vision": {"forward": TimeScale(1.7, 1.7)}})
+    assert uncalibrated(half).layers is not half.layers and profile_digest(half) is None
+    paths = [write_log(tmp_path / f"{index}.jsonl", costs, truth) for index, costs in enumerate((counted(), half))]
+    first, second = (calibrate_logs([path]).calibration.scales for path in paths)
+    for module, kinds in first.items():
+        for kind, scale in kinds.items():
+            own = second[module][kind]
+            assert (own.token, own.square) == pytest.approx((scale.token, scale.square), rel=0.02)
+
+
+def test_a_profile_goes_into_the_file(tmp_path):
+    factors = {(name, index): 1.0 for name in SPEC.modules for index in range(-1, models.LAYERS + 1)}
+    profile = profile_of(SPEC, factors)
+    costs = measured_costs(SPEC, CPU, profile)
+    path = write_log(tmp_path / "log.jsonl", costs, corrected(costs, SCALES))
+    with pytest.raises(ValueError, match="took its costs from a `layer_profile`. Give the same file with `--profile`"):
+        calibrate_logs([path])
+    with pytest.raises(ValueError, match="`--profile` is not what the run took its costs from"):
+        calibrate_logs([path], replace(profile, model="another"))
+    calibrate_logs([path], profile).calibration.save(tmp_path / "calibrated.json")
+    found = read_costs(tmp_path / "calibrated.json")
+    assert isinstance(found, Calibration) and found.profile == profile
+    again = costs_from(SPEC, CPU, 4, found)  # a profile has its own size of values
+    truth = corrected(costs, SCALES).layers.layer("vision", 2, 1).forward(64, 64 * 64)
+    assert again.layers.layer("vision", 2, 1).forward(64, 64 * 64) == pytest.approx(truth, rel=0.02)
+
+
+def test_every_cost_of_a_layer_is_corrected():
+    twice = TimeScale(2.0, 2.0)
+    scales = {name: {"forward": twice, "backward": twice} for name in SPEC.modules}
+    base, costs = counted(), corrected(counted(), scales, activations=2.0)
+    for module, index in (("vision", 1), (LANGUAGE_MODEL, -1), (LANGUAGE_MODEL, models.LAYERS)):
+        before, after = (own.layers.layer(module, index, 1) for own in (base, costs))
+        for field in fields(before):
+            assert getattr(after, field.name) == getattr(before, field.name) * 2, field.name
+
+
+def test_a_calibration_is_read_as_it_was_written(log, tmp_path):
+    found = calibrate_logs([log]).calibration
+    found.save(tmp_path / "calibrated.json")
+    assert read_costs(tmp_path / "calibrated.json") == found
+    data = json.loads((tmp_path / "calibrated.json").read_text())
+    for change, complaint in (
+        ({"calibration": 9}, "is a calibration of version 9"),
+        ({"scales": None}, "is a calibration with fields missing"),
+    ):
+        (tmp_path / "other.json").write_text(json.dumps({**data, **change}))
+        with pytest.raises(ValueError, match=complaint):
+            read_costs(tmp_path / "other.json")
+    (tmp_path / "other.json").write_text("no JSON")
+    with pytest.raises(ValueError, match="holds no costs"):
+        read_costs(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"modules": {"vision": "0"}}, "another model: `vision` has parameters of other shapes"),
+        ({"modules": {"sight": "0"}}, r"another model: it has \['sight'\], the model"),
+        ({"device": "h100"}, "corrects costs of `h100` .*, not of `cpu`"),
+        ({"package": "0.0.9"}, "corrects operation counts of hf_mmparallel 0.0.9"),
+        ({"dtype": "float32"}, "of runs in float32, not in bfloat16. Plan for float32"),
+    ],
+)
+def test_a_calibration_of_something_else_is_refused(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        costs_from(SPEC, CPU, 2, replace(calibration(SCALES), **changes))
+
+
+def test_logs_that_are_too_short_or_of_different_runs_are_refused(tmp_path):
+    short = write_log(tmp_path / "short.jsonl", counted(), counted(), MIN_WINDOWS - 1)
+    with pytest.raises(ValueError, match=f"has {MIN_WINDOWS - 1} windows .* needs {MIN_WINDOWS}.* Train longer"):
+        calibrate_logs([short])
+    assert calibrate_logs([short, short]).calibration.windows == 2 * (MIN_WINDOWS - 1)
+    others: dict[str, dict[str, Any]] = {
+        "models": {"modules": {LANGUAGE_MODEL: "0"}},
+        "kinds of devices": {"device": "h100"},
+        "dtypes": {"dtype": "float32"},
+        "versions of hf_mmparallel": {"package": "9.9"},
+    }
+    for what, changes in others.items():
+        path = write_log(tmp_path / f"{what}.jsonl", counted(), counted(), 1, **changes)
+        with pytest.raises(ValueError, match=f"different {what}.*Calibrate each by itself"):
+            calibrate_logs([short, path])
+
+
+def test_a_log_holds_runs_one_after_the_other(log):
+    text = log.read_text()
+    log.write_text(text + text)
+    first, second = read_run_log(log)
+    assert first == second and first.header == header(counted()) and len(first.windows) == 8
+    log.write_text(text[: len(text) // 2])  # killed while it wrote
+    (cut,) = read_run_log(log)
+    assert cut.windows == first.windows[: len(cut.windows)] and 0 < len(cut.windows) < 8
+    for content, complaint in (
+        ("", "is empty"),
+        ("a picture", r"is no log of steps \(line 1\)"),
+        (text.replace('"version": 1', '"version": 7'), "is a log of version 7"),
+        (text.replace('"tasks"', '"jobs"'), "is a log with fields missing in line 2"),
+    ):
+        log.write_text(content)
+        with pytest.raises(ValueError, match=complaint):
+            read_run_log(log)
