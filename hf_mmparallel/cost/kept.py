@@ -213,6 +213,11 @@ def with_trainable(uses: Sequence[ParameterUse], trainable: bool) -> list[Parame
     return [replace(use, parameter=replace(use.parameter, trainable=trainable)) for use in uses]
 
 
+def is_attention(name: str) -> bool:
+    """Whether a parameter of this name belongs to attention."""
+    return _ATTENTION.search(name) is not None
+
+
 def is_split(attention: Sequence[Matrix]) -> bool:
     """Whether tensor parallelism cuts these projections: queries, keys and values each have their own."""
     return len(attention) > 3
