@@ -44,7 +44,7 @@ from hf_mmparallel.arrange.balance import deferred_fraction, step_balance
 from hf_mmparallel.arrange.entrain import entrain
 from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
-from hf_mmparallel.cost import activation_peaks, analytic_costs, hardware
+from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepDataset
@@ -187,7 +187,7 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
     simulation = simulate(plan, build_program(plan, step, [], cost, check=False), cost)
     forwards = microbatch_forward_ms(simulation.spans)
-    peaks = activation_peaks(analytic_costs(spec, hardware("a40")), plan, step, sizes, simulation.spans)
+    peaks = activation_peaks(analytic_costs(spec, find_device("a40")), plan, step, sizes, simulation.spans)
     return {
         "iteration_ms": simulation.iteration_ms,
         "bubble_fraction": simulation.bubble_fraction,

@@ -39,7 +39,7 @@ from planner_frozen import ROWS, SETTINGS, frozen_models
 from planner_models import AUDIO, VISION, cornstarch_model
 from rich.table import Table
 
-from hf_mmparallel.cost import CostModel, analytic_costs, hardware
+from hf_mmparallel.cost import CostModel, analytic_costs, find_device
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from hf_mmparallel.search.allocation import allocate
@@ -86,7 +86,7 @@ def large_model() -> dict[str, ModuleDemand]:
         LANGUAGE_MODEL: (70e9, 80, 64, 8_192, "encoder"),
         "generator": (1.0e9, 16, 16, 10_240, "generator"),
     }
-    flops_per_ms = hardware("a100").peak_tflops * 1e9 / 2
+    flops_per_ms = find_device("a100").peak_tflops * 1e9 / 2
     result = {}
     for name, (parameters, layers, heads, tokens, role) in sizes.items():
         alone_ms = 6 * parameters * tokens / flops_per_ms
@@ -104,7 +104,7 @@ def vlm(name: str) -> ModelSpec:
 
 def search_problem(num_ranks: int) -> PlanningProblem:
     """A model of the 8B class with charts of SynthChartNet's shape on H100."""
-    device = hardware("h100")
+    device = find_device("h100")
     sizes = PUBLISHED["synthchartnet"].draw(4096, 0)
     costs = analytic_costs(frozen(vlm("MM"), VISION), device)
     return PlanningProblem(costs, sizes, num_ranks, 8 * num_ranks, USABLE * 80 * GIB)
@@ -169,7 +169,7 @@ def cases(quick: bool) -> Iterator[tuple[str, CostModel, SampleSizes, int, int]]
             spec = PUBLISHED_MODELS[model].spec
             for gpus in (4,) if quick else (16, 64):
                 name = f"{dataset}, {model}, {gpus} A40"
-                yield name, analytic_costs(spec, hardware("a40")), sizes, gpus, 8 * gpus
+                yield name, analytic_costs(spec, find_device("a40")), sizes, gpus, 8 * gpus
     if quick:
         return
     sizes = PUBLISHED["synthchartnet"].draw(4096, 0)
@@ -179,7 +179,7 @@ def cases(quick: bool) -> Iterator[tuple[str, CostModel, SampleSizes, int, int]]
         ("12B + 32B", vlm("LL")),
         ("12B frozen + 32B", frozen(vlm("LL"), VISION)),
     ):
-        yield f"synthchartnet, {name}, 64 H100", analytic_costs(spec, hardware("h100")), sizes, 64, 512
+        yield f"synthchartnet, {name}, 64 H100", analytic_costs(spec, find_device("h100")), sizes, 64, 512
 
 
 def others(quick: bool) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from planner_models import AUDIO, VISION, cornstarch_model, cornstarch_sizes
 
-from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, hardware, layer_table
+from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import UnawareOptions, all_trained
@@ -20,7 +20,7 @@ from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.published import ITERATION_TIMES, SECOND_RUN, StageTimes
 from hf_mmparallel.search.search import step_planner
 
-DEVICE = hardware("a40")
+DEVICE = find_device("a40")
 MICROBATCH = SECOND_RUN.microbatch_samples
 BATCH = SECOND_RUN.num_microbatches * MICROBATCH
 TP_SIZE = SECOND_RUN.gpus_per_node

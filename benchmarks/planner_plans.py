@@ -20,7 +20,7 @@ from modelled import collate, message_ms, sleep_instead, timed_step, tiny_model,
 from planner_frozen import ScaledLayers
 from scipy.stats import rankdata
 
-from hf_mmparallel.cost import HARDWARE, CostModel, Hardware, StepCost, analytic_costs, batch_workloads, layer_table
+from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, batch_workloads, find_device, layer_table
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
@@ -159,7 +159,7 @@ def measured_link() -> Hardware:
     dist.broadcast_object_list(seconds, src=0)
     # A sum over two ranks takes each of them as many bytes as the tensor has.
     rate = tensor.numel() * tensor.element_size() / seconds[0] / 1e9
-    return replace(HARDWARE["cpu"], link_gb_per_s=rate, node_link_gb_per_s=rate)
+    return replace(find_device("cpu"), link_gb_per_s=rate, node_link_gb_per_s=rate)
 
 
 def planned(costs: CostModel, candidate: Candidate, sizes: SampleSizes) -> tuple[StepPlanner, PlannedStep]:
@@ -246,7 +246,7 @@ class Probe:
         self.model = common.build_model(shapes).train()
         self.batch = common.collate(samples[:PROBED])
         spec = build_model_spec(self.model)
-        costs = measured_costs(spec, HARDWARE["cpu"], profile)
+        costs = measured_costs(spec, find_device("cpu"), profile)
         self.expected_ms = 0.0
         for name in spec.modules:
             table = layer_table(costs, name)
@@ -338,7 +338,7 @@ def slept_plans(sizes: Sizes) -> dict[str, Any]:
 
 def slow_costs(spec: ModelSpec, sizes: SampleSizes, total_ms: float) -> CostModel:
     """Operation counts, slowed down until a batch takes so long on one rank; encoders and language model alike."""
-    counted = analytic_costs(spec, HARDWARE["cpu"])
+    counted = analytic_costs(spec, find_device("cpu"))
     plan = Candidate(
         {name: Layout((module.num_layers,)) for name, module in spec.modules.items()},
         dict.fromkeys(spec.encoders, LANGUAGE_MODEL),

@@ -38,7 +38,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
-from hf_mmparallel.cost import analytic_costs, batch_workloads, hardware
+from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.draws import Draw
@@ -123,7 +123,9 @@ def make_planner(batch: Batch, method: str) -> StepPlanner:
     plan = resolve_plan(spec, plugins)
     sizes = PUBLISHED[DATASET].draw(batch.num_samples, 0)
     groups = sync_groups(spec, plan)
-    return StepPlanner(analytic_costs(spec, hardware("a40")), plan, groups, batch.microbatch_size, method, sizes.take)
+    return StepPlanner(
+        analytic_costs(spec, find_device("a40")), plan, groups, batch.microbatch_size, method, sizes.take
+    )
 
 
 def measured(function: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -227,7 +229,7 @@ class Charts:
         """The loader of one rank of a plan."""
         spec = PUBLISHED_MODELS[MODEL].spec
         planner = StepPlanner(
-            analytic_costs(spec, hardware("cpu")), plan, sync_groups(spec, plan), MICROBATCH, "contiguous"
+            analytic_costs(spec, find_device("cpu")), plan, sync_groups(spec, plan), MICROBATCH, "contiguous"
         )
         made = readers(self.dataset, self.collator, spec, {VISION: IMAGE_INPUTS})
         keys = functools.partial(keys_of_rank, plan, rank=rank)

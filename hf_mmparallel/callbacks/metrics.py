@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..arrange.balance import excess
-from ..cost import HARDWARE, Hardware, training_flops
+from ..cost import Hardware, device_table, training_flops
 from ..plan import ModelSpec
 from ..runtime.collectives import all_gather_values
 from ..runtime.executor import StepResult
@@ -127,7 +127,7 @@ def hardware_of(device: torch.device) -> Hardware | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).lower()
-    return next((entry for key, entry in HARDWARE.items() if key in name), None)
+    return next((entry for key, entry in device_table().items() if key in name), None)
 
 
 class ParallelMetricsCallback(EngineCallback):

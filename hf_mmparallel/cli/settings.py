@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..arrange import ARRANGEMENTS
-from ..cost import Hardware, hardware
+from ..cost import Hardware, find_device
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
@@ -79,7 +79,7 @@ class Settings:
 
     @property
     def device(self) -> Hardware:
-        return hardware(self.gpu_type)
+        return find_device(self.gpu_type)
 
     @property
     def value_bytes(self) -> int:
@@ -151,7 +151,7 @@ def _name_in(known: tuple[str, ...] | list[str]) -> Callable[[str], str]:
 
 CHANGES: Mapping[str, Callable[[str], Any]] = {
     "gpus": positive,
-    "gpu_type": lambda text: hardware(text).name,
+    "gpu_type": lambda text: find_device(text).name,
     "global_batch_size": positive,
     "microbatch_size": positive,
     "seq_len": positive,

@@ -1,7 +1,7 @@
 """What a layout and its samples cost, counted or measured: time of each task, memory of each rank."""
 
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
-from .hardware import HARDWARE, Hardware, hardware
+from .devices import Hardware, device_table, find_device
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import eager_caps, fitting_tokens
 from .memory import memory_per_rank
@@ -13,7 +13,6 @@ from .workloads import batch_workloads
 
 __all__ = [
     "GRADIENT_BUCKET_BYTES",
-    "HARDWARE",
     "AnalyticLayers",
     "CostModel",
     "Hardware",
@@ -28,9 +27,10 @@ __all__ = [
     "analytic_costs",
     "batch_workloads",
     "data_gradients",
+    "device_table",
     "eager_caps",
+    "find_device",
     "fitting_tokens",
-    "hardware",
     "layer_flops",
     "layer_table",
     "memory_per_rank",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
-from .hardware import Hardware
+from .devices import Hardware
 from .kept import (
     DTYPE_BYTES,
     FULL,

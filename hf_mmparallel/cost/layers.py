@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..plan import ModelSpec
+from .devices import Hardware
 from .engine import OURS, Engine
-from .hardware import Hardware
 
 BYTES_PER_VALUE = 2
 

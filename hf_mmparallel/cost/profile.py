@@ -15,7 +15,7 @@ from scipy.optimize import nnls
 
 from ..plan import ModelSpec
 from .analytic import DTYPE_BYTES, AnalyticLayers
-from .hardware import Hardware
+from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 
 PROFILE_VERSION = 1

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, SampleSizes, Workloads
 from .analytic import module_flops
-from .hardware import hardware
+from .devices import find_device
 from .image_tokens import ImageRule, PatchGrid
 
 VISION = "vision"
@@ -231,7 +231,7 @@ class PublishedModel:
         for name in self.spec.modules:
             per_token, per_square = module_flops(self.spec, name)
             flops = per_token * sizes.tokens[name] + per_square * sizes.squares[name]
-            forward_ms[name] = flops / (hardware("a40").peak_tflops * 1e9 * self.efficiency[name])
+            forward_ms[name] = flops / (find_device("a40").peak_tflops * 1e9 * self.efficiency[name])
         return Workloads(forward_ms, dict.fromkeys(forward_ms, 2.0), dict(sizes.tokens), {})
 
 

@@ -175,8 +175,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     for name, module in plan.modules.items():
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
         for replica, index, stage in module.stages():
-            nodes = {rank // costs.device.node_size for rank in stage.all_ranks}
-            kind = (name, stage.layers, len(nodes) > 1)
+            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]))
             if kind not in known:
                 known[kind] = _stage_cost(costs, name, stage, table)
             result[name, replica, index] = known[kind]

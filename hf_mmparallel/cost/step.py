@@ -59,7 +59,7 @@ class StepCost:
             num_tokens, part = message_tokens(self.step, self.sizes, before, after), self.costs.spec.language_model
         num_bytes = self.costs.value_bytes * num_tokens * part.hidden_size
         grids = [self.plan.stage(*task.stage_key).all_ranks for task in (before, after)]
-        return num_bytes / min(map(len, grids)) / self.costs.device.link_bytes_per_ms(chain(*grids))
+        return num_bytes / min(map(len, grids)) / self.costs.device.message_bytes_per_ms(chain(*grids))
 
     def sync_ms(self, index: int) -> float:
         """Time of a gradient sum: a ring over its ranks."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..cost import HARDWARE, CostModel, analytic_costs
+from ..cost import CostModel, analytic_costs, find_device
 from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
@@ -106,7 +106,7 @@ class ParallelEngine(nn.Module):
         self.holdings = holdings(spec, plan)
         self.groups = ProcessGroups(plan, self.sync_groups, device.type)
         self.encoder_inputs = _encoder_inputs(model)
-        self.costs = costs or analytic_costs(spec, HARDWARE["cpu"])
+        self.costs = costs or analytic_costs(spec, find_device("cpu"))
         self.cutter = None
         if plan.modules[LANGUAGE_MODEL].cp_size > 1:
             media = frozenset().union(*self.encoder_inputs.values())

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from ..arrange import num_microbatches
 from ..callbacks.metrics import hardware_of
-from ..cost import HARDWARE, CostModel, Hardware, analytic_costs
+from ..cost import CostModel, Hardware, analytic_costs, find_device
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.profile import LayerProfile, measured_costs
 from ..data.loader import seeded
@@ -348,7 +348,7 @@ def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
         return hardware_of(args.device), None if path is None else LayerProfile.load(path)
 
     found, profile = from_first_rank(find, args.device)
-    hardware = found or HARDWARE["cpu"]
+    hardware = found or find_device("cpu")
     if profile is None:
         return analytic_costs(spec, hardware, value_bytes(spec, args))
     return measured_costs(spec, hardware, profile)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hf_mmparallel.cli.main import main
 from hf_mmparallel.cli.profile import misfits, report
-from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.cost import find_device
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec, layer_profile
 from hf_mmparallel.modeling.layer_profile import Chunk
@@ -60,7 +60,7 @@ def test_profile_prints_and_writes_what_plan_reads(model, tmp_path, capsys, stea
     assert str(model.parent) not in path.read_text()
     profile = LayerProfile.load(path)
     assert profile.model == "tiny-vlm" and profile.dtype == "float32" and len(profile.layers) == 6
-    costs = measured_costs(build_model_spec(build_on_meta(model)), HARDWARE["cpu"], profile)
+    costs = measured_costs(build_model_spec(build_on_meta(model)), find_device("cpu"), profile)
     layer = costs.layers.layer("language_model", 2, 1)
     assert layer.forward(24, 576) == pytest.approx(0.1 + 24e-3 + 576e-6)
     assert layer.weight_gradient.constant == pytest.approx(0.1)

@@ -1,6 +1,6 @@
 """A small model whose operations and bytes are worked out by hand."""
 
-from hf_mmparallel.cost import HARDWARE, CostModel, analytic_costs
+from hf_mmparallel.cost import CostModel, analytic_costs, find_device
 from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 
 HIDDEN, WIDE, LAYERS, VOCABULARY = 64, 256, 4, 1000
@@ -29,4 +29,4 @@ def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
 
 def h100(spec: ModelSpec) -> CostModel:
     """What its layers cost on an H100."""
-    return analytic_costs(spec, HARDWARE["h100"])
+    return analytic_costs(spec, find_device("h100"))

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import HARDWARE, StepCost, hardware, layer_flops
+from hf_mmparallel.cost import StepCost, find_device, layer_flops
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Task, build_program
@@ -11,7 +11,7 @@ from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, h100, 
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
-H100 = HARDWARE["h100"]
+H100 = find_device("h100")
 READ_MS = 2 / H100.memory_bytes_per_ms  # of an element of a matrix
 TOKEN_MS = 2 / H100.flops_per_ms
 FORWARD, BACKWARD = Task("fwd", LANGUAGE_MODEL, 0, 0, 0), Task("bwd", LANGUAGE_MODEL, 0, 0, 0)
@@ -136,6 +136,6 @@ def test_messages_take_time():
 
 
 def test_unknown_device_names_the_nearest():
-    assert hardware("H100").memory_gib == 80
+    assert find_device("H100").memory_gib == 79.1
     with pytest.raises(ValueError, match=r"`gpu_type=h10` is not in the table.*`h100`"):
-        hardware("h10")
+        find_device("h10")

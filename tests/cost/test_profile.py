@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.cost import HARDWARE, CostModel, LayerCost, Polynomial, analytic_costs, layer_table
+from hf_mmparallel.cost import CostModel, LayerCost, Polynomial, analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.profile import (
     CURVES,
     FIT_TOLERANCE,
@@ -23,7 +23,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ParameterSpec
 from tests.cost import models
 
 CHUNKS = ((64, 1), (256, 1), (1024, 1), (1024, 4), (4096, 1), (4096, 16))
-H100 = HARDWARE["h100"]
+H100 = find_device("h100")
 
 
 def points(cost: LayerCost, chunks=CHUNKS) -> tuple[MeasuredPoint, ...]:

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 from torch.utils.data import DataLoader, Subset
 
-from hf_mmparallel.cost import HARDWARE, analytic_costs
+from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.draws import Draw
@@ -51,7 +51,7 @@ def collate(samples):
 
 def make(rank, dataset, vision=None, sizes=None):
     readers = {LANGUAGE_MODEL: Reader(dataset, collate), "vision": Reader(vision or dataset, collate)}
-    planner = StepPlanner(analytic_costs(SPEC, HARDWARE["cpu"]), PLAN, sync_groups(SPEC, PLAN), 3, sizes=sizes)
+    planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, sizes=sizes)
     return StepDataset(readers, functools.partial(keys_of_rank, PLAN, rank=rank), 0, planner=planner, rank=rank)
 
 
@@ -153,7 +153,7 @@ def test_a_sample_whose_size_cannot_be_told_is_bad_before_anything_is_read():
 def test_a_planner_that_fails_for_another_reason_says_so():
     dataset = make(0, Files(), sizes=failing_sizes)
     dataset.planner = StepPlanner(
-        analytic_costs(SPEC, HARDWARE["cpu"]), PLAN, (), 3, method="none", sizes=failing_sizes
+        analytic_costs(SPEC, find_device("cpu")), PLAN, (), 3, method="none", sizes=failing_sizes
     )
     with pytest.raises(KeyError, match="none"):
         dataset.__getitems__(Draw((1, 2)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import HARDWARE, analytic_costs
+from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.context import ContextCut, ContextCutter, cut_row, layer_costs, layer_windows, shard_row
 from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
@@ -28,7 +28,7 @@ def plan_of(**settings) -> ParallelPlan:
 
 
 def cutter_of(plan: ParallelPlan, rank: int = 0) -> ContextCutter:
-    costs = layer_costs(analytic_costs(SPEC, HARDWARE["cpu"]), plan)
+    costs = layer_costs(analytic_costs(SPEC, find_device("cpu")), plan)
     return ContextCutter(plan, rank, {"image": IMAGE, "video": VIDEO}, frozenset({"grid"}), costs)
 
 
@@ -193,7 +193,7 @@ def test_windows_of_layers_come_from_the_config(config, windows):
 
 
 def test_costs_of_a_layer_are_those_of_one_rank():
-    costs = layer_costs(analytic_costs(SPEC, HARDWARE["h100"]), plan_of(cp_size=2, tp_size=2))
+    costs = layer_costs(analytic_costs(SPEC, find_device("h100")), plan_of(cp_size=2, tp_size=2))
     assert costs.flops_per_pair == 4 * (4 // 2) * 4
     assert costs.flops_per_token == 2 * (16 * 16 + 16 * 32) / 2
     assert costs.bytes_per_token == 2 * 1 * 4 * 2  # keys and values of one head of four, two bytes a value

@@ -13,7 +13,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import HARDWARE, analytic_costs
+from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw, DrawSampler
 from hf_mmparallel.data.loader import (
     Reader,
@@ -56,7 +56,7 @@ def collate(samples: list[dict]) -> dict:
 
 
 def make(plan, rank: int, seed: int = 0) -> StepDataset:
-    planner = StepPlanner(analytic_costs(SPEC, HARDWARE["cpu"]), plan, sync_groups(SPEC, plan), 3)
+    planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), plan, sync_groups(SPEC, plan), 3)
     keys = functools.partial(keys_of_rank, plan, rank=rank)
     return StepDataset(Reader(Noisy(), collate), keys, seed, planner=planner, rank=rank)
 

@@ -16,7 +16,7 @@ from datasets import IterableDataset as StreamedDataset
 from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hf_mmparallel.cost import HARDWARE, analytic_costs
+from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.bad_samples import BadSampleError
 from hf_mmparallel.data.draws import Draw, DrawSampler
 from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
@@ -59,7 +59,7 @@ def collate(samples):
 
 
 def make(window, rank=0, collator=collate, **settings):
-    planner = StepPlanner(analytic_costs(SPEC, HARDWARE["cpu"]), PLAN, sync_groups(SPEC, PLAN), 3, **settings)
+    planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, **settings)
     keys = functools.partial(keys_of_rank, PLAN, rank=rank)
     return StepDataset(Reader(window, collator), keys, 0, planner=planner, rank=rank, window=window)
 

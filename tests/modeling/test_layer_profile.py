@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_mmparallel.cost import HARDWARE, layer_flops
+from hf_mmparallel.cost import find_device, layer_flops
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.layer_profile import Chunk, ProfileSettings, profile_layers
@@ -199,7 +199,7 @@ def test_long_chunks_and_what_fails_are_left_out():
 
 def test_a_profile_gives_the_costs_of_its_model():
     profile, spec = counted("llava", attention="eager"), build_model_spec(tiny.FAMILIES["llava"]())
-    costs = measured_costs(spec, HARDWARE["h100"], profile)
+    costs = measured_costs(spec, find_device("h100"), profile)
     for name, module in spec.modules.items():
         total = sum(costs.layers.layer(name, index, 1).forward(640, 640**2 / 10) for index in range(module.num_layers))
         assert total == pytest.approx(4 * costs.layers.layer(name, 0, 1).forward(640, 640**2 / 10))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_mmparallel.cost import HARDWARE, analytic_costs, layer_table
+from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from hf_mmparallel.search.compare import (
@@ -43,7 +43,7 @@ def problem(frozen: tuple[str, ...] = ("vision",), **settings) -> PlanningProble
     lengths = {"vision": rng.integers(40_000, 90_000, 64), LANGUAGE_MODEL: rng.integers(30_000, 70_000, 64)}
     sizes = SampleSizes.of_sequences({name: [[int(n)] for n in values] for name, values in lengths.items()})
     given = {"num_ranks": NUM_RANKS, "global_batch_size": BATCH, "effort": 64, **settings}
-    return PlanningProblem(analytic_costs(model(frozen), HARDWARE["a40"]), sizes, **given)
+    return PlanningProblem(analytic_costs(model(frozen), find_device("a40")), sizes, **given)
 
 
 def quick_search(question: PlanningProblem):
@@ -270,7 +270,7 @@ class TestFullySharded:
         assert by_way[8, 2, True].step_ms > by_way[8, 2, False].step_ms
 
     def test_slow_links_cost_time(self):
-        slow = replace(HARDWARE["a40"], node_link_gb_per_s=0.001)
+        slow = replace(find_device("a40"), node_link_gb_per_s=0.001)
         question = problem()
         slower = replace(question, costs=replace(question.costs, device=slow))
         batch = question.sizes.take(range(BATCH))

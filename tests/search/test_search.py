@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.cost import HARDWARE, analytic_costs, layer_table
+from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.condense import condense, on_all_ranks, predict_condensed
@@ -32,7 +32,7 @@ def sizes_of(count: int, seed: int, modules=("vision", LANGUAGE_MODEL), spread: 
 def problem_of(num_ranks: int, batch: int, frozen=(), seed: int = 0, device="h100", **settings) -> PlanningProblem:
     spec = settings.pop("spec", None) or model(frozen)
     sizes = sizes_of(3 * batch, seed, tuple(spec.modules))
-    return PlanningProblem(analytic_costs(spec, HARDWARE[device]), sizes, num_ranks, batch, **settings)
+    return PlanningProblem(analytic_costs(spec, find_device(device)), sizes, num_ranks, batch, **settings)
 
 
 def longest_first(times: list[float], parts: int) -> float:
@@ -247,7 +247,7 @@ def test_a_device_that_is_twice_as_slow_gets_the_same_plan():
     device = problem.costs.device
     slow = replace(
         device,
-        peak_tflops=device.peak_tflops / 2,
+        bf16_tflops=device.bf16_tflops / 2,
         link_gb_per_s=device.link_gb_per_s / 2,
         memory_gb_per_s=device.memory_gb_per_s / 2,
         node_link_gb_per_s=device.node_link_gb_per_s / 2,

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from hf_mmparallel.cost import analytic_costs, hardware
+from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.search.split import module_work, split_stability, too_small
 
 SPEC = PUBLISHED_MODELS["llama3-1b"].spec
-COSTS = analytic_costs(SPEC, hardware("a40"))
+COSTS = analytic_costs(SPEC, find_device("a40"))
 SIZES = PUBLISHED["synthchartnet"].draw(512, 0)
 
 

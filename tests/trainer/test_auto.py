@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.cost import HARDWARE, CostModel, analytic_costs
+from hf_mmparallel.cost import CostModel, analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
@@ -69,7 +69,7 @@ def problem_of(family: str, freeze: str, world_size: int, model: Any) -> Plannin
     spec = build_model_spec(model)
     source = size_source(tiny.make_dataset(family, SAMPLES), tiny.collate(family), spec)
     assert source is not None
-    costs = analytic_costs(spec, HARDWARE["a40"], 4)
+    costs = analytic_costs(spec, find_device("a40"), 4)
     return PlanningProblem(costs, source(range(SAMPLES)), world_size, SAMPLES)
 
 
@@ -271,7 +271,7 @@ def test_a_profile_of_layers_takes_the_place_of_counted_costs(tmp_path: Path):
 
 def prepared_of(model: Any) -> PreparedModel:
     spec = build_model_spec(model)
-    return PreparedModel(model, spec, analytic_costs(spec, HARDWARE["cpu"], 4))
+    return PreparedModel(model, spec, analytic_costs(spec, find_device("cpu"), 4))
 
 
 def test_sizes_that_a_model_can_not_have_are_not_tried():

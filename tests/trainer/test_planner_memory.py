@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_mmparallel.cost import HARDWARE
+from hf_mmparallel.cost import find_device
 from hf_mmparallel.trainer.loaders import training_planner
 
 
@@ -18,6 +18,6 @@ def test_memory_is_the_users_or_that_of_the_device_that_all_ranks_know(device, l
         microbatch_assignment="hierarchical",
         max_tokens_per_microbatch=None,
     )
-    engine = SimpleNamespace(costs=SimpleNamespace(device=HARDWARE[device]), plan=None, sync_groups=())
+    engine = SimpleNamespace(costs=SimpleNamespace(device=find_device(device)), plan=None, sync_groups=())
     planner = training_planner(SimpleNamespace(args=args, _engine=engine), None)
     assert planner.memory_bytes == (None if expected_gib is None else expected_gib * 2**30)

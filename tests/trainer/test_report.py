@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange.balance import Balance
-from hf_mmparallel.cost import analytic_costs, hardware
+from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, resolve_plan
@@ -151,7 +151,7 @@ def test_a_global_batch_below_the_minimum_stable_one_is_warned_of_once(
             train_dataset=range(400),
             search=SimpleNamespace(answer=answer) if searched else None,
         )
-        costs = analytic_costs(model, hardware("a40"))
+        costs = analytic_costs(model, find_device("a40"))
         own = {"costs": costs, "plan": resolve_plan(model, layout), "sizes": drawn.take, **changes}
         planner: Any = SimpleNamespace(**own)
         report.warn_of_small_batch(trainer, planner)

@@ -1,0 +1,182 @@
+"""Devices: peaks, memory and links, the table of those that are known, and how one is found by name."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+PEAK_OF_DTYPE = {
+    "bfloat16": "bf16_tflops",
+    "float16": "fp16_tflops",
+    "tfloat32": "tf32_tflops",
+    "float32": "fp32_tflops",
+}
+"""What matrix products are computed in -> the field of [`Hardware`] with the peak."""
+
+_TABLE = Path(__file__).with_name("devices.yaml")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """
+    One device, and the links to others of its kind. Peaks are those of dense matrix products, in 10^12 operations a
+    second; GB are 10^9 bytes and GiB 2^30 bytes.
+
+    Args:
+        name (`str`): As in the table of devices.
+        bf16_tflops (`float`): Peak of bfloat16 products.
+        fp16_tflops (`float`): Peak of float16 products that are added up in float32.
+        tf32_tflops (`float`): Peak of float32 products that are rounded to TF32, which torch does where it is asked to
+            (`torch.set_float32_matmul_precision("high")`, `TrainingArguments(tf32=True)`), not by default.
+        fp32_tflops (`float`): Peak of float32 products in full precision, torch's default.
+        memory_gib (`float`, *optional*): Memory as the device reports it; `None` where it is the host's.
+        memory_gb_per_s (`float`): Peak rate between the device and its memory.
+        link_gb_per_s (`float`): To the other devices of a node, one way.
+        node_size (`int`): Devices of a node, or of what is linked as one.
+        node_link_gb_per_s (`float`): One network card of a node, one way.
+        network_cards (`int`): Network cards of a node.
+        multiprocessors (`int`, *optional*): Of the whole device; what a MIG instance has is a share of them.
+        power_watts (`float`, *optional*): The power limit that the device is sold with.
+        link_latency_us (`float`, *optional*, defaults to 5): Of a message inside a node, in microseconds.
+        node_link_latency_us (`float`, *optional*, defaults to 12): Of a message between nodes, in microseconds.
+        launch_us (`float`, *optional*, defaults to 8): Time of the host to start one kernel in eager mode.
+        matmul_efficiency (`float`, *optional*, defaults to 0.4): Share of the peak that matrix products reach.
+        attention_efficiency (`float`, *optional*, defaults to 0.4): Share of the peak that attention reaches.
+        memory_efficiency (`float`, *optional*, defaults to 1): Share of the memory's rate that kernels reach.
+        dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in, a key of [`PEAK_OF_DTYPE`].
+        aliases (`tuple[str, ...]`, *optional*): Other names, among them those that drivers report.
+        source (`str`, *optional*): Where the numbers come from.
+    """
+
+    name: str
+    bf16_tflops: float
+    fp16_tflops: float
+    tf32_tflops: float
+    fp32_tflops: float
+    memory_gib: float | None
+    memory_gb_per_s: float
+    link_gb_per_s: float
+    node_size: int
+    node_link_gb_per_s: float
+    network_cards: int
+    multiprocessors: int | None = None
+    power_watts: float | None = None
+    link_latency_us: float = 5.0
+    node_link_latency_us: float = 12.0
+    launch_us: float = 8.0
+    matmul_efficiency: float = 0.4
+    attention_efficiency: float = 0.4
+    memory_efficiency: float = 1.0
+    dtype: str = "bfloat16"
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+
+    def computing_in(self, dtype: str) -> Hardware:
+        """The same device with products in another dtype, a key of [`PEAK_OF_DTYPE`]."""
+        return replace(self, dtype=dtype)
+
+    @property
+    def peak_tflops(self) -> float:
+        """Peak of matrix products in `dtype`."""
+        return getattr(self, PEAK_OF_DTYPE[self.dtype])
+
+    @property
+    def flops_per_ms(self) -> float:
+        """Operations of matrix products that training reaches in a millisecond."""
+        return self.peak_tflops * 1e9 * self.matmul_efficiency
+
+    @property
+    def attention_flops_per_ms(self) -> float:
+        """Operations of attention that training reaches in a millisecond."""
+        return self.peak_tflops * 1e9 * self.attention_efficiency
+
+    @property
+    def memory_bytes_per_ms(self) -> float:
+        """Bytes between the device and its memory in a millisecond."""
+        return self.memory_gb_per_s * 1e6 * self.memory_efficiency
+
+    @property
+    def network_gb_per_s(self) -> float:
+        """A device's share of its node's network cards, one way."""
+        return self.node_link_gb_per_s * self.network_cards / self.node_size
+
+    def link_bytes_per_ms(self, ranks: Iterable[int]) -> float:
+        """
+        Per-rank bandwidth in bytes/ms of a collective (the bus bandwidth of a ring) over `ranks`; nodes hold
+        consecutive ranks. Between nodes a group has the shares that its members of a node have of the network cards
+        together, and the node with the fewest members decides; other groups of the node are assumed to talk as well.
+        """
+        members = Counter(rank // self.node_size for rank in ranks)
+        if len(members) <= 1:
+            return self.link_gb_per_s * 1e6
+        return min(self.link_gb_per_s, self.network_gb_per_s * min(members.values())) * 1e6
+
+    def message_bytes_per_ms(self, ranks: Iterable[int]) -> float:
+        """
+        Bytes/ms from one rank to another, where each of several ranks sends to one of its own; `ranks` are those of
+        both sides.
+        """
+        nodes = {rank // self.node_size for rank in ranks}
+        if len(nodes) <= 1:
+            return self.link_gb_per_s * 1e6
+        return min(self.link_gb_per_s, self.network_gb_per_s) * 1e6
+
+    def latency_us(self, ranks: Iterable[int]) -> float:
+        """Microseconds until the first byte of a message between any of `ranks` arrives, at most."""
+        nodes = {rank // self.node_size for rank in ranks}
+        return self.link_latency_us if len(nodes) <= 1 else self.node_link_latency_us
+
+
+@cache
+def device_table() -> Mapping[str, Hardware]:
+    """Name -> device, of all devices in `devices.yaml`."""
+    import yaml
+
+    rows = yaml.safe_load(_TABLE.read_text())
+    return {
+        name: Hardware(name=name, **{**row, "aliases": tuple(row.get("aliases", ()))}) for name, row in rows.items()
+    }
+
+
+def normalized_name(name: str) -> str:
+    """A name in lower case with hyphens between its words, without the maker's: `NVIDIA H100 PCIe` -> `h100-pcie`."""
+    words = re.findall(r"[a-z0-9.]+", name.lower())
+    return "-".join(word for word in words if word not in _MAKERS)
+
+
+_MAKERS = ("nvidia", "amd", "tesla", "quadro", "geforce", "instinct")
+
+
+@cache
+def _known_names() -> dict[str, str]:
+    """Normalised name -> key of the table."""
+    return {
+        normalized_name(alias): name for name, device in device_table().items() for alias in (name, *device.aliases)
+    }
+
+
+def find_device(name: str) -> Hardware:
+    """
+    Looks a device up.
+
+    Args:
+        name (`str`): Such as `"h100"`, `"a100-pcie-40gb"`, or as the driver reports it, in either case.
+
+    Raises:
+        `ValueError`: For a name that is not in the table, or that several devices begin with.
+    """
+    wanted, known = normalized_name(name), _known_names()
+    if wanted in known:
+        return device_table()[known[wanted]]
+    if begun := sorted({key for alias, key in known.items() if wanted and alias.startswith(f"{wanted}-")}):
+        raise ValueError(f"`gpu_type={name}` may be any of {', '.join(begun)}. Name one of them.")
+    if near := difflib.get_close_matches(wanted, known, n=1):
+        hint = f"Did you mean `{known[near[0]]}`?"
+    else:
+        hint = f"Use one of {', '.join(device_table())}."
+    raise ValueError(f"`gpu_type={name}` is not in the table of devices. {hint}")
