@@ -63,7 +63,7 @@ class LayerCost:
         frozen_activations (`Polynomial`): Bytes kept where only a gradient of the input is wanted.
         launch_ms (`float`, *optional*, defaults to 0.0):
             Time in which the host launches the kernels of the forward, or those of the backward, which are more but
-            come from autograd. A device that computes longer hides it. 0 where times are measured, which it is part of.
+            come from autograd. A device that computes longer hides it. 0 where measured times have it in them.
     """
 
     forward: Polynomial

@@ -11,6 +11,7 @@ import numpy as np
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
 from ..schedule import Task
 from ..schedule.actions import Message
+from .collectives import all_reduce
 from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
 from .stages import stage_costs
@@ -59,16 +60,17 @@ class StepCost:
             num_tokens, part = message_tokens(self.step, self.sizes, before, after), self.costs.spec.language_model
         num_bytes = self.costs.value_bytes * num_tokens * part.hidden_size
         grids = [self.plan.stage(*task.stage_key).all_ranks for task in (before, after)]
-        return num_bytes / min(map(len, grids)) / self.costs.device.message_bytes_per_ms(chain(*grids))
+        ranks = list(chain(*grids))
+        latency_ms = self.costs.device.latency_us(ranks) / 1e3
+        return latency_ms + num_bytes / min(map(len, grids)) / self.costs.device.message_bytes_per_ms(ranks)
 
     def sync_ms(self, index: int) -> float:
-        """Time of a gradient sum: a ring over its ranks."""
+        """Time of a gradient sum."""
         group = self.groups[index]
         module = group.stages[0][0]
         held = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
         num_bytes = sum(held[name] for name in group.parameters)
-        count = len(group.ranks)
-        return 2 * (count - 1) / count * num_bytes / self.costs.device.link_bytes_per_ms(group.ranks)
+        return all_reduce(self.costs.device, num_bytes, group.ranks)(1.0, 0.0)
 
 
 @lru_cache(maxsize=256)

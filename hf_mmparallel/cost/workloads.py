@@ -37,8 +37,7 @@ def batch_workloads(
     forward_ms, ratios = {}, {}
     for name, module in plan.modules.items():
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
-        values = np.array([sizes.squares[name], sizes.tokens[name]])
-        forward, backward = (found[:, :2].sum(axis=0) @ values for found in (table.forward, table.backward))
+        forward, backward = table.sample_ms(sizes.tokens[name], sizes.squares[name])
         forward_ms[name] = (module.tp_size * forward).astype(np.float32).astype(float)
         ratios[name] = float(np.float32(backward.sum() / forward.sum())) if forward.sum() else 0.0
     limits = {} if memory_bytes is None else fitting_tokens(costs, plan, sizes, memory_bytes)
