@@ -110,6 +110,8 @@ class Study:
     @property
     def engine(self) -> Engine:
         known = {name: value for name, value in self.data["engine"].items() if name != "attention"}
+        if "message_gb_per_s" in known:
+            known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
         return Engine(**known)
 
     @property
@@ -158,7 +160,8 @@ def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
         device = replace(
             device, bf16_tflops=2 * device.bf16_tflops, attention_efficiency=device.attention_efficiency / 2
         )
-    engine = replace(study.engine, fused=run.values.get("fused", study.engine.fused))
+    fused = run.values.get("fused")
+    engine = study.engine if fused is None else replace(study.engine, fused=fused, fused_loss=fused)
     return analytic_costs(model_spec(study.key, run.model), device, 2, engine)
 
 

@@ -93,7 +93,7 @@ class AnalyticLayers:
         precision = Precision.of(part, self.value_bytes)
         products_ms = self._products_ms(part, uses, index, shares, precision)
         attention_ms = self._attention_ms(part, uses, precision, tp_size) if inside else 0.0
-        moved = _weight_bytes(uses, shares, precision)
+        moved = _weight_bytes(uses, shares, precision, self.engine.fused)
         work = layer_elementwise(part, uses, index, precision, tp_size, self.engine)
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
@@ -184,11 +184,12 @@ def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:
 
 
 def _weight_bytes(
-    uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision
+    uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, fused: bool
 ) -> tuple[float, float]:
     """
     Bytes of the matrices that a rank reads, with the casts of those that are wider than what is computed in, and of
-    their gradients, which are written in the type of the computation and added up in float32.
+    their gradients, which are written in the type of the computation and then added up in float32, or by the product
+    itself.
     """
     read = written = 0.0
     for use in uses:
@@ -197,7 +198,8 @@ def _weight_bytes(
         if use.multiplies:
             read += elements * (own if own <= precision.compute else own + 2 * precision.compute)
         if use.multiplies or p.is_lookup:
-            written += elements * (2 * min(own, precision.compute) + 2 * FULL)
+            narrow = min(own, precision.compute)
+            written += elements * (narrow if fused else 2 * narrow + 2 * FULL)
     return read, written
 
 

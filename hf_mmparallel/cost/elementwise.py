@@ -71,7 +71,8 @@ def layer_elementwise(
     for group in shape.feed_forwards:
         result += _feed_forward(part, group, precision, tp_size, engine)
     residuals = 2 if shape.attention and shape.feed_forwards else 1
-    result += Elementwise(residuals * 3.0 * precision.stream * part.hidden_size, residuals)
+    parts = tp_size if engine.split_norms else 1
+    result += Elementwise(residuals * 3.0 * precision.stream * part.hidden_size / parts, residuals)
     if precision.is_cast:
         widths = sum(matrix.width_in(part.hidden_size) for matrix in shape.matrices)
         result += Elementwise((precision.stream + precision.compute) * widths, len(shape.matrices))
@@ -81,7 +82,7 @@ def layer_elementwise(
 def _norm(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
     """One kernel, or the steps of an RMS norm in float32."""
     part, value_bytes = shape.part, precision.stream
-    width: float = norm.size
+    width = norm.size / (tp_size if engine.split_norms else 1)
     if is_attention(norm.name) and norm.size != part.hidden_size:
         heads = part.num_heads if "q" in norm.name.split(".")[-2] else part.num_kv_heads
         width = heads * part.head_width / (tp_size if is_split(shape.attention) else 1)
@@ -132,7 +133,7 @@ def _behind(shape: LayerShape, precision: Precision, tp_size: int, engine: Engin
         return result
     if shape.part.name == LANGUAGE_MODEL:
         parts = tp_size if engine.merged_sums else 1
-        accesses = precision.compute * (2 if engine.fused else 1) + FULL * (1 if engine.fused else 3)
+        accesses = 2 * precision.compute if engine.fused_loss else precision.compute + 3 * FULL
         return result + Elementwise(accesses * shape.matrices[-1].shape[0] / parts, 5)
     inner = list(zip(shape.matrices, chain_widths(shape), strict=True))[:-1]
     return result + total(Elementwise(2.0 * precision.compute * share * m.shape[0], 1) for m, (share, _) in inner)

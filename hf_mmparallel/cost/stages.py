@@ -340,5 +340,5 @@ def _blocked_token_ms(costs: CostModel, module: str, stages: Sequence[Stage], in
         if 0 <= other < len(stages):
             grids = [stages[index].all_ranks, stages[other].all_ranks]
             ranks = list(chain(*grids))
-            result += num_bytes / min(map(len, grids)) / costs.device.message_bytes_per_ms(ranks)
+            result += num_bytes / min(map(len, grids)) / costs.engine.message_bytes_per_ms(costs.device, ranks)
     return result

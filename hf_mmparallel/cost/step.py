@@ -52,6 +52,8 @@ class StepCost:
     def message_ms(self, message: Message) -> float:
         """Time that a message travels, over one link for each rank of the smaller grid."""
         before, after = message.source, message.target
+        if self.costs.engine.blocking_messages and not message.crosses_boundary:
+            return 0.0  # both stages stand still meanwhile, see [`StageCost`]
         if message.kind == "grad":
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk][0]
@@ -62,7 +64,8 @@ class StepCost:
         grids = [self.plan.stage(*task.stage_key).all_ranks for task in (before, after)]
         ranks = list(chain(*grids))
         latency_ms = self.costs.device.latency_us(ranks) / 1e3
-        return latency_ms + num_bytes / min(map(len, grids)) / self.costs.device.message_bytes_per_ms(ranks)
+        rate = self.costs.engine.message_bytes_per_ms(self.costs.device, ranks)
+        return latency_ms + num_bytes / min(map(len, grids)) / rate
 
     def sync_ms(self, index: int) -> float:
         """Time of a gradient sum."""
