@@ -27,9 +27,6 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     "sub_microbatches": sub_microbatches,
 }
 
-EVEN = frozenset({"hierarchical", "tapered"})
-"""The arrangements whose programs are the better of two orders, see [`schedule_tasks`]."""
-
 
 def arrange_step(
     plan: ParallelPlan,
@@ -72,7 +69,7 @@ def arrange_step(
     targets: dict[str, tuple[str, ...]] = {}
     for edge in plan.edges:
         targets[edge.source] = (*targets.get(edge.source, ()), edge.target)
-    step = StepPlan(tuple(samples), microbatches, targets, epoch, method in EVEN)
+    step = StepPlan(tuple(samples), microbatches, targets, epoch)
     step.check(plan)
     return step
 

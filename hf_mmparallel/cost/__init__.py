@@ -1,7 +1,8 @@
 """What a layout and its samples cost, counted or measured: time of each task, memory of each rank."""
 
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
-from .devices import Hardware, device_table, find_device
+from .device_table import device_from, device_table, find_device, recognize_device
+from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import eager_caps, fitting_tokens
 from .memory import memory_per_rank
@@ -27,6 +28,7 @@ __all__ = [
     "analytic_costs",
     "batch_workloads",
     "data_gradients",
+    "device_from",
     "device_table",
     "eager_caps",
     "find_device",
@@ -36,6 +38,7 @@ __all__ = [
     "memory_per_rank",
     "memory_timeline",
     "module_flops",
+    "recognize_device",
     "stage_costs",
     "training_flops",
 ]

@@ -1,24 +1,18 @@
-"""Devices: peaks, memory and links, the table of those that are known, and how one is found by name."""
+"""What a device is to a plan: its peaks, its memory, and its links to others."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 
 PEAK_OF_DTYPE = {
     "bfloat16": "bf16_tflops",
     "float16": "fp16_tflops",
-    "tfloat32": "tf32_tflops",
+    "tf32": "tf32_tflops",
     "float32": "fp32_tflops",
 }
 """What matrix products are computed in -> the field of [`Hardware`] with the peak."""
-
-_TABLE = Path(__file__).with_name("devices.yaml")
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,8 @@ class Hardware:
         node_size (`int`): Devices of a node, or of what is linked as one.
         node_link_gb_per_s (`float`): One network card of a node, one way.
         network_cards (`int`): Network cards of a node.
-        multiprocessors (`int`, *optional*): Of the whole device; what a MIG instance has is a share of them.
-        power_watts (`float`, *optional*): The power limit that the device is sold with.
+        multiprocessors (`int`, *optional*): Streaming multiprocessors or compute units of the whole device; a part of
+            it, such as a MIG instance, has a share of them.
         link_latency_us (`float`, *optional*, defaults to 5): Of a message inside a node, in microseconds.
         node_link_latency_us (`float`, *optional*, defaults to 12): Of a message between nodes, in microseconds.
         launch_us (`float`, *optional*, defaults to 8): Time of the host to start one kernel in eager mode.
@@ -65,7 +59,6 @@ class Hardware:
     node_link_gb_per_s: float
     network_cards: int
     multiprocessors: int | None = None
-    power_watts: float | None = None
     link_latency_us: float = 5.0
     node_link_latency_us: float = 12.0
     launch_us: float = 8.0
@@ -130,53 +123,3 @@ class Hardware:
         """Microseconds until the first byte of a message between any of `ranks` arrives, at most."""
         nodes = {rank // self.node_size for rank in ranks}
         return self.link_latency_us if len(nodes) <= 1 else self.node_link_latency_us
-
-
-@cache
-def device_table() -> Mapping[str, Hardware]:
-    """Name -> device, of all devices in `devices.yaml`."""
-    import yaml
-
-    rows = yaml.safe_load(_TABLE.read_text())
-    return {
-        name: Hardware(name=name, **{**row, "aliases": tuple(row.get("aliases", ()))}) for name, row in rows.items()
-    }
-
-
-def normalized_name(name: str) -> str:
-    """A name in lower case with hyphens between its words, without the maker's: `NVIDIA H100 PCIe` -> `h100-pcie`."""
-    words = re.findall(r"[a-z0-9.]+", name.lower())
-    return "-".join(word for word in words if word not in _MAKERS)
-
-
-_MAKERS = ("nvidia", "amd", "tesla", "quadro", "geforce", "instinct")
-
-
-@cache
-def _known_names() -> dict[str, str]:
-    """Normalised name -> key of the table."""
-    return {
-        normalized_name(alias): name for name, device in device_table().items() for alias in (name, *device.aliases)
-    }
-
-
-def find_device(name: str) -> Hardware:
-    """
-    Looks a device up.
-
-    Args:
-        name (`str`): Such as `"h100"`, `"a100-pcie-40gb"`, or as the driver reports it, in either case.
-
-    Raises:
-        `ValueError`: For a name that is not in the table, or that several devices begin with.
-    """
-    wanted, known = normalized_name(name), _known_names()
-    if wanted in known:
-        return device_table()[known[wanted]]
-    if begun := sorted({key for alias, key in known.items() if wanted and alias.startswith(f"{wanted}-")}):
-        raise ValueError(f"`gpu_type={name}` may be any of {', '.join(begun)}. Name one of them.")
-    if near := difflib.get_close_matches(wanted, known, n=1):
-        hint = f"Did you mean `{known[near[0]]}`?"
-    else:
-        hint = f"Use one of {', '.join(device_table())}."
-    raise ValueError(f"`gpu_type={name}` is not in the table of devices. {hint}")

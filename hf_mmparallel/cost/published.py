@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, SampleSizes, Workloads
 from .analytic import module_flops
-from .devices import find_device
+from .device_table import find_device
 from .image_tokens import ImageRule, PatchGrid
 
 VISION = "vision"

@@ -61,7 +61,7 @@ def base_model_of(model: Any) -> Any:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def take_apart(model: Any) -> tuple[Any, Adapter]:
+def unwrap_peft_model(model: Any) -> tuple[Any, Adapter]:
     """
     The base model with the LoRA layers that are in it, and their adapter. What `peft` keeps twice to train it
     (`modules_to_save`) takes the place of the original.
@@ -172,7 +172,7 @@ def _saved_modules(base: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from [(name, m) for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)]
 
 
-def put_together(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapping[str, torch.Tensor]) -> Any:
+def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapping[str, torch.Tensor]) -> Any:
     """
     A whole base model as a `PeftModel`.
 

@@ -12,7 +12,7 @@ from ..plan import ModelSpec
 from .adapter_files import adapter_names
 from .adapters import Adapter
 from .loading import initialize_rest
-from .peft_models import put_together
+from .peft_models import wrap_as_peft_model
 from .tensor_parallel import base_name
 
 
@@ -53,5 +53,5 @@ def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], a
     if part.can_generate():
         whole.generation_config = part.generation_config
     if adapter is not None:
-        whole = put_together(whole, spec, adapter, state)
+        whole = wrap_as_peft_model(whole, spec, adapter, state)
     return whole.eval()

@@ -33,16 +33,12 @@ class StepPlan:
             Module -> replica -> microbatch -> the slots it takes.
         targets (`Mapping[str, tuple[str, ...]]`): Module -> the modules that take its features.
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
-        alternates (`bool`, *optional*, defaults to `False`):
-            Whether the microbatches are so even that it can pay under 1F1B to wait for a forward after each backward,
-            see [`schedule_tasks`].
     """
 
     samples: tuple[int, ...]
     microbatches: Mapping[str, tuple[tuple[Slots, ...], ...]]
     targets: Mapping[str, tuple[str, ...]]
     epoch: int = 0
-    alternates: bool = False
 
     @cached_property
     def places(self) -> dict[tuple[str, int], tuple[int, int]]:
@@ -98,7 +94,7 @@ class StepPlan:
     @property
     def structure(self) -> tuple:
         """All that a program depends on: two steps with equal structure run the same program."""
-        links: list[tuple] = [(self.alternates,)]
+        links: list[tuple] = []
         for (module, replica, index), chunks in self.chunks.items():
             for number, slots in enumerate(chunks):
                 takers = {

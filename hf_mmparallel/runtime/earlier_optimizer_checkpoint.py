@@ -26,10 +26,10 @@ from .optimizer_checkpoint import (
     another_optimizer,
     apply_state,
     cant_be_cut,
-    is_own,
+    is_rank_local,
     named_groups,
     on_host,
-    own_suffix,
+    rank_local_suffix,
     same_settings,
 )
 
@@ -162,9 +162,9 @@ def _empty_tensors(
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """Stored name -> (key, tensor to read into) of one parameter on this rank."""
     result = {}
-    own = own_suffix(parameter)
+    own = rank_local_suffix(parameter)
     for stored, kind in entry["tensors"].items():
-        private = is_own(stored.rpartition("/")[2])
+        private = is_rank_local(stored.rpartition("/")[2])
         if private and f"{name}/{kind['key']}{own}" not in entry["tensors"]:
             raise cant_be_cut(kind["key"], name)
         if private and stored != f"{name}/{kind['key']}{own}":

@@ -118,8 +118,8 @@ class FirstStepCheck:
                     )
                 elif name in row.partial and few[0] > least and spread == 0:
                     yield (
-                        f"The ranks {row.ranks} have equal gradients of `{name}`, which were taken for shares and "
-                        f"added up. Use `tp_size=1` for `{row.modules[name]}`."
+                        f"The ranks {row.ranks} have equal gradients of `{name}`, which were treated as partial "
+                        f"gradients and summed. Use `tp_size=1` for `{row.modules[name]}`."
                     )
 
     def _loss(self, key: StageKey, result: StepResult) -> str | None:

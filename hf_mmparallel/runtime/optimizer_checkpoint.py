@@ -43,12 +43,12 @@ def named_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
     return [[by_id[id(whole_parameter(p))] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def is_own(key: str) -> bool:
+def is_rank_local(key: str) -> bool:
     """Whether an entry of the state is one that only a rank of the same place in a mesh of the same size can use."""
     return "@" in key
 
 
-def own_suffix(parameter: torch.Tensor) -> str:
+def rank_local_suffix(parameter: torch.Tensor) -> str:
     """What tells a rank's own entries from those of the other ranks that hold shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return ""
@@ -127,14 +127,14 @@ class _Collected:
             if not isinstance(value, torch.Tensor):
                 values[key] = _check_plain(value, key)
             elif isinstance(whole, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
-                tensors[key + own_suffix(whole)] = value.detach()
+                tensors[key + rank_local_suffix(whole)] = value.detach()
             else:
                 tensors[key] = value.detach()
         self.tensors[name] = tensors
         kinds = {
             key: (tuple(tensor.shape), tensor.dtype)
             for key, tensor in tensors.items()
-            if self.rank == self.owners[name] or is_own(key)
+            if self.rank == self.owners[name] or is_rank_local(key)
         }
         self.entries[name] = {"settings": settings, "tensors": kinds, "values": values}
 
@@ -142,7 +142,7 @@ class _Collected:
         """What this rank writes of a parameter; the ranks that hold its shards pass their tensors in one order."""
         for key, tensor in self.tensors[name].items():
             value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if is_own(key) or self.rank == self.owners[name]:
+            if is_rank_local(key) or self.rank == self.owners[name]:
                 yield key, value.cpu().contiguous()
 
 
@@ -226,7 +226,7 @@ def _grouped(
                     break
             else:
                 result.append((entry["settings"], [name]))
-    if not is_stock or any(is_own(key) for entry in merged.values() for key in entry["tensors"]):
+    if not is_stock or any(is_rank_local(key) for entry in merged.values() for key in entry["tensors"]):
         result.append((result[0][0] if result else {}, []))
     return result
 
@@ -443,7 +443,7 @@ def _state_of(
     name: str, parameter: Any, saved: Mapping[str, Any], group: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     """The state of one parameter on this rank."""
-    whole, suffix = whole_parameter(parameter), own_suffix(whole_parameter(parameter))
+    whole, suffix = whole_parameter(parameter), rank_local_suffix(whole_parameter(parameter))
     shapes = [value.shape for value in saved.values() if isinstance(value, torch.Tensor)]
     strange = [shape for shape in shapes if not _may_be_state(shape, whole.shape)]
     if strange and whole.shape not in shapes:

@@ -42,7 +42,7 @@ def build_program(
     """
     groups = groups if training else ()
     graph = build_graph(plan, step, training)
-    timeline = schedule_tasks(plan, graph, cost, policy_caps(plan, step, caps), training and may_alternate(plan, step))
+    timeline = schedule_tasks(plan, graph, cost, policy_caps(plan, step, caps), training and may_alternate(plan))
     program = lower(plan, graph, timeline, groups)
     if check:
         verify(plan, graph, groups, program)

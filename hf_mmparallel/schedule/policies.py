@@ -35,9 +35,9 @@ def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
     return dict.fromkeys(tasks, 0)
 
 
-def may_alternate(plan: ParallelPlan, step: StepPlan) -> bool:
-    """Whether the order that waits for a forward after each backward is looked at: under 1F1B, for even steps."""
-    return plan.schedule == "1f1b" and step.alternates
+def may_alternate(plan: ParallelPlan) -> bool:
+    """Whether the order that waits for a forward after each backward is tried: where both kinds are in one phase."""
+    return plan.schedule in ("1f1b", "eager")
 
 
 def keeps_all(schedule: str, is_encoder: bool) -> bool:

@@ -52,7 +52,7 @@ class _Stage:
         self.forwards: list[int] = []
         self.next = 0
         self.backwards: list[int] = []
-        self.live = 0.0
+        self.live = 0  # microbatches of which a backward is left
         self.forward_due = False  # what ran last was a backward
 
 
@@ -85,25 +85,20 @@ class _Scheduler:
         self.started, self.finished = [0] * count, [0] * count
 
     def _read(self, graph: TaskGraph) -> None:
-        """Fills the queues: what each task waits for, its share of its microbatch, the forwards of each stage."""
-        chunks: dict[tuple[int, int], int] = {}
+        """Fills the queues: what each task waits for, the backwards of each microbatch, the forwards of each stage."""
+        self.backwards_left: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> how many
         count = len(self.tasks)
         self.missing = [len(found) for found in graph.predecessors]
         self.successors: list[list[int]] = [[] for _ in range(count)]
-        self.has_backward = [False] * count
         for index, (task, found) in enumerate(zip(self.tasks, graph.predecessors, strict=True)):
             for other in found:
                 self.successors[other].append(index)
+            stage = self.stage_of[index]
             if task.kind == "fwd":
-                stage = self.stage_of[index]
                 stage.forwards.append(index)
-                key = (stage.number, task.microbatch)
-                chunks[key] = chunks.get(key, 0) + 1
             else:
-                self.has_backward[found[0]] = True
-        self.share = [
-            1.0 / chunks[stage.number, task.microbatch] for stage, task in zip(self.stage_of, self.tasks, strict=True)
-        ]
+                key = (stage.number, task.microbatch)
+                self.backwards_left[key] = self.backwards_left.get(key, 0) + 1
 
     def run(self) -> Timeline | None:
         """Simulates until every task is done; `None` if stages that alternate wait for each other in a circle."""
@@ -130,7 +125,11 @@ class _Scheduler:
         if stage.next < len(stage.forwards):
             index = stage.forwards[stage.next]
             task = self.tasks[index]
-            fits = bool(task.chunk) or not self.has_backward[index] or stage.live + 1e-6 < stage.cap
+            fits = (
+                bool(task.chunk)
+                or stage.live < stage.cap
+                or (stage.number, task.microbatch) not in self.backwards_left
+            )
             if not self.missing[index] and fits and self.phases.is_due(index):
                 forward = (0 if stage.forward_due else 1, task.microbatch, task.chunk, stage.number, index)
         waits = stage.forward_due and (fits if self.alternate else forward is not None)
@@ -160,8 +159,8 @@ class _Scheduler:
         stage.forward_due = self.tasks[index].kind == "bwd"
         if self.tasks[index].kind == "fwd":
             stage.next += 1
-            if self.has_backward[index]:
-                stage.live += self.share[index]
+            if not self.tasks[index].chunk and (stage.number, self.tasks[index].microbatch) in self.backwards_left:
+                stage.live += 1
         else:
             heapq.heappop(stage.backwards)
         for rank in stage.ranks:
@@ -175,7 +174,9 @@ class _Scheduler:
     def _finish(self, index: int, dirty: set[int]) -> None:
         stage = self.stage_of[index]
         if self.tasks[index].kind == "bwd":
-            stage.live -= self.share[index]
+            key = (stage.number, self.tasks[index].microbatch)
+            self.backwards_left[key] -= 1
+            stage.live -= not self.backwards_left[key]
         for rank in stage.ranks:
             self.busy[rank] = False
         self.phases.finish(index)

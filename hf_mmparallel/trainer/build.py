@@ -25,7 +25,7 @@ from ..modeling.adapter_files import adapter_names
 from ..modeling.adapters import Adapter, add_adapters
 from ..modeling.checkpointing import Recomputation, enable_checkpointing
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
-from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, take_apart, wrap_with_adapters
+from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
 from ..modeling.possible_sizes import check_context, check_matrices
 from ..plan import (
     LANGUAGE_MODEL,
@@ -270,7 +270,7 @@ def prepare_model(model: Any, args: MultimodalTrainingArguments, plugin: Multimo
     whole: Any = build_on_meta(source) if source is not None else model
     adapter = None
     if is_peft_model(model):
-        whole, adapter = take_apart(model)
+        whole, adapter = unwrap_peft_model(model)
     if source is None and dist.is_initialized():
         with doing("comparing the models of the ranks", waits=True):
             check_equal_models(whole)

@@ -11,6 +11,7 @@ import numpy as np
 from accelerate.logging import get_logger
 from rich.console import Console
 
+from ..arrange import num_microbatches
 from ..arrange.balance import Balance, step_balance
 from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.base import not_worth_a_run
@@ -21,7 +22,7 @@ from ..data.draws import Draw
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_rows
-from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
+from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
 from ..search.split import split_stability, too_small
@@ -232,6 +233,7 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
     for line in report_lines(trainer, planner, prediction):
         console.print(line, highlight=False)
     warn_of_small_batch(trainer, planner)
+    warn_of_few_microbatches(planner, prediction.planned.step)
     with not_worth_a_run("The picture of the predicted step"):
         draw_prediction(Path(args.output_dir), planner.method, prediction)
 
@@ -263,6 +265,23 @@ def warn_of_small_batch(trainer: MultimodalParallelTrainer, planner: StepPlanner
     text = too_small(stability, trainer.global_batch_size, "global_batch_size=")
     if text is not None:
         logger.warning(text)
+
+
+def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
+    """
+    Warns of an arrangement with fewer than half of the microbatches that `per_device_train_batch_size` asks for, which
+    leaves stages idle and takes more memory.
+    """
+    replicas = step.microbatches[LANGUAGE_MODEL]
+    asked = num_microbatches(len(step.samples), planner.microbatch_size, len(replicas))
+    most = max(len(microbatches) for microbatches in replicas)
+    if 2 * most < asked:
+        logger.warning(
+            f"`microbatch_assignment={planner.method!r}` makes {most} microbatches or fewer for each replica of the "
+            f"language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It has "
+            "at most as many as the encoders' work is times that of the largest sample, few where most samples are "
+            'text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
+        )
 
 
 def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, prediction: StepReport) -> list[str]:

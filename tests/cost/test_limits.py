@@ -1,12 +1,16 @@
 """Microbatches as large, and as many in flight, as memory allows, and not one more."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.arrange import arrange_step, contiguous_step
+from hf_mmparallel.arrange.balance import deferred_fraction
 from hf_mmparallel.cost import eager_caps, fitting_tokens, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
+from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import build_program, live_caps, simulate
 from tests.cost.models import h100, model
@@ -119,3 +123,26 @@ def test_without_a_limit_encoders_run_two_forwards_ahead():
     step = contiguous_step(plan, range(16), 1)
     caps = eager_caps(h100(spec), plan, step, sizes_of(300, 200))
     assert caps == {("vision", 0, 0): 5, (LANGUAGE_MODEL, 0, 0): 2, (LANGUAGE_MODEL, 0, 1): 1}
+
+
+@pytest.mark.parametrize("method", ["hierarchical", "entrain", "tapered"])
+@pytest.mark.parametrize("data_parallel", [(1, 1), (2, 2), (4, 2), (2, 4)])
+def test_deferral_keeps_no_more_microbatches_than_the_limit_of_tokens_counts(method, data_parallel):
+    """A microbatch counts until its last sample's backward, also where others of its samples are done before."""
+    times = PUBLISHED_MODELS["llama3-1b"]
+    names = ("vision", LANGUAGE_MODEL)
+    degrees = {name: ModulePlugin(dp_size=dp, pp_size=2) for name, dp in zip(names, data_parallel, strict=True)}
+    plan = resolve_plan(times.spec, degrees)
+    step = arrange_step(plan, range(96), times.workloads(PUBLISHED["synthchartnet"].draw(96, 1)), 4, method)
+    assert deferred_fraction(step) > 0
+    spans = simulate(plan, build_program(plan, step, [])).spans
+    in_flight = steady_in_flight(plan)
+    changes = {key: {} for key in in_flight}
+    for span in spans:
+        first, last = changes[span.task.stage_key].get(span.task.microbatch, (math.inf, 0.0))
+        changes[span.task.stage_key][span.task.microbatch] = (min(first, span.start_ms), max(last, span.end_ms))
+    for key, microbatches in changes.items():
+        events = sorted(
+            event for first, last in microbatches.values() for event in ((first + 1e-6, 1), (last - 1e-6, -1))
+        )
+        assert max(np.cumsum([change for _, change in events])) <= in_flight[key], key

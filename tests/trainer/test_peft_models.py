@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.modeling.peft_models import is_peft_model, take_apart
+from hf_mmparallel.modeling.peft_models import is_peft_model, unwrap_peft_model
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.trainer import runs
@@ -224,7 +224,7 @@ def test_adapters_that_cannot_be_laid_out_are_refused_by_name(kind: str):
     before = list(model.state_dict())
     assert is_peft_model(model)
     with pytest.raises(ValueError, match=REFUSED[kind]):
-        take_apart(model)
+        unwrap_peft_model(model)
     assert list(model.state_dict()) == before
 
 
@@ -232,7 +232,7 @@ def test_adapters_that_transformers_added_are_taken_too():
     model: Any = tiny.FAMILIES["llama"]()
     model.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="own")
     assert is_peft_model(model) and not is_peft_model(tiny.FAMILIES["llama"]())
-    base, adapter = take_apart(model)
+    base, adapter = unwrap_peft_model(model)
     assert base is model and adapter.name == "own" and adapter.config.r == 8
 
 

@@ -9,7 +9,7 @@ from hf_mmparallel.trainer.loaders import training_planner
 
 
 @pytest.mark.parametrize(
-    ("device", "limit_gib", "expected_gib"), [("a100", None, 72.0), ("a100", 10.0, 10.0), ("cpu", None, None)]
+    ("device", "limit_gib", "expected_gib"), [("a100", None, 71.19), ("a100", 10.0, 10.0), ("cpu", None, None)]
 )
 def test_memory_is_the_users_or_that_of_the_device_that_all_ranks_know(device, limit_gib, expected_gib):
     args = SimpleNamespace(

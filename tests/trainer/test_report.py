@@ -14,11 +14,12 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from hf_mmparallel import MultimodalTrainingArguments
+from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.data.streams import StreamWindow
-from hf_mmparallel.plan import ModulePlugin, SampleSizes, resolve_plan
+from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan
 from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.trainer import report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
@@ -165,6 +166,24 @@ def test_a_global_batch_below_the_minimum_stable_one_is_warned_of_once(
     if not searched:
         assert warned(split, 4, sizes=None) == []
         assert warned(split, 4, sizes=lambda own: replace(drawn.take(own), known=False)) == []
+
+
+@pytest.mark.parametrize("method", ["entrain", "hierarchical"])
+@pytest.mark.parametrize("num_pictures", [2, 64])
+def test_far_fewer_microbatches_than_asked_for_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, method: str, num_pictures: int
+):
+    """Of 64 samples for two replicas, with microbatches of four, all or two have an image."""
+    said: list[str] = []
+    monkeypatch.setattr(report, "logger", SimpleNamespace(warning=said.append))
+    plan = resolve_plan(model_spec(), {name: ModulePlugin(dp_size=2) for name in ("vision", LM)})
+    vision = np.where(np.arange(64) < num_pictures, 5.0, 0.0)
+    alike = Workloads.alike(["vision", LM], 64)
+    workloads = replace(alike, forward_ms={**alike.forward_ms, "vision": vision})
+    planner: Any = SimpleNamespace(method=method, microbatch_size=4)
+    report.warn_of_few_microbatches(planner, arrange_step(plan, range(64), workloads, 4, method))
+    assert len(said) == (method == "entrain" and num_pictures == 2)
+    assert all("makes 1 microbatches or fewer" in text and "asks for 8" in text for text in said)
 
 
 def test_settings_that_change_nothing_say_so():

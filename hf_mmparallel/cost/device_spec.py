@@ -1,0 +1,147 @@
+"""Descriptions of devices as people write them: read, and checked for wrong units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ..plan.reading import read_mapping
+from .devices import PEAK_OF_DTYPE, Hardware
+
+_NUMBERS = {
+    field.name: field for field in fields(Hardware) if field.type in ("float", "int", "float | None", "int | None")
+}
+_FIELDS = (*_NUMBERS, "aliases", "source")
+_NEEDED = tuple(name for name, field in _NUMBERS.items() if field.default is MISSING)
+
+
+@dataclass(frozen=True)
+class _Range:
+    """What a number of a device may be, and its unit."""
+
+    least: float
+    most: float
+    unit: str
+
+    def check(self, what: str, value: float) -> None:
+        """Raises `ValueError` with the factor by which the unit seems to be wrong."""
+        if self.least <= value <= self.most:
+            return
+        factors = {1000: "1,000", 2**20: "2^20", 1e6: "10^6", 2**30: "2^30", 1e9: "10^9", 1e12: "10^12"}
+        fits = [text for factor, text in factors.items() if self.least <= value / factor <= self.most]
+        raised = [text for factor, text in factors.items() if self.least <= value * factor <= self.most]
+        hint = "Correct it."
+        if value > self.most and fits:
+            hint = f"If the unit is another one, divide by {fits[0]}."
+        elif 0 < value < self.least and raised:
+            hint = f"If the unit is another one, multiply by {raised[0]}."
+        raise ValueError(f"{what} is not between {self.least:g} and {self.most:g} {self.unit}. {hint}")
+
+
+_TFLOPS = _Range(0.01, 20_000, "10^12 operations a second (dense)")
+_MICROSECONDS = _Range(0, 10_000, "microseconds")
+_SHARE = _Range(0.001, 1, "(a share of the peak)")
+_COUNT = _Range(1, 2048, "(a number of them)")
+_RANGES = {
+    **dict.fromkeys(PEAK_OF_DTYPE.values(), _TFLOPS),
+    "memory_gib": _Range(0.25, 2048, "GiB (2^30 bytes)"),
+    "memory_gb_per_s": _Range(5, 50_000, "GB/s (10^9 bytes a second)"),
+    "link_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),
+    "node_link_gb_per_s": _Range(0.05, 1_000, "GB/s (10^9 bytes a second, one way)"),
+    **dict.fromkeys(("node_size", "network_cards", "multiprocessors"), _COUNT),
+    **dict.fromkeys(("link_latency_us", "node_link_latency_us", "launch_us"), _MICROSECONDS),
+    **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency"), _SHARE),
+}
+_BALANCE = _Range(0.5, 5_000, "operations for each byte of memory traffic")
+
+
+def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str) -> Hardware:
+    """
+    A device from its description.
+
+    Args:
+        name (`str`): What it is called.
+        entry (`Mapping`): Fields of [`Hardware`]; with `like` those that are left out are that device's.
+        find (`Callable`): Looks up the device of `like`.
+        where (`str`): Where the description stands, for errors.
+
+    Raises:
+        `ValueError`: For fields that are unknown, missing, of a wrong type, or of a size that no device has.
+    """
+    given = dict(read_mapping(entry, where, known=(*_FIELDS, "like")))
+    like = given.pop("like", None)
+    if like is None:
+        read_mapping(given, where, needed=_NEEDED, known=_FIELDS)
+    for key, value in given.items():
+        _check_field(key, value, where)
+    given |= {"name": name, "aliases": tuple(given.get("aliases", ())), "source": given.get("source", where)}
+    device = Hardware(**given) if like is None else replace(find(str(like)), **given)
+    _check_together(device, where)
+    return device
+
+
+def _check_field(key: str, value: Any, where: str) -> None:
+    """Raises `ValueError` for a value that a field can't have."""
+    what = f"{where}: `{key}={value}`"
+    if key == "source":
+        valid, needed = isinstance(value, str), "a text"
+    elif key == "aliases":
+        valid = isinstance(value, list) and all(isinstance(alias, str) for alias in value)
+        needed = "a list of names"
+    else:
+        kind = str(_NUMBERS[key].type)
+        valid = isinstance(value, int | float) and not isinstance(value, bool) or (value is None and "None" in kind)
+        valid = valid and not ("int" in kind and isinstance(value, float))
+        needed = "a whole number" if "int" in kind else "a number; its unit is in the field's name"
+    if not valid:
+        raise ValueError(f"{what} must be {needed}.")
+    if key in _RANGES and isinstance(value, int | float):
+        _RANGES[key].check(what, value)
+
+
+def _check_together(device: Hardware, where: str) -> None:
+    """Raises `ValueError` for numbers that contradict each other."""
+    peak = max(device.bf16_tflops, device.fp16_tflops)
+    for field in ("tf32_tflops", "fp32_tflops"):
+        if getattr(device, field) > peak:
+            raise ValueError(
+                f"{where}: `{field}={getattr(device, field):g}` is above the {peak:g} of 16-bit products. Correct one "
+                "of them; all are of dense products, in 10^12 operations a second."
+            )
+    what = f"{where}: `bf16_tflops={device.bf16_tflops:g}` over `memory_gb_per_s={device.memory_gb_per_s:g}`"
+    _BALANCE.check(what, 1e3 * device.bf16_tflops / device.memory_gb_per_s)
+    if device.link_gb_per_s > device.memory_gb_per_s:
+        raise ValueError(
+            f"{where}: `link_gb_per_s={device.link_gb_per_s:g}` is faster than the memory, "
+            f"`memory_gb_per_s={device.memory_gb_per_s:g}`. Both are in GB/s; 8 Gb/s are 1 GB/s."
+        )
+
+
+def read_device_file(path: str, find: Callable[[str], Hardware]) -> Hardware:
+    """
+    Reads a file for `--gpu-spec`.
+
+    Args:
+        path (`str`): YAML or JSON: the fields of [`Hardware`] with a `name`, or with `like: h100` those that differ.
+        find (`Callable`): Looks up the device of `like`.
+
+    Raises:
+        `ValueError`: For a file that can't be read, and for what [`device_of`] refuses.
+    """
+    import yaml
+
+    try:
+        entry = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"`gpu_spec={path}` can't be read: {error.strerror}. Give a YAML file.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"`gpu_spec={path}` is no valid YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"`gpu_spec={path}` must hold `key: value` lines, such as `like: h100` and `memory_gib: 94`.")
+    entry = dict(entry)
+    name = entry.pop("name", None) or Path(path).stem
+    if not isinstance(name, str):
+        raise ValueError(f"`{path}`: `name={name}` must be a text.")
+    return device_of(name, entry, find, f"`{path}`")
