@@ -155,7 +155,7 @@ def launch(script: str, world_size: int, arguments: Sequence[str] = (), timeout_
 def machine(shapes: Shapes, load_before: Sequence[float]) -> dict[str, Any]:
     """What a number means nothing without: the machine, its load, versions, the commit, the shapes."""
     commit = _git("rev-parse", "--short", "HEAD")
-    others = (":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)README.md")  # what a benchmark itself writes
+    others = (":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)README.md")  # written by benchmarks
     changed = bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", *others))
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),

@@ -1,12 +1,14 @@
 """
 All arrangements of the same global batches: how even microbatches are, how long a step takes, how much it keeps.
 
-In the simulator: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's encoder with Llama 3,
-four replicas with eight stages each, 32 microbatches, task times from operation counts. Each arrangement runs on the
-same plan, and DistTrain and DIP also on the plans that Entrain's tables give them, DIP with its own schedule.
-Language-model replicas with unlike numbers of stages are simulated with as many microbatches each, and with numbers by
-their speed. On gloo ranks: eight processes whose tasks sleep for the times of a small batch, over the real engine and
-its messages.
+In the simulator, with packed rows: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's
+encoder with Llama 3, four replicas with eight stages each, 32 microbatches, task times from operation counts. Each
+arrangement runs on the same plan, and DistTrain and DIP also on the plans that Entrain's tables give them, DIP with
+its own schedule. Language-model replicas with unlike numbers of stages are simulated with as many microbatches each,
+and with numbers by their speed. On gloo ranks: eight processes whose tasks sleep for the times of a small batch, over
+the real engine and its messages.
+
+Padded and packed rows, and the arrangement that is chosen where nobody names one: see `arrangement_modes.py`.
 
 A step is compared with that of a batch of like samples that could be divided at will, into equal microbatches (even)
 and into the best that there are for that plan (best), and with its busiest stage, the bound that nothing gets below.
@@ -35,6 +37,7 @@ import common
 import numpy as np
 import torch
 import torch.distributed as dist
+from arrangement_modes import compare_modes, modes_notes, modes_table, summary
 from bounds import StageWork, busiest_ms, divisible_ms, even_ms
 from modelled import collate, gathered, message_ms, sleep_instead, timed_step, tiny_model, tiny_samples
 from rich.table import Table
@@ -136,6 +139,7 @@ class Sizes:
         batch (`int`): Samples of a global batch.
         replicas (`int`): Of both modules.
         num_batches (`int`): Global batches of each dataset.
+        num_judged (`int`): Such batches with padded and with packed rows, each with two sizes of microbatches.
         slept (`int`): Samples of the batch whose tasks sleep.
         step_ms (`float`): What such a step takes, about.
         repeats (`int`): Such steps of each arrangement.
@@ -144,12 +148,13 @@ class Sizes:
     batch: int = 512
     replicas: int = 4
     num_batches: int = 5
+    num_judged: int = 2
     slept: int = 64
     step_ms: float = 2000.0
     repeats: int = 5
 
 
-QUICK = Sizes(batch=64, replicas=2, num_batches=1, slept=16, step_ms=150.0, repeats=1)
+QUICK = Sizes(batch=64, replicas=2, num_batches=1, num_judged=1, slept=16, step_ms=150.0, repeats=1)
 
 
 # In the simulator
@@ -239,7 +244,8 @@ def simulate_dataset(name: str, model: str, sizes: Sizes) -> dict[str, Any]:
         row = mean_of([simulated(plan, variant, model, batch) for batch in batches])
         row["bounds_ms"] = mean_of([bounds_of(stage_work(plan, own), count, colocated) for own in workloads])
         rows[variant.name] = row
-    return {"dataset": name, "model": model, "stages": dict(stages), "arrangements": rows}
+    modes = compare_modes(name, model, sizes.batch, sizes.replicas, sizes.num_judged)
+    return {"dataset": name, "model": model, "stages": dict(stages), "arrangements": rows, "modes": modes}
 
 
 def unlike_replicas() -> dict[str, Any]:
@@ -460,8 +466,11 @@ def main() -> None:
     with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
         results = list(pool.map(simulate_dataset, *zip(*names, strict=True), [sizes] * len(names)))
     unlike = unlike_replicas()
-    tables = [*map(dataset_table, results), unlike_table(unlike), slept_table(slept)]
+    modes = [row for own in results for row in own.pop("modes")]
+    tables = [*map(dataset_table, results), modes_table(modes), unlike_table(unlike), slept_table(slept)]
     result = {
+        "modes": modes,
+        "modes_summary": summary(modes),
         "simulated": results,
         "unlike": unlike,
         "slept": slept,
@@ -469,7 +478,8 @@ def main() -> None:
         "goals": [GOAL_STD, GOAL_BOUND],
     }
     result |= common.machine(common.Shapes(), load)
-    common.report("microbatch_balance", tables, notes_of(results), result, options.out)
+    notes = [*notes_of(results), *modes_notes(modes)]
+    common.report("microbatch_balance", tables, notes, result, options.out)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -67,12 +67,10 @@ def step_balance(step: StepPlan, workloads: Workloads) -> Balance:
         step (`StepPlan`): The arrangement.
         workloads (`Workloads`): Of its samples.
     """
-    values, late = workloads.forward_ms, is_deferred(step)
-    return Balance(
-        {name: _sums(step, name, values[name]) for name in step.microbatches},
-        {LANGUAGE_MODEL: _sums(step, LANGUAGE_MODEL, values[LANGUAGE_MODEL] * late)},
-        deferred_fraction(step),
-    )
+    times = {name: _microbatch_ms(step, name, workloads) for name in step.microbatches}
+    late = is_deferred(step)
+    deferred = _sums(step, LANGUAGE_MODEL, workloads.forward_ms[LANGUAGE_MODEL] * late)
+    return Balance(times, {LANGUAGE_MODEL: deferred}, float(late.mean()) if len(late) else 0.0)
 
 
 def is_deferred(step: StepPlan) -> np.ndarray:
@@ -127,11 +125,20 @@ def compare_with_contiguous(
     return step_balance(before, workloads), step_balance(step, workloads)
 
 
-def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:
-    """Replica -> float64 `[microbatches]`: the sum of some values of the samples of each."""
-    result = []
+def _places(step: StepPlan, module: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+    """For each replica, its samples, their microbatches, and how many of these there are."""
     for microbatches in step.microbatches[module]:
         slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
-        places = np.repeat(np.arange(len(microbatches)), [len(own) for own in microbatches])
-        result.append(np.bincount(places, values[slots], len(microbatches)).astype(float))
-    return tuple(result)
+        yield slots, np.repeat(np.arange(len(microbatches)), [len(own) for own in microbatches]), len(microbatches)
+
+
+def _microbatch_ms(step: StepPlan, module: str, workloads: Workloads) -> Times:
+    """Replica -> float64 `[microbatches]`: the forward of each."""
+    return tuple(workloads.microbatch_ms(module, *replica) for replica in _places(step, module))
+
+
+def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:
+    """Replica -> float64 `[microbatches]`: the sum of some values of the samples of each."""
+    return tuple(
+        np.bincount(places, values[slots], count).astype(float) for slots, places, count in _places(step, module)
+    )

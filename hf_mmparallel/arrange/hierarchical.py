@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,6 +23,7 @@ from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
 from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
+from .lengths import NUM_ORDERS, group_by_length, possible_orders
 from .replicas import assign_replicas
 from .sizes import LARGEST, Sizes, best_count, best_sizes
 from .tracks import Track, cut, generator_tracks, microbatch_counts, tracks_of
@@ -43,12 +44,14 @@ class Placement:
 
     Args:
         counts (`numpy.ndarray` of shape `[replicas]`): Microbatches of each replica.
+        replica (`numpy.ndarray` of shape `[num_samples]`): Of the language model.
         microbatch (`numpy.ndarray` of shape `[num_samples]`): In the language model.
         encoder (`tuple[numpy.ndarray, ...]`): For each track, the microbatch `[num_samples]` of each sample there.
         copy (`tuple[numpy.ndarray, ...]`): For each track, the encoder replica `[num_samples]` of each sample.
     """
 
     counts: NDArray
+    replica: NDArray
     microbatch: NDArray
     encoder: tuple[NDArray, ...]
     copy: tuple[NDArray, ...]
@@ -68,6 +71,8 @@ class Batch:
     """
 
     def __init__(self, plan: ParallelPlan, workloads: Workloads, count: int):
+        if workloads.row_ms is not None:
+            workloads = replace(workloads, forward_ms={**workloads.forward_ms, LANGUAGE_MODEL: workloads.row_ms})
         self.plan, self.workloads = plan, workloads
         self.pipeline = Pipeline.of(plan, workloads.backward_ratio)
         self.language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
@@ -102,13 +107,19 @@ class Batch:
         if len(members) == self.dp_size:
             return self, np.arange(len(self.replica))
         chosen = np.flatnonzero(np.isin(self.replica, members))
-        part = copy(self)
-        for name in ("totals", "mean_ms"):
-            part.__dict__.pop(name, None)
-        part.members, part.replica = members, np.searchsorted(members, self.replica[chosen])
+        part = self._with_replicas(np.searchsorted(members, self.replica[chosen]))
+        part.members = members
         part.language, part.work, part.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
         part.workloads = self.workloads.take(chosen)
         return part, chosen
+
+    def _with_replicas(self, replica: NDArray) -> Batch:
+        """A copy in which samples have other replicas."""
+        result = copy(self)
+        for name in ("totals", "mean_ms"):
+            result.__dict__.pop(name, None)
+        result.replica = replica
+        return result
 
     @cached_property
     def totals(self) -> NDArray:
@@ -183,12 +194,78 @@ class Batch:
         counts = self.counts(count)
         if (counts < self.fewest).any():
             raise NoRoomError
+        if self.workloads.row_ms is not None:
+            return self._arranged_by_length(counts, taper, spread)
         bins, microbatch = np.zeros((2, len(self.replica)), np.int64)
         wanted = {}
         for own in np.unique(counts).tolist():
             part, chosen = self.part(np.flatnonzero(counts == own))
             wanted[own] = part.sizes(own) if taper else Sizes.even(own)
             bins[chosen], microbatch[chosen] = part.divide(wanted[own], 1.0 if taper else _LANGUAGE_EVEN, spread)
+        return self._placed(bins, microbatch, counts, wanted)
+
+    def _arranged_by_length(self, counts: NDArray, taper: bool, spread: bool) -> Placement:
+        """
+        See [`Batch.arrange`], where rows are padded: the microbatches of the language model come first, each of
+        samples of similar length, and encoders compute samples a microbatch earlier where that evens them out.
+        """
+        wanted = {own: self.sizes(own) if taper else Sizes.even(own) for own in np.unique(counts).tolist()}
+        sizes = [np.array(wanted[own].language) for own in counts.tolist()]
+        tokens, limit = self.workloads.tokens[LANGUAGE_MODEL], self.limits.get(LANGUAGE_MODEL)
+        replica, microbatch = group_by_length(self.language, tokens, sizes, self.work, limit)
+        batch = self._with_replicas(replica)
+        orders = np.tile(microbatch, (1 if spread else NUM_ORDERS, 1))
+        for own in wanted:
+            part, chosen = batch.part(np.flatnonzero(counts == own))
+            bins = microbatch[chosen]
+            orders[:, chosen] = (
+                part._spread(bins, own)
+                if spread
+                else possible_orders(
+                    part.replica, bins, part.microbatch_ms(LANGUAGE_MODEL, bins, own), part.work, wanted[own]
+                )
+            )
+        placements = [batch._placed(bins, bins, counts, wanted) for bins in orders]
+        return min(placements, key=batch.estimate_ms) if len(placements) > 1 else placements[0]
+
+    def microbatch_ms(self, module: str, microbatch: NDArray, count: int) -> NDArray:
+        """Forward of each microbatch `[replicas, count]` of each sample's replica of the language model."""
+        places = self.replica * count + microbatch
+        times = self.workloads.microbatch_ms(module, np.arange(len(places)), places, self.dp_size * count)
+        return times.reshape(-1, count)
+
+    def estimate_ms(self, placement: Placement) -> float:
+        """The time of a step with all samples where they are placed: that of the slowest replica, see [`Pipeline`]."""
+        slowest = 0.0
+        for own in np.unique(placement.counts).tolist():
+            part, chosen = self.part(np.flatnonzero(placement.counts == own))
+            bins = placement.microbatch[chosen]
+            turns = {
+                name: np.minimum(turn[chosen], own - 1)
+                for track, turn in zip(self.tracks, placement.encoder, strict=True)
+                for name in track.modules
+            }
+            loads = {}
+            for name, module in self.plan.modules.items():
+                scale = self.all_replicas / module.dp_size
+                loads[name] = scale * part.microbatch_ms(name, turns.get(name, bins), own)
+            slowest = max(slowest, float(self.pipeline.iteration_ms(loads).max()))
+        return slowest
+
+    def _placed(self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]) -> Placement:
+        """
+        Divides what encoders and generators have to do among their microbatches and replicas.
+
+        Args:
+            bins (`numpy.ndarray` of shape `[num_samples]`):
+                The microbatch of the language model in whose turn each sample is encoded, as far as is known.
+            microbatch (`numpy.ndarray` of shape `[num_samples]`): The one that has it.
+            counts (`numpy.ndarray` of shape `[replicas]`): Microbatches of each replica.
+            wanted (`Mapping[int, Sizes]`): Number of microbatches -> the sizes that they should have.
+
+        Raises:
+            `NoRoomError`: If a microbatch does not fit.
+        """
         most = int(counts.max())
         encoder = tuple(self._balanced(track, bins, microbatch, counts, wanted) for track in self.tracks)
         copies = tuple(
@@ -198,7 +275,7 @@ class Batch:
         for track in self.generators:  # whether what the language model takes fits them
             turn = track.turn(self.replica, microbatch, counts)
             track.copies(self.replica, turn, most, self.room(list(track.modules), per_copy=True))
-        return Placement(counts, microbatch, encoder, copies)
+        return Placement(counts, self.replica, microbatch, encoder, copies)
 
     def divide(self, sizes: Sizes, language_weight: float, spread: bool) -> tuple[NDArray, NDArray]:
         """
@@ -342,10 +419,12 @@ class Batch:
     ) -> NDArray:
         """
         The microbatch of each sample in a track: the one before that of the language model or the same, whichever
-        makes the track's microbatches more even. They are even already when a track is alone and serves one replica.
+        makes the track's microbatches more even. They are even already when a track is alone and serves one replica,
+        unless microbatches are made by length.
         """
         early = track.turn(self.replica, bins, counts)
-        if self._each_alone or self.room(list(track.modules)) is not None:
+        room, by_length = self.room(list(track.modules)), self.workloads.row_ms is not None
+        if not by_length and (self._each_alone or room is not None):
             return early
         count, some = int(counts.max()), np.flatnonzero(track.work > 0)
         group, work = self.replica[some] // track.num_served, track.work[some]
@@ -357,15 +436,16 @@ class Batch:
         late = track.turn(self.replica, microbatch, counts)[some]
         place = group * count + count - 1 - late
         result = early.copy()
-        result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS)
+        shared = room and _as_one(Room(room.sizes[some], room.limits * track.num_served))
+        result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
         return result
 
     def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[Slots, ...], ...]]:
         """Module -> replica -> microbatch -> slots, of encoders and language model."""
-        counts, result = placement.counts, {}
+        counts, replica, result = placement.counts, placement.replica, {}
         for track, encoder, chosen in zip(self.tracks, placement.encoder, placement.copy, strict=True):
             result.update(dict.fromkeys(track.modules, track.microbatches(chosen, encoder, counts)))
-        result[LANGUAGE_MODEL] = cut(np.arange(len(self.replica)), self.replica, placement.microbatch, counts)
+        result[LANGUAGE_MODEL] = cut(np.arange(len(replica)), replica, placement.microbatch, counts)
         return result
 
 

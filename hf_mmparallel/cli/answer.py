@@ -12,6 +12,7 @@ from ..cost.profile import LayerProfile, measured_costs
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..schedule.draw import rank_ranges
+from ..search.method_choice import DEFAULT_METHOD, choose_method
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.steps import Prediction, StepPlanner
 from .inputs import ModelSource, Samples
@@ -42,6 +43,10 @@ class Inputs:
 
     def costs(self, settings: Settings) -> CostModel:
         """What layers cost, with what is frozen."""
+        return replace(self._costs(settings), packing=settings.packs_rows)
+
+    def _costs(self, settings: Settings) -> CostModel:
+        """The same without what is packed."""
         spec = settings.frozen_spec(self.source.spec)
         if self.profile is None:
             return analytic_costs(spec, settings.device, settings.value_bytes)
@@ -211,10 +216,12 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     plan = replace(plan, num_microbatches=count, schedule=settings.schedule or plan.schedule)
     pool = inputs.samples.sizes(inputs.source, settings, batch)
     sizes = inputs.samples.draw(pool, batch, inputs.seed)
-    method = _method(settings, inputs)
-
     limit = _memory_for(settings, costs, plan, sizes)
-    planner = StepPlanner(costs, plan, sync_groups(costs.spec, plan), size, method, memory_bytes=limit)
+    planner = StepPlanner(costs, plan, sync_groups(costs.spec, plan), size, memory_bytes=limit)
+    method = settings.microbatch_assignment or planner.method
+    if settings.microbatch_assignment is None and not inputs.samples.are_alike:
+        method = choose_method(planner, [sizes]).method
+    planner = replace(planner, method=method)
     prediction = _predicted(planner, sizes)
     return Answer(settings, inputs, costs, prediction, (prediction,), batch, size, method)
 
@@ -250,7 +257,7 @@ def _memory_for(settings: Settings, costs: CostModel, plan: ParallelPlan, sizes:
 
 def _method(settings: Settings, inputs: Inputs) -> str:
     """How samples come to microbatches: by their sizes, where these differ."""
-    return settings.microbatch_assignment or ("contiguous" if inputs.samples.are_alike else "hierarchical")
+    return settings.microbatch_assignment or ("contiguous" if inputs.samples.are_alike else DEFAULT_METHOD)
 
 
 def check_memory(answer: Answer) -> None:

@@ -207,7 +207,12 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "--microbatch-assignment",
         metavar="NAME",
         help="how samples come to microbatches: hierarchical, tapered, entrain, contiguous or a baseline, as in the "
-        "Trainer (hierarchical; contiguous where all are alike)",
+        "Trainer (the one with the shortest predicted step; contiguous where all are alike)",
+    )
+    group.add_argument(
+        "--packing",
+        action=argparse.BooleanOptionalAction,
+        help="whether a microbatch of the language model is one row without padding (where its attention is bitfield)",
     )
 
 

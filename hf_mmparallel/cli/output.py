@@ -51,6 +51,7 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
     training = [f"parallel={str(Path(path).name)!r}", f"global_batch_size={answer.global_batch_size}"]
     training += [f"per_device_train_batch_size={answer.microbatch_size}"]
     training += [f"microbatch_assignment={answer.method!r}"]
+    training += ["packing=True"] * bool(answer.settings.packing)
     lines = [
         f"A plan of {answer.inputs.source.name} for {answer.plan.world_size} ranks of {answer.settings.gpu_type}.",
         f"Made by: {shlex.join(command)}",

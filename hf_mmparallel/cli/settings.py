@@ -10,8 +10,9 @@ from typing import Any
 from ..arrange import ARRANGEMENTS
 from ..cost import Hardware, find_device
 from ..cost.analytic import DTYPE_BYTES
+from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
-from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
 from ..plan.parallel_plan import SCHEDULES, Schedule
 from ..plan.plugin import reject_unknown_keys
 from .arguments import positive
@@ -44,6 +45,7 @@ class Settings:
         image_tokens (`int`, *optional*, defaults to 576): Tokens of a sample in each encoder, without a dataset.
         schedule (`str`, *optional*): The schedule's name; that of the layout when left out.
         microbatch_assignment (`str`, *optional*): How samples come to microbatches.
+        packing (`bool`, *optional*): Whether microbatches of the language model are rows without padding.
         memory_limit_gib (`float`, *optional*): Memory of a rank.
         dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in.
         plugin (`MultimodalParallelPlugin`): Layouts and settings of modules, as far as they are given.
@@ -59,6 +61,7 @@ class Settings:
     image_tokens: int = 576
     schedule: Schedule | None = None
     microbatch_assignment: str | None = None
+    packing: bool | None = None
     memory_limit_gib: float | None = None
     dtype: str = "bfloat16"
     plugin: MultimodalParallelPlugin = field(default_factory=MultimodalParallelPlugin)
@@ -93,6 +96,12 @@ class Settings:
             return GIB * self.memory_limit_gib
         device_gib = self.device.memory_gib
         return None if device_gib is None else MEMORY_SHARE * GIB * device_gib
+
+    @property
+    def packs_rows(self) -> bool | None:
+        """Whether rows are packed; `None` where the model's own attention function decides."""
+        chosen = self.plugin.modules.get(LANGUAGE_MODEL, ModulePlugin()).attn_implementation
+        return self.packing if self.packing is not None or chosen is None else chosen == PACKED_ATTENTION
 
     @property
     def frozen(self) -> dict[str, Freeze]:

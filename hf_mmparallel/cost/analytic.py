@@ -136,14 +136,18 @@ class AnalyticLayers:
     def _attention_ms(
         self, part: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
     ) -> float:
-        """Time of attention for a squared token: of all pairs and their scores where these are made."""
+        """
+        Time of attention for a squared token, of which causal attention computes half; where scores are made, as
+        products, with what moves them. Then all pairs count, see [`chunk_sizes`].
+        """
         split = tp_size if is_split(LayerShape.of(part, uses).attention) else 1
-        flops = 4.0 * part.attention_width / split
-        if part.attention == "eager":
-            scores = (FUSED_SCORE_BYTES if self.engine.fused else SCORE_BYTES) * precision.compute / 2
-            moved = scores * part.num_heads / split
-            return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms
-        return (flops / 2 if part.name == LANGUAGE_MODEL else flops) / self.device.attention_flops_per_ms
+        share = (0.5 if part.name == LANGUAGE_MODEL else 1.0) / split
+        flops = share * 4.0 * part.attention_width
+        if part.attention != "eager":
+            return flops / self.device.attention_flops_per_ms
+        scores = (FUSED_SCORE_BYTES if self.engine.fused else SCORE_BYTES) * precision.compute / 2
+        moved = share * scores * part.num_heads
+        return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms
 
     def _sums(
         self, part: ModuleSpec, uses: Sequence[ParameterUse], index: int, tp_size: int, products_ms: float

@@ -88,6 +88,15 @@ class LayerCosts(Protocol):
         ...
 
 
+PACKED_ATTENTION = "bitfield"
+"""The attention function that keeps the samples of a packed row apart."""
+
+
+def can_pack(spec: ModelSpec) -> bool:
+    """Whether the language model has the attention function that packed rows need."""
+    return spec.language_model.attention == PACKED_ATTENTION
+
+
 @dataclass(frozen=True, eq=False)
 class CostModel:
     """
@@ -99,6 +108,9 @@ class CostModel:
         layers (`LayerCosts`): The source of its layers' costs.
         value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
         engine (`Engine`, *optional*): What runs the layers.
+        packing (`bool`, *optional*):
+            Whether the samples of a microbatch of the language model are one row without padding; by default where
+            its attention function keeps them apart.
     """
 
     spec: ModelSpec
@@ -106,6 +118,12 @@ class CostModel:
     layers: LayerCosts
     value_bytes: int = BYTES_PER_VALUE
     engine: Engine = OURS
+    packing: bool | None = None
+
+    @property
+    def packs_rows(self) -> bool:
+        """Whether rows of the language model are packed. With context parallelism they are, whatever this says."""
+        return can_pack(self.spec) if self.packing is None else self.packing
 
     def with_spec(self, spec: ModelSpec) -> CostModel:
         """The same costs of layers for the model with something else frozen."""

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
+from ..plan import ParallelPlan, SampleSizes, StepPlan
 from ..schedule.actions import StageKey
+from .kept import grouped_copies
 from .layers import CostModel
+from .rows import ChunkKey, chunk_sizes
 from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
-from .step import ChunkKey
 
 
 def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory]) -> dict[int, RankMemory]:
@@ -25,26 +26,13 @@ def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory])
 
 def held_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, NDArray]:
     """
-    For each chunk, `[squared tokens, tokens, 1]` of what its stages compute.
-
-    A microbatch of the language model is padded to its longest sample, unless its attention function reads packed
-    rows; where padding needs a mask, or scores are computed as a whole, pairs of tokens count. Ranks that share a row
-    of tokens have equally many blocks of it.
+    For each chunk, `[stored pairs of tokens, tokens, 1]` of what its stages compute, see [`chunk_sizes`]. Where a mask
+    is stored, so are repeated keys and values, of which each value takes as much as a pair of the mask.
     """
     result = {}
-    for (name, replica, index), chunks in step.chunks.items():
-        module = plan.modules[name]
-        attention = "bitfield" if module.cp_size > 1 else costs.spec.modules[name].attention
-        block = module.context.block * module.cp_size if module.cp_size > 1 else 1
-        is_padded = name == LANGUAGE_MODEL and attention != "bitfield"
-        for number, slots in enumerate(chunks):
-            tokens, squares = sizes.tokens[name][list(slots)], sizes.squares[name][list(slots)]
-            longest = tokens.max(initial=0)
-            is_uneven = is_padded and attention == "sdpa" and bool((tokens < longest).any())
-            count = len(slots) * longest if is_padded else -(-tokens.sum() // block) * block
-            pairs = len(slots) * longest**2 if is_padded else squares.sum()
-            counts_pairs = attention == "eager" or is_uneven
-            result[name, replica, index, number] = np.array([pairs if counts_pairs else 0.0, count, float(count > 0)])
+    for key, size in chunk_sizes(costs, plan, step, sizes).items():
+        copies = grouped_copies(costs.spec.modules[key[0]]) if size.scores else 0
+        result[key] = np.array([size.scores + copies * size.tokens, size.tokens, float(size.tokens > 0)])
     return result
 
 

@@ -14,15 +14,14 @@ from ..schedule.actions import Message
 from .collectives import all_reduce
 from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
+from .rows import chunk_sizes
 from .stages import stage_costs
-
-ChunkKey = tuple[str, int, int, int]
 
 
 class StepCost:
     """
-    Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from the tokens of its samples; see
-    [`StageCost`].
+    Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from what its chunks compute, see
+    [`chunk_sizes`] and [`StageCost`].
 
     Args:
         costs (`CostModel`): What layers cost.
@@ -42,12 +41,13 @@ class StepCost:
     ):
         self.costs, self.plan, self.step, self.sizes, self.groups = costs, plan, step, sizes, groups
         self.stages = stage_costs(costs, plan)
-        self.chunks = chunk_sizes(step, sizes)
+        self.chunks = chunk_sizes(costs, plan, step, sizes)
 
     def __call__(self, task: Task) -> float:
         cost = self.stages[task.module, task.replica, task.stage]
-        sizes = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
-        return cost.forward_ms(*sizes) if task.kind == "fwd" else cost.backward_ms(*sizes)
+        chunk = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        time_ms = cost.forward_ms if task.kind == "fwd" else cost.backward_ms
+        return time_ms(chunk.tokens, chunk.squares)
 
     def message_ms(self, message: Message) -> float:
         """Time that a message travels, over one link for each rank of the smaller grid."""
@@ -56,7 +56,7 @@ class StepCost:
             return 0.0  # both stages stand still meanwhile, see [`StageCost`]
         if message.kind == "grad":
             before, after = after, before
-        num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk][0]
+        num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
         part = self.costs.spec.modules[before.module]
         if message.crosses_boundary:
             num_tokens, part = message_tokens(self.step, self.sizes, before, after), self.costs.spec.language_model
@@ -99,22 +99,3 @@ def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task
     shared = sorted(set(slots) & set(taken))
     ends = {before.module, LANGUAGE_MODEL}
     return int(np.min([sizes.tokens[name][shared] for name in ends], axis=0).sum())
-
-
-def chunk_sizes(step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, tuple[float, float]]:
-    """(module, replica, microbatch, chunk) -> its tokens, and the sum of the squares of its sequences."""
-    result = {}
-    for name in step.microbatches:
-        chunks = {
-            (*key, number): slots
-            for key, found in step.chunks.items()
-            if key[0] == name
-            for number, slots in enumerate(found)
-        }
-        if not chunks:
-            continue
-        starts = np.cumsum([0, *map(len, chunks.values())])[:-1]
-        order = np.fromiter(chain.from_iterable(chunks.values()), np.int64)
-        sums = (np.add.reduceat(values[name][order], starts) for values in (sizes.tokens, sizes.squares))
-        result.update(zip(chunks, zip(*(found.astype(float).tolist() for found in sums), strict=True), strict=True))
-    return result

@@ -7,6 +7,7 @@ import numpy as np
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, Workloads
 from .layers import CostModel
 from .limits import fitting_tokens
+from .rows import RowLayout
 from .stages import layer_table
 
 
@@ -34,13 +35,18 @@ def batch_workloads(
     Raises:
         `ValueError`: If weights, gradients and optimizer state alone are more than the memory of a rank.
     """
-    forward_ms, ratios = {}, {}
+    forward_ms, ratios, row_ms = {}, {}, None
     for name, module in plan.modules.items():
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
-        forward, backward = table.sample_ms(sizes.tokens[name], sizes.squares[name])
+        layout = RowLayout.of(costs, plan, name)
+        alone, beside = (layout.of_samples(sizes, name, even) for even in (True, False))
+        forward, backward = table.sample_ms(alone[1], alone[0])
         forward_ms[name] = (module.tp_size * forward).astype(np.float32).astype(float)
         ratios[name] = float(np.float32(backward.sum() / forward.sum())) if forward.sum() else 0.0
+        if layout.padded and len(np.unique(sizes.tokens[name])) > 1:
+            row, _ = table.sample_ms(beside[1], beside[0])
+            row_ms = (module.tp_size * row).astype(np.float32).astype(float)
     limits = {} if memory_bytes is None else fitting_tokens(costs, plan, sizes, memory_bytes)
     if max_tokens is not None:
         limits[LANGUAGE_MODEL] = min(max_tokens, limits.get(LANGUAGE_MODEL, max_tokens))
-    return Workloads(forward_ms, ratios, dict(sizes.tokens), limits)
+    return Workloads(forward_ms, ratios, dict(sizes.tokens), limits, row_ms)

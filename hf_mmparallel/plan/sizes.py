@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .model_spec import LANGUAGE_MODEL
+
 
 @dataclass(frozen=True)
 class SampleSizes:
@@ -79,12 +81,17 @@ class Workloads:
         tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
         max_tokens (`Mapping[str, int]`): Module -> most tokens of a microbatch; modules that are not in it have no
             limit. Both a budget of the user and a limit of memory become one of these.
+        row_ms (`np.ndarray` of shape `[samples]`, *optional*):
+            Where rows of the language model are padded: the forward of each sample beside others of other lengths,
+            under a dense mask. `None` where rows are packed or all equally long: samples cost in a microbatch what
+            they cost alone.
     """
 
     forward_ms: Mapping[str, np.ndarray]
     backward_ratio: Mapping[str, float]
     tokens: Mapping[str, np.ndarray]
     max_tokens: Mapping[str, int]
+    row_ms: np.ndarray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -94,7 +101,31 @@ class Workloads:
         """The workloads of some of the samples, in their order."""
         chosen = np.asarray(slots, dtype=np.int64)
         times = {name: values[chosen] for name, values in self.forward_ms.items()}
-        return replace(self, forward_ms=times, tokens={name: values[chosen] for name, values in self.tokens.items()})
+        tokens = {name: values[chosen] for name, values in self.tokens.items()}
+        row_ms = None if self.row_ms is None else self.row_ms[chosen]
+        return replace(self, forward_ms=times, tokens=tokens, row_ms=row_ms)
+
+    def microbatch_ms(self, module: str, slots: np.ndarray, microbatch: np.ndarray, count: int) -> np.ndarray:
+        """
+        The forward of each microbatch through a whole module on one rank. Padded rows of the language model are all
+        as long as the longest; rows of equal length need no dense mask.
+
+        Args:
+            module (`str`): The module.
+            slots (`np.ndarray` of shape `[any]`): Samples.
+            microbatch (`np.ndarray` of shape `[any]`): The microbatch of each.
+            count (`int`): Microbatches.
+
+        Returns:
+            `np.ndarray`: Milliseconds, float64 `[count]`; 0 for a microbatch without samples.
+        """
+        alone = np.bincount(microbatch, self.forward_ms[module][slots], count).astype(float)
+        if module != LANGUAGE_MODEL or self.row_ms is None:
+            return alone
+        longest, shortest = np.zeros(count), np.full(count, np.inf)
+        np.maximum.at(longest, microbatch, self.row_ms[slots])
+        np.minimum.at(shortest, microbatch, self.row_ms[slots])
+        return np.where(longest > shortest, longest * np.bincount(microbatch, minlength=count), alone)
 
     @classmethod
     def alike(cls, modules: Iterable[str], num_samples: int) -> Workloads:

@@ -33,11 +33,13 @@ class MultimodalTrainingArguments(TrainingArguments):
             Samples of an optimizer step, whatever the layout. By default `per_device_train_batch_size *
             gradient_accumulation_steps`, times the copies of the language model; times the number of ranks, as in the
             stock Trainer, with `parallel="auto"`, which chooses the samples of a microbatch itself.
-        packing (`bool`, *optional*, defaults to `False`):
+        packing (`bool`, *optional*):
             Puts the samples of a microbatch one after the other in one row, without padding. The language model then
-            runs `"bitfield"` attention, in which no sample sees another; losses and weights stay what they are.
-        microbatch_assignment (`str`, *optional*, defaults to `"hierarchical"`):
-            How the samples of a global batch come to replicas and microbatches under a plan: by what they cost in
+            runs `"bitfield"` attention, in which no sample sees another; losses and weights stay what they are. By
+            default under a plan whose language model has this attention function.
+        microbatch_assignment (`str`, *optional*):
+            How the samples of a global batch come to replicas and microbatches under a plan; by default the way in
+            which a step is predicted to be shortest. By what they cost in
             each module, with work of the language model deferred by a microbatch where that evens it out
             (`"hierarchical"`), the same with small microbatches where the pipeline fills and drains (`"tapered"`), by
             Entrain's algorithm as published (`"entrain"`), in the sampler's order (`"contiguous"`), or as a baseline
@@ -77,17 +79,21 @@ class MultimodalTrainingArguments(TrainingArguments):
             "gradient_accumulation_steps x the copies of the language model (of ranks with parallel=auto)."
         },
     )
-    packing: bool = field(
-        default=False,
+    packing: bool | None = field(
+        default=None,
         metadata={
             "help": "Put the samples of a microbatch one after the other in one row, without padding, and run the "
-            "language model with 'bitfield' attention, in which no sample sees another."
+            "language model with 'bitfield' attention, in which no sample sees another. By default under a plan whose "
+            "language model has this attention function.",
+            "nargs": "?",
+            "const": True,
         },
     )
-    microbatch_assignment: str = field(
-        default="hierarchical",
+    microbatch_assignment: str | None = field(
+        default=None,
         metadata={
-            "help": "How samples come to replicas and microbatches under a plan: by what they cost in each module "
+            "help": "How samples come to replicas and microbatches under a plan; by default the way in which a step "
+            "is predicted to be shortest. By what they cost in each module "
             "('hierarchical'), also with small microbatches where the pipeline fills and drains ('tapered'), by the "
             "published algorithm ('entrain'), in the sampler's order ('contiguous'), or by a baseline. The global "
             "batch and its gradient stay the same.",
@@ -134,7 +140,8 @@ class MultimodalTrainingArguments(TrainingArguments):
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"`global_batch_size={self.global_batch_size}` must be at least 1.")
         for name, choices in (("microbatch_assignment", ARRANGEMENTS), ("on_bad_sample", ON_BAD_SAMPLE)):
-            reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], list(choices))
+            if getattr(self, name) is not None:
+                reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], list(choices))
         for name in ("max_tokens_per_microbatch", "memory_limit_gib"):
             value = getattr(self, name)
             if value is not None and value <= 0:

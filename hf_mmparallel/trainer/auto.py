@@ -26,6 +26,7 @@ from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..runtime.collectives import from_first_rank
+from ..search.method_choice import DEFAULT_METHOD
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
@@ -205,7 +206,7 @@ def _searched(
         batch,
         memory_bytes=memory_bytes,
         schedule=plugin.schedule,
-        method=args.microbatch_assignment,
+        method=args.microbatch_assignment or DEFAULT_METHOD,
         fixed=possible_sizes(prepared.model, prepared.spec, plugin),
         checkpointing=checkpointing,
         seed=args.seed,

@@ -21,6 +21,7 @@ from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL
 from ..runtime.collectives import from_first_rank
+from ..search.method_choice import DEFAULT_METHOD
 from ..search.steps import SizeFunction, StepPlanner
 from .checks import check_dataset
 
@@ -46,7 +47,8 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
             sampler = LengthGroups(sampler, trainer.global_batch_size, seed)
         sampler = _seeded(trainer, sampler)
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
-    planner = trainer._engine.planner = training_planner(trainer, trainer.training_sizes.shared(dataset))
+    method = from_first_rank(lambda: trainer.method_choice.method, args.device)
+    planner = trainer._engine.planner = training_planner(trainer, trainer.training_sizes.shared(dataset), method)
     return _step_loader(trainer, dataset, draws, planner, "Training")
 
 
@@ -82,13 +84,15 @@ def check_loader(loader: Any, method: str) -> None:
         )
 
 
-def training_planner(trainer: MultimodalParallelTrainer, sizes: SizeFunction | None) -> StepPlanner:
-    """Plans the training steps, by the sizes of samples."""
+def training_planner(
+    trainer: MultimodalParallelTrainer, sizes: SizeFunction | None, method: str | None = None
+) -> StepPlanner:
+    """Plans the training steps, by the sizes of samples, with the arrangement `method` if the user names none."""
     args = trainer.args
     return _planner(
         trainer,
         args.per_device_train_batch_size,
-        method=args.microbatch_assignment,
+        method=args.microbatch_assignment or method or DEFAULT_METHOD,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
         memory_bytes=memory_limit_bytes(args, trainer._engine.costs.device),

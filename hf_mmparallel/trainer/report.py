@@ -25,6 +25,7 @@ from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan
 from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
+from ..search.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
 from ..search.split import split_stability, too_small
 from ..search.steps import PlannedStep, SizeFunction, StepPlanner
 from .arguments import MultimodalTrainingArguments
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-WITH_LIMITS = ("hierarchical", "tapered")
-"""The arrangements whose microbatches hold to limits of tokens and memory."""
 _SAMPLES = 8
 _PROFILED = 256  # samples whose sizes say how ranks would be split: every dataset of Entrain is stable from there on
 _WIDTH = 120  # of the table in a file or a pipe
@@ -47,7 +46,7 @@ _WIDTH = 120  # of the table in a file or a pipe
 class StepReport:
     """
     What is expected of one full step. Where sizes of samples are known, also its balance in the sampler's order and as
-    arranged, and what it would take in the sampler's order.
+    arranged, what it would take in the sampler's order, and why it is arranged like this where nobody said.
     """
 
     planned: PlannedStep
@@ -55,6 +54,7 @@ class StepReport:
     memory: Mapping[int, RankMemory] | None
     balances: tuple[Balance, Balance] | None = None
     before_ms: float | None = None
+    choice: MethodChoice | None = None
 
 
 def sample_tokens(
@@ -143,6 +143,10 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
     draw = representative_draw(trainer, planner.sizes, window)
     if not draw.samples:
         planner, draw = replace(planner, sizes=None), Draw(tuple(range(trainer.global_batch_size)))
+    choice = None
+    if trainer.args.microbatch_assignment is None and planner.sizes is not None:
+        choice = trainer.method_choice = choose_method(planner, [planner.sizes(draw.samples)])
+        planner = replace(planner, method=choice.method)
     planned = planner(draw)
     sizes = planned.sizes
     if sizes is None or not sizes.known:
@@ -153,7 +157,8 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
     before = replace(planner, method="contiguous")(draw)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
     before_ms = _costed(planner, before, sizes).simulation.iteration_ms
-    return planner, replace(_costed(planner, planned, sizes), balances=balances, before_ms=before_ms)
+    report = _costed(planner, planned, sizes)
+    return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice)
 
 
 def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes) -> StepReport:
@@ -186,15 +191,16 @@ def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[
     old, new = ({name: number_text(own.std_ms(name)) for name in own.forward_ms} for own in prediction.balances)
     step_ms, before_ms = number_text(prediction.simulation.iteration_ms), number_text(prediction.before_ms or 0.0)
     deviation = "standard deviation of a microbatch's forward"
+    reason = "" if prediction.choice is None else f": {prediction.choice}"
     if method == "contiguous":
         spread = ", ".join(f"{name} {std} ms" for name, std in new.items())
         return [
-            "Samples are in the sampler's order, `contiguous`.",
+            f"Samples are in the sampler's order, `contiguous`{reason}.",
             f"Predicted by sizes from {origin}: a step {step_ms} ms; {deviation} {spread}.",
         ]
     spread = ", ".join(f"{name} {old[name]} -> {std} ms" for name, std in new.items())
     return [
-        f"Samples are arranged by `{method}`, with sizes from {origin}.",
+        f"Samples are arranged by `{method}`, with sizes from {origin}{reason}.",
         f"Predicted, in the sampler's order -> arranged: a step {before_ms} -> {step_ms} ms; {deviation} {spread}. "
         f"{prediction.balances[1].deferred_fraction:.0%} of samples are deferred.",
     ]
@@ -208,10 +214,10 @@ def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool
         value = getattr(args, name)
         if not sizes_known:
             lines.append(f"`{name}={value}` has no effect: sizes of samples are unknown.")
-        elif args.microbatch_assignment not in WITH_LIMITS:
+        elif args.microbatch_assignment is not None and args.microbatch_assignment not in KEEPING_LIMITS:
             lines.append(
                 f"`{name}={value}` does not limit microbatches: `microbatch_assignment={args.microbatch_assignment!r}`"
-                f" fixes their number of samples. Use {WITH_LIMITS[0]!r}."
+                f" fixes their number of samples. Use {KEEPING_LIMITS[0]!r}."
             )
     return lines
 
@@ -297,6 +303,8 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
         f"Global batch of {trainer.global_batch_size} samples: {range_text(counts)} microbatches of {per_microbatch} "
         f"samples on each language-model replica, schedule {plan.schedule}."
     ]
+    if cp_size == 1:
+        lines.append(str(trainer.rows))
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     lines += settings_without_effect(args, prediction.balances is not None)
     if args.activation_checkpointing_kwargs and not any(m.activation_checkpointing for m in plan.modules.values()):

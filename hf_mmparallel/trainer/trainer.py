@@ -32,6 +32,7 @@ from ..runtime.collectives import barrier, from_first_rank
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from ..runtime.optimizers import prepare_optimizer
+from ..search.method_choice import MethodChoice
 from .agreement import SampleAgreement, TargetCount
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
@@ -57,6 +58,7 @@ from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler
 from .overrides import check_overrides
 from .progress import DataProgress
 from .report import report_plan
+from .rows import row_choice
 from .sample_sizes import TrainingSizes
 from .saved_plan import SAVED_PLAN, warn_of_other_settings
 from .signature import by_name, shows_stock_signature
@@ -123,10 +125,11 @@ class MultimodalParallelTrainer(Trainer):
         self.sample_tokens = sample_tokens
         self.engine: ParallelEngine | None = None
         self.search: AutoSearch | None = None
+        self.method_choice = MethodChoice()  # of rank 0, if the user names no arrangement
         self._prepared_optimizer: Any = None
         plugin = getattr(args, "plugin", None)
         self.is_planned = plugin is not None and not is_single_process(plugin, args.world_size)
-        if getattr(args, "packing", False):
+        if getattr(args, "packing", None):
             plugin = with_packing(plugin)
         check_columns(given, model, self.is_planned)
         if self.is_planned:
@@ -146,7 +149,7 @@ class MultimodalParallelTrainer(Trainer):
         self.loss_is_scaled_for_ga = None
         args = choose_collator(args, given, whole)
         super().__init__(model=whole, args=args, **given)
-        self._pack()
+        self._pack(bool(getattr(args, "packing", None)))
         idle = settings_without_plan(args, {"sample_tokens": self.sample_tokens})
         if idle is not None:
             logger.warning(idle)
@@ -166,13 +169,15 @@ class MultimodalParallelTrainer(Trainer):
             args = choose_collator(args, given, prepared.model)
             super().__init__(model=prepared.model, args=planned_arguments(args), **given)
             self._stock_groups = stock_groups(self, prepared.model)
+            self.rows = row_choice(args.packing, prepared.model, prepared.spec, self.data_collator)
+            prepared = replace(prepared, costs=replace(prepared.costs, packing=self.rows.packed))
             if plugin.auto:
                 found, self.search = find_plan(self, prepared, plugin, args)
                 plugin, args = found.applied(plugin, args)
                 self.args = planned_arguments(args)
                 self._train_batch_size = self.args.train_batch_size
             self.engine, self.global_batch_size = build_engine(prepared, args, plugin)
-            self._pack()
+            self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         skip = args.on_bad_sample == "skip"
         self._finite = FiniteCheck(args.logging_nan_inf_filter)
         self._readable = SampleAgreement(skip, self.engine.groups.control, "training dataset")
@@ -201,10 +206,8 @@ class MultimodalParallelTrainer(Trainer):
         """The plan that this run follows, `None` for the stock Trainer."""
         return None if self.engine is None else self.engine.plan
 
-    def _pack(self) -> None:
-        """Wraps the collator in one that packs, if the user wants it or ranks share the tokens of a row."""
-        shared = self.plan is not None and self.plan.modules[LANGUAGE_MODEL].cp_size > 1
-        wanted = shared or getattr(self.args, "packing", False)
+    def _pack(self, wanted: bool) -> None:
+        """Wraps the collator in one that packs, if that is wanted."""
         if wanted and isinstance(self.data_collator, DefaultCollator):
             self.data_collator.marks_tokens = True  # so that padding can be told from tokens
         if wanted and not isinstance(self.data_collator, PackingCollator):

@@ -13,6 +13,9 @@ from transformers import LlamaConfig, SiglipVisionConfig, Trainer, TrainingArgum
 
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.data.packing import PackingCollator
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.trainer import rows
+from hf_mmparallel.trainer.rows import row_choice
 from tests import tiny
 from tests.distributed import run_distributed
 
@@ -161,8 +164,10 @@ def test_packing_is_a_flag_on_the_command_line():
     parser = HfArgumentParser(MultimodalTrainingArguments)  # type: ignore[arg-type]
     (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--packing", "--use_cpu"])
     assert args.packing is True
-    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--use_cpu"])
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--packing", "false", "--use_cpu"])
     assert args.packing is False
+    (args,) = parser.parse_args_into_dataclasses(["--output_dir", "unused", "--use_cpu"])
+    assert args.packing is None
 
 
 LAYOUTS = {
@@ -187,6 +192,46 @@ def test_a_packed_layout_equals_the_stock_trainer(name: str):
     runs.assert_same_run(ranks[0], reference)
     assert all(rank.logs == ranks[0].logs for rank in ranks)
     assert ranks[0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+def rows_by_default(family: str, **arguments: Any) -> tuple[bool, str, runs.Run]:
+    """Whether a run packs that does not say so, why, and what it leaves."""
+    bitfield = {LM: {"pp_size": 2, "attn_implementation": "bitfield"}}
+    trainer = runs.make_trainer(family, bitfield, per_device_train_batch_size=3, **SHORT, **arguments)
+    assert trainer.engine.costs.packs_rows == trainer.rows.packed == isinstance(trainer.data_collator, PackingCollator)
+    return trainer.rows.packed, trainer.rows.reason, runs.run_of(trainer)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_a_language_model_that_can_pack_does_so_by_default(family: str):
+    reference = runs.stock(family, **SHORT)
+    ranks = run_distributed(rows_by_default, 3, family)
+    assert all(packed and "`bitfield` attention" in reason for packed, reason, _ in ranks)
+    runs.assert_same_run(ranks[0][2], reference)
+    ranks = run_distributed(rows_by_default, 3, family, packing=False)
+    assert not any(packed for packed, _, _ in ranks)
+    runs.assert_same_run(ranks[0][2], reference)
+
+
+def test_rows_are_padded_by_default_where_samples_could_not_be_told_apart():
+    model = tiny.FAMILIES["llava"]()
+    choice = row_choice(None, model, build_model_spec(model), None)
+    assert str(choice).startswith("Samples are padded to the longest of their microbatch: `sdpa` attention of")
+    assert "`packing=True` packs them" in choice.reason
+    assert not our_trainer("llava", per_device_train_batch_size=4).args.packing
+
+
+def test_a_model_whose_masks_are_no_words_is_padded_by_default(monkeypatch: pytest.MonkeyPatch):
+    def refuse(model: Any) -> None:
+        raise ValueError("Its masks are drawn in its forward.")
+
+    model = tiny.FAMILIES["llava"]()
+    model.set_attn_implementation({language_key(model): "bitfield"})
+    assert row_choice(None, model, build_model_spec(model), None).packed
+    monkeypatch.setattr(rows, "MaskRule", refuse)
+    choice = row_choice(None, model, build_model_spec(model), None)
+    assert not choice.packed and choice.reason == "Its masks are drawn in its forward"
 
 
 def predictions(family: str, packing: bool) -> Any:

@@ -21,6 +21,7 @@ from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan
 from hf_mmparallel.schedule import Simulation
+from hf_mmparallel.search.method_choice import MethodChoice
 from hf_mmparallel.trainer import report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.model_card import plan_section
@@ -32,6 +33,7 @@ from hf_mmparallel.trainer.report import (
     settings_without_effect,
     size_origin,
 )
+from hf_mmparallel.trainer.rows import RowChoice
 from tests.plan.specs import model_spec
 
 LM = "language_model"
@@ -72,13 +74,24 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
         global_batch_size=32,
         train_dataset=[],
         sample_tokens=None,
+        rows=RowChoice(False, "`packing=False`"),
         _engine=SimpleNamespace(plan=plan, device="cpu"),
     )
     predicted: Any = replace(prediction(BEFORE, AFTER), planned=SimpleNamespace(step=step))
     for method, size in (("hierarchical", "on average 5.33"), ("contiguous", "up to 4")):
         planner: Any = SimpleNamespace(method=method)
-        first = report_lines(trainer, planner, predicted)[0]
+        first, second, *_ = report_lines(trainer, planner, predicted)
         assert first.startswith(f"Global batch of 32 samples: 3 microbatches of {size} samples on each")
+        assert second == "Samples are padded to the longest of their microbatch: `packing=False`."
+
+
+def test_an_arrangement_that_nobody_named_is_told_with_its_reason():
+    choice = MethodChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5, "contiguous": 20.25})
+    told = replace(prediction(BEFORE, AFTER), choice=choice)
+    assert arrangement_lines("tapered", "`sample_tokens`", told)[0] == (
+        "Samples are arranged by `tapered`, with sizes from `sample_tokens`: predicted to be fastest, 12.5 ms a step "
+        "(`hierarchical` 14, `contiguous` 20.25)."
+    )
 
 
 def test_unknown_sizes_are_said_with_what_would_help():
@@ -195,6 +208,7 @@ def test_settings_that_change_nothing_say_so():
     first, _ = settings_without_effect(args, sizes_known=True)
     assert first.startswith("`max_tokens_per_microbatch=64` does not limit microbatches") and "hierarchical" in first
     assert settings_without_effect(arguments(microbatch_assignment="disttrain"), sizes_known=False) == []
+    assert settings_without_effect(arguments(max_tokens_per_microbatch=64), sizes_known=True) == []
 
 
 def test_settings_of_a_plan_are_idle_without_one():

@@ -1,0 +1,147 @@
+"""How many tokens, and pairs of tokens, the chunks of a step compute: padded rows, or packed ones without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
+from .layers import PACKED_ATTENTION, CostModel
+
+ChunkKey = tuple[str, int, int, int]
+_FULL_OVER_CAUSAL = 2.0  # the cost of a squared token of the language model is that of causal attention
+
+
+class ChunkSize(NamedTuple):
+    """
+    What one chunk computes.
+
+    Args:
+        tokens (`float`): Tokens that its layers see, padding included.
+        squares (`float`): Squared tokens by which attention is charged; causal ones in the language model.
+        scores (`float`): Pairs of tokens of which something is stored: a dense mask, or the scores themselves.
+    """
+
+    tokens: float
+    squares: float
+    scores: float
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """
+    How the samples of a chunk of one module lie in memory.
+
+    Args:
+        attention (`str`): The module's attention function.
+        padded (`bool`): Whether each sample is a row that is padded to the longest of its chunk.
+        block (`int`, *optional*, defaults to 1): What the tokens of a chunk are rounded up to.
+        causal (`bool`, *optional*, defaults to `False`): Whether the cost of a squared token is that of causal
+            attention.
+    """
+
+    attention: str
+    padded: bool
+    block: int = 1
+    causal: bool = False
+
+    @classmethod
+    def of(cls, costs: CostModel, plan: ParallelPlan, name: str) -> RowLayout:
+        """
+        The layout of a module in a plan: encoders compute real tokens; the rows of a language model are padded unless
+        they are packed, and under context parallelism its ranks have equally many blocks of a packed row.
+        """
+        module, attention = plan.modules[name], costs.spec.modules[name].attention
+        if name != LANGUAGE_MODEL:
+            return cls(attention, padded=False)
+        if module.cp_size > 1:
+            return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
+        return cls(attention, padded=not costs.packs_rows, causal=True)
+
+    def sizes(self, count: NDArray, tokens: NDArray, squares: NDArray, longest: NDArray, even: NDArray) -> NDArray:
+        """
+        What chunks compute. `"eager"` attention computes all pairs of tokens of a row, `"sdpa"` as well where rows are
+        padded, because their mask is a dense tensor; other functions skip padding and what causality hides.
+
+        Args:
+            count (`np.ndarray` of shape `[chunks]`): Samples.
+            tokens (`np.ndarray` of shape `[chunks]`): Their tokens.
+            squares (`np.ndarray` of shape `[chunks]`): Their squared tokens.
+            longest (`np.ndarray` of shape `[chunks]`): Tokens of the longest sample.
+            even (`np.ndarray` of shape `[chunks]`): Whether all samples of a chunk have the same number of tokens.
+
+        Returns:
+            `np.ndarray` of shape `[chunks, 3]`: The columns of [`ChunkSize`].
+        """
+        rows = count * longest.astype(float) ** 2
+        pairs = rows if self.padded else squares
+        is_dense = np.full(len(count), self.attention == "eager")
+        if self.padded and self.attention == "sdpa":
+            is_dense = ~even
+        computed = -(-tokens // self.block) * self.block
+        if self.padded:
+            computed = count * longest
+            squares = rows if self.attention == "sdpa" else squares
+        if self.causal:
+            squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs, squares)
+        return np.stack([computed, squares, np.where(is_dense, pairs, 0.0)], axis=1).astype(float)
+
+    def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:
+        """
+        What each sample of a module computes, whatever the tokens of a chunk are rounded up to.
+
+        Args:
+            sizes (`SampleSizes`): The samples.
+            name (`str`): The module.
+            even (`bool`): Whether the samples beside it are as long as it is.
+
+        Returns:
+            `np.ndarray` of shape `[2, samples]`: Squared tokens and tokens.
+        """
+        tokens, squares = sizes.tokens[name], sizes.squares[name]
+        ones = np.ones_like(tokens)
+        found = replace(self, block=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
+        return found[:, [1, 0]].T
+
+
+def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, ChunkSize]:
+    """
+    What every chunk of a step computes, which its time and its memory follow from.
+
+    Args:
+        costs (`CostModel`): The model, and whether its rows are packed.
+        plan (`ParallelPlan`): The layout.
+        step (`StepPlan`): The arrangement.
+        sizes (`SampleSizes`): Tokens of each slot of the step.
+
+    Returns:
+        `dict[tuple[str, int, int, int], ChunkSize]`: (module, replica, microbatch, chunk) -> its size.
+    """
+    result: dict[ChunkKey, ChunkSize] = {}
+    for name in step.microbatches:
+        chunks = {
+            (*key, number): slots
+            for key, found in step.chunks.items()
+            if key[0] == name
+            for number, slots in enumerate(found)
+        }
+        if not chunks:
+            continue
+        found = _sizes(RowLayout.of(costs, plan, name), sizes, name, list(chunks.values()))
+        result.update(zip(chunks, map(ChunkSize._make, found.tolist()), strict=True))
+    return result
+
+
+def _sizes(layout: RowLayout, sizes: SampleSizes, name: str, groups: list) -> NDArray:
+    """See [`RowLayout.sizes`]; no group is empty."""
+    count = np.fromiter(map(len, groups), np.int64)
+    starts = np.cumsum(count) - count
+    order = np.fromiter(chain.from_iterable(groups), np.int64)
+    tokens = sizes.tokens[name][order]
+    longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
+    squares = np.add.reduceat(sizes.squares[name][order], starts)
+    return layout.sizes(count, np.add.reduceat(tokens, starts), squares, longest, longest == shortest)

@@ -1,0 +1,64 @@
+"""Which arrangement the steps of a run have, where the user names none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..plan import SampleSizes
+from .condense import condense, predict_condensed
+from .steps import StepPlanner
+
+KEEPING_LIMITS = ("hierarchical", "tapered")
+"""The arrangements whose microbatches keep to limits of tokens and memory."""
+CHOICES = (*KEEPING_LIMITS, "entrain", "batch_rebalance", "disttrain", "contiguous")
+"""What is chosen from, in the order of preference among equals."""
+DEFAULT_METHOD = CHOICES[0]
+"""Where nothing can be predicted, since sizes of samples are unknown."""
+_WORTH = 0.01  # of the time of a step: what an arrangement must save to be preferred to an earlier one
+
+
+@dataclass(frozen=True)
+class MethodChoice:
+    """
+    An arrangement and why it was chosen.
+
+    Args:
+        method (`str`, *optional*, defaults to `"hierarchical"`): Its name.
+        step_ms (`Mapping[str, float]`, *optional*): Arrangement -> predicted time of a step, of those compared.
+    """
+
+    method: str = DEFAULT_METHOD
+    step_ms: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Why, in words."""
+        others = sorted((ms, name) for name, ms in self.step_ms.items() if name != self.method)
+        compared = ", ".join(f"`{name}` {ms:,.4g}" for ms, name in others)
+        return f"predicted to be fastest, {self.step_ms[self.method]:,.4g} ms a step ({compared})"
+
+
+def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> MethodChoice:
+    """
+    The arrangement with which steps are predicted to be shortest. Where microbatches have a limit of tokens or memory,
+    only arrangements that keep to it are compared. One later in [`CHOICES`] must save 1 % of a step.
+
+    Args:
+        planner ([`StepPlanner`]): The planner of steps, whose own arrangement does not count.
+        batches (`Sequence[SampleSizes]`): Global batches such as there will be.
+
+    Returns:
+        [`MethodChoice`]: The choice, which depends on nothing else, so that all ranks with the same batches agree.
+    """
+    has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
+    condensed = condense(planner.plan, list(planner.groups))
+    step_ms: dict[str, float] = {}
+    for method in KEEPING_LIMITS if has_limit else CHOICES:
+        tried = replace(planner, method=method)
+        times = [predict_condensed(tried, condensed, batch).step_ms for batch in batches]
+        step_ms[method] = sum(times) / len(times)
+    best = next(iter(step_ms))
+    for method, time_ms in step_ms.items():
+        if time_ms < (1 - _WORTH) * step_ms[best]:
+            best = method
+    return MethodChoice(best, step_ms)

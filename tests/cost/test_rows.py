@@ -1,0 +1,106 @@
+"""Tokens and pairs of tokens that chunks compute, padded and packed, in time and in memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.arrange import arrange_step, step_balance
+from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads, find_device
+from hf_mmparallel.cost.memory import held_sizes
+from hf_mmparallel.cost.rows import chunk_sizes
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
+from hf_mmparallel.schedule import Task
+from tests.cost.models import h100, model
+from tests.schedule.builders import make_step
+
+SIZES = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [12]]})
+STEP = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2], [3]]]})
+EVEN = make_step({"vision": [[[0], [1, 2, 3]]], LANGUAGE_MODEL: [[[0], [1], [2, 3]]]})
+UNEVEN = (LANGUAGE_MODEL, 0, 1, 0)
+
+
+def with_attention(attention: str, packing: bool | None = None):
+    spec = model()
+    language = replace(spec.language_model, attention=attention)
+    costs = h100(replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language}))
+    return replace(costs, packing=packing)
+
+
+@pytest.mark.parametrize(
+    ("attention", "packing", "wanted"),
+    [
+        ("sdpa", None, (40, 2 * 2 * 20**2, 2 * 20**2)),  # a dense mask: all pairs, twice what causal ones cost
+        ("eager", None, (40, 2 * 2 * 20**2, 2 * 20**2)),
+        ("flash_attention_2", None, (40, 20**2 + 12**2, 0)),  # padding is left out of attention only
+        ("bitfield", None, (32, 20**2 + 12**2, 0)),
+        ("bitfield", False, (40, 20**2 + 12**2, 0)),
+        ("sdpa", True, (32, 20**2 + 12**2, 0)),
+    ],
+)
+def test_an_uneven_chunk_computes_its_padding_unless_it_is_packed(attention, packing, wanted):
+    costs = with_attention(attention, packing)
+    plan = resolve_plan(costs.spec, {})
+    assert chunk_sizes(costs, plan, STEP, SIZES)[UNEVEN] == wanted
+    assert held_sizes(costs, plan, STEP, SIZES)[UNEVEN].tolist() == [wanted[2], wanted[0], 1]
+
+
+def test_rows_of_one_length_need_no_dense_mask():
+    costs = with_attention("sdpa")
+    plan = resolve_plan(costs.spec, {})
+    found = chunk_sizes(costs, plan, EVEN, SIZES)
+    assert found[LANGUAGE_MODEL, 0, 2, 0] == (24, 2 * 12**2, 0) and found[LANGUAGE_MODEL, 0, 0, 0] == (20, 20**2, 0)
+    assert found["vision", 0, 1, 0] == (0, 0, 0)  # encoders compute what they are given
+    eager = chunk_sizes(with_attention("eager"), plan, EVEN, SIZES)
+    assert eager[LANGUAGE_MODEL, 0, 2, 0] == (24, 2 * 2 * 12**2, 2 * 12**2)
+
+
+def test_ranks_that_share_rows_have_whole_blocks():
+    costs = with_attention("sdpa")
+    plan = resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(cp_size=2, cp_block=10)})
+    assert chunk_sizes(costs, plan, STEP, SIZES)[UNEVEN] == (40, 20**2 + 12**2, 0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "bitfield"])
+def test_workloads_of_microbatches_are_what_their_tasks_take(attention):
+    costs = with_attention(attention)
+    device = replace(find_device("h100"), memory_gb_per_s=1e30)  # reading weights takes no time
+    costs = analytic_costs(costs.spec, device)
+    plan = resolve_plan(costs.spec, {})
+    rng = np.random.default_rng(0)
+    lengths = np.append(rng.integers(1, 4000, 28), [700] * 4)
+    sizes = SampleSizes.of_sequences(
+        {"vision": [[int(n)] for n in lengths], LANGUAGE_MODEL: [[int(n)] for n in lengths]}
+    )
+    workloads = batch_workloads(costs, plan, sizes)
+    assert (workloads.row_ms is None) == (attention == "bitfield")
+    step = make_step(
+        {name: [[list(range(start, start + 4)) for start in range(0, 32, 4)]] for name in ("vision", LANGUAGE_MODEL)}
+    )
+    cost = StepCost(costs, plan, step, sizes)
+    for name, (times,) in step_balance(step, workloads).forward_ms.items():
+        assert times == pytest.approx([cost(Task("fwd", name, 0, 0, index)) for index in range(8)], rel=1e-5)
+
+
+def test_samples_that_are_all_alike_are_not_padded():
+    costs = with_attention("sdpa")
+    plan = resolve_plan(costs.spec, {})
+    assert batch_workloads(costs, plan, SampleSizes.uniform({"vision": 4, LANGUAGE_MODEL: 9}, 8)).row_ms is None
+
+
+def test_padded_microbatches_hold_samples_of_similar_length():
+    costs = with_attention("sdpa")
+    plan = resolve_plan(costs.spec, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.normal(6, 0.8, 128)).astype(int) + 1
+    sizes = SampleSizes.of_sequences(
+        {"vision": [[int(n)] for n in lengths], LANGUAGE_MODEL: [[int(n)] for n in lengths]}
+    )
+    workloads = batch_workloads(costs, plan, sizes)
+    computed = {}
+    for method in ("contiguous", "hierarchical", "tapered"):
+        step = arrange_step(plan, range(128), workloads, 4, method)
+        chunks = chunk_sizes(costs, plan, step, sizes)
+        computed[method] = sum(size.tokens for key, size in chunks.items() if key[0] == LANGUAGE_MODEL)
+    assert computed["contiguous"] > 1.5 * lengths.sum()
+    assert computed["hierarchical"] < 1.15 * lengths.sum() and computed["tapered"] < 1.15 * lengths.sum()

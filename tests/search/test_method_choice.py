@@ -1,0 +1,67 @@
+"""The arrangement that is chosen where nobody names one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.search.method_choice import CHOICES, KEEPING_LIMITS, MethodChoice, choose_method
+from hf_mmparallel.search.steps import StepPlanner
+
+SPEC = PUBLISHED_MODELS["llama3-1b"].spec
+BATCHES = [PUBLISHED["synthchartnet"].draw(64, seed) for seed in range(2)]
+
+
+def planner(packing: bool, size: int = 4, **settings) -> StepPlanner:
+    plan = resolve_plan(
+        SPEC, {"vision": ModulePlugin(dp_size=2, pp_size=3), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}
+    )
+    costs = replace(analytic_costs(SPEC, find_device("a40")), packing=packing)
+    return StepPlanner(costs, plan, sync_groups(SPEC, plan), size, **settings)
+
+
+class Batch:
+    """The samples of a batch in their order."""
+
+    epoch = 0
+
+    def __init__(self, sizes: SampleSizes):
+        self.samples = tuple(range(sizes.num_samples))
+
+
+def simulated(own: StepPlanner, method: str, sizes: SampleSizes) -> float:
+    """The step with all ranks, as the report has it."""
+    own = replace(own, method=method, sizes=sizes.take)
+    return own.predict(own(Batch(sizes))).step_ms
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("size", [4, 8])
+def test_the_choice_is_at_least_as_good_as_every_other(packing: bool, size: int):
+    own = planner(packing, size)
+    choice = choose_method(own, BATCHES[:1])
+    steps = {method: simulated(own, method, BATCHES[0]) for method in CHOICES}
+    assert choice.step_ms == pytest.approx(steps)
+    assert steps[choice.method] <= min(steps.values()) / 0.99
+    assert choice_repeats(own, choice)
+    baselines = [simulated(own, method, BATCHES[1]) for method in ("contiguous", "batch_rebalance", "disttrain")]
+    assert simulated(own, choice.method, BATCHES[1]) <= min(baselines)
+
+
+def choice_repeats(own: StepPlanner, choice: MethodChoice) -> bool:
+    """Whether the same question has the same answer."""
+    return choose_method(own, BATCHES[:1]) == choice
+
+
+def test_limits_leave_only_what_keeps_to_them():
+    for settings in ({"max_tokens": 20_000}, {"memory_bytes": 80 * 2.0**30}):
+        assert choose_method(planner(True, **settings), BATCHES[:1]).step_ms.keys() == set(KEEPING_LIMITS)
+
+
+def test_the_reason_names_the_others():
+    text = str(MethodChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5}))
+    assert text == "predicted to be fastest, 12.5 ms a step (`hierarchical` 14)"
