@@ -142,7 +142,11 @@ def model_spec(study_key: str, model: str) -> ModelSpec:
     kind = config.pop("model_type")
     if kind == "starcoder2":  # a GPT: two matrices behind attention, layer norms with biases
         heads = config["num_attention_heads"]
-        config |= {"intermediate_size": 4 * config["hidden_size"], "num_key_value_heads": heads, "sliding_window": None}
+        config |= {
+            "intermediate_size": 4 * config["hidden_size"],
+            "num_key_value_heads": heads,
+            "sliding_window": None,
+        }
     spec = build_model_spec(build_on_meta(AutoConfig.for_model(kind, **config), torch.bfloat16))
     frozen = study.data.get("defaults", {}).get("freeze", {})
     modules = {name: part.with_frozen(frozen.get(name, False)) for name, part in spec.modules.items()}

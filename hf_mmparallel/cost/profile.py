@@ -21,7 +21,7 @@ from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 PROFILE_VERSION = 1
 FIT_TOLERANCE = 0.15
 """A curve that is further than this share from one of its points does not fit."""
-CURVES = tuple(field.name for field in fields(LayerCost))
+CURVES = tuple(field.name for field in fields(LayerCost) if field.name != "launch_ms")
 _ADAPTER = re.compile(r"\.(lora_|base_layer|original_module|modules_to_save)")
 
 

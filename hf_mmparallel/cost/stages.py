@@ -38,8 +38,11 @@ def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
 
 
 def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
-    """The share of a layer's matrices whose gradients are wanted."""
+    """The share of a layer's matrices whose gradients are wanted, or of its lookups where it has no matrices."""
     found = active_elements(spec, module, index)
+    if not any(elements for _, elements in found):
+        lookups = [use.parameter.trainable for use, _ in found if use.parameter.is_lookup]
+        return sum(lookups) / len(lookups) if lookups else 0.0
     trained = sum(elements for use, elements in found if use.parameter.trainable)
     return trained / sum(elements for _, elements in found) if trained else 0.0
 
