@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.cost.rows import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
-from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.method_choice import CHOICES, KEEPING_LIMITS, choose_method
 from hf_mmparallel.search.steps import Prediction, StepPlanner
 
@@ -35,6 +35,10 @@ class PublishedLayers:
     """Costs of layers by operation counts, where each module reaches its fitted share of a device's peak."""
 
     model: str
+
+    def starting_at(self, first_rank: int) -> PublishedLayers:
+        """See [`LayerCosts`]; no ranks share matrices here."""
+        return self
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
@@ -84,8 +88,7 @@ def compare_modes(dataset: str, model: str, batch: int, replicas: int, num_batch
 def _mean(planner: StepPlanner, method: str, batches: Sequence[SampleSizes]) -> dict[str, float]:
     """A step of an arrangement, and its tokens over real ones, the mean over batches."""
     planner = replace(planner, method=method)
-    condensed = condense(planner.plan, [])
-    found = [predict_condensed(planner, condensed, batch) for batch in batches]
+    found = [predict_condensed(planner, planner.condensed, batch) for batch in batches]
     return {
         "step_ms": statistics.fmean(prediction.step_ms for prediction in found),
         "padding": statistics.fmean(_padding(planner, prediction) for prediction in found),

@@ -15,6 +15,7 @@ and into the best that there are for that plan (best), and with its busiest stag
 
 ```bash
 python benchmarks/microbatch_balance.py
+python benchmarks/microbatch_balance.py --modes  # padded and packed rows only
 python benchmarks/microbatch_balance.py --quick --out out/bench  # seconds; the numbers mean little
 ```
 """
@@ -26,7 +27,7 @@ import functools
 import json
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -40,6 +41,7 @@ import torch.distributed as dist
 from arrangement_modes import compare_modes, modes_notes, modes_table, summary
 from bounds import StageWork, busiest_ms, divisible_ms, even_ms
 from modelled import collate, gathered, message_ms, sleep_instead, timed_step, tiny_model, tiny_samples
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.arrange import Arrangement, arrange_step
@@ -48,7 +50,6 @@ from hf_mmparallel.arrange.entrain import entrain
 from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
@@ -244,8 +245,12 @@ def simulate_dataset(name: str, model: str, sizes: Sizes) -> dict[str, Any]:
         row = mean_of([simulated(plan, variant, model, batch) for batch in batches])
         row["bounds_ms"] = mean_of([bounds_of(stage_work(plan, own), count, colocated) for own in workloads])
         rows[variant.name] = row
-    modes = compare_modes(name, model, sizes.batch, sizes.replicas, sizes.num_judged)
-    return {"dataset": name, "model": model, "stages": dict(stages), "arrangements": rows, "modes": modes}
+    return {"dataset": name, "model": model, "stages": dict(stages), "arrangements": rows}
+
+
+def compare_dataset(name: str, model: str, sizes: Sizes) -> list[dict[str, Any]]:
+    """Padded and packed rows of a dataset."""
+    return compare_modes(name, model, sizes.batch, sizes.replicas, sizes.num_judged)
 
 
 def unlike_replicas() -> dict[str, Any]:
@@ -448,9 +453,16 @@ def notes_of(results: Sequence[dict[str, Any]]) -> list[str]:
     return [*notes, goals]
 
 
+def simulated_in_processes(function: Callable, names: Sequence[tuple[str, str]], sizes: Sizes) -> list:
+    """What a function of a dataset, a model and sizes returns for each of `names`."""
+    with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
+        return list(pool.map(function, *zip(*names, strict=True), [sizes] * len(names)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few small batches, to try the script itself")
+    parser.add_argument("--modes", action="store_true", help="only padded and packed rows, no ranks that sleep")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -461,16 +473,22 @@ def main() -> None:
     load = os.getloadavg()
     names = [(name, model) for name in PUBLISHED for model in PUBLISHED_MODELS]
     names = names[:1] if options.quick else names
-    slept = common.launch(__file__, 8, ["--quick"] * options.quick)
     # Nothing simulated depends on the machine or its load.
-    with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
-        results = list(pool.map(simulate_dataset, *zip(*names, strict=True), [sizes] * len(names)))
-    unlike = unlike_replicas()
-    modes = [row for own in results for row in own.pop("modes")]
-    tables = [*map(dataset_table, results), modes_table(modes), unlike_table(unlike), slept_table(slept)]
+    modes = [row for rows in simulated_in_processes(compare_dataset, names, sizes) for row in rows]
     result = {
         "modes": modes,
-        "modes_summary": summary(modes),
+        "summary": summary(modes),
+        "sizes": asdict(sizes),
+        **common.machine(common.Shapes(), load),
+    }
+    common.report("microbatch_balance_modes", [modes_table(modes)], modes_notes(modes), result, options.out)
+    if options.modes:
+        return
+    slept = common.launch(__file__, 8, ["--quick"] * options.quick)
+    results = simulated_in_processes(simulate_dataset, names, sizes)
+    unlike = unlike_replicas()
+    tables = [*map(dataset_table, results), unlike_table(unlike), slept_table(slept)]
+    result = {
         "simulated": results,
         "unlike": unlike,
         "slept": slept,
@@ -478,8 +496,7 @@ def main() -> None:
         "goals": [GOAL_STD, GOAL_BOUND],
     }
     result |= common.machine(common.Shapes(), load)
-    notes = [*notes_of(results), *modes_notes(modes)]
-    common.report("microbatch_balance", tables, notes, result, options.out)
+    common.report("microbatch_balance", tables, notes_of(results), result, options.out)
 
 
 if __name__ == "__main__":

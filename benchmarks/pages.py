@@ -2,9 +2,9 @@
 Puts the figures of the kept results into the pages, and checks those that stand in sentences.
 
 A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. Between them is
-what the function of that name in `figures.py` or `paper_figures.py` makes of `benchmarks/results`. A sentence is
-written by hand; its part with the figures is there too, made from the same files, and has to be on the page word for
-word (line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
+what the function of that name in `figures.py`, `mode_figures.py` or `paper_figures.py` makes of `benchmarks/results`.
+A sentence is written by hand; its part with the figures is there too, made from the same files, and has to be on the
+page word for word (line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
 
 ```bash
 python benchmarks/pages.py          # writes the tables anew and lists sentences that are not on their page
@@ -19,11 +19,13 @@ import re
 import sys
 
 import figures
+import mode_figures
 import paper_figures
 from figures import ROOT
 
-BLOCKS = {**figures.BLOCKS, **paper_figures.BLOCKS}
-QUOTES = {**figures.QUOTES, **paper_figures.QUOTES}
+SOURCES = (figures, mode_figures, paper_figures)
+QUOTED = {page for source in SOURCES for page in source.QUOTES}
+BLOCKS = {name: block for source in SOURCES for name, block in source.BLOCKS.items()}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)
 
@@ -39,10 +41,15 @@ def rendered(text: str) -> str:
     return MARKED.sub(replaced, text)
 
 
+def quotes_of(page: str) -> list[str]:
+    """The sentences with figures that should be on a page."""
+    return [quote for source in SOURCES if page in source.QUOTES for quote in source.QUOTES[page]()]
+
+
 def missing_quotes(page: str, text: str) -> list[str]:
     """Sentences that should be on a page and are not."""
     words = " ".join(text.split())
-    return [quote for quote in QUOTES.get(page, lambda: iter(()))() if quote not in words]
+    return [quote for quote in quotes_of(page) if quote not in words]
 
 
 def pages() -> list[str]:
@@ -50,7 +57,7 @@ def pages() -> list[str]:
     marked = [
         path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if MARKED.search(path.read_text())
     ]
-    return sorted({str(path.relative_to(ROOT)) for path in marked} | set(QUOTES))
+    return sorted({str(path.relative_to(ROOT)) for path in marked} | QUOTED)
 
 
 def main() -> int:

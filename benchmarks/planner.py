@@ -35,17 +35,17 @@ import common
 import planner_plans as plans
 import torch
 import torch.distributed as dist
+from paper_samples import PUBLISHED, PUBLISHED_MODELS
+from paper_tables import ALLOCATION_MS
 from planner_frozen import ROWS, SETTINGS, frozen_models
 from planner_models import AUDIO, VISION, cornstarch_model
 from rich.table import Table
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from hf_mmparallel.search.allocation import allocate
 from hf_mmparallel.search.compare import all_trained, compare
 from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.published import ALLOCATION_MS
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.stability import draw_from, minimum_stable_batch
 from hf_mmparallel.search.strategy_space import ModuleDemand

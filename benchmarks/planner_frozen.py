@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from paper_tables import ITERATION_TIMES, SECOND_RUN, StageTimes
 from planner_models import AUDIO, VISION, cornstarch_model, cornstarch_sizes
 
 from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import UnawareOptions, all_trained
-from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.partition import partition_layers, partition_shared
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
-from hf_mmparallel.search.published import ITERATION_TIMES, SECOND_RUN, StageTimes
 from hf_mmparallel.search.search import step_planner
 
 DEVICE = find_device("a40")
@@ -49,6 +50,10 @@ class ScaledLayers:
     factors: Mapping[str, float]
     backward: Mapping[str, float]
 
+    def starting_at(self, first_rank: int) -> ScaledLayers:
+        """See [`LayerCosts`]."""
+        return replace(self, layers=self.layers.starting_at(first_rank))
+
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
         own, factor = self.layers.layer(module, index, tp_size), self.factors.get(module, 1.0)
@@ -66,6 +71,10 @@ class ThreeForwards:
     """What a layer costs for who only looks at forwards: two more of them for its backward."""
 
     layers: LayerCosts
+
+    def starting_at(self, first_rank: int) -> ThreeForwards:
+        """See [`LayerCosts`]."""
+        return replace(self, layers=self.layers.starting_at(first_rank))
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""

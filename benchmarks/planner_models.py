@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from paper_tables import SECOND_MODULES
+
 from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, SampleSizes
-from hf_mmparallel.search.published import SECOND_MODULES
 
 VISION, AUDIO = "vision", "audio"
 

@@ -23,7 +23,8 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.schedule import condense
+from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.fully_sharded import FullySharded, fully_sharded
 from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.steps import StepPlanner

@@ -34,12 +34,12 @@ from typing import Any
 
 import common
 import torch
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 from torch.utils.data import DataLoader
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank

@@ -8,13 +8,17 @@ python docs/draw_workloads.py
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import step_balance
 from hf_mmparallel.arrange.draw import BEFORE, balance_png
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION  # noqa: E402
 
 PICTURE = Path(__file__).parent / "images" / "workloads.png"
 HEADINGS = {BEFORE: "contiguous", "hierarchical": "hierarchical", "tapered": "tapered"}

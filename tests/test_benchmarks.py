@@ -92,6 +92,14 @@ def test_microbatch_balance_compares_every_arrangement_with_the_bounds(tmp_path)
         assert min(row["peak_gib"]) > 0 < row["num_microbatches"]
     for row in result["slept"]:
         assert row["measured_ms"] > 0.9 * row["predicted_ms"]
+    modes = json.loads((tmp_path / "microbatch_balance_modes.json").read_text())["modes"]
+    assert {(row["mode"], row["microbatch_size"]) for row in modes} == {
+        (m, n) for m in ("padded", "packed") for n in (4, 8)
+    }
+    for row in modes:
+        assert (max(row["padding"].values()) > 1) == (row["mode"] == "padded")
+        baselines = min(row["step_ms"][name] for name in ("contiguous", "batch_rebalance", "disttrain"))
+        assert row["step_ms"][row["chosen"]] <= 1.01 * baselines
 
 
 def test_memory_error_has_a_prediction_for_each_rank(tmp_path):

@@ -34,7 +34,7 @@ def test_tables_are_those_of_the_results(page):
     assert pages.rendered(text) == text, f"run `make pages`, {page} differs from benchmarks/results"
 
 
-@pytest.mark.parametrize("page", pages.QUOTES)
+@pytest.mark.parametrize("page", sorted(pages.QUOTED))
 def test_sentences_have_the_figures_of_the_results(page):
     assert pages.missing_quotes(page, (ROOT / page).read_text()) == []
 
@@ -47,7 +47,7 @@ def test_the_pages_are_found():
 
 def test_every_table_of_figures_comes_from_a_result():
     """What is typed by hand instead would not be compared with anything."""
-    quoted = {" ".join(quote.split()) for quote in pages.QUOTES["docs/benchmarks.md"]()}
+    quoted = {" ".join(quote.split()) for quote in pages.quotes_of("docs/benchmarks.md")}
     for page in ("README.md", "docs/benchmarks.md"):
         typed = pages.MARKED.sub("", (ROOT / page).read_text())
         rows = [line for line in typed.splitlines() if line.startswith("|") and re.search(r"\d", line)]

@@ -55,7 +55,7 @@ def _copies(track: Track, workloads: Workloads, replica: NDArray, turn: NDArray,
     """The track's replica of each sample, within its limits of tokens if that can be."""
     names = [name for name in track.modules if name in workloads.max_tokens]
     if names:
-        sizes = np.stack([workloads.tokens[name] for name in names], axis=1).astype(float)
+        sizes = np.stack([workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
         room = Room(sizes, np.array([workloads.max_tokens[name] for name in names], dtype=float))
         with suppress(NoRoomError):  # of methods that keep to no limits
             return track.copies(replica, turn, count, room)

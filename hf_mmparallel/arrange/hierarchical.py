@@ -65,9 +65,6 @@ class Batch:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): What samples cost.
         count (`int`): Microbatches of each replica, on average.
-
-    Raises:
-        `ValueError`: If a sample alone has more tokens than a microbatch may have.
     """
 
     def __init__(self, plan: ParallelPlan, workloads: Workloads, count: int):
@@ -84,13 +81,6 @@ class Batch:
         self.work = np.stack([np.zeros(len(self.language)), *(track.work for track in self.around)], axis=1)[:, 1:]
         self.busy = np.asarray((self.work > 0).any(axis=1))
         self.limits = {name: limit for name, limit in workloads.max_tokens.items() if name in plan.modules}
-        for name, limit in self.limits.items():
-            largest = int(workloads.tokens[name].max(initial=0))
-            if largest > limit:
-                raise ValueError(
-                    f"A sample has {largest} tokens in `{name}`, where a microbatch may have {limit}: samples are not "
-                    f"cut. Allow {largest} tokens or more, or leave such samples out."
-                )
         self.replica = assign_replicas(self.language, self.work, self.counts(count))
 
     @property
@@ -143,7 +133,7 @@ class Batch:
         names = [name for name in names if name in self.limits]
         if not names:
             return None
-        sizes = np.stack([self.workloads.tokens[name] for name in names], axis=1).astype(float)
+        sizes = np.stack([self.workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
         limits = np.array([self.limits[name] for name in names], dtype=float)
         if not per_copy:
             limits *= [self.plan.modules[name].dp_size / self.all_replicas for name in names]
@@ -370,7 +360,8 @@ class Batch:
         # What each microbatch takes of all that a module has at one place `[modules, replicas, count]`.
         taken = np.stack(
             [
-                self._loads(places, self.workloads.tokens[name], count) / (self.limits[name] * track.num_copies)
+                self._loads(places, self.workloads.tokens_of_limit(name), count)
+                / (self.limits[name] * track.num_copies)
                 for name, track in shared
             ]
         )
@@ -503,8 +494,8 @@ def hierarchical(
         encoders and language model. A sample is in its microbatch of the language model or one before in every encoder
         that has work for it.
 
-    Raises:
-        `ValueError`: If samples do not fit into microbatches of at most `workloads.max_tokens` tokens.
+    A sample with more tokens than a microbatch may have gets a microbatch of its own. Where replicas share replicas of
+    an encoder such that its limit can't hold, only that of the language model does.
     """
     count = num_microbatches(workloads.num_samples, microbatch_size, plan.modules[LANGUAGE_MODEL].dp_size)
     batch = Batch(plan, workloads, count)
@@ -515,11 +506,8 @@ def hierarchical(
             with suppress(NoRoomError):
                 return batch.microbatches(batch.arrange(count, taper and not spread, spread))
         if count > workloads.num_samples:
-            raise ValueError(
-                f"Samples do not fit into microbatches of at most {dict(workloads.max_tokens)} tokens, since replicas "
-                f"of the language model share replicas of an encoder. Allow more tokens there, or give the encoder as "
-                f"many replicas as the language model has."
-            )
+            kept = {name: limit for name, limit in workloads.max_tokens.items() if name == LANGUAGE_MODEL}
+            return hierarchical(plan, replace(workloads, max_tokens=kept), microbatch_size, taper)
         count += max(1, count // 16)
 
 

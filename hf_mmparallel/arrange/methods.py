@@ -51,8 +51,7 @@ def arrange_step(
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
 
     Raises:
-        `ValueError`: If a workload is negative or no finite number, or if samples do not fit into microbatches of at
-            most `workloads.max_tokens` tokens.
+        `ValueError`: If a workload is negative or no finite number.
     """
     _check_workloads(samples, workloads)
     arrange = ARRANGEMENTS[method] if isinstance(method, str) else method

@@ -12,7 +12,7 @@ from ..cost.profile import LayerProfile, measured_costs
 from ..data.draws import Draw
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..schedule.draw import rank_ranges
-from ..search.method_choice import DEFAULT_METHOD, choose_method
+from ..search.method_choice import choose_method
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.steps import Prediction, StepPlanner
 from .inputs import ModelSource, Samples
@@ -177,7 +177,6 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         inputs.source.model, costs.spec, settings.plugin
     )  # what the model does not allow is not tried
     batch = settings.global_batch_size or SAMPLES_PER_GPU * settings.gpus
-    method = _method(settings, inputs)
     problem = PlanningProblem(
         costs,
         inputs.samples.sizes(inputs.source, settings, batch),
@@ -186,7 +185,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         memory_bytes=settings.memory_bytes,
         microbatch_size=settings.microbatch_size,
         schedule=settings.schedule or settings.plugin.schedule,
-        method=method,
+        method=settings.microbatch_assignment,
         fixed=fixed,
         checkpointing=settings.checkpointing,
         seed=inputs.seed,
@@ -196,6 +195,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     result = search_plans(problem)
     best = result.best
     size = best.microbatch_size
+    method = best.candidate.method
     return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, method, result)
 
 
@@ -255,11 +255,6 @@ def _memory_for(settings: Settings, costs: CostModel, plan: ParallelPlan, sizes:
     return None
 
 
-def _method(settings: Settings, inputs: Inputs) -> str:
-    """How samples come to microbatches: by their sizes, where these differ."""
-    return settings.microbatch_assignment or ("contiguous" if inputs.samples.are_alike else DEFAULT_METHOD)
-
-
 def check_memory(answer: Answer) -> None:
     """
     Raises `ValueError` with the fullest rank if a rank needs more memory than it has.
@@ -267,7 +262,7 @@ def check_memory(answer: Answer) -> None:
     Args:
         answer (`Answer`): The plan.
     """
-    limit_gib = limit_of(answer.settings)
+    limit_gib = answer.settings.memory_gib
     memory = answer.memory
     if limit_gib is None or answer.peak_gib <= limit_gib:
         return
@@ -277,11 +272,6 @@ def check_memory(answer: Answer) -> None:
     names = sorted({name for name, _, _ in answer.plan.stages_of_rank(fullest)})
     raise ValueError(
         f"Rank {fullest} ({', '.join(names)}) needs about {needed:.1f} GiB, {needed - limit_gib:.1f} more than the "
-        f"{limit_gib:g} GiB of {answer.settings.gpu_type}; in all {len(over)} ranks need more: {rank_ranges(over)}. "
+        f"{answer.settings.memory_text}; in all {len(over)} ranks need more: {rank_ranges(over)}. "
         f"Raise `pp` or `tp` of `{names[0]}`, lower `--microbatch-size`, or set `checkpointing=true`."
     )
-
-
-def limit_of(settings: Settings) -> float | None:
-    """GiB of a rank: what the user allows, or all that the device has; `None` where it has no fixed size."""
-    return settings.device.memory_gib if settings.memory_limit_gib is None else settings.memory_limit_gib

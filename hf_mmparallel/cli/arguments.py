@@ -201,7 +201,7 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--schedule",
         choices=("1f1b", "eager", "gpipe", "encoders_first"),
-        help="order of forwards and backwards (1f1b)",
+        help="order of forwards and backwards (chosen by a search, else 1f1b)",
     )
     group.add_argument(
         "--microbatch-assignment",

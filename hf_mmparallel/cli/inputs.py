@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cost.published import PUBLISHED
+from ..cost.sample_presets import SAMPLE_PRESETS
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ModuleSpec, ParameterSpec, SampleSizes
 from ..plan.plugin import reject_unknown_keys
 from .arguments import positive
@@ -188,15 +188,15 @@ def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
                 raise ValueError(f"`--{name.replace('_', '-')}` has no effect without `--dataset`. Give both.")
         return Samples("all samples alike")
     known = [name for name in source.spec.modules if name not in source.generator_tokens]
-    published = PUBLISHED.get(args.dataset.removeprefix("published:"))
-    if published is not None and not Path(args.dataset).exists():
+    preset = SAMPLE_PRESETS.get(args.dataset.removeprefix("published:"))
+    if preset is not None and not Path(args.dataset).exists():
         encoder = _image_encoder(args.dataset, source.spec, known)
         from ..data.image_rules import image_rule
 
-        drawn = published.draw_images(args.num_samples, args.seed).sizes(
+        drawn = preset.draw_images(args.num_samples, args.seed).sizes(
             encoder, image_rule(source.model, source.spec, encoder)
         )
-        return Samples(f"{args.num_samples:,} samples with sizes as published of {published.name}", drawn)
+        return Samples(f"{args.num_samples:,} samples with sizes as published of {preset.name}", drawn)
     from ..data.dataset_sizes import measure_dataset
 
     spec = replace(source.spec, modules={name: source.spec.modules[name] for name in known})

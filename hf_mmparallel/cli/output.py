@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ParallelPlan, layout_data
 from ..search.problem import RankedPlan
-from .answer import Answer, limit_of
+from .answer import Answer
 from .report import batch_text, layouts_text, origins, samples_text, summary
 from .table import layout_text, plan_cells
 
@@ -135,7 +135,7 @@ def figures(
         "samples": samples_text(answer),
         **_figures(answer),
         "memory_gib": [memory[rank].total_gib for rank in sorted(memory)],
-        "memory_limit_gib": limit_of(answer.settings),
+        "memory_limit_gib": answer.settings.memory_gib,
     }
     result = answer.result
     if result is not None:
@@ -215,7 +215,7 @@ def page_of(
     planned, sizes = prediction.planned, prediction.sizes
     cells = plan_cells(answer.plan, answer.costs.spec, prediction.simulation, answer.memory)
     curves = memory_timeline(answer.costs, answer.plan, planned.step, sizes, prediction.simulation.spans)
-    limit = limit_of(answer.settings)
+    limit = answer.settings.memory_gib
     if answer.method == "contiguous":
         workloads = {"contiguous": step_balance(planned.step, planned.workloads)}
     else:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..schedule.draw import chrome_trace, gantt_png
-from .answer import Answer, Inputs, check_memory, limit_of, solve
+from .answer import Answer, Inputs, check_memory, solve
 from .inputs import read_model, read_samples
 from .output import WhatIfs, figures, page_of, plan_line, save_plan
 from .report import ms_text, new_console, print_gantt, print_runners_up, report
@@ -146,10 +146,9 @@ def warn_of_memory(console: Console, answer: Answer) -> None:
 
 def dry_run_text(answer: Answer) -> str:
     """What was checked."""
-    limit = limit_of(answer.settings)
-    memory = f"estimated memory fits the {limit:g} GiB of {answer.settings.gpu_type}"
-    if limit is None:
-        memory = f"memory was not checked, since {answer.settings.gpu_type} has no fixed size"
+    memory = f"memory was not checked, since {answer.settings.gpu_type} has no fixed size"
+    if answer.settings.memory_gib is not None:
+        memory = f"estimated memory fits the {answer.settings.memory_text}"
     return (
         f"Dry run passed. Checked: {len(answer.plan.modules)} modules fit {answer.plan.world_size} ranks; {memory}; "
         f"every task of a step of {answer.global_batch_size} samples runs once, sends match receives, no order of "

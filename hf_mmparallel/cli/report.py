@@ -14,7 +14,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, SyncGroup
 from ..runtime.groups import context_groups, talking_pairs
 from ..schedule.draw import gantt_text
 from ..search.problem import RankedPlan, SearchResult
-from .answer import Answer, limit_of
+from .answer import Answer
 from .table import plan_table, range_text
 
 WIDTH = 160  # of what goes into a file or a pipe
@@ -81,8 +81,8 @@ def memory_text(answer: Answer) -> str:
     """The fullest rank, what fills it, and the limit."""
     memory = answer.memory
     fullest = max(memory, key=lambda rank: (memory[rank].total, -rank))
-    limit = limit_of(answer.settings)
-    of = "" if limit is None else f" of {limit:g}"
+    limit = answer.settings.memory_gib
+    of = "" if limit is None else f" of {limit:.4g}"
     median = float(np.median([own.total_gib for own in memory.values()]))
     text = f"{answer.peak_gib:.3g}{of} GiB on the fullest rank, {fullest} ({_parts(memory[fullest])})"
     return text if len(memory) == 1 else f"{text}; {median:.3g} GiB on half of them or less"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..arrange import ARRANGEMENTS
-from ..cost import Hardware, find_device
+from ..cost import MEMORY_SHARE, Hardware, find_device, usable_bytes
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
@@ -27,7 +27,6 @@ SHORT_NAMES = {
     "checkpointing": "activation_checkpointing",
 }
 SIZES = ("dp_size", "pp_size", "cp_size", "tp_size")
-MEMORY_SHARE = 0.9  # of a device's, as in the Trainer; the rest is the allocator's and the kernels'
 Freeze = bool | str | list[str]
 
 
@@ -92,10 +91,19 @@ class Settings:
     @property
     def memory_bytes(self) -> float | None:
         """Memory of a rank that a plan has to fit; `None` where it is not known."""
+        return usable_bytes(self.device, self.memory_limit_gib)
+
+    @property
+    def memory_gib(self) -> float | None:
+        """The same in GiB."""
+        return None if self.memory_bytes is None else self.memory_bytes / GIB
+
+    @property
+    def memory_text(self) -> str:
+        """The same in words."""
         if self.memory_limit_gib is not None:
-            return GIB * self.memory_limit_gib
-        device_gib = self.device.memory_gib
-        return None if device_gib is None else MEMORY_SHARE * GIB * device_gib
+            return f"{self.memory_gib:.4g} GiB that are allowed"
+        return f"{self.memory_gib:.4g} GiB, {MEMORY_SHARE:.0%} of the memory of {self.gpu_type}"
 
     @property
     def packs_rows(self) -> bool | None:

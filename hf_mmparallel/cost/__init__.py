@@ -4,7 +4,7 @@ from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
 from .device_table import device_from, device_table, find_device, recognize_device
 from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
-from .limits import eager_caps, fitting_tokens
+from .limits import MEMORY_SHARE, eager_caps, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
@@ -14,6 +14,7 @@ from .workloads import batch_workloads
 
 __all__ = [
     "GRADIENT_BUCKET_BYTES",
+    "MEMORY_SHARE",
     "AnalyticLayers",
     "CostModel",
     "Hardware",
@@ -41,4 +42,5 @@ __all__ = [
     "recognize_device",
     "stage_costs",
     "training_flops",
+    "usable_bytes",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .collectives import all_reduce
@@ -78,12 +78,18 @@ class AnalyticLayers:
         device (`Hardware`): What each rank is.
         value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
         engine (`Engine`, *optional*): What runs the layers.
+        first_rank (`int`, *optional*, defaults to 0): Where in a node the ranks that share matrices start.
     """
 
     spec: ModelSpec
     device: Hardware
     value_bytes: int = BYTES_PER_VALUE
     engine: Engine = OURS
+    first_rank: int = 0
+
+    def starting_at(self, first_rank: int) -> AnalyticLayers:
+        """See [`LayerCosts`]."""
+        return replace(self, first_rank=first_rank)
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
@@ -158,6 +164,7 @@ class AnalyticLayers:
         a head cut by rows, each rank gathers all logits.
         """
         shape = LayerShape.of(part, uses)
+        ranks = range(self.first_rank, self.first_rank + tp_size)
         if tp_size == 1 or index < 0:
             return Polynomial(), Polynomial()
         if index == part.num_layers:
@@ -165,9 +172,9 @@ class AnalyticLayers:
             if not is_cut or any(use.parameter.name in self.spec.tied for use in uses if use.multiplies):
                 return Polynomial(), Polynomial()
             logits = self.value_bytes * shape.matrices[-1].shape[0]
-            return all_reduce(self.device, logits / 2, range(tp_size)), Polynomial()
+            return all_reduce(self.device, logits / 2, ranks), Polynomial()
         hidden = part.hidden_size * self.value_bytes
-        one = all_reduce(self.device, hidden, range(tp_size))
+        one = all_reduce(self.device, hidden, ranks)
         if self.engine.hidden_sums:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
         split = [group for group in shape.feed_forwards if len(group) > 1]

@@ -87,6 +87,15 @@ class LayerCosts(Protocol):
         """
         ...
 
+    def starting_at(self, first_rank: int) -> LayerCosts:
+        """
+        The costs for ranks that share matrices and start there in a node, from which they may cross to the next one.
+
+        Args:
+            first_rank (`int`): Of a node's ranks, counted from 0.
+        """
+        ...
+
 
 PACKED_ATTENTION = "bitfield"
 """The attention function that keeps the samples of a packed row apart."""

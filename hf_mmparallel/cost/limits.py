@@ -8,9 +8,29 @@ from numpy.typing import NDArray
 from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
 from ..schedule import GradientFlow, ahead_caps, keeps_all, live_caps, stage_depths
 from ..schedule.actions import StageKey
+from .devices import Hardware
 from .layers import CostModel
 from .memory import StepUse, sample_features, state_per_rank
 from .stage_memory import GIB, StageMemory, stage_memories
+
+MEMORY_SHARE = 0.9
+"""Of a device's memory, what a plan may fill by estimate; the rest is the allocator's and the kernels'."""
+
+
+def usable_bytes(device: Hardware, limit_gib: float | None = None) -> float | None:
+    """
+    Memory of a rank that a plan and its microbatches have to fit, wherever that is asked.
+
+    Args:
+        device (`Hardware`): What each rank is.
+        limit_gib (`float`, *optional*): What the user allows, in GiB; by default 90 % of the device's memory.
+
+    Returns:
+        `float` or `None`: Bytes; `None` where the device's memory is not known and nothing is set.
+    """
+    if limit_gib is not None:
+        return GIB * limit_gib
+    return None if device.memory_gib is None else MEMORY_SHARE * GIB * device.memory_gib
 
 
 def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, memory_bytes: float) -> dict[str, int]:

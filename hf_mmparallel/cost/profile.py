@@ -303,6 +303,12 @@ class MeasuredLayers:
         """What was asked for so far that the profile lacks, and what it was taken from: a sentence each."""
         return list(self._missing.values())
 
+    def starting_at(self, first_rank: int) -> MeasuredLayers:
+        """See [`LayerCosts`]."""
+        placed = MeasuredLayers(self.profile, self.fallback.starting_at(first_rank), self.unlinked)
+        placed._missing = self._missing
+        return placed
+
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
         key = (module, index, tp_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan
+from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan
 from .layers import PACKED_ATTENTION, CostModel
 
 ChunkKey = tuple[str, int, int, int]
@@ -50,15 +51,15 @@ class RowLayout:
     causal: bool = False
 
     @classmethod
-    def of(cls, costs: CostModel, plan: ParallelPlan, name: str) -> RowLayout:
+    def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
         """
         The layout of a module in a plan: encoders compute real tokens; the rows of a language model are padded unless
         they are packed, and under context parallelism its ranks have equally many blocks of a packed row.
         """
-        module, attention = plan.modules[name], costs.spec.modules[name].attention
+        attention = costs.spec.modules[name].attention
         if name != LANGUAGE_MODEL:
             return cls(attention, padded=False)
-        if module.cp_size > 1:
+        if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
         return cls(attention, padded=not costs.packs_rows, causal=True)
 
@@ -131,12 +132,21 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
         }
         if not chunks:
             continue
-        found = _sizes(RowLayout.of(costs, plan, name), sizes, name, list(chunks.values()))
+        found = _sizes(RowLayout.of(costs, name, plan.modules[name]), sizes, name, list(chunks.values()))
         result.update(zip(chunks, map(ChunkSize._make, found.tolist()), strict=True))
     return result
 
 
-def _sizes(layout: RowLayout, sizes: SampleSizes, name: str, groups: list) -> NDArray:
+def group_sizes(costs: CostModel, name: str, sizes: SampleSizes, groups: Sequence[NDArray]) -> tuple[NDArray, NDArray]:
+    """Tokens and squared tokens `[groups]` that groups of samples compute, each on one rank; a group may be empty."""
+    result = np.zeros((len(groups), 3))
+    some = [index for index, own in enumerate(groups) if len(own)]
+    if some:
+        result[some] = _sizes(RowLayout.of(costs, name), sizes, name, [groups[index] for index in some])
+    return result[:, 0], result[:, 1]
+
+
+def _sizes(layout: RowLayout, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
     """See [`RowLayout.sizes`]; no group is empty."""
     count = np.fromiter(map(len, groups), np.int64)
     starts = np.cumsum(count) - count

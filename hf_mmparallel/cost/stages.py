@@ -184,7 +184,9 @@ def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_ca
 
 
 @lru_cache(maxsize=1024)
-def layer_table(costs: CostModel, module: str, tp_size: int = 1, checkpointing: bool = False) -> LayerTable:
+def layer_table(
+    costs: CostModel, module: str, tp_size: int = 1, checkpointing: bool = False, first_rank: int = 0
+) -> LayerTable:
     """
     The layers of a module in one layout.
 
@@ -193,11 +195,13 @@ def layer_table(costs: CostModel, module: str, tp_size: int = 1, checkpointing: 
         module (`str`): The module.
         tp_size (`int`, *optional*, defaults to 1): Ranks that share its matrices.
         checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
+        first_rank (`int`, *optional*, defaults to 0): Where in a node the ranks that share matrices start.
     """
     part = costs.spec.modules[module]
+    layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
     forward, backward, launches = [], [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
-        layer = costs.layers.layer(module, index, tp_size)
+        layer = layers.layer(module, index, tp_size)
         share = trainable_share(costs.spec, module, index)
         inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
         again = checkpointing and 0 <= index < part.num_layers
@@ -300,15 +304,23 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     known: dict[tuple, StageCost] = {}
     result = {}
     for name, module in plan.modules.items():
-        table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
         for replica, index, stage in module.stages():
-            nodes = {rank // costs.device.node_size for rank in stage.all_ranks}
+            first_rank = _first_rank(costs, stage)
             waits_ms = _blocked_token_ms(costs, name, module.replicas[replica], index)
-            kind = (name, stage.layers, len(nodes) > 1, waits_ms)
+            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]), first_rank, waits_ms)
             if kind not in known:
-                known[kind] = _stage_cost(costs, name, stage, table, module.activation_checkpointing, waits_ms)
+                again = module.activation_checkpointing
+                table = layer_table(costs, name, module.tp_size, again, first_rank)
+                known[kind] = _stage_cost(costs, name, stage, table, again, waits_ms)
             result[name, replica, index] = known[kind]
     return result
+
+
+def _first_rank(costs: CostModel, stage: Stage) -> int:
+    """Where in a node the row of ranks with the slowest sums starts; 0 for rows within nodes."""
+    size = costs.device.node_size
+    crossing = [row for row in stage.ranks if row[0] // size != row[-1] // size]
+    return min(crossing, key=costs.device.link_bytes_per_ms)[0] % size if crossing else 0
 
 
 def _stage_cost(

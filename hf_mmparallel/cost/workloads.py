@@ -38,7 +38,7 @@ def batch_workloads(
     forward_ms, ratios, row_ms = {}, {}, None
     for name, module in plan.modules.items():
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
-        layout = RowLayout.of(costs, plan, name)
+        layout = RowLayout.of(costs, name, module)
         alone, beside = (layout.of_samples(sizes, name, even) for even in (True, False))
         forward, backward = table.sample_ms(alone[1], alone[0])
         forward_ms[name] = (module.tp_size * forward).astype(np.float32).astype(float)

@@ -121,12 +121,12 @@ class ContextCutter:
             return {}
         mine = {(module, replica) for module, replica, _ in self.plan.stages_of_rank(self.rank)}
         needed = set()
-        for (module, replica, index), chunks in step.chunks.items():
-            if (module, replica) in mine:
+        for module, replica in mine:
+            for index, slots in enumerate(step.microbatches[module][replica]):
                 if module == LANGUAGE_MODEL:
                     needed.add((replica, index))
                 else:
-                    needed.update(step.places[LANGUAGE_MODEL, slot] for slots in chunks for slot in slots)
+                    needed.update(step.places[LANGUAGE_MODEL, slot] for slot in slots)
         return {
             (LANGUAGE_MODEL, replica, index, chunk): slots
             for replica, index in sorted(needed)

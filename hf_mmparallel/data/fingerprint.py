@@ -20,14 +20,16 @@ class StepFingerprint:
 
     Args:
         step (`int`): Of the samples, and of the microbatches that they are arranged in.
-        program (`int`): Of the actions of all ranks, in their order.
+        programs (`Mapping[int, int]`):
+            Replica of the language model -> of the actions, in their order, of all ranks that exchange tensors with it
+            in the step; for those replicas whose ranks this rank has planned the actions of.
         cuts (`Mapping[int, int]`, *optional*):
             Number of a microbatch of the language model, over all replicas -> of how its tokens are cut over rows of
             ranks; for those that this rank has a part in.
     """
 
     step: int
-    program: int
+    programs: Mapping[int, int]
     cuts: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -37,13 +39,13 @@ def fingerprint(step: StepPlan, program: Program, cuts: Mapping[BatchKey, Contex
 
     Args:
         step ([`StepPlan`]): The arrangement.
-        program ([`Program`]): The actions of all ranks.
+        program ([`Program`]): The actions of all ranks, or of those in the part of one.
         cuts (`Mapping[BatchKey, ContextCut]`): How this rank cuts microbatches.
     """
     starts = list(accumulate((len(row) for row in step.microbatches[LANGUAGE_MODEL]), initial=0))
     return StepFingerprint(
         stable_seed(step.epoch, step.samples, step.microbatches),
-        program.checksum,
+        dict.fromkeys(program.replicas(LANGUAGE_MODEL), program.checksum),
         {starts[replica] + index: _checksum(cut) for (_, replica, index, _), cut in cuts.items()},
     )
 

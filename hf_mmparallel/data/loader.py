@@ -94,12 +94,12 @@ def _unpacked(*packed: Any) -> StepBatch:
 
 def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey, tuple[int, ...]]:
     """(module, replica, microbatch, chunk) -> slots, of every chunk that `rank` works on."""
-    mine = {(module, replica) for module, replica, _ in plan.stages_of_rank(rank)}
+    mine = dict.fromkeys((module, replica) for module, replica, _ in plan.stages_of_rank(rank))
     return {
         (module, replica, index, chunk): slots
-        for (module, replica, index), chunks in step.chunks.items()
-        if (module, replica) in mine
-        for chunk, slots in enumerate(chunks)
+        for module, replica in mine
+        for index in range(len(step.microbatches[module][replica]))
+        for chunk, slots in enumerate(step.chunks[module, replica, index])
     }
 
 
@@ -206,7 +206,7 @@ class StepDataset(Dataset):
         """Plans and reads the step of a draw whose samples are there."""
         assert self.planner is not None
         try:
-            planned = self.planner(draw)
+            planned = self.planner(draw, self.rank)
         except Exception:
             bad = self._unmeasurable(draw)
             if not bad:

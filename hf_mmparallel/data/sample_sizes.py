@@ -20,6 +20,7 @@ from .loader import seeded
 from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, OrOne, SampleMeasure, TokenMeasure
 from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
 from .streams import StreamSizes, StreamWindow, is_stream
+from .token_tables import token_lengths
 
 logger = logging.get_logger(__name__)
 
@@ -171,7 +172,11 @@ class _TableMeasure:
     modules: tuple[str, ...]
     version: str = __version__
 
-    def __call__(self, table: Any) -> dict[str, list[list[int] | None]]:
+    def __call__(self, table: Any) -> Any:
+        if isinstance(self.measure, TokenMeasure):
+            together = token_lengths(table, self.measure)
+            if together is not None:
+                return _as_table({name: together[name] for name in self.modules})
         # One row after the other, since a whole batch of images does not have to fit into memory.
         found = [self._lengths(table.slice(place, 1).to_pylist()[0]) for place in range(len(table))]
         return {name: [lengths.get(name) for lengths in found] for name in self.modules}
@@ -183,6 +188,17 @@ class _TableMeasure:
         except (UnknownSizeError, OSError) as error:
             logger.debug("Nothing says the size of a sample: %s", error)
             return {}
+
+
+def _as_table(lengths: Mapping[str, Ragged]) -> Any:
+    """Lengths as an Arrow table with a column for each module."""
+    import pyarrow as pa
+
+    columns = {}
+    for name, ragged in lengths.items():
+        offsets = np.concatenate([[0], np.cumsum(ragged.counts)]).astype(np.int32)
+        columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(ragged.lengths, pa.int64()))
+    return pa.table(columns)
 
 
 def _is_datasets(dataset: Any) -> bool:

@@ -241,6 +241,10 @@ class StreamSizes:
         lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.modules}
         return sizes_of(lengths, self.layers)
 
+    def of_window(self, window: StreamWindow) -> StreamSizes:
+        """The same of the samples in another window of the stream."""
+        return StreamSizes(window, self.choose, self.modules, self.counts_rows, self.layers)
+
     def with_layers(self, layers: Mapping[str, LayerTokens]) -> StreamSizes:
         """The same in tokens of the encoders' layers."""
         return StreamSizes(self.window, self.choose, self.modules, True, layers) if self.counts_rows else self

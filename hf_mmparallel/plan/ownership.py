@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
 from .parallel_plan import ParallelPlan, Stage
@@ -68,7 +69,7 @@ class Holding:
     stages: tuple[tuple[str, int, int], ...]
     ranks: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         """All ranks that have the parameter or a shard of it, in ascending order."""
         return tuple(sorted(set().union(*self.ranks)))
@@ -84,32 +85,43 @@ class Holding:
 
 
 def holdings(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Holding]:
-    """Parameter -> where it lives, in the order of the model."""
-    result = {}
-    by_place: dict[tuple[str, int], Holding] = {}
+    """Parameter -> where it lives, in the order of the model; parameters that live alike share the object."""
+    result: dict[str, Holding] = {}
+    tables = {name: _stage_tables(spec, plan, name) for name in spec.modules}
+    known: dict[tuple, Holding] = {}
     for name, module in spec.modules.items():
         for parameter in module.parameters:
-            places = uses(name, spec, parameter)
-            key = (name, parameter.layer)
-            if len(places) == 1 and key in by_place:
-                result[parameter.name] = by_place[key]
-                continue
-            stages: list[tuple[str, int, int]] = []
-            grids: list[Stage] = []
-            for place, layer in places:
-                for replica, index, stage in plan.modules[place].stages():
-                    if (place, replica, index) not in stages and stage_holds(
-                        stage.layers, spec.modules[place].num_layers, layer
-                    ):
-                        stages.append((place, replica, index))
-                        grids.append(stage)
-            tp_size = len(grids[0].ranks[0])
-            ranks = tuple(tuple(sorted({row[t] for grid in grids for row in grid.ranks})) for t in range(tp_size))
-            holding = Holding(tuple(stages), ranks)
-            result[parameter.name] = holding
-            if len(places) == 1:
-                by_place[key] = holding
+            used = [(place, tables[place][layer]) for place, layer in uses(name, spec, parameter)]
+            places = tuple(dict.fromkeys(used))
+            if places not in known:
+                known[places] = _holding(plan, places)
+            result[parameter.name] = known[places]
     return result
+
+
+def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, tuple[int, ...]]:
+    """Layer of a module -> which stage of each replica holds what is used there."""
+    num_layers = spec.modules[name].num_layers
+    known: dict[tuple, list[int]] = {}
+    replicas = []
+    for stages in plan.modules[name].replicas:
+        cuts = tuple(stage.layers for stage in stages)
+        if cuts not in known:
+            known[cuts] = [
+                next(index for index, layers in enumerate(cuts) if stage_holds(layers, num_layers, layer))
+                for layer in range(-1, num_layers + 1)
+            ]
+        replicas.append(known[cuts])
+    return dict(zip(range(-1, num_layers + 1), zip(*replicas, strict=True), strict=True))
+
+
+def _holding(plan: ParallelPlan, places: Sequence[tuple[str, Sequence[int]]]) -> Holding:
+    """Where something lives that is used at each of some places: modules, with a stage of each replica."""
+    keys = dict.fromkeys((name, replica, index) for name, stages in places for replica, index in enumerate(stages))
+    grids = [plan.stage(*key) for key in keys]
+    tp_size = len(grids[0].ranks[0])
+    ranks = tuple(tuple(sorted({row[t] for grid in grids for row in grid.ranks})) for t in range(tp_size))
+    return Holding(tuple(keys), ranks)
 
 
 @dataclass(frozen=True)
@@ -133,9 +145,10 @@ def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
     The gradient sums of a step, in one order for all ranks; parameters held once and frozen ones are left out.
 
     Ranks with equal shards sum them. A parameter that tensor-parallel ranks hold whole is summed over all of its ranks
-    at once, so that all apply the same bits.
+    at once, so that all apply the same bits. Sums stand in the order in which backwards end: from the last module to
+    the first and, in each, from the last stage to the first.
     """
-    grouped: dict[tuple[tuple[int, ...], tuple], list[str]] = {}
+    grouped: dict[tuple[int, tuple[int, ...]], tuple[Holding, list[str]]] = {}
     table = holdings(spec, plan)
     for module in spec.modules.values():
         for parameter in module.parameters:
@@ -144,5 +157,11 @@ def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
             holding = table[parameter.name]
             for ranks in (holding.all_ranks,) if parameter.replicated else holding.ranks:
                 if len(ranks) > 1:
-                    grouped.setdefault((ranks, holding.stages), []).append(parameter.name)
-    return [SyncGroup(ranks, tuple(names), stages) for (ranks, stages), names in grouped.items()]
+                    grouped.setdefault((id(holding), ranks), (holding, []))[1].append(parameter.name)
+    order = {name: number for number, name in enumerate(plan.modules)}
+
+    def first_stage(group: SyncGroup) -> tuple[int, int]:
+        return min((order[name], index) for name, _, index in group.stages)
+
+    groups = [SyncGroup(ranks, tuple(names), own.stages) for (_, ranks), (own, names) in grouped.items()]
+    return sorted(groups, key=first_stage, reverse=True)

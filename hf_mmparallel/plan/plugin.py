@@ -199,9 +199,10 @@ class MultimodalParallelPlugin:
 
     Args:
         modules (`dict[str, ModulePlugin]`): One entry a module; a module left out gets one rank of its own.
-        schedule (`str`, *optional*, defaults to `"1f1b"`):
+        schedule (`str`, *optional*):
             `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
+            By default `"1f1b"`; with `auto` the best of them.
         num_microbatches (`int`, *optional*):
             Microbatches of each language-model replica; for plans without a Trainer, where the batch sizes give it.
         plan (`ParallelPlan`, *optional*): A finished plan; then `modules` may only hold settings, no sizes.
@@ -215,13 +216,13 @@ class MultimodalParallelPlugin:
     """
 
     modules: dict[str, ModulePlugin] = field(default_factory=dict)
-    schedule: Schedule = "1f1b"
+    schedule: Schedule | None = None
     num_microbatches: int | None = None
     plan: ParallelPlan | None = None
     auto: bool = False
 
     def __post_init__(self):
-        if self.schedule not in SCHEDULES:
+        if self.schedule is not None and self.schedule not in SCHEDULES:
             reject_unknown_keys("`schedule`", [str(self.schedule)], SCHEDULES)
         for name, module in read_mapping(self.modules, "`modules`").items():
             read_name(name, "The name of a module")
@@ -270,7 +271,9 @@ class MultimodalParallelPlugin:
 
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
-        result = {"modules": result, "schedule": self.schedule}
+        result = {"modules": result}
+        if not self.auto or self.schedule is not None:
+            result["schedule"] = self.schedule or "1f1b"
         if self.num_microbatches is not None:
             result["num_microbatches"] = self.num_microbatches
         if self.plan is not None:

@@ -294,4 +294,5 @@ def plan_for_model(
             check_world_size(plan, world_size)
         check_trained(plan, spec)
         return _as_trained(plan, spec)
-    return resolve_plan(spec, plugin.modules, world_size, plugin.schedule, plugin.num_microbatches or num_microbatches)
+    count = plugin.num_microbatches or num_microbatches
+    return resolve_plan(spec, plugin.modules, world_size, plugin.schedule or "1f1b", count)

@@ -43,6 +43,14 @@ class SampleSizes:
             self.known,
         )
 
+    def like_the_mean(self, num_samples: int) -> SampleSizes:
+        """So many samples that are all like the mean of these, whose tokens need be no whole numbers."""
+        return SampleSizes(
+            {name: np.full(num_samples, values.mean()) for name, values in self.tokens.items()},
+            {name: np.full(num_samples, values.mean()) for name, values in self.squares.items()},
+            self.known,
+        )
+
     @classmethod
     def of_sequences(cls, lengths: Mapping[str, Sequence[Sequence[int]]]) -> SampleSizes:
         """
@@ -80,7 +88,8 @@ class Workloads:
         backward_ratio (`Mapping[str, float]`): Module -> time of a backward over that of a forward, 0 without one.
         tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
         max_tokens (`Mapping[str, int]`): Module -> most tokens of a microbatch; modules that are not in it have no
-            limit. Both a budget of the user and a limit of memory become one of these.
+            limit. Both a budget of the user and a limit of memory become one of these. A sample that alone has more
+            gets a microbatch of its own.
         row_ms (`np.ndarray` of shape `[samples]`, *optional*):
             Where rows of the language model are padded: the forward of each sample beside others of other lengths,
             under a dense mask. `None` where rows are packed or all equally long: samples cost in a microbatch what
@@ -96,6 +105,13 @@ class Workloads:
     @property
     def num_samples(self) -> int:
         return len(next(iter(self.forward_ms.values())))
+
+    def tokens_of_limit(self, module: str) -> np.ndarray:
+        """
+        What each sample uses of the limit of a microbatch, int64 `[samples]`: its tokens, and all of the limit if it
+        has more than that, so that it shares a microbatch with no other sample that has tokens in the module.
+        """
+        return np.minimum(self.tokens[module], self.max_tokens[module])
 
     def take(self, slots: Sequence[int] | np.ndarray) -> Workloads:
         """The workloads of some of the samples, in their order."""

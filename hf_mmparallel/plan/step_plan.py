@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .model_spec import LANGUAGE_MODEL
 from .parallel_plan import ParallelPlan
@@ -41,15 +45,30 @@ class StepPlan:
     epoch: int = 0
 
     @cached_property
-    def places(self) -> dict[tuple[str, int], tuple[int, int]]:
+    def _counts(self) -> dict[str, NDArray]:
+        """Module -> microbatches of each replica, int64 `[replicas]`."""
+        return {name: np.array([len(own) for own in replicas]) for name, replicas in self.microbatches.items()}
+
+    @cached_property
+    def locations(self) -> dict[str, tuple[NDArray, NDArray]]:
+        """Module -> the replica and the microbatch of every slot, int64 `[num_samples]`; -1 where it has none."""
+        return {module: self._locations(replicas) for module, replicas in self.microbatches.items()}
+
+    def _locations(self, replicas: tuple[tuple[Slots, ...], ...]) -> tuple[NDArray, NDArray]:
+        """The locations of the slots in one module."""
+        microbatches = list(chain.from_iterable(replicas))
+        sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))
+        slots = np.fromiter(chain.from_iterable(microbatches), np.int64, int(sizes.sum()))
+        counts = [len(own) for own in replicas]
+        found = np.full((2, len(self.samples)), -1)
+        found[0, slots] = np.repeat(np.arange(len(counts)), counts).repeat(sizes)
+        found[1, slots] = np.fromiter(chain.from_iterable(map(range, counts)), np.int64, len(sizes)).repeat(sizes)
+        return found[0], found[1]
+
+    @cached_property
+    def places(self) -> Mapping[tuple[str, int], tuple[int, int]]:
         """(module, slot) -> (replica, microbatch)."""
-        return {
-            (module, slot): (replica, index)
-            for module, replicas in self.microbatches.items()
-            for replica, microbatches in enumerate(replicas)
-            for index, slots in enumerate(microbatches)
-            for slot in slots
-        }
+        return _Places(self)
 
     def takers(self, module: str, replica: int, target: str) -> dict[int, int]:
         """
@@ -64,32 +83,37 @@ class StepPlan:
             `dict[int, int]`: Slot -> turn, in the order of the replica's slots. There are as many turns as
             microbatches of that replica of `target`, among those that this replica feeds, which has most of them.
         """
-        given = (slot for slots in self.microbatches[module][replica] for slot in slots)
-        places = {slot: self.places[target, slot] for slot in given if (target, slot) in self.places}
-        counts = {taker: len(self.microbatches[target][taker]) for taker, _ in places.values()}
-        turns = max(counts.values(), default=0)
-        return {slot: turn_of(index, counts[taker], turns) for slot, (taker, index) in places.items()}
+        given = [slot for slots in self.microbatches[module][replica] for slot in slots]
+        takers, indices = (found[given] for found in self.locations[target])
+        used = takers >= 0
+        if not used.any():
+            return {}
+        counts = self._counts[target][takers[used]]
+        turns = turn_of(indices[used], counts, counts.max())
+        return dict(zip(np.array(given)[used].tolist(), turns.tolist(), strict=True))
 
     @cached_property
-    def chunks(self) -> dict[tuple[str, int, int], tuple[Slots, ...]]:
+    def chunks(self) -> Mapping[tuple[str, int, int], tuple[Slots, ...]]:
         """
         (module, replica, microbatch) -> its chunks, each with a forward and a backward of its own.
 
         An encoder's microbatch is cut by the turn in which its features are taken; a microbatch without samples has
-        no chunks. The language model's microbatches are one chunk each.
+        no chunks. The language model's microbatches are one chunk each. Those of a replica are cut when one of them
+        is first asked for.
         """
-        result = {}
-        for module, replicas in self.microbatches.items():
-            for replica, microbatches in enumerate(replicas):
-                targets = self.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
-                turns = [self.takers(module, replica, target) for target in targets]
-                for index, slots in enumerate(microbatches):
-                    groups: dict[int, list[int]] = {}
-                    for slot in slots:
-                        taken = [own[slot] for own in turns if slot in own]
-                        groups.setdefault(max(taken, default=index), []).append(slot)
-                    result[module, replica, index] = tuple(tuple(groups[key]) for key in sorted(groups))
-        return result
+        return _Chunks(self)
+
+    def part(self, members: Collection[tuple[str, int]]) -> StepPlan:
+        """
+        The step with the microbatches of some replicas only; numbers of replicas and slots stay the same.
+
+        Args:
+            members (`Collection[tuple[str, int]]`): (module, replica) of those.
+        """
+        few: dict[str, list[tuple[Slots, ...]]] = {name: [()] * len(own) for name, own in self.microbatches.items()}
+        for name, replica in members:
+            few[name][replica] = self.microbatches[name][replica]
+        return replace(self, microbatches={name: tuple(own) for name, own in few.items()})
 
     @property
     def structure(self) -> tuple:
@@ -113,8 +137,69 @@ class StepPlan:
         """
         for name, replicas in self.microbatches.items():
             assert len(replicas) == plan.modules[name].dp_size, name
-            slots = [slot for microbatches in replicas for m in microbatches for slot in m]
-            assert len(slots) == len(set(slots)), f"a sample occurs twice in {name}"
-            assert set(slots) <= set(range(len(self.samples))), f"a slot of {name} is no sample"
-        taken = sum(len(slots) for microbatches in self.microbatches[LANGUAGE_MODEL] for slots in microbatches)
-        assert taken == len(self.samples), "a sample is lost"
+            slots = np.fromiter(chain.from_iterable(chain.from_iterable(replicas)), np.int64)
+            assert not len(slots) or 0 <= slots.min() <= slots.max() < len(self.samples), (
+                f"a slot of {name} is no sample"
+            )
+            counts = np.bincount(slots, minlength=len(self.samples))
+            assert counts.max(initial=0) < 2, f"a sample occurs twice in {name}"
+            assert name != LANGUAGE_MODEL or counts.all(), "a sample is lost"
+
+
+class _Places(Mapping[tuple[str, int], tuple[int, int]]):
+    """(module, slot) -> (replica, microbatch) of a step."""
+
+    def __init__(self, step: StepPlan):
+        self._lists = {name: [own.tolist() for own in found] for name, found in step.locations.items()}
+
+    def __getitem__(self, key: tuple[str, int]) -> tuple[int, int]:
+        module, slot = key
+        replicas, microbatches = self._lists[module]
+        if replicas[slot] < 0:
+            raise KeyError(key)
+        return replicas[slot], microbatches[slot]
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        for module, (replicas, _) in self._lists.items():
+            yield from ((module, slot) for slot, replica in enumerate(replicas) if replica >= 0)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
+    """(module, replica, microbatch) -> chunks of a step, cut replica by replica as they are asked for."""
+
+    def __init__(self, step: StepPlan):
+        self._step = step
+        self._known: dict[tuple[str, int], tuple[tuple[Slots, ...], ...]] = {}
+
+    def __getitem__(self, key: tuple[str, int, int]) -> tuple[Slots, ...]:
+        module, replica, index = key
+        if (module, replica) not in self._known:
+            self._known[module, replica] = self._cut(module, replica)
+        if index >= len(self._known[module, replica]):
+            raise KeyError(key)
+        return self._known[module, replica][index]
+
+    def _cut(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
+        """The chunks of each microbatch of a replica."""
+        step = self._step
+        targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
+        turns = [step.takers(module, replica, target) for target in targets]
+        result = []
+        for index, slots in enumerate(step.microbatches[module][replica]):
+            groups: dict[int, list[int]] = {}
+            for slot in slots:
+                taken = [own[slot] for own in turns if slot in own]
+                groups.setdefault(max(taken, default=index), []).append(slot)
+            result.append(tuple(tuple(groups[key]) for key in sorted(groups)))
+        return tuple(result)
+
+    def __iter__(self) -> Iterator[tuple[str, int, int]]:
+        for module, replicas in self._step.microbatches.items():
+            for replica, microbatches in enumerate(replicas):
+                yield from ((module, replica, index) for index in range(len(microbatches)))
+
+    def __len__(self) -> int:
+        return sum(len(microbatches) for replicas in self._step.microbatches.values() for microbatches in replicas)

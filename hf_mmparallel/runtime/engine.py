@@ -146,7 +146,12 @@ class ParallelEngine(nn.Module):
         self.counted = [
             named[name] for name in self.holdings if name in named and named[name].requires_grad and self._counts(name)
         ]
-        self._check_step = StepCheck(self.groups.control, has_cuts=self.cutter is not None)
+        self._check_step = StepCheck(
+            self.groups.control,
+            num_replicas=plan.modules[LANGUAGE_MODEL].dp_size,
+            sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
+            has_cuts=self.cutter is not None,
+        )
         self.adapter: Adapter | None = None
         self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
         self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good

@@ -17,14 +17,21 @@ class StepCheck:
     """
     Compares what ranks decided on their own before they exchange tensors, whose sizes and order follow from it.
 
+    A rank knows the programs of those only that it exchanges tensors with in a step. With all others it has nothing in
+    common but gradient sums, which the same plan puts in the same order on every rank at every step.
+
     Args:
         group (`ProcessGroup`, *optional*):
             All ranks, for tensors in host memory, so that nobody waits for a device; the default group if left out.
+        num_replicas (`int`): Replicas of the language model.
+        sums (`int`): Checksum of the gradient sums of all ranks in their order.
         has_cuts (`bool`): Whether ranks share tokens of the language model's microbatches.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, has_cuts: bool):
+    def __init__(self, group: dist.ProcessGroup | None, num_replicas: int, sums: int, has_cuts: bool):
         self.group = group
+        self.num_replicas = num_replicas
+        self.sums = sums
         self.has_cuts = has_cuts
 
     def __call__(self, mark: StepFingerprint, num_microbatches: int) -> None:
@@ -38,16 +45,23 @@ class StepCheck:
         Raises:
             `RuntimeError`: On all ranks with the table of ranks, if they disagree.
         """
-        differ = self._differing([mark.step, mark.program])
+        programs = [mark.programs.get(replica) for replica in range(self.num_replicas)]
+        differ = self._differing([mark.step, self.sums, *programs])
         if 0 in differ:
             raise RuntimeError(
                 f"The ranks drew different global batches, or arranged them differently ({self._table(mark.step)}). "
                 "The dataset must have the same length and order on all ranks, its samples the same sizes, and "
                 "`data_seed` the same value."
             )
-        if differ:
+        if 1 in differ:
             raise RuntimeError(
-                f"The ranks ordered the tasks of the same step differently ({self._table(mark.program)}). The order "
+                f"The ranks are about to sum other gradients ({self._table(self.sums)}). Which parameters are trained "
+                "must be the same on all ranks: set `requires_grad` alike, and use one version of each package."
+            )
+        if differ:
+            own = programs[differ[0] - 2]
+            raise RuntimeError(
+                f"The ranks ordered the tasks of the same step differently ({self._table(own)}). The order "
                 "follows from predicted times, which processors of different kinds can round differently. Use one "
                 "kind of processor and one version of each package on all hosts."
             )

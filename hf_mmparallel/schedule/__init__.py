@@ -3,16 +3,19 @@
 from .actions import Action, DeadlockError, Message, Program, ProgramError, Task
 from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
-from .lowering import build_program, lower, receive_ahead
+from .lowering import build_program, condensed_program, lower, receive_ahead
+from .parts import Condensed, Part, condense, condensed_ranks
 from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
 from .scheduler import Timeline, default_cost, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
 __all__ = [
     "Action",
+    "Condensed",
     "DeadlockError",
     "GradientFlow",
     "Message",
+    "Part",
     "Program",
     "ProgramError",
     "Simulation",
@@ -25,6 +28,9 @@ __all__ = [
     "build_graph",
     "build_program",
     "check_program",
+    "condense",
+    "condensed_program",
+    "condensed_ranks",
     "default_cost",
     "keeps_all",
     "live_caps",

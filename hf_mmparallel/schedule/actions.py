@@ -182,14 +182,28 @@ class Program:
         """Of the actions of all ranks in their order, without times; the same in every process."""
         numbers: dict[str, int] = {}
         known: dict[int, int] = {}  # ranks share the objects, whose texts take longer than all else
-        digest = hashlib.blake2b(digest_size=8)
+        rows: dict[int, int] = {}
+        lists: dict[tuple[int, ...], int] = {}
+        places = array("q")
         for rank in sorted(self.actions):
-            for action in self.actions[rank]:
-                if id(action) not in known:
-                    known[id(action)] = numbers.setdefault(str(action), len(numbers))
-            digest.update(array("q", [-1 - rank, *(known[id(action)] for action in self.actions[rank])]).tobytes())
+            row = self.actions[rank]
+            if id(row) not in rows:
+                for action in row:
+                    if id(action) not in known:
+                        known[id(action)] = numbers.setdefault(str(action), len(numbers))
+                rows[id(row)] = lists.setdefault(tuple(known[id(action)] for action in row), len(lists))
+            places.extend((rank, rows[id(row)]))
+        digest = hashlib.blake2b(places.tobytes(), digest_size=8)
+        for row in lists:
+            digest.update(array("q", [-1, *row]).tobytes())
         digest.update("\n".join(numbers).encode())
         return int.from_bytes(digest.digest(), "big") >> 1
+
+    def replicas(self, module: str) -> frozenset[int]:
+        """The replicas of a module that its ranks work for."""
+        rows = {id(row): row for row in self.actions.values()}.values()
+        tasks = (action.task for row in rows for action in row)
+        return frozenset(task.replica for task in tasks if task is not None and task.module == module)
 
     def has_backward(self, task: Task) -> bool:
         """

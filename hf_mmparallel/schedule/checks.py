@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from ..plan import ParallelPlan, StepPlan, SyncGroup
 from .actions import Action, DeadlockError, Message, Program, ProgramError, StageKey, Task
@@ -29,9 +30,17 @@ def check_program(
     verify(plan, build_graph(plan, step, training), groups if training else (), program)
 
 
-def verify(plan: ParallelPlan, graph: TaskGraph, groups: Sequence[SyncGroup], program: Program) -> None:
-    """[`check_program`] for a graph that is there already."""
-    _Checker(plan, graph, groups, program).check()
+def verify(
+    plan: ParallelPlan, graph: TaskGraph, groups: Sequence[SyncGroup], program: Program, is_part: bool = False
+) -> None:
+    """
+    [`check_program`] for a graph that is there already.
+
+    Of a [`Part`] it is also checked that its ranks can do all that blocks in one order that has the gradient sums in
+    that of `groups`. Then no program that is put together from such parts can deadlock: between one sum and the next
+    each part does what it has there, whatever the others do, and all parts come to the same sums in the same order.
+    """
+    _Checker(plan, graph, groups, program).check(in_order=is_part)
 
 
 def waiting_table(waiting: Mapping[int, Action], limit: int = 32) -> str:
@@ -62,8 +71,8 @@ class _Checker:
         self.successors: list[list[int]] = [[] for _ in range(len(graph.tasks) + len(groups))]
         self.blocking: dict[int, list[int]] = {}
 
-    def check(self) -> None:
-        """Runs all checks."""
+    def check(self, in_order: bool) -> None:
+        """Runs all checks, among them whether gradient sums can be in the order of their numbers if `in_order`."""
         if set(self.program.actions) != set(range(self.num_ranks)):
             raise ProgramError(
                 f"The program lists {len(self.program.actions)} ranks, the plan has {self.num_ranks}. "
@@ -74,6 +83,9 @@ class _Checker:
         self._check_complete()
         for channel in self.sent.keys() | self.received.keys():
             self._check_channel(channel)
+        if in_order:
+            for first, second in pairwise(range(len(self.graph.tasks), len(self.successors))):
+                self.successors[first].append(second)
         self._check_circles()
 
     def _check_rank(self, rank: int, actions: Sequence[Action]) -> None:

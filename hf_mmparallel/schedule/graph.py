@@ -151,6 +151,8 @@ def _links(
     entries = {}
     for edge in edges:
         for replica, microbatches in enumerate(step.microbatches[edge.target]):
+            if not microbatches:
+                continue
             entries[edge.target, replica] = tuple(plan.edge_stages(edge, replica))
             for microbatch in range(len(microbatches)):
                 for chunk, slots in enumerate(step.chunks[edge.target, replica, microbatch]):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from ..plan import ParallelPlan, StepPlan, SyncGroup
-from .actions import Action, Program, StageKey
+from .actions import Action, Program, StageKey, Task
 from .checks import verify
 from .graph import TaskGraph, build_graph
+from .parts import Part, condense
 from .policies import may_alternate, policy_caps
 from .scheduler import Cost, Timeline, schedule_tasks
 
@@ -40,13 +42,39 @@ def build_program(
         `Program`: The actions with predicted times. Steps of equal `step.structure` have equal programs when the
         cost is the same.
     """
-    groups = groups if training else ()
-    graph = build_graph(plan, step, training)
-    timeline = schedule_tasks(plan, graph, cost, policy_caps(plan, step, caps), training and may_alternate(plan))
-    program = lower(plan, graph, timeline, groups)
-    if check:
-        verify(plan, graph, groups, program)
-    return program
+    condensed = condense(plan, groups)
+    program = condensed.expand(condensed_program(condensed.parts(step), cost, training, caps, check))
+    return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)}, program.times_ms)
+
+
+def condensed_program(
+    parts: Iterable[Part],
+    cost: Cost | None = None,
+    training: bool = True,
+    caps: Mapping[StageKey, float] | None = None,
+    check: bool = True,
+) -> Program:
+    """
+    [`build_program`] for some of the parts of a step, with one rank for all that run the same list. What a part gets
+    does not depend on the others.
+
+    Args:
+        parts (`Iterable[Part]`): What [`Condensed.parts`] gives; costs and caps of other parts are not asked for.
+    """
+    actions: dict[int, tuple[Action, ...]] = {}
+    times: dict[Task, tuple[float, float]] = {}
+    for part in parts:
+        groups = part.groups if training else ()
+        graph = build_graph(part.plan, part.step, training)
+        own_caps = policy_caps(part.plan, part.step, caps)
+        timeline = schedule_tasks(part.plan, graph, cost, own_caps, training and may_alternate(part.plan))
+        program = lower(part.plan, graph, timeline, groups)
+        if check:
+            verify(part.plan, graph, groups, program, is_part=True)
+        program = part.condensed(program)
+        actions.update(program.actions)
+        times.update(program.times_ms)
+    return Program(actions, times)
 
 
 def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> Program:
@@ -54,9 +82,9 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequ
     Writes the list of every rank.
 
     Sends stand right after the task that produces, receives before the task that needs them and, between two ranks,
-    in the order of the sends. A gradient sum stands on all of its ranks at one instant of the simulation: when the
-    slowest of its stages is done. (After each rank's own last backward, ranks that are shared by several modules
-    can wait for each other in a circle.)
+    in the order of the sends. Gradient sums stand in the order of `groups` on every rank, each on all of its ranks at
+    one instant of the simulation: when the slowest of its stages is done, and those of the sums before it. (After
+    each rank's own last backward, ranks that are shared by several modules can wait for each other in a circle.)
 
     Args:
         plan (`ParallelPlan`): The layout.
@@ -152,15 +180,17 @@ def _ranks(plan: ParallelPlan, graph: TaskGraph) -> list[tuple[int, ...]]:
 def _sync_instants(
     plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]
 ) -> list[list[tuple[float, int]]]:
-    """For each rank, (instant, group) of its gradient sums in order; idle groups come last."""
+    """For each rank, (instant, group) of its gradient sums in order; idle groups come with the next one."""
     last: dict[StageKey, int] = {}
     for index, task in enumerate(graph.tasks):
         if task.kind == "bwd":
             last[task.stage_key] = max(last.get(task.stage_key, -1), timeline.finished[index])
-    never = 2 * len(graph.tasks)
+    instants = [max((last.get(stage, -1) for stage in group.stages), default=-1) for group in groups]
+    following = 2 * len(graph.tasks)
+    for number in reversed(range(len(groups))):
+        following = instants[number] = following if instants[number] < 0 else instants[number]
     result: list[list[tuple[float, int]]] = [[] for _ in range(plan.world_size)]
-    instants = [(max((last.get(stage, -1) for stage in group.stages), default=-1)) for group in groups]
-    for instant, number in sorted((never if at < 0 else at, number) for number, at in enumerate(instants)):
+    for number, instant in enumerate(accumulate(instants, max)):
         for rank in groups[number].ranks:
             result[rank].append((instant, number))
     return result

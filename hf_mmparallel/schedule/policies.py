@@ -86,11 +86,15 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     for name in reversed(list(plan.modules)):
         targets = [edge.target for edge in plan.edges if edge.source == name]
         for replica, stages in enumerate(plan.modules[name].replicas):
+            if not stages:  # of another part
+                continue
             indices = {slot: i for i, slots in enumerate(step.microbatches[name][replica]) for slot in slots}
             behind = 0
             for target in targets:
-                depth = _turns_in_flight(plan, step, name, replica, target, caps)
                 taken = step.takers(name, replica, target)
+                if not taken:  # nobody waits for what it makes
+                    continue
+                depth = _turns_in_flight(step, target, np.unique(step.locations[target][0][list(taken)]), caps)
                 own = np.fromiter((indices[slot] for slot in taken), np.int64, len(taken))
                 behind = max(behind, _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth))
             for index in range(len(stages)):
@@ -98,19 +102,9 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     return caps
 
 
-def _turns_in_flight(
-    plan: ParallelPlan,
-    step: StepPlan,
-    module: str,
-    replica: int,
-    target: str,
-    caps: Mapping[StageKey, float],
-) -> int:
-    """The most turns that the replicas of `target` which a replica feeds have in flight at once."""
-    slots = [slot for slots in step.microbatches[module][replica] for slot in slots]
-    fed = {step.places[target, slot][0] for slot in slots if (target, slot) in step.places}
-    fed = fed or set(range(plan.modules[target].dp_size))
-    counts = {taker: max(1, len(step.microbatches[target][taker])) for taker in fed}
+def _turns_in_flight(step: StepPlan, target: str, fed: np.ndarray, caps: Mapping[StageKey, float]) -> int:
+    """The most turns that some replicas of `target` have in flight at once."""
+    counts = {taker: len(step.microbatches[target][taker]) for taker in fed.tolist()}
     turns = max(counts.values())
     return max(ceil(caps[target, taker, 0] * turns / count) for taker, count in counts.items())
 
@@ -124,8 +118,6 @@ def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:
         takers (`np.ndarray`): int64 `[num_slots]`: the turn in which it is taken.
         depth (`int`): Turns in flight behind it.
     """
-    if not len(takers):
-        return depth
     indices = np.unique(indices, return_inverse=True)[1]  # microbatches without samples have no tasks
     wanted = np.zeros(takers.max() + 1, dtype=np.int64)  # how many microbatches each taker waits for
     np.maximum.at(wanted, takers, indices + 1)

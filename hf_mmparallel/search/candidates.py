@@ -1,4 +1,4 @@
-"""Candidates for a plan, fastest first by the closed form: the upper tier of the search."""
+"""Candidates for a plan, fastest first by the closed form."""
 
 from __future__ import annotations
 
@@ -6,17 +6,29 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
 from ..schedule import keeps_all
+from .combinations import (
+    Choice,
+    Combinations,
+    LayoutTable,
+    few_enough,
+    first_of_groups,
+    layout_table,
+    side_by_side,
+)
 from .options import ModuleOptions, divisors
 from .problem import Candidate, PlanningProblem
-from .rank_tables import MOST_KEPT, NONE, Choices, RankTable, module_table
 
-_MOST_MICROBATCHES = 256
-_LOOKED_AT = 512  # candidates of one placement, number of copies and of microbatches
-_KEPT = 16  # of them
-_MANY_RANKS = 128
+MOST_MICROBATCHES = 256
+"""Of a replica."""
+_ALL = 2048  # combinations of one placement, number of copies and of microbatches that are all candidates
+_FASTEST = 512  # of more
 _PER_FAMILY = 2
 
 
@@ -31,12 +43,14 @@ class Estimated:
         choices (`Mapping[str, Choice]`): Sizes by module.
         hosts (`Mapping[str, str]`): Module -> the module whose ranks it shares.
         num_microbatches (`int`): Of each replica of the language model.
+        least_ms (`float`, *optional*, defaults to 0.0): What its slowest rank computes at least.
     """
 
     step_ms: float
-    choices: Choices
+    choices: Mapping[str, Choice]
     hosts: Mapping[str, str]
     num_microbatches: int
+    least_ms: float = 0.0
 
     @property
     def family(self) -> tuple:
@@ -45,45 +59,141 @@ class Estimated:
         return (tuple(sorted(self.hosts.items())), tuple(kinds))
 
     def memory_bytes(self, problem: PlanningProblem) -> float:
-        """Of the fullest rank, about: first stages, with as many microbatches in flight as 1F1B has."""
-        behind = self._depths(problem)
-        needed: dict[str, float] = {}
-        for name, choice in self.choices.items():
-            late = name in problem.spec.encoders  # samples may be taken a microbatch later
-            in_flight = min(self.num_microbatches, choice.pp_size + behind[name] + late)
-            if keeps_all(problem.schedule, late):
-                in_flight = self.num_microbatches
-            host = self.hosts.get(name, name)
-            needed[host] = needed.get(host, 0.0) + choice.state_bytes + in_flight * choice.kept_bytes
-        return max(needed.values())
+        """Of the fullest rank, about."""
+        return float(needed_bytes(problem, self.choices, self.hosts, self.num_microbatches))
 
-    def _depths(self, problem: PlanningProblem) -> dict[str, int]:
-        """Module -> stages behind it."""
-        behind = dict.fromkeys(self.choices, 0)
-        for edge in reversed(problem.spec.edges):
-            depth = behind[edge.target] + self.choices[edge.target].pp_size
-            behind[edge.source] = max(behind[edge.source], depth)
-        return behind
+
+def needed_bytes(
+    problem: PlanningProblem, choices: Mapping, hosts: Mapping[str, str], num_microbatches: int
+) -> NDArray:
+    """
+    Memory of the fullest rank, about: that of first stages, with as many microbatches in flight as 1F1B has, or of
+    last ones, where logits are.
+
+    Args:
+        problem ([`PlanningProblem`]): The question.
+        choices (`Mapping`): Module -> a [`Choice`], or an object with arrays of the same names.
+        hosts (`Mapping[str, str]`): Module -> the module whose ranks it shares.
+        num_microbatches (`int`): Of each replica of the language model.
+    """
+    behind = {name: np.asarray(0) for name in choices}
+    for edge in reversed(problem.spec.edges):
+        behind[edge.source] = np.maximum(behind[edge.source], behind[edge.target] + choices[edge.target].pp_size)
+    first: dict[str, NDArray] = {}
+    last: dict[str, NDArray] = {}
+    for name, choice in choices.items():
+        is_encoder, host = name in problem.spec.encoders, hosts.get(name, name)
+        # Samples of an encoder may be used a microbatch later.
+        in_flight = np.minimum(num_microbatches, choice.pp_size + behind[name] + is_encoder)
+        at_the_end = np.minimum(num_microbatches, 1 + behind[name] + is_encoder)
+        if keeps_all(problem.first_schedule, is_encoder):
+            in_flight = at_the_end = np.asarray(num_microbatches)
+        early = choice.state_bytes + in_flight * choice.kept_bytes + choice.running_bytes
+        late = choice.last_state_bytes + at_the_end * choice.kept_bytes + choice.last_running_bytes
+        first[host], last[host] = first.get(host, 0.0) + early, last.get(host, 0.0) + late
+    return np.max([np.maximum(first[host], last[host]) for host in first], axis=0)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Combinations with one placement, number of copies of the language model and of microbatches."""
+
+    tables: Mapping[str, LayoutTable]
+    hosts: Mapping[str, str]
+    num_microbatches: int
+    combinations: Combinations
+    step_ms: NDArray
+    fits: NDArray
+    num_estimated: int
+    num_too_large: int
+
+    def estimated(self, place: int) -> Estimated:
+        """One of them."""
+        choices = {name: table.choice(self.combinations.rows[name][place]) for name, table in self.tables.items()}
+        step_ms, least_ms = (float(values[place]) for values in (self.step_ms, self.combinations.least_ms))
+        return Estimated(step_ms, choices, self.hosts, self.num_microbatches, least_ms)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """What [`needed_bytes`] reads of a module's layouts, for some rows."""
+
+    table: LayoutTable
+    rows: NDArray
+
+    def __getattr__(self, name: str) -> NDArray:
+        return getattr(self.table, name)[self.rows]
 
 
 class CandidateSpace:
     """
-    All candidates of a problem, see [`PlanningProblem`].
+    All candidates of a problem, see [`PlanningProblem`], fastest first by the closed form.
 
     Copies of modules divide each other and the global batch. Every module may be on ranks of its own or on those of
     the language model, and encoders together on ranks of their own (Cornstarch, section 4.2); modules on the same
     ranks may have different sizes there.
+
+    Nothing is left out for an estimate of memory, which may be too high or too low: candidates go only where what
+    every plan with such sizes holds, on average over its ranks and with one microbatch, exceeds the memory. Of very
+    many combinations with the same numbers of copies and microbatches the fastest stay, the fastest that are expected
+    to fit, and both of each family (tensor and context parallelism, recomputation, one stage or several).
     """
 
     def __init__(self, problem: PlanningProblem):
         self.problem = problem
         self.options = {name: ModuleOptions(problem, name) for name in problem.spec.modules}
-        # Ways to divide ranks between modules grow with the square of both.
-        self._few = MOST_KEPT if problem.num_ranks <= _MANY_RANKS else 3
-        self.num_too_large = 0
 
     def __iter__(self) -> Iterator[Estimated]:
-        """The best candidates of every placement, number of copies and number of microbatches, in no order."""
+        """All candidates, fastest first."""
+        return self._in_order(np.ones(len(self), bool))
+
+    def __len__(self) -> int:
+        return len(self._fits)
+
+    def expected_to_fit(self) -> Iterator[Estimated]:
+        """Those whose estimate of memory is within the limit, fastest first."""
+        return self._in_order(self._fits)
+
+    def doubtful(self) -> Iterator[Estimated]:
+        """Those whose estimate of memory is above the limit, fastest first."""
+        return self._in_order(~self._fits)
+
+    @property
+    def num_estimated(self) -> int:
+        """Combinations of sizes that were looked at."""
+        return sum(block.num_estimated for block in self._blocks)
+
+    @property
+    def num_too_large(self) -> int:
+        """Those of them that can't fit."""
+        return sum(block.num_too_large for block in self._blocks)
+
+    def num_within(self, step_ms: float) -> int:
+        """Candidates whose slowest rank computes less than that in a step, at least."""
+        return sum(int((block.combinations.least_ms < step_ms).sum()) for block in self._blocks)
+
+    def _in_order(self, chosen: NDArray) -> Iterator[Estimated]:
+        """Some of the candidates, fastest first."""
+        places = np.flatnonzero(chosen)
+        starts = np.cumsum([0, *(len(block.fits) for block in self._blocks)])
+        for place in places[np.argsort(self._step_ms[places], kind="stable")].tolist():
+            block = int(np.searchsorted(starts, place, "right")) - 1
+            yield self._blocks[block].estimated(place - int(starts[block]))
+
+    @cached_property
+    def _step_ms(self) -> NDArray:
+        return np.concatenate([np.empty(0), *(block.step_ms for block in self._blocks)])
+
+    @cached_property
+    def _fits(self) -> NDArray:
+        return np.concatenate([np.empty(0, bool), *(block.fits for block in self._blocks)])
+
+    @cached_property
+    def _blocks(self) -> list[_Block]:
+        return [self._block(*parts) for parts in self._combined()]
+
+    def _combined(self) -> Iterator[tuple[Mapping[str, LayoutTable], Mapping[str, str], int, Combinations]]:
+        """The layouts of modules, a placement, a number of microbatches, and all combinations that these have."""
         problem = self.problem
         for dp_size in divisors(problem.global_batch_size):
             if dp_size > problem.num_ranks or not self.options[LANGUAGE_MODEL].allows("dp_size", dp_size):
@@ -91,25 +201,38 @@ class CandidateSpace:
             for count in self._microbatch_counts(dp_size):
                 tables = {name: self._table(name, dp_size, count) for name in self.options}
                 for hosts in self.placements():
-                    found = self._estimated(tables, hosts, count)
-                    yield from itertools.islice((own for own in found if self._fits(own)), _KEPT)
+                    yield tables, hosts, count, self._placed(tables, hosts, count)
 
-    def _fits(self, found: Estimated) -> bool:
-        """Whether a candidate fits the memory, about."""
+    def _block(
+        self, tables: Mapping[str, LayoutTable], hosts: Mapping[str, str], count: int, combined: Combinations
+    ) -> _Block:
+        """The combinations that are candidates."""
         limit = self.problem.memory_bytes
-        fits = limit is None or found.memory_bytes(self.problem) <= limit
-        self.num_too_large += not fits
-        return fits
+        num_estimated = len(combined)
+        if limit is not None:
+            combined = combined.take(np.flatnonzero(combined.mean_bytes <= limit))
+        num_too_large = num_estimated - len(combined)
+        step_ms = combined.fill_ms + (count - 1) * combined.bottleneck_ms
+        fits = np.ones(len(combined), bool)
+        if limit is not None:
+            columns = {name: _Column(tables[name], rows) for name, rows in combined.rows.items()}
+            fits = needed_bytes(self.problem, columns, hosts, count) <= limit
+        if len(combined) > _ALL:
+            fastest = np.argsort(step_ms, kind="stable")[:_FASTEST]
+            fitting = first_of_groups(fits.astype(int), step_ms, _FASTEST)
+            family = first_of_groups(2 * combined.family + fits, step_ms, 1)
+            kept = np.unique(np.concatenate([fastest, fitting, family]))
+            combined, step_ms, fits = combined.take(kept), step_ms[kept], fits[kept]
+        return _Block(tables, hosts, count, combined, step_ms, fits, num_estimated, num_too_large)
 
     def _microbatch_counts(self, dp_size: int) -> list[int]:
         """Numbers of microbatches of a replica."""
         replica = self.problem.global_batch_size // dp_size
         if self.problem.microbatch_size is not None:
             return [-(-replica // self.problem.microbatch_size)]
-        found = [count for count in divisors(replica) if count <= _MOST_MICROBATCHES]
-        return [count for count in found if count & (count - 1) == 0 or count in (found[-1], replica)]
+        return [count for count in divisors(replica) if count <= MOST_MICROBATCHES]
 
-    def _table(self, name: str, dp_size: int, count: int) -> RankTable:
+    def _table(self, name: str, dp_size: int, count: int) -> LayoutTable:
         """The layouts of a module beside `dp_size` copies of the language model."""
         sizes = [dp_size]
         if name != LANGUAGE_MODEL:
@@ -120,70 +243,58 @@ class CandidateSpace:
                 and (size % dp_size == 0 or dp_size % size == 0)
                 and self.options[name].allows("dp_size", size)
             ]
-        return module_table(self.options[name], count, sizes)
+        return layout_table(self.options[name], count, sizes)
 
     def placements(self) -> list[dict[str, str]]:
         """Module -> the module whose ranks it shares, for every placement."""
         others = [name for name in self.options if name != LANGUAGE_MODEL]
         encoders = list(self.problem.spec.encoders)
-        found = []
+        placements = []
         for shared in itertools.product((False, True), repeat=len(others)):
-            found.append({name: LANGUAGE_MODEL for name, there in zip(others, shared, strict=True) if there})
+            placements.append({name: LANGUAGE_MODEL for name, there in zip(others, shared, strict=True) if there})
         if len(encoders) > 1:
             joined = dict.fromkeys(encoders[1:], encoders[0])
             generators = [name for name in others if name not in encoders]
-            found += [joined, {**joined, **dict.fromkeys(generators, LANGUAGE_MODEL)}]
-        unique = {tuple(sorted(hosts.items())): hosts for hosts in found}
+            placements += [joined, {**joined, **dict.fromkeys(generators, LANGUAGE_MODEL)}]
+        unique = {tuple(sorted(hosts.items())): hosts for hosts in placements}
         return list(unique.values())
 
-    def _estimated(self, tables: Mapping[str, RankTable], hosts: Mapping[str, str], count: int) -> Iterator[Estimated]:
-        """The best candidates of a placement."""
+    def _placed(self, tables: Mapping[str, LayoutTable], hosts: Mapping[str, str], count: int) -> Combinations:
+        """The combinations of a placement that take all ranks."""
         weight, ranks = float(count - 1), self.problem.num_ranks
-        joined = dict(tables)
+        groups = {name: Combinations.of(name, table) for name, table in tables.items()}
         for name, host in hosts.items():
-            joined[host] = joined[host].together(joined.pop(name)).first(MOST_KEPT, weight)
-        language = joined.pop(LANGUAGE_MODEL)
-        generators = [joined.pop(name) for name in self.problem.spec.generators if name in joined]
-        if generators:
-            behind = self._side_by_side(generators, weight).first(self._few, weight)
-            language = language.first(self._few, weight).beside(behind, weight, in_series=True)
-        if not joined:
-            yield from self._alone(language, hosts, count)
-            return
-        side = self._side_by_side(list(joined.values()), weight)
-        division = language.divided(side, ranks, weight, in_series=True)
-        for place in division.order[:_LOOKED_AT]:
-            step_ms = division.fill_ms[place] + weight * division.bottleneck_ms[place]
-            yield Estimated(float(step_ms), division.choices(place), hosts, count)
+            groups[host] = groups[host].sharing(groups.pop(name)).thinned(weight)
+        language = groups.pop(LANGUAGE_MODEL)
+        generators = [groups.pop(name) for name in self.problem.spec.generators if name in groups]
+        encoders = list(groups.values())
+        if generators and encoders:
+            behind = side_by_side(generators, weight, ranks)
+            language, behind = few_enough([language, behind], weight)
+            language = language.beside(behind, None, ranks, in_series=True).thinned(weight)
+        elif generators:
+            encoders = generators
+        if not encoders:
+            return language.of_ranks(ranks)
+        return language.beside(side_by_side(encoders, weight, ranks), ranks, ranks, in_series=True)
 
-    def _side_by_side(self, tables: list[RankTable], weight: float) -> RankTable:
-        """Modules on ranks of their own that do not feed each other."""
-        side, *others = tables
-        for table in others:
-            side = side.first(self._few, weight).beside(table.first(self._few, weight), weight)
-        return side
-
-    def _alone(self, table: RankTable, hosts: Mapping[str, str], count: int) -> Iterator[Estimated]:
-        """Candidates in which all ranks are those of one table."""
-        scores = table.fill_ms[-1] + (count - 1) * table.bottleneck_ms[-1]
-        for place, score in enumerate(scores.tolist()):
-            if score < NONE:
-                yield Estimated(score, table.choices(self.problem.num_ranks, place), hosts, count)
-
-    def candidate(self, found: Estimated) -> Candidate:
-        """The candidate with its stages cut."""
+    def candidate(self, estimated: Estimated) -> Candidate:
+        """The candidate with its stages cut, and the schedule and arrangement that are looked at first."""
         layouts = {
             name: self.options[name].layout(choice.kind, choice.dp_size, choice.pp_size, choice.num_samples)
             for name in self.options
-            for choice in [found.choices[name]]
+            for choice in [estimated.choices[name]]
         }
-        return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.schedule)
+        problem = self.problem
+        return Candidate(
+            layouts, estimated.hosts, estimated.num_microbatches, problem.first_schedule, problem.first_method
+        )
 
 
-def unlike(found: Iterable[Estimated]) -> Iterator[Estimated]:
-    """The candidates in their order, but for those of a family of which there have been enough."""
+def unlike(candidates: Iterable[Estimated]) -> Iterator[Estimated]:
+    """Candidates in their order, at most a few of each family."""
     seen: Counter = Counter()
-    for own in found:
-        seen[own.family] += 1
-        if seen[own.family] <= _PER_FAMILY:
-            yield own
+    for candidate in candidates:
+        seen[candidate.family] += 1
+        if seen[candidate.family] <= _PER_FAMILY:
+            yield candidate

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..cost import CostModel, layer_table
+from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
+from ..schedule import condense
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, unlike
-from .condense import condense, on_all_ranks, predict_condensed
+from .condense import on_all_ranks, predict_condensed
 from .explain import least_memory_bytes
 from .fully_sharded import FullySharded, fully_sharded
 from .options import Kind, ModuleOptions
@@ -119,8 +121,7 @@ class UnawareOptions(ModuleOptions):
 
     def layer_ms(self, kind: Kind, num_samples: float):
         """See [`ModuleOptions`]."""
-        table = layer_table(self.assumed, self.name, kind.tp_size, kind.checkpointing)
-        return table.step_ms(num_samples * self.tokens, num_samples * self.squares, kind.cp_size)
+        return self._layer_ms(self.assumed, kind, num_samples)
 
 
 class _Judge:
@@ -137,10 +138,10 @@ class _Judge:
         assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec), method="contiguous")
         space = CandidateSpace(self.problem)
         space.options.update({name: UnawareOptions(self.problem, name, assumed.costs) for name in space.options})
-        found = sorted(space, key=lambda own: own.step_ms)
+        found = list(itertools.islice(unlike(space.expected_to_fit()), _TRIED)) or list(itertools.islice(space, 1))
         if not found:
             return self._none(UNAWARE, self._excess(least_memory_bytes(self.problem) or 0.0))
-        ranked = self._best(map(space.candidate, unlike(found)), "contiguous", assumed)
+        ranked = self._best(map(space.candidate, found), "contiguous", assumed)
         return self._compared(
             UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
         )
@@ -185,13 +186,13 @@ class _Judge:
         idle = [f"`{name}`" for name, work in layouts.work.items() if not work]
         if idle:
             return self._none(RATIO, f"no sample has work for {', '.join(idle)}")
-        found = sorted(layouts, key=lambda own: own.step_ms)
+        found = list(itertools.islice(unlike(layouts.expected_to_fit()), _TRIED))
         if not found:
             layouts = RatioLayouts(replace(self.problem, memory_bytes=None))
             found = sorted(layouts, key=lambda own: own.memory_bytes(self.problem))
         if not found:
             return self._none(RATIO, "no layout of the modules has the ranks of their share")
-        ranked = self._best(map(layouts.candidate, unlike(found)), "contiguous")
+        ranked = self._best(map(layouts.candidate, found), "contiguous")
         return self._compared(RATIO, ranked, "ranks by the operations of each module, even layers, sampler's order")
 
     def replicated(self) -> ComparedPlan:
@@ -285,7 +286,7 @@ class _Judge:
             )
             for name, own in allocation.modules.items()
         }
-        return Candidate(layouts, {}, allocation.num_microbatches, self.problem.schedule)
+        return Candidate(layouts, {}, allocation.num_microbatches, self.problem.first_schedule)
 
     # What a plan takes
 
@@ -298,11 +299,11 @@ class _Judge:
         self, candidate: Candidate, method: str, count: int | None = None, problem: PlanningProblem | None = None
     ) -> RankedPlan:
         """A candidate on the first `count` batches, all when left out."""
-        problem = replace(problem or self.problem, method=method, memory_bytes=None)
-        planner = step_planner(problem, candidate)
+        problem = replace(problem or self.problem, memory_bytes=None)
+        planner = step_planner(problem, replace(candidate, method=method))
         condensed = condense(planner.plan, tuple(planner.groups))
         predictions = tuple(predict_condensed(planner, condensed, batch) for batch in self.batches[:count])
-        return RankedPlan(candidate, planner.plan, predictions, 0.0)
+        return RankedPlan(replace(candidate, method=method), planner.plan, predictions, 0.0)
 
     def _best(
         self, candidates: Iterable[Candidate], method: str, assumed: PlanningProblem | None = None

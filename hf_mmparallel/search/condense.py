@@ -1,73 +1,16 @@
-"""Ranks that take part in the same stages run the same list: one of them stands for all."""
+"""Predictions with one rank for all that run the same list."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..arrange import arrange_step
 from ..cost import StepCost, batch_workloads, eager_caps, memory_per_rank
 from ..cost.optimizer import optimizer_ms
-from ..plan import ParallelPlan, SampleSizes, SyncGroup
-from ..schedule import Span, SumSpan, build_program, simulate
+from ..plan import SampleSizes
+from ..schedule import Condensed, Span, SumSpan, condensed_program, condensed_ranks, simulate
 from .steps import PlannedStep, Prediction, StepPlanner
-
-
-@dataclass(frozen=True)
-class Condensed:
-    """
-    A plan with one rank for all that run the same list.
-
-    Args:
-        plan (`ParallelPlan`): With these ranks only, numbered from 0.
-        groups (`tuple[SyncGroup, ...]`): The gradient sums among them.
-        whole_groups (`tuple[SyncGroup, ...]`): For each, a gradient sum of the whole plan that it stands for.
-    """
-
-    plan: ParallelPlan
-    groups: tuple[SyncGroup, ...]
-    whole_groups: tuple[SyncGroup, ...]
-
-
-def condense(plan: ParallelPlan, groups: list[SyncGroup] | tuple[SyncGroup, ...]) -> Condensed:
-    """
-    Leaves one rank of all that take part in the same stages. A step takes as long as with all of them.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        groups (`Sequence[SyncGroup]`): Its gradient sums.
-    """
-    number = _numbers(plan)
-
-    def those(ranks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted({number[rank] for rank in ranks}))
-
-    modules = {
-        name: replace(
-            module,
-            replicas=tuple(
-                tuple(replace(stage, ranks=(those(stage.all_ranks),)) for stage in replica)
-                for replica in module.replicas
-            ),
-        )
-        for name, module in plan.modules.items()
-    }
-    kept: dict[tuple, SyncGroup] = {}
-    for group in groups:
-        kept.setdefault((those(group.ranks), group.stages, group.parameters), group)
-    few = tuple(SyncGroup(ranks, parameters, of) for ranks, of, parameters in kept)
-    return Condensed(replace(plan, modules=modules), few, tuple(kept.values()))
-
-
-def _numbers(plan: ParallelPlan) -> dict[int, int]:
-    """Rank -> its rank in the condensed plan."""
-    stages: dict[int, list] = {}
-    for name, module in plan.modules.items():
-        for replica, index, stage in module.stages():
-            for rank in stage.all_ranks:
-                stages.setdefault(rank, []).append((name, replica, index))
-    numbers: dict[tuple, int] = {}
-    return {rank: numbers.setdefault(tuple(stages[rank]), len(numbers)) for rank in sorted(stages)}
 
 
 def on_all_ranks(prediction: Prediction) -> Prediction:
@@ -86,7 +29,7 @@ def on_all_ranks(prediction: Prediction) -> Prediction:
     ]
     ordered = tuple(sorted(spans, key=lambda span: (span.start_ms, span.rank, span.end_ms)))
     few = _by_rank(simulation.sums)
-    sums = [replace(span, rank=rank) for rank, number in _numbers(plan).items() for span in few.get(number, ())]
+    sums = [replace(span, rank=rank) for rank, number in condensed_ranks(plan).items() for span in few.get(number, ())]
     sums.sort(key=lambda span: (span.start_ms, span.rank))
     whole = replace(simulation, spans=ordered, num_ranks=plan.world_size, sums=tuple(sums))
     return replace(prediction, simulation=whole)
@@ -115,7 +58,7 @@ def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleS
     step = arrange_step(plan, range(sizes.num_samples), workloads, planner.microbatch_size, planner.method)
     cost = StepCost(costs, plan, step, sizes, condensed.whole_groups)
     caps = eager_caps(costs, plan, step, sizes, planner.memory_bytes) if plan.schedule == "eager" else None
-    program = build_program(condensed.plan, step, condensed.groups, cost, caps=caps, check=False)
+    program = condensed_program(condensed.parts(step), cost, caps=caps, check=False)
     simulation = simulate(condensed.plan, program, cost, cost.message_ms, cost.sync_ms)
     memory = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
     planned = PlannedStep(step, program, sizes, workloads)

@@ -12,6 +12,7 @@ from ..cost import layer_table, training_flops
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.collectives import all_gather, all_reduce
 from ..cost.optimizer import update_bytes
+from ..cost.rows import group_sizes
 from ..plan import ParameterSpec, SampleSizes
 from .options import Kind, ModuleOptions
 from .problem import PlanningProblem
@@ -125,8 +126,7 @@ class _Estimate:
         for each layer.
         """
         table = layer_table(self.costs, name, 1, self.checkpointing)
-        tokens = np.array([batch.tokens[name][own].sum() for own in slots], float)
-        squares = np.array([batch.squares[name][own].sum() for own in slots], float)
+        tokens, squares = group_sizes(self.costs, name, batch, slots)
         forward, backward = table.times(tokens, squares)
         weights, gradients = self._layer_bytes(name)
         gathers = self._gather_ms(weights)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..plan import SampleSizes
-from .condense import condense, predict_condensed
+from .condense import predict_condensed
 from .steps import StepPlanner
 
 KEEPING_LIMITS = ("hierarchical", "tapered")
@@ -51,11 +51,10 @@ def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> Metho
         [`MethodChoice`]: The choice, which depends on nothing else, so that all ranks with the same batches agree.
     """
     has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
-    condensed = condense(planner.plan, list(planner.groups))
     step_ms: dict[str, float] = {}
     for method in KEEPING_LIMITS if has_limit else CHOICES:
         tried = replace(planner, method=method)
-        times = [predict_condensed(tried, condensed, batch).step_ms for batch in batches]
+        times = [predict_condensed(tried, planner.condensed, batch).step_ms for batch in batches]
         step_ms[method] = sum(times) / len(times)
     best = next(iter(step_ms))
     for method, time_ms in step_ms.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import layer_table
+from ..cost import CostModel, Polynomial, layer_table
 from ..cost.collectives import all_reduce
 from ..cost.kept import DTYPE_BYTES, FULL
 from ..cost.optimizer import update_bytes
@@ -32,11 +33,14 @@ class Kind:
         cp_size (`int`): Ranks that share the tokens of a microbatch.
         tp_size (`int`): Ranks that share each matrix.
         checkpointing (`bool`): Whether activations are recomputed.
+        first_rank (`int`, *optional*, defaults to 0):
+            Where in a node the ranks that share a matrix start, which is of interest when they cross to the next one.
     """
 
     cp_size: int
     tp_size: int
     checkpointing: bool
+    first_rank: int = 0
 
     @property
     def num_ranks(self) -> int:
@@ -60,6 +64,7 @@ class ModuleOptions:
         self._bottlenecks: dict[tuple[Kind, float], NDArray] = {}
         self._unevenness: dict[int, float] = {}
         self._memories: dict[tuple[Kind, int, int], StageMemory] = {}
+        self._sums: dict[tuple[int, int], Polynomial] = {}
 
     @property
     def max_stages(self) -> int:
@@ -71,7 +76,7 @@ class ModuleOptions:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Tensor-parallel sizes that divide the model's and stay in a node, each with and without recomputation."""
+        """Tensor-parallel sizes up to a node's that divide the model's, each with and without recomputation."""
         part, device = self.part, self.problem.costs.device
         largest = min(device.node_size, self.problem.num_ranks)
         counts = (part.num_heads, part.num_kv_heads, part.intermediate_size)
@@ -103,8 +108,22 @@ class ModuleOptions:
 
     def layer_ms(self, kind: Kind, num_samples: float) -> NDArray:
         """float64 `[num_layers]`: forward and backward of a microbatch of mean samples."""
-        table = layer_table(self.problem.costs, self.name, kind.tp_size, kind.checkpointing)
+        return self._layer_ms(self.problem.costs, kind, num_samples)
+
+    def _layer_ms(self, costs: CostModel, kind: Kind, num_samples: float) -> NDArray:
+        """See [`~ModuleOptions.layer_ms`]."""
+        table = layer_table(costs, self.name, kind.tp_size, kind.checkpointing, kind.first_rank)
         return table.step_ms(num_samples * self.tokens, num_samples * self.squares, kind.cp_size)
+
+    def ranks_within_nodes(self, kind: Kind) -> float:
+        """The most consecutive ranks of which none that share a matrix are on two nodes."""
+        size, node_size = kind.tp_size, self.problem.costs.device.node_size
+        return float("inf") if node_size % size == 0 else node_size // size * size
+
+    def over_nodes(self, kind: Kind) -> Kind:
+        """The kind where ranks that share a matrix are on two nodes, if they can be."""
+        within = self.ranks_within_nodes(kind)
+        return kind if within == float("inf") else replace(kind, first_rank=int(within))
 
     def bottlenecks_ms(self, kind: Kind, num_samples: float) -> NDArray:
         """float64 `[max_stages]`: a microbatch on the slowest of 1, 2, ... stages."""
@@ -139,6 +158,7 @@ class ModuleOptions:
 
     def _memory(self, kind: Kind, first: int, stop: int) -> StageMemory:
         """Of a stage with these layers."""
+        kind = replace(kind, first_rank=0)
         key = (kind, first, stop)
         if key not in self._memories:
             rows = tuple(tuple(range(row, row + kind.tp_size)) for row in range(0, kind.num_ranks, kind.tp_size))
@@ -151,15 +171,40 @@ class ModuleOptions:
         """Weights, gradients and optimizer state of all layers on a rank."""
         return self._memory(Kind(cp_size, tp_size, False), 0, self.part.num_layers).state
 
-    def state_bytes(self, kind: Kind, pp_size: int) -> float:
-        """What the first stage holds beside activations, about."""
+    def state_bytes(self, kind: Kind, pp_size: Any, last: bool = False) -> Any:
+        """
+        What the first or the last stage holds beside activations, about.
+
+        Args:
+            kind (`Kind`): How layers are shared.
+            pp_size (`int` or `np.ndarray`): Stages.
+            last (`bool`, *optional*, defaults to `False`): Whether the last stage is meant.
+        """
+        num_layers = self.part.num_layers
+        whole = self._memory(kind, 0, num_layers).state.total
+        end, layer = (memory.state.total for memory in self._ends(kind)[-1 if last else 0])
+        return np.where(pp_size == 1, whole, end + (num_layers / pp_size - 1) * layer)
+
+    def _ends(self, kind: Kind) -> tuple[tuple[StageMemory, StageMemory], ...]:
+        """For the first and the last layer, the memory of a stage of it alone, and of one of a layer beside it."""
         last = self.part.num_layers
-        whole = self._memory(kind, 0, last).state.total
-        if pp_size == 1:
-            return whole
-        first = self._memory(kind, 0, 1).state.total
-        layer = self._memory(kind, 1, 2).state.total if last > 2 else first
-        return first + (last / pp_size - 1) * layer
+        if last == 1:
+            alone = self._memory(kind, 0, 1)
+            return (alone, alone), (alone, alone)
+        inner = self._memory(kind, 1, 2) if last > 2 else self._memory(kind, 0, 1)
+        return (self._memory(kind, 0, 1), inner), (self._memory(kind, last - 1, last), inner)
+
+    def running_bytes(self, kind: Kind, num_samples: float) -> tuple[float, float]:
+        """What a task on the first and on the last stage needs beside activations that wait, about."""
+        held = num_samples * self._sizes_held(kind) / np.array([kind.cp_size, kind.cp_size, 1.0])
+        held[2] = 1.0
+        first, last = (max(float((memory.extras @ held).max()) for memory in pair) for pair in self._ends(kind))
+        return first, last
+
+    def _sizes_held(self, kind: Kind) -> NDArray:
+        """`[squared tokens, tokens, 0]` of a mean sample, as memory counts them."""
+        counts_pairs = self.part.attention == "eager" and kind.cp_size == 1
+        return np.array([self.squares if counts_pairs else 0.0, self.tokens, 0.0])
 
     @cached_property
     def _trained_bytes(self) -> float:
@@ -170,15 +215,18 @@ class ModuleOptions:
     def sync_ms(self, kind: Kind, dp_size: int, pp_size: int) -> float:
         """Time of the sum of a stage's gradients over its copies, and of the optimizer's step."""
         copies = dp_size * kind.cp_size
-        spread = range(0, copies * pp_size * kind.tp_size, max(1, pp_size * kind.tp_size))
+        key = copies, pp_size * kind.tp_size
+        if key not in self._sums:
+            self._sums[key] = all_reduce(self.problem.costs.device, 1.0, range(0, math.prod(key), key[1]))
         num_bytes = self._trained_bytes / pp_size / kind.tp_size
         device = self.problem.costs.device
         update_ms = update_bytes(self.state(1, 1)) / pp_size / kind.tp_size / device.memory_bytes_per_ms
-        return all_reduce(device, num_bytes, spread)(1.0, 0.0) + update_ms
+        sums = self._sums[key]
+        return sums.token * num_bytes + sums.constant + update_ms
 
     def kept_bytes(self, kind: Kind) -> float:
         """What all layers keep of a mean sample on each rank."""
-        return self._memory(kind, 0, self.part.num_layers).kept_bytes(np.array([self.squares, self.tokens, 0.0]))
+        return self._memory(kind, 0, self.part.num_layers).kept_bytes(self._sizes_held(kind))
 
 
 def divisors(number: int) -> list[int]:

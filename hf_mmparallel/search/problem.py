@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..arrange import ARRANGEMENTS
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
 from ..plan.ownership import trainable_stages
-from ..plan.parallel_plan import Schedule
+from ..plan.parallel_plan import SCHEDULES, Schedule
 from .steps import Prediction
 
 
@@ -57,12 +58,14 @@ class Candidate:
         hosts (`Mapping[str, str]`, *optional*): Module -> the earlier or later module whose ranks it shares.
         num_microbatches (`int`, *optional*, defaults to 1): Of each replica of the language model.
         schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule's name.
+        method (`str`, *optional*, defaults to `"hierarchical"`): How batches are arranged, see [`ARRANGEMENTS`].
     """
 
     layouts: Mapping[str, Layout]
     hosts: Mapping[str, str] = field(default_factory=dict)
     num_microbatches: int = 1
     schedule: Schedule = "1f1b"
+    method: str = "hierarchical"
 
     @property
     def num_ranks(self) -> int:
@@ -138,8 +141,8 @@ class PlanningProblem:
         global_batch_size (`int`): Samples of an optimizer step.
         memory_bytes (`float`, *optional*): Of a rank, that a plan has to fit; no limit when left out.
         microbatch_size (`int`, *optional*): Samples of a microbatch of a language-model replica; chosen when left out.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule's name.
-        method (`str`, *optional*, defaults to `"hierarchical"`): How batches are arranged, see [`ARRANGEMENTS`].
+        schedule (`str`, *optional*): The schedule's name; chosen when left out.
+        method (`str`, *optional*): How batches are arranged, see [`ARRANGEMENTS`]; chosen when left out.
         fixed (`Mapping[str, Mapping[str, int]]`, *optional*):
             Module -> sizes that the user has set, such as `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
@@ -155,8 +158,8 @@ class PlanningProblem:
     global_batch_size: int
     memory_bytes: float | None = None
     microbatch_size: int | None = None
-    schedule: Schedule = "1f1b"
-    method: str = "hierarchical"
+    schedule: Schedule | None = None
+    method: str | None = None
     fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
     effort: int = 384
@@ -165,6 +168,29 @@ class PlanningProblem:
     @property
     def spec(self) -> ModelSpec:
         return self.costs.spec
+
+    @property
+    def first_schedule(self) -> Schedule:
+        """The schedule that layouts are compared with."""
+        return self.schedule or SCHEDULES[0]
+
+    @property
+    def first_method(self) -> str:
+        """The arrangement that layouts are compared with."""
+        return self.method or self.methods[0]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The arrangements that are tried: where samples are alike, they differ in nothing."""
+        if self.method is not None:
+            return (self.method,)
+        alike = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
+        return ("contiguous",) if alike else tuple(ARRANGEMENTS)
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The schedules that are tried."""
+        return SCHEDULES if self.schedule is None else (self.schedule,)
 
 
 def draw_batch(problem: PlanningProblem, number: int) -> SampleSizes:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ..cost import training_flops
 from .allocation import proportional_allocation
 from .candidates import CandidateSpace, Estimated
+from .combinations import Combinations, LayoutTable, side_by_side
 from .options import divisors
 from .problem import Candidate, Layout, PlanningProblem
-from .rank_tables import NONE, RankTable
 from .single_layout import even_layers
 
 
@@ -42,35 +41,25 @@ class RatioLayouts(CandidateSpace):
         shares = proportional_allocation(self.work, per_copy, rounding="nearest")
         return {name: dp_size * count for name, count in shares.items()}
 
-    def __iter__(self) -> Iterator[Estimated]:
-        """All of them with the closed form of their step, in no order."""
+    def _combined(self) -> Iterator[tuple[Mapping[str, LayoutTable], Mapping[str, str], int, Combinations]]:
+        """See [`CandidateSpace`]: encoders beside each other, all else one after the other."""
+        spec = self.problem.spec
         for dp_size in divisors(self.problem.global_batch_size):
             ranks = self.ranks(dp_size)
             if not ranks:
                 continue
+            total = self.problem.num_ranks
             for count in self._microbatch_counts(dp_size):
                 tables = {name: self._table(name, dp_size, count) for name in self.options}
-                places = [_places(tables[name], ranks[name]) for name in tables]
-                for chosen in itertools.product(*places):
-                    own = dict(zip(tables, chosen, strict=True))
-                    found = self._of(tables, ranks, own, count)
-                    if self._fits(found):
-                        yield found
+                parts = {n: Combinations.of(n, table).of_ranks(ranks[n]) for n, table in tables.items()}
+                encoders = [parts.pop(name) for name in spec.encoders]
+                combined = side_by_side(encoders, float(count - 1), total) if encoders else None
+                for part in parts.values():
+                    combined = part if combined is None else combined.beside(part, None, total, in_series=True)
+                if combined is not None:
+                    yield tables, {}, count, combined
 
-    def _of(
-        self, tables: dict[str, RankTable], ranks: dict[str, int], places: dict[str, int], count: int
-    ) -> Estimated:
-        """One choice of each module: encoders beside each other, all else one after the other."""
-        choices, fills, slowest = {}, {}, 0.0
-        for name, place in places.items():
-            choices |= tables[name].choices(ranks[name], place)
-            fills[name] = float(tables[name].fill_ms[ranks[name], place])
-            slowest = max(slowest, float(tables[name].bottleneck_ms[ranks[name], place]))
-        encoders = [fills[name] for name in fills if name in self.problem.spec.encoders]
-        others = sum(fill for name, fill in fills.items() if name not in self.problem.spec.encoders)
-        return Estimated(max(encoders, default=0.0) + others + (count - 1) * slowest, choices, {}, count)
-
-    def candidate(self, found: Estimated) -> Candidate:
+    def candidate(self, estimated: Estimated) -> Candidate:
         """The candidate with its layers cut evenly."""
         layouts = {
             name: Layout(
@@ -80,13 +69,6 @@ class RatioLayouts(CandidateSpace):
                 choice.kind.tp_size,
                 choice.kind.checkpointing,
             )
-            for name, choice in found.choices.items()
+            for name, choice in estimated.choices.items()
         }
-        return Candidate(layouts, {}, found.num_microbatches, self.problem.schedule)
-
-
-def _places(table: RankTable, num_ranks: int) -> list[int]:
-    """The choices that a table has for so many ranks."""
-    if num_ranks >= len(table.fill_ms):
-        return []
-    return [place for place, fill in enumerate(table.fill_ms[num_ranks].tolist()) if fill < NONE]
+        return Candidate(layouts, {}, estimated.num_microbatches, self.problem.first_schedule)

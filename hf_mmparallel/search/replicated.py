@@ -15,8 +15,7 @@ import numpy as np
 from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, training_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
-from ..schedule import Task, build_program, simulate
-from .condense import condense
+from ..schedule import Task, condense, condensed_program, simulate
 from .options import Kind, ModuleOptions, divisors
 from .problem import Candidate, Layout, PlanningProblem
 from .single_layout import even_layers
@@ -136,7 +135,7 @@ class ReplicatedEncoders:
         """The plan of the language model alone, whose stages have a backward where an encoder needs one."""
         tied = {name: place for name, place in self.spec.tied.items() if place[0] == LANGUAGE_MODEL}
         language = ModelSpec({LANGUAGE_MODEL: replace(self.spec.language_model, features=())}, tied)
-        plan = Candidate({LANGUAGE_MODEL: found.layout}, {}, found.num_microbatches, self.problem.schedule).plan(
+        plan = Candidate({LANGUAGE_MODEL: found.layout}, {}, found.num_microbatches, self.problem.first_schedule).plan(
             language
         )
         if not any(p.trainable for name in self.spec.encoders for p in self.spec.modules[name].parameters):
@@ -158,7 +157,7 @@ class ReplicatedEncoders:
         tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
         slots = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, slots, batch)
-        program = build_program(few.plan, step, few.groups, cost, check=False)
+        program = condensed_program(few.parts(step), cost, check=False)
         simulation = simulate(few.plan, program, cost, stages.message_ms, stages.sync_ms)
         sums_ms = [
             self.options[name].sync_ms(kind, self.problem.num_ranks // kind.tp_size, 1)

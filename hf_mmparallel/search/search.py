@@ -9,10 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..cost import fitting_tokens
+from ..cost.memory import state_per_rank
+from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from ..plan.parallel_plan import Schedule
+from ..schedule import condense
 from .candidates import CandidateSpace, Estimated, unlike
-from .condense import condense, on_all_ranks, predict_condensed
+from .condense import on_all_ranks, predict_condensed
 from .explain import bound_of, no_plan_error, reason_for
 from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult, draw_batch
 from .steps import Prediction, StepPlanner
@@ -20,6 +23,10 @@ from .steps import Prediction, StepPlanner
 _NUM_BATCHES = 3
 _RUNNERS_UP = 3
 _LEAST_RANKS = 16
+_FEW_CANDIDATES = 1024
+_FEW_TASKS = 60_000
+_SLICE_MEMORY = 1.1  # of the limit, by which a slice may be larger than the whole
+_ORDERED_LAYOUTS, _ORDERS = 3, 2
 
 
 def search_plans(problem: PlanningProblem) -> SearchResult:
@@ -27,9 +34,12 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     Finds the plan that is expected to train fastest.
 
     Every layout of every module, placement and number of microbatches is estimated by the closed form of Entrain
-    (algorithm 3, which contains Cornstarch's algorithm 1). Of the best, of unlike families, and then of more with the
-    best's placement, as few replicas as there can be are simulated with their part of a real batch in its
-    arrangement; of the fastest of these all replicas; the finalists with several batches.
+    (algorithm 3, which contains Cornstarch's algorithm 1). Of the best, of unlike families, then of more with the
+    best's placement, and of some that may be too large for the memory, as few replicas as there can be are simulated
+    with their part of a real batch in its arrangement; of the fastest of these all replicas. If no more than
+    `_FEW_CANDIDATES` others could still be faster by what their slowest rank has to compute, all of these are
+    simulated as well, as long as they have no more than `_FEW_TASKS` tasks together. The fastest layouts are tried
+    with the other schedules and arrangements, where these are left open; the finalists run several batches.
 
     Args:
         problem (`PlanningProblem`): The question.
@@ -42,17 +52,19 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     """
     start = time.perf_counter()
     space = CandidateSpace(problem)
-    found = sorted(space, key=lambda own: own.step_ms)
-    if not found:
+    if not len(space):
         raise no_plan_error(problem)
     simulator = _Simulator(space)
-    simulator.screen(unlike(found), share=0.2, least=20)
-    best = simulator.best_placement()
-    simulator.screen((own for own in found if own.hosts == best), share=0.1, least=8)
-    simulator.screen(found, share=0.05, least=0)
+    simulator.screen(unlike(space.expected_to_fit()), share=0.2, least=20)
+    placement = simulator.best_placement()
+    simulator.screen((own for own in space.expected_to_fit() if own.hosts == placement), share=0.1, least=8)
+    simulator.screen(space.expected_to_fit(), share=0.05, least=0)
+    simulator.screen(unlike(space.doubtful()), share=0.05, least=4)
     simulator.simulate(share=0.2, least=6)
+    simulator.simulate_the_rest()
+    simulator.try_orders()
     ranked = simulator.finalists(share=0.2, least=1 + _RUNNERS_UP)
-    while not ranked and (simulator.screen(found, share=0.1, least=6) or simulator.num_waiting):
+    while not ranked and (simulator.screen(space, share=0.1, least=6) or simulator.num_waiting):
         simulator.simulate(share=0.2, least=6)
         ranked = simulator.finalists(share=0.2, least=1 + _RUNNERS_UP)
     if not ranked:
@@ -67,8 +79,8 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
         tuple(replace(other, bound=bound_of(problem, other)) for other in others),
         tuple(reason_for(best, other) for other in others),
         simulator.rejected(),
-        len(found) + space.num_too_large,
-        len(simulator.screened),
+        space.num_estimated,
+        simulator.num_simulated,
         time.perf_counter() - start,
     )
 
@@ -90,43 +102,44 @@ def _speed(plan: RankedPlan) -> tuple[float, float]:
 
 
 class _Simulator:
-    """Simulates candidates, each once, as long as they fit the memory: first a slice of their replicas, then all."""
+    """Simulates candidates, each once: first a slice of their replicas, then all."""
 
     def __init__(self, space: CandidateSpace):
         self.space, self.problem = space, space.problem
         self.batches = [draw_batch(self.problem, number) for number in range(_NUM_BATCHES)]
         self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks)  # in tasks
-        self.screened: list[tuple[float, Estimated, Candidate]] = []
-        self._waiting: list[tuple[float, Estimated, Candidate]] = []  # for all of their replicas
         self.plans: list[RankedPlan] = []
-        self._seen: set[str] = set()
-        self._num_too_large = 0
+        self._screened: dict[str, tuple[float, Estimated, Candidate]] = {}
+        self._waiting: list[tuple[float, Estimated, Candidate]] = []  # for all of their replicas
+        self._too_large: set[str] = set()
+
+    # Slices of candidates
 
     def screen(self, candidates: Iterable[Estimated], share: float, least: int) -> int:
         """
-        Simulates slices of candidates with room for the batch: as many as a share of the effort allows, but `least`.
-        Returns how many.
+        Simulates slices of candidates: as many as a share of the effort allows, but `least`. Returns how many fit.
         """
-        added = num_tasks = 0
-        for found in candidates:
-            if added >= least and num_tasks >= share * self.effort:
+        added = num_tasks = num_tried = 0
+        for estimated in candidates:
+            if num_tried >= least and num_tasks >= share * self.effort:
                 break
-            candidate = self.space.candidate(found)
-            if str(candidate) in self._seen:
+            candidate = self.space.candidate(estimated)
+            key = str(candidate)
+            if key in self._screened or key in self._too_large:
                 continue
-            self._seen.add(str(candidate))
-            parts = math.gcd(*(own.dp_size for own in candidate.layouts.values()))
-            few = {
-                name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()
-            }
-            small = replace(candidate, layouts=few)
-            num_tasks += small.num_ranks
-            if not _has_room(step_planner(self.problem, small), candidate, self.batches[0]):
-                self._num_too_large += 1
+            num_tried += 1
+            num_tasks += candidate.num_ranks // _parts(candidate)
+            if not _state_fits(self.problem, candidate):
+                self._too_large.add(key)
                 continue
-            self.screened.append((self._screened(found, small, parts), found, candidate))
-            self._waiting.append(self.screened[-1])
-            added, num_tasks = added + 1, num_tasks + small.num_tasks
+            num_tasks += candidate.num_tasks // _parts(candidate)
+            step_ms, fits = self._slice(candidate, estimated)
+            if not fits:
+                self._too_large.add(key)
+                continue
+            self._screened[key] = (step_ms, estimated, candidate)
+            self._waiting.append(self._screened[key])
+            added += 1
         return added
 
     @property
@@ -134,22 +147,124 @@ class _Simulator:
         """Screened candidates that have not been simulated whole."""
         return len(self._waiting)
 
+    @property
+    def num_simulated(self) -> int:
+        """Candidates that were simulated and not found to be too large."""
+        return len(self._screened.keys() - self._too_large)
+
     def best_placement(self) -> Mapping[str, str] | None:
         """Of the fastest slice."""
-        return min(self.screened, key=lambda found: found[0])[1].hosts if self.screened else None
+        screened = self._screened.values()
+        return min(screened, key=lambda entry: entry[0])[1].hosts if screened else None
+
+    def _slice(self, candidate: Candidate, estimated: Estimated) -> tuple[float, bool]:
+        """
+        What a step takes by as few replicas as there can be, one of several equal parts, with their part of the first
+        batch, and whether they fit the memory: replicas do the same on other samples. How uneven they are, and the
+        longer gradient sums, are those of the closed form.
+        """
+        batch, parts, limit = self.batches[0], _parts(candidate), self.problem.memory_bytes
+        few = {name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()}
+        order = np.argsort(batch.tokens[LANGUAGE_MODEL], kind="stable")
+        samples = batch.take(np.sort(order[parts // 2 :: parts]))
+        small = replace(candidate, layouts=few)
+        try:
+            prediction = self._predict(small, samples, limit)
+        except ValueError:  # these samples are larger than the mean
+            prediction = self._predict(small, samples, None)
+        uneven = self.space.options[LANGUAGE_MODEL].unevenness(parts * few[LANGUAGE_MODEL].dp_size)
+        longer = self._sums_ms(estimated, 1) - self._sums_ms(estimated, parts)
+        # Samples of a slice may be larger than those of the batch.
+        fits = limit is None or prediction.peak_memory_bytes <= (limit if parts == 1 else _SLICE_MEMORY * limit)
+        return uneven * prediction.step_ms + longer, fits
+
+    def _sums_ms(self, estimated: Estimated, parts: int) -> float:
+        """Gradient sums of one of several equal parts of a candidate's replicas."""
+        sums: dict[str, float] = {}
+        for name, choice in estimated.choices.items():
+            host = estimated.hosts.get(name, name)
+            sum_ms = self.space.options[name].sync_ms(choice.kind, choice.dp_size // parts, choice.pp_size)
+            sums[host] = sums.get(host, 0.0) + sum_ms
+        return max(sums.values())
+
+    # All replicas
 
     def simulate(self, share: float, least: int) -> None:
         """All replicas of the candidates with the fastest slices, with the first batch."""
         num_tasks = 0
-        self._waiting.sort(key=lambda found: -found[0])
+        self._waiting.sort(key=lambda entry: -entry[0])
         while self._waiting and (len(_unlike_plans(self.plans)) < least or num_tasks < share * self.effort):
-            _, own, candidate = self._waiting.pop()
-            prediction = self._fitting(candidate, self.batches[0])
-            if prediction is None:
-                self._num_too_large += 1
-                continue
-            self.plans.append(RankedPlan(candidate, prediction.plan, (prediction,), own.step_ms))
+            _, estimated, candidate = self._waiting.pop()
+            self._simulate_whole(candidate, estimated)
             num_tasks += candidate.num_tasks
+
+    def _simulate_whole(self, candidate: Candidate, estimated: Estimated) -> None:
+        prediction = self._fitting(candidate, self.batches[0])
+        if prediction is None:
+            self._too_large.add(str(candidate))
+        else:
+            self.plans.append(RankedPlan(candidate, prediction.plan, (prediction,), estimated.step_ms))
+
+    def simulate_the_rest(self) -> None:
+        """All candidates that could be faster than the best, if these are few."""
+        best_ms = min((plan.step_ms for plan in self.plans), default=float("inf"))
+        if self.space.num_within(best_ms) > _FEW_CANDIDATES:
+            return
+        whole, num_tasks = {str(plan.candidate) for plan in self.plans}, 0
+        for estimated in self.space:
+            if estimated.least_ms >= best_ms or num_tasks > _FEW_TASKS:
+                continue
+            candidate = self.space.candidate(estimated)
+            key = str(candidate)
+            if key in whole or key in self._too_large:
+                continue
+            self._screened.setdefault(key, (estimated.step_ms, estimated, candidate))
+            if not _state_fits(self.problem, candidate):
+                self._too_large.add(key)
+                continue
+            num_tasks += candidate.num_tasks
+            self._simulate_whole(candidate, estimated)
+            best_ms = min(best_ms, min((plan.step_ms for plan in self.plans[-1:]), default=best_ms))
+
+    # Schedules and arrangements
+
+    def try_orders(self) -> None:
+        """
+        The fastest layouts with other schedules and arrangements, where these are left open: of the fastest layout
+        slices with each arrangement, then with each schedule; the best of them on all replicas, and then those of
+        other layouts.
+        """
+        orders = [(schedule, self.problem.first_method) for schedule in self.problem.schedules[1:]]
+        orders += [(self.problem.first_schedule, method) for method in self.problem.methods[1:]]
+        if not orders:
+            return
+        layouts = _unlike_plans(sorted(self.plans, key=_speed))[:_ORDERED_LAYOUTS]
+        best_order: list[tuple[Schedule, str]] = []
+        for plan in layouts:
+            estimated = self._screened[str(plan.candidate)][1]
+            if not best_order:
+                best_order = self._best_orders(plan.candidate, estimated)
+            for schedule, method in best_order:
+                self._simulate_whole(replace(plan.candidate, schedule=schedule, method=method), estimated)
+
+    def _best_orders(self, candidate: Candidate, estimated: Estimated) -> list[tuple[Schedule, str]]:
+        """The schedules and arrangements with which a slice is fastest, besides the candidate's."""
+        times: dict[tuple[Schedule, str], float] = {}
+
+        def try_one(schedule: Schedule, method: str) -> None:
+            if (schedule, method) not in times:
+                step_ms, fits = self._slice(replace(candidate, schedule=schedule, method=method), estimated)
+                times[schedule, method] = step_ms if fits else float("inf")
+
+        for method in self.problem.methods:
+            try_one(candidate.schedule, method)
+        best_method = min(times, key=times.__getitem__)[1]
+        for schedule in self.problem.schedules:
+            try_one(schedule, best_method)
+        del times[candidate.schedule, candidate.method]
+        return sorted((order for order in times if times[order] < float("inf")), key=times.__getitem__)[:_ORDERS]
+
+    # Several batches
 
     def finalists(self, share: float, least: int) -> list[RankedPlan]:
         """The fastest that fit all batches: as many as a share of the effort allows, but `least` unlike."""
@@ -159,53 +274,25 @@ class _Simulator:
                 break
             num_tasks += 2 * plan.candidate.num_tasks
             more = [self._fitting(plan.candidate, batch) for batch in self.batches[1:]]
-            fitting = [found for found in more if found is not None]
+            fitting = [prediction for prediction in more if prediction is not None]
             if len(fitting) < len(more):
-                self._num_too_large += 1
+                self._too_large.add(str(plan.candidate))
                 self.plans.remove(plan)
                 continue
             result.append(replace(plan, predictions=(*plan.predictions, *fitting)))
         return sorted(result, key=_speed)
 
-    def _screened(self, found: Estimated, small: Candidate, parts: int) -> float:
-        """
-        What a step takes by as few replicas as there can be, one of several equal parts, with their part of the first
-        batch: replicas do the same on other samples. How uneven they are, and the longer gradient sums, are those of
-        the closed form.
-        """
-        batch = self.batches[0]
-        order = np.argsort(batch.tokens[LANGUAGE_MODEL], kind="stable")
-        samples = batch.take(np.sort(order[parts // 2 :: parts]))
-        try:
-            prediction = self._predict(small, samples, self.problem.memory_bytes)
-        except ValueError:  # these samples are larger than the mean
-            prediction = self._predict(small, samples, None)
-        uneven = self.space.options[LANGUAGE_MODEL].unevenness(parts * small.layouts[LANGUAGE_MODEL].dp_size)
-        longer = self._sums_ms(found, 1) - self._sums_ms(found, parts)
-        return uneven * prediction.step_ms + longer
-
-    def _sums_ms(self, own: Estimated, parts: int) -> float:
-        """Gradient sums of one of several equal parts of a candidate's replicas."""
-        sums: dict[str, float] = {}
-        for name, choice in own.choices.items():
-            host = own.hosts.get(name, name)
-            found = self.space.options[name].sync_ms(choice.kind, choice.dp_size // parts, choice.pp_size)
-            sums[host] = sums.get(host, 0.0) + found
-        return max(sums.values())
-
     def rejected(self) -> dict[str, int]:
         """Reason -> how many candidates were left out for it."""
-        too_large = self.space.num_too_large + self._num_too_large
+        too_large = self.space.num_too_large + len(self._too_large)
         return {"needs more memory than a rank has": too_large} if too_large else {}
 
     def _fitting(self, candidate: Candidate, batch: SampleSizes) -> Prediction | None:
         """What a batch takes, `None` where it does not fit."""
         limit = self.problem.memory_bytes
-        if not _has_room(step_planner(self.problem, candidate), candidate, batch):
-            return None
         try:
             prediction = self._predict(candidate, batch, limit)
-        except ValueError:  # its samples can't be packed into microbatches that fit
+        except ValueError:  # its state or its largest sample does not fit
             return None
         return prediction if limit is None or prediction.peak_memory_bytes <= limit else None
 
@@ -216,19 +303,20 @@ class _Simulator:
         return predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
 
 
-def _has_room(planner: StepPlanner, candidate: Candidate, batch: SampleSizes) -> bool:
-    """Whether microbatches of the candidate's size, and the largest sample, fit beside the state of each rank."""
-    if planner.memory_bytes is None:
+def _parts(candidate: Candidate) -> int:
+    """Equal parts that the replicas of a candidate can be divided into."""
+    return math.gcd(*(layout.dp_size for layout in candidate.layouts.values()))
+
+
+def _state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Whether weights, gradients and optimizer state leave any memory on each rank."""
+    if problem.memory_bytes is None:
         return True
-    try:
-        limits = fitting_tokens(planner.costs, planner.plan, batch, planner.memory_bytes)
-    except ValueError:  # weights, gradients and optimizer state alone are too large
-        return False
-    for name, limit in limits.items():
-        tokens, parts = batch.tokens[name], candidate.layouts[name].dp_size * candidate.num_microbatches
-        if limit < max(tokens.sum() / parts, tokens.max()):
-            return False
-    return True
+    parts = _parts(candidate)
+    few = {name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()}
+    plan = replace(candidate, layouts=few).plan(problem.spec)
+    states = state_per_rank(plan, stage_memories(problem.costs, plan))
+    return max(state.total for state in states.values()) <= problem.memory_bytes
 
 
 def step_planner(problem: PlanningProblem, candidate: Candidate) -> StepPlanner:
@@ -241,6 +329,6 @@ def step_planner(problem: PlanningProblem, candidate: Candidate) -> StepPlanner:
         plan,
         sync_groups(problem.spec, plan),
         microbatch_size,
-        problem.method,
+        candidate.method,
         memory_bytes=problem.memory_bytes,
     )

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
 from .candidates import Estimated
+from .combinations import Choice
 from .options import Kind, ModuleOptions, divisors
 from .problem import Candidate, Layout, PlanningProblem
-from .rank_tables import Choice
 
 Kinds = Mapping[str, Kind]
 
@@ -69,7 +69,7 @@ class SingleLayouts:
             )
             for name, choice in found.choices.items()
         }
-        return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.schedule)
+        return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.first_schedule)
 
     def _kinds(self) -> list[Kinds]:
         """Tensor-parallel sizes that all modules allow, with recomputation in all that allow it or in none."""
@@ -133,8 +133,9 @@ class SingleLayouts:
 
     def _choice(self, name: str, kind: Kind, dp_size: int, pp_size: int, num_samples: float) -> Choice:
         own = self.options[name]
+        first, last = (float(own.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
         kept = num_samples * own.kept_bytes(kind) / pp_size
-        return Choice(kind, dp_size, pp_size, num_samples, own.state_bytes(kind, pp_size), kept)
+        return Choice(kind, dp_size, pp_size, num_samples, first, last, *own.running_bytes(kind, num_samples), kept)
 
 
 def _stage_ms(layer_ms: NDArray, num_stages: int) -> NDArray:

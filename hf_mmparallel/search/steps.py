@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from ..arrange import arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, training_flops
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
-from ..schedule import Program, Simulation, build_program, simulate
+from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
@@ -32,7 +33,7 @@ class PlannedStep:
 
     Args:
         step (`StepPlan`): Which sample is where.
-        program (`Program`): The actions of every rank.
+        program (`Program`): The actions of every rank, or of those in the part of the rank that it was planned for.
         sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
         workloads (`Workloads`): What the samples were arranged by.
     """
@@ -60,6 +61,9 @@ class StepPlanner:
         max_tokens (`int`, *optional*): Most tokens of a microbatch of the language model.
         memory_bytes (`float`, *optional*): Memory of a rank that microbatches have to fit.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
+        limits (`Mapping[str, int]`, *optional*):
+            Module -> most tokens of a microbatch, for all steps of a run, see [`~StepPlanner.with_limits`]; without it
+            they are found for each batch.
     """
 
     costs: CostModel
@@ -71,31 +75,61 @@ class StepPlanner:
     max_tokens: int | None = None
     memory_bytes: float | None = None
     training: bool = True
+    limits: Mapping[str, int] | None = None
 
-    def __call__(self, draw: Drawn) -> PlannedStep:
+    def with_limits(self, typical: SampleSizes) -> StepPlanner:
+        """
+        The same with limits of microbatches that are found once, so that they can be said, and compared with all
+        samples, before the first step.
+
+        Args:
+            typical (`SampleSizes`): Of a global batch such as there will be.
+
+        Raises:
+            `ValueError`: If the memory of a rank is not enough however small microbatches are.
+        """
+        workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
+        return replace(self, limits=workloads.max_tokens)
+
+    def __call__(self, draw: Drawn, rank: int | None = None) -> PlannedStep:
         """
         Args:
             draw ([`Drawn`]): The samples.
-
-        Raises:
-            `ValueError`: For a sample that is larger than a microbatch may be.
+            rank (`int`, *optional*):
+                Plan the program for this rank. That it is the same for the ranks of its part, see [`Part`], is all
+                that has to be compared: what it exchanges with others are gradient sums, in an order that no step
+                changes.
         """
         if self.sizes is None:
             sizes, workloads = None, Workloads.alike(self.plan.modules, len(draw.samples))
         else:
             sizes = self.sizes(draw.samples)
-            workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, self.memory_bytes)
+            memory_bytes = self.memory_bytes if self.limits is None else None
+            workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
+            if self.limits is not None:
+                workloads = replace(workloads, max_tokens=self.limits)
         step = arrange_step(self.plan, draw.samples, workloads, self.microbatch_size, self.method, draw.epoch)
-        return PlannedStep(step, self.program(step, sizes), sizes, workloads)
+        return PlannedStep(step, self.program(step, sizes, rank), sizes, workloads)
 
-    def program(self, step: StepPlan, sizes: SampleSizes | None) -> Program:
-        """The program of a step, with costs from the sizes of its samples where they are known."""
+    @cached_property
+    def condensed(self) -> Condensed:
+        """The layout with one rank for all that run the same list."""
+        return condense(self.plan, self.groups)
+
+    def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
+        """
+        The program of a step, with costs from the sizes of its samples where they are known; of the ranks in the part
+        of `rank` only, if that is given.
+        """
         cost = caps = None
+        parts = list(self.condensed.parts(step, rank))
+        own = step if rank is None or not parts else parts[0].step
         if sizes is not None:
-            cost = StepCost(self.costs, self.plan, step, sizes, self.groups)
+            cost = StepCost(self.costs, self.plan, own, sizes, self.groups)
             if self.plan.schedule == "eager" and self.training:
-                caps = eager_caps(self.costs, self.plan, step, sizes, self.memory_bytes)
-        return build_program(self.plan, step, self.groups, cost, self.training, caps)
+                caps = eager_caps(self.costs, self.plan, own, sizes, self.memory_bytes)
+        program = condensed_program(parts, cost, self.training, caps)
+        return self.condensed.expand(program)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
-import clarabel
 import numpy as np
 from numpy.typing import NDArray
-from scipy import sparse
+from scipy.optimize import linprog
 
-_SOLVER: Any = clarabel  # a compiled module, whose names no checker sees
 _ROUNDS = 4
 SAME = 1 + 1e-9  # numbers of stages and times that differ by less are equal
 
@@ -213,12 +210,13 @@ class Strategies:
 
     def solve(self, row: int, bound_ms: float) -> float:
         """
-        The least time of a step with fractions of stages: the convex program of DistTrain, as a cone program.
+        The least time of a step with fractions of stages: the convex program of DistTrain, as a linear one.
 
-        The stages `p` of each module and the time `t` of the slowest are its variables, in units of a lower bound for
-        the latter: `t p >= pass` is a second-order cone; ranks, memory and numbers of layers are linear. Where a
-        replica has fewer microbatches than the model is deep, what is in flight is the minimum of a constant and of
-        the depth; a chord below it keeps the program convex and its optimum a bound.
+        The stages `p` of each module and the inverse `u` of the time of the slowest are its variables, the latter in
+        units of a lower bound for that time: `t p >= pass` with `t = 1 / u` is `p >= pass u`, so that `u` is to be as
+        large as it can be; ranks, memory and numbers of layers are linear anyway. Where a replica has fewer
+        microbatches than the model is deep, what is in flight is the minimum of a constant and of the depth; a chord
+        below it keeps the program convex and its optimum a bound.
 
         Args:
             row (`int`): Which strategy.
@@ -231,25 +229,20 @@ class Strategies:
         unit = (bound_ms - self.warm_up_ms[row]) / steady if steady else 1.0
         num_modules = self.pass_ms.shape[1]
         eye = np.eye(num_modules, num_modules + 1)
-        ranks = np.append(self.stage_ranks[row] / self.num_ranks, 0.0)
-        lines = [(ranks, 1.0), *zip(-eye, -self.least[row], strict=True), *zip(eye, self.num_layers, strict=True)]
-        lines += self.memory_lines(row)
-        cones: list[object] = [_SOLVER.NonnegativeConeT(len(lines))]
+        lines = [(np.append(self.stage_ranks[row] / self.num_ranks, 0.0), 1.0), *self.memory_lines(row)]
         for index, time in enumerate(self.pass_ms[row] / unit):
-            total, difference = -eye[index], eye[index].copy()
-            total[-1] = difference[-1] = -1.0
-            lines += [(total, 0.0), (np.zeros(num_modules + 1), 2 * np.sqrt(time)), (difference, 0.0)]
-            cones.append(_SOLVER.SecondOrderConeT(3))
-        settings = _SOLVER.DefaultSettings()
-        settings.verbose = False
-        target = np.append(np.zeros(num_modules), 1.0)
-        matrix = sparse.csc_matrix(np.array([line for line, _ in lines]))
-        limits = np.array([limit for _, limit in lines])
-        nothing = sparse.csc_matrix((num_modules + 1, num_modules + 1))
-        found = _SOLVER.DefaultSolver(nothing, target, matrix, limits, cones, settings).solve()
-        if str(found.status) not in ("Solved", "AlmostSolved"):
+            line = -eye[index]
+            line[-1] = time
+            lines.append((line, 0.0))
+        bounds = [*zip(self.least[row].tolist(), self.num_layers.tolist(), strict=True), (0.0, 1.0)]
+        if any(least > most * SAME for least, most in bounds):
             return np.inf
-        return float(self.warm_up_ms[row] + steady * max(1.0, found.obj_val) * unit)
+        bounds = [(min(least, most), most) for least, most in bounds]
+        matrix, limits = np.array([line for line, _ in lines]), np.array([limit for _, limit in lines])
+        solution = linprog(np.append(np.zeros(num_modules), -1.0), matrix, limits, bounds=bounds)
+        if not solution.success or solution.x[-1] <= 0:
+            return np.inf
+        return float(self.warm_up_ms[row] + steady / solution.x[-1] * unit)
 
     def memory_lines(self, row: int) -> list[tuple[NDArray, float]]:
         """`room * p >= state + kept * (stages in flight)` for each way from a module to the end, over the room."""

@@ -18,6 +18,7 @@ from ..cli.inputs import ModelSource, Samples
 from ..cli.output import page_of, save_plan
 from ..cli.report import origins, print_labelled, print_runners_up, summary
 from ..cli.settings import Settings
+from ..cost import usable_bytes
 from ..cost.stage_memory import GIB
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
@@ -26,13 +27,12 @@ from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..runtime.collectives import from_first_rank
-from ..search.method_choice import DEFAULT_METHOD
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
-from .loaders import memory_limit_bytes
-from .report import mean_tokens, representative_draw, size_origin, stderr_console
+from .report import mean_tokens, size_origin, stderr_console
+from .sample_sizes import representative_draw
 from .saved_plan import SAVED_PLAN, check_same_settings
 
 if TYPE_CHECKING:
@@ -54,11 +54,13 @@ class FoundPlan:
         plan (`ParallelPlan`): The plan.
         global_batch_size (`int`): Samples of an optimizer step.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+        method (`str`, *optional*): How batches are arranged; `None` for what the arguments say.
     """
 
     plan: ParallelPlan
     global_batch_size: int
     microbatch_size: int
+    method: str | None = None
 
     def applied(
         self, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
@@ -68,6 +70,7 @@ class FoundPlan:
         args.global_batch_size = self.global_batch_size
         args.per_device_train_batch_size = self.microbatch_size
         args.gradient_accumulation_steps = 1
+        args.microbatch_assignment = self.method or args.microbatch_assignment
         return replace(plugin, auto=False, plan=self.plan, schedule=self.plan.schedule), args
 
 
@@ -136,7 +139,7 @@ def _found(
         saved = replace(saved, num_microbatches=num_microbatches(batch, size, dp_size))
         return FoundPlan(saved, batch, size), AutoSearch(None, origin)
     answer = _searched(trainer, prepared, plugin, args, batch)
-    return FoundPlan(answer.plan, batch, answer.microbatch_size), AutoSearch(answer, origin)
+    return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.method), AutoSearch(answer, origin)
 
 
 def saved_plan(
@@ -196,7 +199,7 @@ def _searched(
     costs = prepared.costs
     with seeded(args.seed):  # only this rank reads samples here
         samples = training_samples(trainer, batch)
-    memory_bytes = memory_limit_bytes(args, costs.device)
+    memory_bytes = usable_bytes(costs.device, args.memory_limit_gib)
     checkpointing = _checkpointing(prepared, plugin, args)
     assert samples.measured is not None
     problem = PlanningProblem(
@@ -206,7 +209,7 @@ def _searched(
         batch,
         memory_bytes=memory_bytes,
         schedule=plugin.schedule,
-        method=args.microbatch_assignment or DEFAULT_METHOD,
+        method=args.microbatch_assignment,
         fixed=possible_sizes(prepared.model, prepared.spec, plugin),
         checkpointing=checkpointing,
         seed=args.seed,
@@ -228,7 +231,8 @@ def _searched(
     name = getattr(prepared.model.config, "name_or_path", "") or type(prepared.model).__name__
     inputs = Inputs(ModelSource(name, prepared.model, prepared.spec, {}), samples, args.layer_profile, args.seed)
     size = best.microbatch_size
-    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, problem.method, result)
+    method = best.candidate.method
+    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, method, result)
 
 
 def _checkpointing(

@@ -13,13 +13,12 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
-from ..cost import Hardware
-from ..cost.stage_memory import GIB
+from ..cost import usable_bytes
 from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
-from ..plan import LANGUAGE_MODEL
+from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.collectives import from_first_rank
 from ..search.method_choice import DEFAULT_METHOD
 from ..search.steps import SizeFunction, StepPlanner
@@ -27,8 +26,6 @@ from .checks import check_dataset
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
-
-_MEMORY_SHARE = 0.9  # of a GPU's; the rest is the allocator's and the kernels'
 
 
 def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
@@ -48,7 +45,8 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
         sampler = _seeded(trainer, sampler)
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
     method = from_first_rank(lambda: trainer.method_choice.method, args.device)
-    planner = trainer._engine.planner = training_planner(trainer, trainer.training_sizes.shared(dataset), method)
+    sizes, typical = trainer.training_sizes.shared(dataset)
+    planner = trainer._engine.planner = training_planner(trainer, sizes, typical, method)
     return _step_loader(trainer, dataset, draws, planner, "Training")
 
 
@@ -85,31 +83,25 @@ def check_loader(loader: Any, method: str) -> None:
 
 
 def training_planner(
-    trainer: MultimodalParallelTrainer, sizes: SizeFunction | None, method: str | None = None
+    trainer: MultimodalParallelTrainer,
+    sizes: SizeFunction | None,
+    typical: SampleSizes | None = None,
+    method: str | None = None,
 ) -> StepPlanner:
-    """Plans the training steps, by the sizes of samples, with the arrangement `method` if the user names none."""
+    """
+    Plans the training steps, by the sizes of samples and with limits of microbatches for a typical batch, with the
+    arrangement `method` if the user names none.
+    """
     args = trainer.args
-    return _planner(
+    planner = _planner(
         trainer,
         args.per_device_train_batch_size,
         method=args.microbatch_assignment or method or DEFAULT_METHOD,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
-        memory_bytes=memory_limit_bytes(args, trainer._engine.costs.device),
+        memory_bytes=usable_bytes(trainer._engine.costs.device, args.memory_limit_gib),
     )
-
-
-def memory_limit_bytes(args: Any, device: Hardware) -> float | None:
-    """
-    Memory of a rank that microbatches have to fit, `None` where it is not known.
-
-    Args:
-        args ([`MultimodalTrainingArguments`]): The arguments.
-        device (`Hardware`): What each rank is; the same on all ranks, which have to arrange alike.
-    """
-    if args.memory_limit_gib is not None:
-        return GIB * args.memory_limit_gib
-    return None if device.memory_gib is None else _MEMORY_SHARE * GIB * device.memory_gib
+    return planner if typical is None else planner.with_limits(typical)
 
 
 def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:

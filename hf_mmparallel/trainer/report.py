@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from accelerate.logging import get_logger
 from rich.console import Console
 
@@ -27,10 +26,12 @@ from ..schedule import Simulation, simulate
 from ..schedule.draw import gantt_png
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
 from ..search.split import split_stability, too_small
-from ..search.steps import PlannedStep, SizeFunction, StepPlanner
+from ..search.steps import PlannedStep, StepPlanner
 from .arguments import MultimodalTrainingArguments
+from .limits import LargeSamples
 from .loaders import training_planner, without_unused_columns
 from .model_card import SCHEDULE, WORKLOADS
+from .sample_sizes import representative_draw
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
@@ -46,7 +47,8 @@ _WIDTH = 120  # of the table in a file or a pipe
 class StepReport:
     """
     What is expected of one full step. Where sizes of samples are known, also its balance in the sampler's order and as
-    arranged, what it would take in the sampler's order, and why it is arranged like this where nobody said.
+    arranged, what it would take in the sampler's order, and why it is arranged like this where nobody said; where
+    microbatches have limits, which samples are larger.
     """
 
     planned: PlannedStep
@@ -55,6 +57,7 @@ class StepReport:
     balances: tuple[Balance, Balance] | None = None
     before_ms: float | None = None
     choice: MethodChoice | None = None
+    large: LargeSamples | None = None
 
 
 def sample_tokens(
@@ -100,46 +103,16 @@ def mean_tokens(trainer: MultimodalParallelTrainer, window: StreamWindow | None 
         raise
 
 
-def representative_draw(
-    trainer: MultimodalParallelTrainer,
-    sizes: SizeFunction | None,
-    window: StreamWindow | None,
-    count: int | None = None,
-) -> Draw:
-    """
-    Samples for a full global batch, or `count`: from all over the training set, without those whose file can't be
-    read, or that have no size if they may be skipped; or the first of a stream. Empty if there are none.
-    """
-    first = Draw(tuple(range(trainer.global_batch_size if count is None else count)))
-    if sizes is None and window is None:
-        return first
-    if window is not None:
-        return window.fetch(first)
-    assert sizes is not None
-    count, length = len(first.samples), len(trainer.train_dataset)
-    chosen = np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
-    skip = trainer.args.on_bad_sample == "skip"
-    return Draw(tuple(index for index in chosen if _has_size(sizes, index, skip)))
-
-
-def _has_size(sizes: SizeFunction, index: int, skip: bool) -> bool:
-    """Whether a sample can be measured."""
-    try:
-        sizes([index])
-    except Exception as error:
-        if skip or isinstance(error, OSError):  # it is told of when its turn comes
-            return False
-        raise
-    return True
-
-
 def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport]:
     """Simulates a step with a full global batch, as the planner of training steps arranges it."""
     plan, stream = trainer._engine.plan, is_stream(trainer.train_dataset)
     window = StreamWindow(trainer.train_dataset, trainer.args.seed) if stream else None
     dataset = trainer.train_dataset if window is None else window
-    source = None if dataset is None else trainer.training_sizes.of_rank(dataset)
-    planner = training_planner(trainer, source)
+    source = start = None
+    if dataset is not None:
+        source, start = trainer.training_sizes.of_rank(dataset), trainer.training_sizes.at_start(dataset)
+    batch = trainer.global_batch_size
+    planner = training_planner(trainer, source, None if start is None else start.sizes.like_the_mean(batch))
     draw = representative_draw(trainer, planner.sizes, window)
     if not draw.samples:
         planner, draw = replace(planner, sizes=None), Draw(tuple(range(trainer.global_batch_size)))
@@ -157,8 +130,11 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
     before = replace(planner, method="contiguous")(draw)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
     before_ms = _costed(planner, before, sizes).simulation.iteration_ms
+    large = None
+    if start is not None and planner.limits and planner.method in KEEPING_LIMITS:
+        large = LargeSamples.of(start, planner.limits)
     report = _costed(planner, planned, sizes)
-    return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice)
+    return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice, large=large)
 
 
 def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes) -> StepReport:
@@ -240,6 +216,9 @@ def report_plan(trainer: MultimodalParallelTrainer) -> None:
         console.print(line, highlight=False)
     warn_of_small_batch(trainer, planner)
     warn_of_few_microbatches(planner, prediction.planned.step)
+    if prediction.large is not None and prediction.large.num_over:
+        trainer.limit_watch.told = True
+        logger.warning(prediction.large.warning)
     with not_worth_a_run("The picture of the predicted step"):
         draw_prediction(Path(args.output_dir), planner.method, prediction)
 
@@ -306,6 +285,8 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     if cp_size == 1:
         lines.append(str(trainer.rows))
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
+    if prediction.large is not None:
+        lines.append(str(prediction.large))
     lines += settings_without_effect(args, prediction.balances is not None)
     if args.activation_checkpointing_kwargs and not any(m.activation_checkpointing for m in plan.modules.values()):
         lines.append("`activation_checkpointing_kwargs` has no effect: no module has `activation_checkpointing`.")

@@ -32,7 +32,7 @@ from ..runtime.collectives import barrier, from_first_rank
 from ..runtime.engine import ParallelEngine
 from ..runtime.failure import shared_failure
 from ..runtime.optimizers import prepare_optimizer
-from ..search.method_choice import MethodChoice
+from ..search.method_choice import KEEPING_LIMITS, MethodChoice
 from .agreement import SampleAgreement, TargetCount
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
@@ -52,6 +52,7 @@ from .checks import check_launch, check_launcher, check_output_dir, check_traine
 from .columns import check_columns, choose_collator, missing_columns
 from .evaluation import check_full_precision, evaluate
 from .finite import FiniteCheck
+from .limits import LimitWatch
 from .loaders import check_loader, eval_loader, train_loader
 from .model_card import write_model_card
 from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler_of_groups, stock_groups
@@ -183,6 +184,7 @@ class MultimodalParallelTrainer(Trainer):
         self._readable = SampleAgreement(skip, self.engine.groups.control, "training dataset")
         self._readable_in_evaluation = SampleAgreement(skip, self.engine.groups.control, "evaluation dataset")
         self._targets = TargetCount()
+        self.limit_watch = LimitWatch()
         self.engine.executor.forward_context = self._forward_context
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
@@ -320,6 +322,9 @@ class MultimodalParallelTrainer(Trainer):
             self.control.should_epoch_stop = True  # a stream tells its end when it is there
             return [], None
         self._progress.step(batch.drawn)
+        planner = self._engine.planner
+        if planner is not None and planner.method in KEEPING_LIMITS:
+            self.limit_watch.saw(batch.step, batch.workloads)
         return [batch], None
 
     def _evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
 from hf_mmparallel.arrange.baselines import _Gaps, batch_rebalance, disttrain, interleaved_order
 from hf_mmparallel.arrange.contiguous import coupled
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import build_program, simulate

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import is_deferred, step_balance
 from hf_mmparallel.arrange.entrain import deferred_pairs, effective_count, entrain, stratified
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.plan.step_plan import turn_of
 from hf_mmparallel.schedule import build_program

@@ -24,7 +24,11 @@ def test_given_sizes_are_predicted_and_written(model, tmp_path, run):
     assert "12 samples, 4 microbatches of up to 3" in out
     # Two tensor-parallel pairs, one sum over the encoder's copies; each pair talks both ways.
     assert "3 besides the world; 12 channels between ranks" in out
-    assert "rank 5 language_model s1 |" in out and "Dry run passed" in out and "fits the 79.1 GiB of h100" in out
+    assert (
+        "rank 5 language_model s1 |" in out
+        and "Dry run passed" in out
+        and "fits the 71.19 GiB, 90% of the memory of h100" in out
+    )
     plan = ParallelPlan.load(files[0])
     assert plan.world_size == 6 and plan.num_microbatches == 4
     assert files[1].read_bytes().startswith(b"\x89PNG")
@@ -134,8 +138,9 @@ def test_a_dry_run_fails_when_a_rank_is_too_full(model, run, fail):
     arguments = ["plan", "--model", model, "--gpu-type", "a40", "--microbatch-size", "64", "--seq-len", "1000000"]
     assert "Does not fit: Rank 1 (language_model) needs about" in run(*arguments)
     error = fail(*arguments, "--dry-run")
-    assert "Rank 1 (language_model) needs about" in error and "more than the 44.4 GiB of a40" in error
-    assert "more than the 20 GiB" in fail(*arguments, "--dry-run", "--memory-limit-gib", "20")
+    assert "Rank 1 (language_model) needs about" in error
+    assert "more than the 39.96 GiB, 90% of the memory of a40" in error
+    assert "more than the 20 GiB that are allowed" in fail(*arguments, "--dry-run", "--memory-limit-gib", "20")
 
 
 def test_thousands_of_ranks_fit_a_screen(model, capsys):

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step, contiguous_step
 from hf_mmparallel.arrange.balance import deferred_fraction
 from hf_mmparallel.cost import eager_caps, fitting_tokens, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import build_program, live_caps, simulate
 from tests.cost.models import h100, model

@@ -5,8 +5,8 @@ from functools import cache
 import numpy as np
 import pytest
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.cost.analytic import module_flops
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS, VISION
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
 NUM_TRIALS = 60  # a reference and the 59 of section 4.7.3

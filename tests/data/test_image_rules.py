@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from hf_mmparallel.cost.published import PUBLISHED, QWEN_GRID, VISION
+from benchmarks.paper_samples import PUBLISHED, QWEN_GRID, VISION
 from hf_mmparallel.data.image_rules import image_rule
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta

@@ -428,6 +428,7 @@ def forbid(monkeypatch, measure: str) -> None:
         raise AssertionError("measured again")
 
     monkeypatch.setattr(getattr(size_measures, measure), "__call__", fail)
+    monkeypatch.setattr(sample_sizes, "token_lengths", fail)
 
 
 def test_tokens_are_measured_once_for_a_dataset_on_disk(tmp_path, monkeypatch):

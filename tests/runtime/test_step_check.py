@@ -33,7 +33,7 @@ class OwnCosts:
         self.engine, self.training = engine, training
         self.sizes = None
 
-    def __call__(self, draw: Draw) -> PlannedStep:
+    def __call__(self, draw: Draw, rank: int | None = None) -> PlannedStep:
         plan = self.engine.plan
         slow = "vision" if self.engine.rank == dist.get_world_size() - 1 else LM
         step = contiguous_step(plan, draw.samples, 2)
@@ -74,17 +74,22 @@ def test_ranks_with_other_costs_say_so_before_they_exchange_tensors(training):
 def checks() -> dict[str, str | None]:
     """Case -> what a rank says."""
     rank = dist.get_rank()
+    one = {0: 6}
     cases = {
-        "equal": StepFingerprint(5, 6),
-        "equal cuts": StepFingerprint(5, 6, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
-        "other step": StepFingerprint(5 + rank // 2, 6 + rank),
-        "other program": StepFingerprint(5, 6 + rank // 2),
-        "other cut": StepFingerprint(5, 6, {} if rank == 1 else {1: 3, 2: 7 + rank}),
+        "equal": StepFingerprint(5, one),
+        "equal parts": StepFingerprint(5, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
+        "equal cuts": StepFingerprint(5, one, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
+        "other step": StepFingerprint(5 + rank // 2, {0: 6 + rank}),
+        "other sums": StepFingerprint(5, one),
+        "other program": StepFingerprint(5, {0: 6 + rank // 2}),
+        "other part": StepFingerprint(5, {} if rank == 1 else {1: 3, 2: 7 + rank}),
+        "other cut": StepFingerprint(5, one, {} if rank == 1 else {1: 3, 2: 7 + rank}),
     }
     found = {}
     for name, mark in cases.items():
+        sums = 4 + rank // 2 if name == "other sums" else 4
         try:
-            StepCheck(None, has_cuts="cut" in name)(mark, 4)
+            StepCheck(None, 3, sums, has_cuts="cut" in name)(mark, 4)
             found[name] = None
         except RuntimeError as error:
             found[name] = str(error)
@@ -95,9 +100,11 @@ def checks() -> dict[str, str | None]:
 def test_ranks_compare_steps_programs_and_cuts():
     first, *others = run_distributed(checks, 3)
     assert all(found == first for found in others)
-    assert first["equal"] is first["equal cuts"] is None
+    assert first["equal"] is first["equal parts"] is first["equal cuts"] is None
     assert re.match(r"The ranks drew different .*checksums: rank 0: 5, rank 1: 5, rank 2: 6\)", first["other step"])
     assert re.match(r"The ranks ordered .*checksums: rank 0: 6, rank 1: 6, rank 2: 7\)", first["other program"])
+    assert re.match(r"The ranks ordered .*checksums: rank 0: 7, rank 2: 9\)", first["other part"])
+    assert re.match(r"The ranks are about to sum .*checksums: rank 0: 4, rank 1: 4, rank 2: 5\)", first["other sums"])
     assert re.match(r"The ranks cut .* 1 of 4 .*is 2 \(checksums: rank 0: 7, rank 2: 9\)", first["other cut"])
 
 

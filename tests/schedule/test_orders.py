@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
 from hf_mmparallel.schedule import build_graph, build_program, live_caps, lower, policy_caps, schedule_tasks, simulate
 from hf_mmparallel.schedule.scheduler import Cost

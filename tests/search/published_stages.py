@@ -6,8 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from hf_mmparallel.search.partition import partition_layers, partition_shared
-from hf_mmparallel.search.published import (
+from benchmarks.paper_tables import (
     CONFIGURATIONS,
     FIRST_MODULES,
     FIRST_RUN,
@@ -19,6 +18,7 @@ from hf_mmparallel.search.published import (
     PublishedRun,
     StageTimes,
 )
+from hf_mmparallel.search.partition import partition_layers, partition_shared
 
 ENCODERS = {"V": "vision", "A": "audio"}
 SECOND_STAGES = SECOND_RUN.num_gpus // SECOND_RUN.gpus_per_node

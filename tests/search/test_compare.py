@@ -261,13 +261,19 @@ class TestFullySharded:
 
     def test_ways_to_run_it(self):
         """Parameters over a node or all ranks, microbatches of 1 and 2 samples, with and without recomputation."""
-        found = fully_sharded(problem(), [problem().sizes.take(range(BATCH))])
+        question = problem()
+        batches = [question.sizes.take(range(BATCH))]
+        padded = fully_sharded(question, batches)
+        question = replace(question, costs=replace(question.costs, packing=True))
+        found = fully_sharded(question, batches)
         ways = {(own.num_shards, own.microbatch_size, own.checkpointing) for own in found}
         assert ways == set(itertools.product((4, 8), (1, 2), (False, True)))
         by_way = {(own.num_shards, own.microbatch_size, own.checkpointing): own for own in found}
         assert by_way[8, 1, False].memory_bytes < by_way[4, 1, False].memory_bytes < by_way[4, 2, False].memory_bytes
         assert by_way[8, 2, False].step_ms < by_way[8, 1, False].step_ms  # half as many gathers
         assert by_way[8, 2, True].step_ms > by_way[8, 2, False].step_ms
+        for packed, other in zip(found, padded, strict=True):  # rows of one sample have no padding
+            assert other.step_ms == packed.step_ms if packed.microbatch_size == 1 else other.step_ms > packed.step_ms
 
     def test_slow_links_cost_time(self):
         slow = replace(find_device("a40"), node_link_gb_per_s=0.001)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.search.method_choice import CHOICES, KEEPING_LIMITS, MethodChoice, choose_method
 from hf_mmparallel.search.steps import StepPlanner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_mmparallel.search.published import (
+from benchmarks.paper_tables import (
     COLOCATION,
     CONFIGURATIONS,
     END_TO_END,

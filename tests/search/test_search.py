@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
+from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.condense import condense, on_all_ranks, predict_condensed
+from hf_mmparallel.search.condense import on_all_ranks, predict_condensed
 from hf_mmparallel.search.explain import least_memory_bytes
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_layers

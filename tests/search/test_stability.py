@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.search.allocation import Rounding, proportional_allocations
 from hf_mmparallel.search.stability import StabilityReport, StabilityTest, draw_from, minimum_stable_batch
 

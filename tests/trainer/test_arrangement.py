@@ -76,10 +76,16 @@ CASES = {
         limited=True,
     ),
     "a frozen LM, two encoders, all forwards first": Case(
-        "qwen2_5_omni", 3, {"modules": {LM: {"freeze": True}}, "schedule": "gpipe"}
+        "qwen2_5_omni",
+        3,
+        {"modules": {LM: {"freeze": True}}, "schedule": "gpipe"},
+        {"microbatch_assignment": "hierarchical"},
     ),
     "frozen vision, copies of both, as many ahead as there are": Case(
-        "gemma3", 4, {"modules": {VISION: {"freeze": True, "dp_size": 2}, LM: {"dp_size": 2}}, "schedule": "eager"}
+        "gemma3",
+        4,
+        {"modules": {VISION: {"freeze": True, "dp_size": 2}, LM: {"dp_size": 2}}, "schedule": "eager"},
+        {"microbatch_assignment": "hierarchical"},
     ),
     "two encoders, sub-microbatches, encoders first and last, copies of the LM": Case(
         "qwen2_5_omni",
@@ -100,6 +106,7 @@ CASES = {
                 LM: {"replicas": [[stage(0, 2, 1), stage(2, 4, 2)], [stage(0, 4, 3)]]},
             }
         },
+        {"microbatch_assignment": "hierarchical"},
         unlike=True,
     ),
     "reordered, both modules on the same ranks": Case(

@@ -13,11 +13,11 @@ import pytest
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
+from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.cost.published import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan
 from hf_mmparallel.schedule import Simulation
@@ -29,11 +29,11 @@ from hf_mmparallel.trainer.report import (
     StepReport,
     arrangement_lines,
     report_lines,
-    representative_draw,
     settings_without_effect,
     size_origin,
 )
 from hf_mmparallel.trainer.rows import RowChoice
+from hf_mmparallel.trainer.sample_sizes import representative_draw
 from tests.plan.specs import model_spec
 
 LM = "language_model"

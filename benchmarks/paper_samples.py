@@ -20,17 +20,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, SampleSizes, Workloads
-from .analytic import module_flops
-from .device_table import find_device
-from .image_tokens import ImageRule, PatchGrid
+from hf_mmparallel.cost import find_device, module_flops
+from hf_mmparallel.cost.image_tokens import PatchGrid
+from hf_mmparallel.cost.sample_presets import MERGE, PATCH_PIXELS, SAMPLE_PRESETS, SamplePreset
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    FeatureSpec,
+    ModelSpec,
+    ModuleSpec,
+    ParameterSpec,
+    SampleSizes,
+    Workloads,
+)
 
 VISION = "vision"
-PATCH_PIXELS = 14
-MERGE = 2
 WINDOW_TOKENS = (112 // PATCH_PIXELS) ** 2
 GLOBAL_LAYERS = 4
 EMBEDDINGS = "language_model.embed_tokens.weight"
@@ -64,31 +67,19 @@ class Stated:
 @dataclass(frozen=True)
 class PublishedShape:
     """
-    The distribution of the sizes of a dataset's samples, each of one image and a text.
+    The distribution of the sizes of a dataset's samples.
 
     Args:
-        name (`str`): The dataset.
+        preset ([`SamplePreset`]): The distribution, fitted.
         stated (`Stated`): What the paper says of it.
-        image_patches (`float`): Median area of an image, in patches of 14 x 14 pixels; assumed like all that follows.
-        image_sigma (`float`): Standard deviation of the logarithm of the area.
-        template_tokens (`int`): Text tokens that every sample has.
-        text_tokens (`float`): Median of the text tokens that differ.
-        text_sigma (`float`): Standard deviation of their logarithm.
-        aspect_sigma (`float`, *optional*, defaults to 0.2): Standard deviation of the logarithm of width over height.
-        patch_limits (`tuple[int, int]`, *optional*, defaults to `(256, 16384)`): To which areas images are resized.
-        max_text_tokens (`int`, *optional*, defaults to 4096): Where texts are cut.
     """
 
-    name: str
+    preset: SamplePreset
     stated: Stated
-    image_patches: float
-    image_sigma: float
-    template_tokens: int
-    text_tokens: float
-    text_sigma: float
-    aspect_sigma: float = 0.2
-    patch_limits: tuple[int, int] = (256, 16384)
-    max_text_tokens: int = 4096
+
+    @property
+    def name(self) -> str:
+        return self.preset.name
 
     def draw(self, num_samples: int, seed: int) -> SampleSizes:
         """
@@ -102,49 +93,7 @@ class PublishedShape:
             `SampleSizes`: Of `vision`, in patches, and of `language_model`, whose tokens are the text and a quarter of
             the patches. The squares of the encoder are the mean over its layers, most of which attend within windows.
         """
-        return self.draw_images(num_samples, seed).sizes(VISION, QWEN_GRID)
-
-    def draw_images(self, num_samples: int, seed: int) -> DrawnImages:
-        """The same samples before a model makes tokens of their images, see [`~PublishedShape.draw`]."""
-        rng = np.random.default_rng(seed)
-        area, aspect, text = rng.standard_normal((3, num_samples))
-        area = np.clip(self.image_patches * np.exp(self.image_sigma * area), *self.patch_limits)
-        height = np.sqrt(area * np.exp(self.aspect_sigma * aspect))
-        sides = [np.maximum(1, np.rint(side / MERGE)).astype(np.int64) for side in (height, area / height)]
-        words = self.template_tokens + np.rint(self.text_tokens * np.exp(self.text_sigma * text)).astype(np.int64)
-        heights, widths = (MERGE * PATCH_PIXELS * side for side in sides)
-        return DrawnImages(heights, widths, np.minimum(words, self.max_text_tokens))
-
-
-@dataclass(frozen=True)
-class DrawnImages:
-    """
-    Samples of an image and a text each.
-
-    Args:
-        heights (`np.ndarray` of shape `[samples]`): Of the images, in pixels.
-        widths (`np.ndarray` of shape `[samples]`): Of the images, in pixels.
-        text_tokens (`np.ndarray` of shape `[samples]`): Tokens of the texts.
-    """
-
-    heights: NDArray
-    widths: NDArray
-    text_tokens: NDArray
-
-    def sizes(self, encoder: str, rule: ImageRule) -> SampleSizes:
-        """
-        Their sizes in a model.
-
-        Args:
-            encoder (`str`): The name of its encoder.
-            rule (`ImageRule`): What it makes of images.
-        """
-        images = rule(self.heights, self.widths)
-        tokens = images.rows + self.text_tokens
-        return SampleSizes(
-            {encoder: images.tokens, LANGUAGE_MODEL: tokens},
-            {encoder: images.squares, LANGUAGE_MODEL: tokens.astype(float) ** 2},
-        )
+        return self.preset.draw_images(num_samples, seed).sizes(VISION, QWEN_GRID)
 
 
 def _stack(prefix: str, shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> tuple[ParameterSpec, ...]:
@@ -273,7 +222,7 @@ PUBLISHED: Mapping[str, PublishedShape] = {
     shape.name: shape
     for shape in (
         PublishedShape(
-            "synthchartnet",
+            SAMPLE_PRESETS["synthchartnet"],
             _stated(
                 ((10, 6), (8, 8)),
                 (64, 64),
@@ -284,14 +233,9 @@ PUBLISHED: Mapping[str, PublishedShape] = {
                 },
                 (_stages((4, 4), (5, 3)), _stages((5, 3), (4, 4))),
             ),
-            image_patches=3900,
-            image_sigma=0.35,
-            template_tokens=35,
-            text_tokens=285,
-            text_sigma=0.76,
         ),
         PublishedShape(
-            "chartqa",
+            SAMPLE_PRESETS["chartqa"],
             _stated(
                 ((10, 6), (8, 8)),
                 (16, 4),
@@ -302,14 +246,9 @@ PUBLISHED: Mapping[str, PublishedShape] = {
                 },
                 (_stages((5, 3), (5, 3)), _stages((4, 4), (4, 4))),
             ),
-            image_patches=5000,
-            image_sigma=0.175,
-            template_tokens=480,
-            text_tokens=110,
-            text_sigma=0.4,
         ),
         PublishedShape(
-            "cocoqa",
+            SAMPLE_PRESETS["cocoqa"],
             _stated(
                 ((10, 6), (8, 8)),
                 (16, 4),
@@ -320,14 +259,9 @@ PUBLISHED: Mapping[str, PublishedShape] = {
                 },
                 (_stages((4, 4), (5, 3)), _stages((4, 4), (3, 5))),
             ),
-            image_patches=1530,
-            image_sigma=0.24,
-            template_tokens=130,
-            text_tokens=30,
-            text_sigma=0.5,
         ),
         PublishedShape(
-            "llava-150k",
+            SAMPLE_PRESETS["llava-150k"],
             _stated(
                 ((9, 7), (7, 9)),
                 (64, 256),
@@ -338,11 +272,6 @@ PUBLISHED: Mapping[str, PublishedShape] = {
                 },
                 (_stages((5, 3), (4, 4)), _stages((4, 4), (3, 5))),
             ),
-            image_patches=1450,
-            image_sigma=0.155,
-            template_tokens=165,
-            text_tokens=110,
-            text_sigma=0.85,
         ),
     )
 }

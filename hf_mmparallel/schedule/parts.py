@@ -1,0 +1,271 @@
+"""
+The parts that a step falls into: replicas that exchange tensors or share ranks, which are planned without the others.
+
+All that ranks of different parts have in common are the gradient sums, and these stand in the same order on every
+rank. So a rank schedules and checks its own part only, and ranks that take part in the same stages, which run the
+same list, are one rank meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, pairwise
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from ..plan import ParallelPlan, StepPlan, SyncGroup
+from .actions import Action, Program, StageKey
+
+Member = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """
+    Replicas that exchange nothing with others but gradient sums, with the ranks that they are on.
+
+    Args:
+        plan (`ParallelPlan`):
+            With the stages of these replicas only, and one rank for all that run the same list, numbered from 0.
+        step (`StepPlan`): With the microbatches of these replicas only.
+        groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
+        ranks (`tuple[int, ...]`): Of each rank, its number in the condensed plan.
+        sums (`tuple[int, ...]`): Of each group, its index in the condensed plan.
+    """
+
+    plan: ParallelPlan
+    step: StepPlan
+    groups: tuple[SyncGroup, ...]
+    ranks: tuple[int, ...]
+    sums: tuple[int, ...]
+
+    def condensed(self, program: Program) -> Program:
+        """A program of the part with the numbers of the condensed plan."""
+        syncs = {local: Action("sync", index=index) for local, index in enumerate(self.sums)}
+        actions = {
+            self.ranks[rank]: tuple(row if row.index is None else syncs[row.index] for row in rows)
+            for rank, rows in program.actions.items()
+        }
+        return Program(actions, program.times_ms)
+
+
+@dataclass(frozen=True)
+class Condensed:
+    """
+    A plan with one rank for all that run the same list.
+
+    Args:
+        plan (`ParallelPlan`): With these ranks only, numbered from 0.
+        groups (`tuple[SyncGroup, ...]`): The gradient sums among them.
+        whole_groups (`tuple[SyncGroup, ...]`): For each, a gradient sum of the whole plan that it stands for.
+        whole_plan (`ParallelPlan`): The plan with all ranks.
+        all_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
+    """
+
+    plan: ParallelPlan
+    groups: tuple[SyncGroup, ...]
+    whole_groups: tuple[SyncGroup, ...]
+    whole_plan: ParallelPlan
+    all_groups: tuple[SyncGroup, ...]
+
+    @cached_property
+    def numbers(self) -> dict[int, int]:
+        """Rank of the whole plan -> its rank in the condensed plan."""
+        return condensed_ranks(self.whole_plan)
+
+    @cached_property
+    def _ranks(self) -> list[list[int]]:
+        """The ranks of the whole plan that each condensed rank stands for."""
+        result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
+        for rank, number in self.numbers.items():
+            result[number].append(rank)
+        return result
+
+    @cached_property
+    def _sums(self) -> dict[int, dict[int, tuple[int, ...]]]:
+        """Rank of the whole plan -> index of a condensed gradient sum -> of those of the whole plan on this rank."""
+        index = {_key(group, self.numbers): number for number, group in reversed(list(enumerate(self.whole_groups)))}
+        result: dict[int, dict[int, tuple[int, ...]]] = {rank: {} for rank in self.numbers}
+        for number, group in enumerate(self.all_groups):
+            few = index[_key(group, self.numbers)]
+            for rank in group.ranks:
+                result[rank][few] = (*result[rank].get(few, ()), number)
+        return result
+
+    # Parts
+
+    @cached_property
+    def _members(self) -> tuple[Member, ...]:
+        """All replicas."""
+        return tuple((name, d) for name, module in self.plan.modules.items() for d in range(module.dp_size))
+
+    @cached_property
+    def _first(self) -> dict[str, int]:
+        """Module -> place of its first replica among all."""
+        sizes = [module.dp_size for module in self.plan.modules.values()]
+        return dict(zip(self.plan.modules, np.cumsum([0, *sizes])[:-1].tolist(), strict=True))
+
+    @cached_property
+    def _members_of_rank(self) -> list[list[int]]:
+        """The replicas, as places among all, that each condensed rank works for."""
+        result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
+        for place, ranks in enumerate(self._ranks_of_member):
+            for rank in ranks:
+                result[rank].append(place)
+        return result
+
+    @cached_property
+    def _ranks_of_member(self) -> list[tuple[int, ...]]:
+        """The condensed ranks of each replica."""
+        return [
+            tuple(sorted({rank for stage in self.plan.modules[name].replicas[replica] for rank in stage.all_ranks}))
+            for name, replica in self._members
+        ]
+
+    @cached_property
+    def _neighbours(self) -> np.ndarray:
+        """int64 `[pairs, 2]`: replicas that share ranks."""
+        pairs = [pair for members in self._members_of_rank for pair in pairwise(members)]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def _sums_of_rank(self) -> list[list[int]]:
+        """The gradient sums of each condensed rank."""
+        result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
+        for number, group in enumerate(self.groups):
+            for rank in group.ranks:
+                result[rank].append(number)
+        return result
+
+    @cached_property
+    def _sums_of_stage(self) -> dict[StageKey, list[int]]:
+        """The gradient sums that wait for each stage."""
+        result: dict[StageKey, list[int]] = {}
+        for number, group in enumerate(self.groups):
+            for stage in group.stages:
+                result.setdefault(stage, []).append(number)
+        return result
+
+    def _labels(self, step: StepPlan) -> np.ndarray:
+        """int64 `[replicas]`: the number of the part that each replica is in."""
+        links = [self._neighbours]
+        for edge in self.plan.edges:
+            source, target = (step.locations[name][0] for name in (edge.source, edge.target))
+            both = np.flatnonzero((source >= 0) & (target >= 0))
+            ends = [self._first[edge.source] + source[both], self._first[edge.target] + target[both]]
+            links.append(np.stack(ends, axis=1))
+        before, after = np.concatenate(links).T
+        size = len(self._members)
+        return connected_components(coo_array((np.ones(len(before)), (before, after)), (size, size)), False)[1]
+
+    def parts(self, step: StepPlan, rank: int | None = None) -> Iterator[Part]:
+        """
+        The parts of a step; a replica without samples is one, too.
+
+        Args:
+            step (`StepPlan`): The arrangement.
+            rank (`int`, *optional*): Only the part of this rank of the whole plan, which has none without a stage.
+        """
+        labels = self._labels(step)
+        if rank is None:
+            for places in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
+                yield self._part(step, places.tolist())
+        elif rank in self.numbers:
+            own = self._members_of_rank[self.numbers[rank]][0]
+            yield self._part(step, np.flatnonzero(labels == labels[own]).tolist())
+
+    def _part(self, step: StepPlan, places: Sequence[int]) -> Part:
+        """The part of some of the replicas."""
+        members = [self._members[place] for place in places]
+        ranks = sorted(set(chain.from_iterable(self._ranks_of_member[place] for place in places)))
+        number = {rank: local for local, rank in enumerate(ranks)}
+        replicas: dict[str, list[tuple]] = {name: [()] * m.dp_size for name, m in self.plan.modules.items()}
+        stages: dict[int, list[StageKey]] = {}
+        for name, replica in members:
+            own = self.plan.modules[name].replicas[replica]
+            replicas[name][replica] = tuple(
+                replace(stage, ranks=(tuple(number[rank] for rank in stage.all_ranks),)) for stage in own
+            )
+            for index in range(len(own)):
+                for group in self._sums_of_stage.get((name, replica, index), ()):
+                    stages.setdefault(group, []).append((name, replica, index))
+        on_ranks: dict[int, list[int]] = {}
+        for rank in ranks:
+            for group in self._sums_of_rank[rank]:
+                on_ranks.setdefault(group, []).append(number[rank])
+        sums = sorted(on_ranks)
+        modules = {name: replace(self.plan.modules[name], replicas=tuple(own)) for name, own in replicas.items()}
+        groups = tuple(SyncGroup(tuple(on_ranks[group]), (), tuple(stages.get(group, ()))) for group in sums)
+        return Part(replace(self.plan, modules=modules), step.part(members), groups, tuple(ranks), tuple(sums))
+
+    # The ranks of the whole plan
+
+    def expand(self, program: Program) -> Program:
+        """A program of condensed ranks as one of all ranks that these stand for."""
+        actions: dict[int, tuple[Action, ...]] = {}
+        syncs = [Action("sync", index=index) for index in range(len(self.all_groups))]
+        known: dict[tuple, tuple[Action, ...]] = {}  # ranks with the same sums share the object, too
+        for number, row in program.actions.items():
+            wanted = [action.index for action in row if action.index is not None]
+            for rank in self._ranks[number]:
+                own = tuple(self._sums[rank].get(index, ()) for index in wanted)
+                if (number, own) not in known:
+                    sums = iter(own)
+                    known[number, own] = tuple(
+                        each
+                        for action in row
+                        for each in ((action,) if action.index is None else (syncs[index] for index in next(sums)))
+                    )
+                actions[rank] = known[number, own]
+        return Program(dict(sorted(actions.items())), program.times_ms)
+
+
+def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
+    """
+    Leaves one rank of all that take part in the same stages. A step takes as long as with all of them.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks sum.
+    """
+    numbers = condensed_ranks(plan)
+    modules = {
+        name: replace(
+            module,
+            replicas=tuple(
+                tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in replica)
+                for replica in module.replicas
+            ),
+        )
+        for name, module in plan.modules.items()
+    }
+    kept: dict[tuple, SyncGroup] = {}
+    for group in groups:
+        kept.setdefault(_key(group, numbers), group)
+    few = tuple(SyncGroup(_those(group.ranks, numbers), group.parameters, group.stages) for group in kept.values())
+    return Condensed(replace(plan, modules=modules), few, tuple(kept.values()), plan, tuple(groups))
+
+
+def _those(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:
+    """The condensed ranks that stand for some ranks."""
+    return tuple(sorted({numbers[rank] for rank in ranks}))
+
+
+def _key(group: SyncGroup, numbers: dict[int, int]) -> tuple:
+    """What the gradient sums that one stands for have in common."""
+    return _those(group.ranks, numbers), group.stages, group.parameters
+
+
+def condensed_ranks(plan: ParallelPlan) -> dict[int, int]:
+    """Rank -> its rank in the condensed plan."""
+    stages: dict[int, list] = {}
+    for name, module in plan.modules.items():
+        for replica, index, stage in module.stages():
+            for rank in stage.all_ranks:
+                stages.setdefault(rank, []).append((name, replica, index))
+    numbers: dict[tuple, int] = {}
+    return {rank: numbers.setdefault(tuple(stages[rank]), len(numbers)) for rank in sorted(stages)}

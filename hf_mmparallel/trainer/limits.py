@@ -1,0 +1,111 @@
+"""What happens to samples that are larger than a microbatch is predicted to hold: they are told of, and run alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from accelerate.logging import get_logger
+
+from ..plan import SampleSizes, StepPlan, Workloads
+from .sample_sizes import StartSizes
+
+logger = get_logger(__name__)
+
+_UNLIMITED = 10**15  # tokens, which come of stages that keep nothing
+_REMEDY = (
+    "Each gets a microbatch of its own, which is predicted to need more memory than a rank may fill. If that is too "
+    "much, set `activation_checkpointing`, raise `pp_size`, `tp_size` or `cp_size`, or leave such samples out."
+)
+
+
+@dataclass(frozen=True)
+class LargeSamples:
+    """
+    How samples compare with the limits of microbatches.
+
+    Args:
+        limits (`Mapping[str, int]`): Module -> most tokens of a microbatch.
+        largest (`Mapping[str, int]`): Module -> tokens of the largest sample.
+        num_over (`int`): Samples that are larger than a microbatch in one of the modules.
+        num_samples (`int`): Samples that were compared.
+        are_all (`bool`): Whether these are all samples of the dataset.
+    """
+
+    limits: Mapping[str, int]
+    largest: Mapping[str, int]
+    num_over: int
+    num_samples: int
+    are_all: bool
+
+    @classmethod
+    def of(cls, start: StartSizes, limits: Mapping[str, int]) -> LargeSamples:
+        """Compares what is known before the first step."""
+        over = _over(start.sizes, limits)
+        largest = {name: int(start.sizes.tokens[name].max(initial=0)) for name in limits}
+        return cls(limits, largest, int(over.sum()), len(over), start.are_all)
+
+    def __str__(self) -> str:
+        limits = " and ".join(
+            f"{limit:,} tokens in `{name}`" for name, limit in self.limits.items() if limit < _UNLIMITED
+        )
+        larger = f"{self.num_over:,} of {self._samples} are larger" if self.num_over else f"all {self._samples} fit"
+        return f"A microbatch may have {limits or 'any number of tokens'}; {larger}."
+
+    @property
+    def _samples(self) -> str:
+        return f"{self.num_samples:,} {'' if self.are_all else 'measured '}samples"
+
+    @property
+    def warning(self) -> str:
+        """What is to be said where a sample is larger; empty where none is."""
+        if not self.num_over:
+            return ""
+        over = ", ".join(
+            f"the largest has {self.largest[name]:,} tokens in `{name}` of at most {limit:,}"
+            for name, limit in self.limits.items()
+            if self.largest[name] > limit
+        )
+        return f"{self.num_over:,} of {self._samples} are larger than a microbatch may be: {over}. {_REMEDY}"
+
+
+class LimitWatch:
+    """
+    Tells once of samples that are larger than a microbatch may be.
+
+    Args:
+        told (`bool`, *optional*, defaults to `False`): Whether that was done before the first step.
+    """
+
+    def __init__(self, told: bool = False):
+        self.told = told
+
+    def saw(self, step: StepPlan, workloads: Workloads | None) -> None:
+        """
+        Looks at a step that was arranged.
+
+        Args:
+            step (`StepPlan`): The arrangement.
+            workloads (`Workloads`, *optional*): What it was arranged by.
+        """
+        if self.told or workloads is None:
+            return
+        for name, limit in workloads.max_tokens.items():
+            tokens = workloads.tokens[name]
+            slot = int(np.argmax(tokens)) if len(tokens) else 0
+            if len(tokens) and tokens[slot] > limit:
+                self.told = True
+                logger.warning(
+                    f"Sample {step.samples[slot]} has {tokens[slot]:,} tokens in `{name}`, where a microbatch may "
+                    f"have {limit:,}. {_REMEDY} Further such samples are not reported."
+                )
+                return
+
+
+def _over(sizes: SampleSizes, limits: Mapping[str, int]) -> np.ndarray:
+    """bool `[samples]`: whether a sample is larger than a microbatch may be in one of the modules."""
+    over = np.zeros(sizes.num_samples, dtype=bool)
+    for name, limit in limits.items():
+        over |= sizes.tokens[name] > limit
+    return over
