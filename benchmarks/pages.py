@@ -2,9 +2,10 @@
 Puts the figures of the kept results into the pages, and checks those that stand in sentences.
 
 A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. Between them is
-what the function of that name in `figures.py`, `mode_figures.py` or `paper_figures.py` makes of `benchmarks/results`.
-A sentence is written by hand; its part with the figures is there too, made from the same files, and has to be on the
-page word for word (line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
+what the function of that name in `figures.py`, `mode_figures.py` or `paper_figures.py` makes of `benchmarks/results`,
+or the one in `device_figures.py` of the table of devices. A sentence is written by hand; its part with the figures is
+there too, made from the same files, and has to be on the page word for word (line breaks do not matter).
+`tests/test_pages.py` fails when pages and results differ.
 
 ```bash
 python benchmarks/pages.py          # writes the tables anew and lists sentences that are not on their page
@@ -18,6 +19,7 @@ import argparse
 import re
 import sys
 
+import device_figures
 import figures
 import mode_figures
 import paper_figures
@@ -25,7 +27,7 @@ from figures import ROOT
 
 SOURCES = (figures, mode_figures, paper_figures)
 QUOTED = {page for source in SOURCES for page in source.QUOTES}
-BLOCKS = {name: block for source in SOURCES for name, block in source.BLOCKS.items()}
+BLOCKS = {name: block for source in (*SOURCES, device_figures) for name, block in source.BLOCKS.items()}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)
 

@@ -205,7 +205,8 @@ def main() -> None:
         model_name="chart-vlm", tasks="image-text-to-text", dataset="charts", dataset_tags=nowhere
     )
     if trainer.is_world_process_zero():
-        print("\n".join(balance_lines(args.microbatch_assignment, trainer.state.log_history)))
+        planner = trainer.engine and trainer.engine.planner  # its arrangement was chosen if `args` name none
+        print("\n".join(balance_lines(planner.method if planner else "", trainer.state.log_history)))
         answer_some(args.output_dir, eval_dataset)
 
 

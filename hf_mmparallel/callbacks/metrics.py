@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..arrange.balance import excess
-from ..cost import Hardware, device_table, training_flops
+from ..cost import training_flops
 from ..plan import ModelSpec
 from ..runtime.collectives import all_gather_values
+from ..runtime.devices import MEASURED
 from ..runtime.executor import StepResult
 from ..runtime.work import ModuleWork
 from .balance import RanStep, forward_metrics, last_step, mean_of, measure
@@ -122,18 +123,11 @@ def core_per_rank(device: torch.device) -> bool:
     return len(os.sched_getaffinity(0)) >= dist.get_world_size()
 
 
-def hardware_of(device: torch.device) -> Hardware | None:
-    """The table's entry for a GPU, `None` for what is not in the table and for the CPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device).lower()
-    return next((entry for key, entry in device_table().items() if key in name), None)
-
-
 class ParallelMetricsCallback(EngineCallback):
     """
     Adds to the log, under `parallel/`: tokens per second of each module, the bubble fraction, the imbalance between
-    microbatches and between replicas of each module, and model FLOPs utilisation where the device's peak is known.
+    microbatches and between replicas of each module, and on a GPU model FLOPs utilisation:
+    of the peak in the table, or as `model_flops_utilisation_of_measured_peak` of what matrix products reached.
 
     Of the arrangement, as the mean over the steps since the last log: the standard deviation of a microbatch's
     measured forward in each module (`forward_ms_std`), and, where sizes of samples are known, of its workload as
@@ -164,8 +158,9 @@ class ParallelMetricsCallback(EngineCallback):
         metrics |= mean_of([ran.arrangement for ran in self.steps])
         self.steps.clear()
         self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)
-        hardware = hardware_of(self.engine.device)
-        if hardware is not None:
-            utilisation = flops_utilisation(self.engine.spec, windows, hardware.peak_tflops)
-            metrics["parallel/model_flops_utilisation"] = utilisation
+        device = self.engine.costs.device
+        if device.name != "cpu":
+            name = "parallel/model_flops_utilisation"
+            name = f"{name}_of_measured_peak" if device.source.startswith(MEASURED) else name
+            metrics[name] = flops_utilisation(self.engine.spec, windows, device.peak_tflops)
         return metrics

@@ -154,8 +154,18 @@ def _run_env(args: argparse.Namespace) -> None:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What is trained, and on what."""
     group = parser.add_argument_group("model and device")
-    group.add_argument(
-        "--gpu-type", default="h100", metavar="NAME", help="h100, h200, a100, a40 or cpu: speed and memory (h100)"
+    device = group.add_mutually_exclusive_group()
+    device.add_argument(
+        "--gpu-type",
+        default="h100",
+        metavar="NAME",
+        help="speed, memory and links: a name of the table in docs/devices.md, such as h200, a100-pcie-40gb, l40s, "
+        "mi300x or cpu, or as the driver reports it (h100, an H100 SXM)",
+    )
+    device.add_argument(
+        "--gpu-spec",
+        metavar="FILE",
+        help="YAML file that describes another device, or with `like: h100` how one differs; instead of --gpu-type",
     )
     group.add_argument(
         "--freeze",
@@ -174,9 +184,10 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=("bfloat16", "float16", "float32"),
+        choices=("bfloat16", "float16", "tf32", "float32"),
         default="bfloat16",
-        help="what is computed in (bfloat16); weights are as the configuration says",
+        help="what is computed in (bfloat16), tf32 for float32 with products in TF32; weights are as the "
+        "configuration says",
     )
     group.add_argument(
         "--profile", metavar="FILE", help="times that `hf-mmparallel profile` measured, instead of operation counts"

@@ -21,6 +21,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from .. import __version__
+    from ..runtime.devices import known_device
 
     found = {"hf_mmparallel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
@@ -31,10 +32,12 @@ def environment() -> dict[str, str]:
     found["torch.distributed"] = ", ".join(_backends()) or "not available"
     found["cpu threads"] = str(torch.get_num_threads())
     count = torch.cuda.device_count()
-    names = [torch.cuda.get_device_properties(index) for index in range(count)]
     found["cuda"] = f"{torch.version.cuda or 'not built'}, {count} device{'' if count == 1 else 's'}"
-    for index, device in enumerate(names):
-        found[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    for index in range(count):
+        device = torch.cuda.get_device_properties(index)
+        known = known_device(torch.device("cuda", index))
+        name = "not in the table of devices" if known is None else f"`{known.name}` in the table of devices"
+        found[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB, {name}"
     return found
 
 

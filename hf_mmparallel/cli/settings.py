@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..arrange import ARRANGEMENTS
-from ..cost import MEMORY_SHARE, Hardware, find_device, usable_bytes
+from ..cost import MEMORY_SHARE, Hardware, device_from, find_device, usable_bytes
 from ..cost.analytic import DTYPE_BYTES
+from ..cost.devices import PEAK_OF_DTYPE
 from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
@@ -38,6 +39,7 @@ class Settings:
     Args:
         gpus (`int`, *optional*): Ranks there are.
         gpu_type (`str`, *optional*, defaults to `"h100"`): What each of them is.
+        described (`Hardware`, *optional*): The device of that name, if it may be another one than in the table.
         global_batch_size (`int`, *optional*): Samples of a step.
         microbatch_size (`int`, *optional*): Samples of a microbatch of one language-model replica.
         seq_len (`int`, *optional*, defaults to 2048): Tokens of a sample in the language model, without a dataset.
@@ -54,6 +56,7 @@ class Settings:
 
     gpus: int | None = None
     gpu_type: str = "h100"
+    described: Hardware | None = None
     global_batch_size: int | None = None
     microbatch_size: int | None = None
     seq_len: int = 2048
@@ -74,6 +77,8 @@ class Settings:
         if settings.microbatch_assignment is not None:
             known = list(ARRANGEMENTS)
             reject_unknown_keys("`--microbatch-assignment`", [settings.microbatch_assignment], known)
+        device = device_from(settings.gpu_type, args.gpu_spec)
+        settings = replace(settings, gpu_type=device.name, described=device)
         for text in args.freeze:
             name, _, what = text.partition("=")
             settings = settings.with_frozen(name, what or True)
@@ -81,12 +86,15 @@ class Settings:
 
     @property
     def device(self) -> Hardware:
-        return find_device(self.gpu_type)
+        device = self.described
+        if device is None or device.name != self.gpu_type:
+            device = find_device(self.gpu_type)
+        return device.computing_in(self.dtype)
 
     @property
     def value_bytes(self) -> int:
         """Of a value of an activation."""
-        return DTYPE_BYTES[self.dtype]
+        return DTYPE_BYTES["float32" if self.dtype == "tf32" else self.dtype]
 
     @property
     def memory_bytes(self) -> float | None:
@@ -176,7 +184,7 @@ CHANGES: Mapping[str, Callable[[str], Any]] = {
     "schedule": _name_in(SCHEDULES),
     "microbatch_assignment": _name_in(list(ARRANGEMENTS)),
     "memory_limit_gib": float,
-    "dtype": _name_in(["bfloat16", "float16", "float32"]),
+    "dtype": _name_in(list(PEAK_OF_DTYPE)),
 }
 """What `--what-if` may change besides what is frozen -> how a value is read."""
 

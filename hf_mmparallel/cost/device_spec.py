@@ -63,7 +63,8 @@ def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str
 
     Args:
         name (`str`): What it is called.
-        entry (`Mapping`): Fields of [`Hardware`]; with `like` those that are left out are that device's.
+        entry (`Mapping`): Fields of [`Hardware`]; with `like` those that are left out are that device's, and
+            network cards go with the size of a node.
         find (`Callable`): Looks up the device of `like`.
         where (`str`): Where the description stands, for errors.
 
@@ -77,7 +78,13 @@ def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str
     for key, value in given.items():
         _check_field(key, value, where)
     given |= {"name": name, "aliases": tuple(given.get("aliases", ())), "source": given.get("source", where)}
-    device = Hardware(**given) if like is None else replace(find(str(like)), **given)
+    if like is None:
+        device = Hardware(**given)
+    else:
+        base = find(str(like))
+        if "node_size" in given and "network_cards" not in given:  # what each device has of the network stays
+            given["network_cards"] = max(1, round(base.network_cards * given["node_size"] / base.node_size))
+        device = replace(base, **given)
     _check_together(device, where)
     return device
 
@@ -110,7 +117,8 @@ def _check_together(device: Hardware, where: str) -> None:
                 f"{where}: `{field}={getattr(device, field):g}` is above the {peak:g} of 16-bit products. Correct one "
                 "of them; all are of dense products, in 10^12 operations a second."
             )
-    what = f"{where}: `bf16_tflops={device.bf16_tflops:g}` over `memory_gb_per_s={device.memory_gb_per_s:g}`"
+    rate = f"`memory_gb_per_s={device.memory_gb_per_s:g}`"
+    what = f"{where}: the ratio of `bf16_tflops={device.bf16_tflops:g}` to {rate}"
     _BALANCE.check(what, 1e3 * device.bf16_tflops / device.memory_gb_per_s)
     if device.link_gb_per_s > device.memory_gb_per_s:
         raise ValueError(

@@ -16,6 +16,7 @@ from .devices import PEAK_OF_DTYPE, Hardware
 _TABLE = Path(__file__).with_name("devices.yaml")
 _MAKERS = ("nvidia", "amd", "tesla", "quadro", "geforce", "instinct")
 _PART = re.compile(r"\s+MIG\s+\S+.*$")  # NVIDIA H100 80GB HBM3 MIG 1g.10gb
+_MOST_OF_A_PART = 0.75  # of the multiprocessors, where the name does not say so; chips differ by a few
 _HOST_LINK_GB_PER_S = 16.0  # parts of a device reach each other through the host's memory
 _GIB = 2**30
 
@@ -80,9 +81,9 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
     """
     The device that a driver reports.
 
-    Its memory is what the driver says, whatever the table says. With fewer multiprocessors than the whole device it is
-    a part of it (MIG, or a partition of AMD's): peaks go with the multiprocessors, the memory's rate with the memory,
-    and parts reach each other through the host.
+    Its memory is what the driver says, whatever the table says. A MIG instance, or a device with far fewer
+    multiprocessors than the whole one has (a partition of AMD's), is a part of it: peaks go with the multiprocessors,
+    the memory's rate with the memory, and parts reach each other through the host.
 
     Args:
         reported (`str`): Name, such as `"NVIDIA A100-SXM4-40GB MIG 1g.5gb"`. All of its words count.
@@ -100,7 +101,7 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
         return None
     (device,) = known
     memory_gib, whole = memory_bytes / _GIB, device.multiprocessors
-    if not _PART.search(reported) and (whole is None or multiprocessors >= whole):
+    if not _PART.search(reported) and (whole is None or multiprocessors > _MOST_OF_A_PART * whole):
         return replace(device, memory_gib=memory_gib)
     if whole is None:
         return None

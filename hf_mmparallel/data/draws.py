@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from ..plan import SampleSizes
+from .bad_samples import BadSample
 
 
 @dataclass(frozen=True)
@@ -19,15 +22,25 @@ class Draw:
         samples (`tuple[int, ...]`): Dataset indices in the sampler's order.
         epoch (`int`, *optional*, defaults to 0): The epoch that they are drawn in.
         position (`int`, *optional*, defaults to 0): How many samples of the epoch are drawn when these are.
+        sizes (`SampleSizes`, *optional*): Of the samples, if they were measured when they were drawn.
+        bad (`Mapping[int, BadSample]`, *optional*): Slot -> why its sample could not be measured.
     """
 
     samples: tuple[int, ...]
     epoch: int = 0
     position: int = 0
+    sizes: SampleSizes | None = field(default=None, compare=False)
+    bad: Mapping[int, BadSample] = field(default_factory=dict, compare=False)
 
     def without(self, slots: Collection[int]) -> Draw:
         """The same draw with the samples at some slots left out. They count as drawn."""
-        return replace(self, samples=tuple(s for slot, s in enumerate(self.samples) if slot not in slots))
+        kept = [slot for slot in range(len(self.samples)) if slot not in slots]
+        return replace(
+            self,
+            samples=tuple(self.samples[slot] for slot in kept),
+            sizes=None if self.sizes is None else self.sizes.take(kept),
+            bad={new: self.bad[slot] for new, slot in enumerate(kept) if slot in self.bad},
+        )
 
 
 class DrawSampler:

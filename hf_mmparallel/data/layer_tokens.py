@@ -17,9 +17,10 @@ from ..modeling.spec import module_parts
 from ..plan import ModelSpec
 from .chat_collator import TOKEN_FIELDS
 from .draws import Draw
+from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
-from .size_sources import LayerTokens
+from .size_sources import LayerTokens, spread
 from .streams import StreamSizes, StreamWindow
 
 logger = logging.get_logger(__name__)
@@ -62,7 +63,7 @@ def measure_layers(
     if isinstance(source, StreamSizes):
         dataset, source, candidates = _first_of_stream(dataset, source)
     else:
-        candidates = np.unique(np.linspace(0, len(source) - 1, min(len(source), NUM_CANDIDATES)).astype(np.int64))
+        candidates = np.array(spread(len(source), NUM_CANDIDATES), dtype=np.int64)
     candidates = _measurable(source, candidates)
     rows = source(candidates.tolist()).tokens if len(candidates) else {}
     skeleton, found = None, {}
@@ -71,11 +72,11 @@ def measure_layers(
         chosen = first[sizes > 0]
         if not len(chosen):
             continue
-        spread = np.unique(np.linspace(0, len(chosen) - 1, NUM_PROBES).astype(np.int64))
+        probes = np.unique(np.linspace(0, len(chosen) - 1, NUM_PROBES).astype(np.int64))
         try:
             skeleton = skeleton or make_skeleton(model, [part.stack for part in spec.modules.values()])
             probe = _Probe(skeleton, name, TokenMeasure.of(spec), collator)
-            found[name] = probe.fit(dataset, candidates[chosen[spread]].tolist())
+            found[name] = probe.fit(dataset, candidates[chosen[probes]].tolist())
         except Exception as error:  # whatever a dataset, a collator or a model's code raises
             logger.warning(
                 f"What the layers of `{name}` see of samples can't be measured ({error!r}); each row of its features "
@@ -93,7 +94,7 @@ def _is_readable(source: SizeSource, index: int) -> bool:
     """Whether a sample can be measured."""
     try:
         source([index])
-    except OSError:
+    except (OSError, UnknownSizeError):
         return False
     return True
 

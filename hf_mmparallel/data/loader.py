@@ -205,6 +205,8 @@ class StepDataset(Dataset):
     def _planned(self, draw: Draw) -> StepBatch:
         """Plans and reads the step of a draw whose samples are there."""
         assert self.planner is not None
+        if draw.bad:
+            return StepBatch(StepPlan((), {}, {}, draw.epoch), draw=draw, bad=dict(draw.bad))
         try:
             planned = self.planner(draw, self.rank)
         except Exception:

@@ -24,7 +24,8 @@ from .token_tables import token_lengths
 
 logger = logging.get_logger(__name__)
 
-PARALLEL_FROM = 5_000  # samples; fewer take less time than processes take to start
+PARALLEL_FROM = 5_000
+"""Samples; fewer take less time than processes take to start, and are all measured before the first step."""
 
 SizeSource = TableSizes | LazySizes | SubsetSizes | ConcatSizes | StreamSizes
 """Dataset indices -> [`SampleSizes`]. Can be pickled, for the workers of a data loader."""
@@ -49,15 +50,17 @@ def size_source(
     5. the conversations of a dataset for [`ChatCollator`], whose placeholders are expanded from the sizes of images in
        the headers of their files.
 
-    Samples of a `datasets.Dataset` are measured once, with `Dataset.map`, on rows in which media are not decoded. The
-    sizes are kept in memory, and beside a dataset on disk in its cache, by fingerprints of dataset and measure. Other
-    samples are measured when they are first asked for. A `Subset` and a `ConcatDataset` have the sizes of what they
+    Samples of a `datasets.Dataset` are measured once, with `Dataset.map`, on rows in which media are not decoded, if
+    that is a matter of microseconds (1 and 4) or there are at most 5,000. The sizes are kept in memory, and beside a
+    dataset on disk in its cache, by fingerprints of dataset and measure. Other samples are measured when they are
+    first asked for. A `Subset` and a `ConcatDataset` have the sizes of what they
     are made of. Samples that only the dataset's own code can make (of a plain torch dataset, or with a transform from
     `set_transform`) are not read for 4 and 5.
 
     Nothing is fetched or decoded. A conversation that does not say its size, with an image behind a URL say, or whose
-    file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such. Where
-    samples are measured one by one, it counts one token in each module, and an unreadable file raises `OSError`.
+    file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such; of a
+    large one it raises [`UnknownSizeError`] or `OSError` when it is asked for. Of a list it counts one token in each
+    module, and an unreadable file raises `OSError`.
 
     Args:
         dataset: A map-style dataset, or the [`StreamWindow`] of a stream, whose samples are measured when they come.
@@ -124,6 +127,9 @@ class _Choice:
             has_transform = self.given is None and dataset.format["type"] == "custom"
             if measure is None or has_transform:
                 return None
+            if len(dataset) > PARALLEL_FROM and not isinstance(measure, (ColumnMeasure, TokenMeasure)):
+                view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
+                return LazySizes(len(dataset), _StoredReader(view, measure), modules, measure.counts_rows)
             return _measured_table(dataset, measure, modules, self.num_proc)
         measure = self.given
         if isinstance(dataset, Sequence) and len(dataset) and isinstance(dataset[0], Mapping):
@@ -162,6 +168,18 @@ class _Reader:
     def __call__(self, index: int) -> Lengths:
         with seeded(index):  # reading may draw, and must not change what the training draws
             return self.measure(self.dataset[index])
+
+
+@dataclass(frozen=True)
+class _StoredReader:
+    """Index -> lengths of the row there, of which no media are decoded. `view` gives Arrow rows."""
+
+    view: Any
+    measure: SampleMeasure
+
+    def __call__(self, index: int) -> Lengths:
+        with seeded(index):
+            return self.measure(self.view[index].to_pylist()[0])
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ import numpy as np
 from ..plan import SampleSizes
 from .size_measures import Lengths
 
+NUM_SPREAD = 1024
+"""Samples of a large dataset that stand for all of it."""
+
 
 @dataclass(frozen=True)
 class LayerTokens:
@@ -98,6 +101,21 @@ class Ragged:
         return np.rint(tokens).astype(np.int64), np.bincount(owner, lengths**2, num_samples)
 
 
+def spread(num_samples: int, count: int) -> list[int]:
+    """
+    Dataset indices from all over a dataset, ascending. Of a large dataset all such choices are among the same few
+    samples, so that what is measured for one is known for another.
+
+    Args:
+        num_samples (`int`): Samples of the dataset.
+        count (`int`): How many are wanted at most.
+    """
+    few = np.arange(num_samples)
+    if num_samples > NUM_SPREAD >= count:
+        few = np.linspace(0, num_samples - 1, NUM_SPREAD).astype(np.int64)
+    return few[np.linspace(0, len(few) - 1, min(count, len(few))).astype(np.int64)].tolist()
+
+
 def sizes_of(lengths: Mapping[str, Ragged], layers: Mapping[str, LayerTokens]) -> SampleSizes:
     """Sizes of samples from their lengths, and from what the encoders' layers see of them."""
     sums = {name: ragged.sums(layers.get(name)) for name, ragged in lengths.items()}
@@ -137,6 +155,40 @@ class TableSizes:
         return result
 
 
+class KnownSizes:
+    """
+    Sizes of some samples of a dataset: 16 bytes for each sample and module once they are written to.
+
+    Args:
+        num_samples (`int`): Samples of the dataset.
+        modules (`Sequence[str]`): Modules of the model.
+    """
+
+    def __init__(self, num_samples: int, modules: Sequence[str]):
+        self.is_known = np.zeros(num_samples, dtype=bool)
+        self.sizes = SampleSizes(
+            {name: np.zeros(num_samples, dtype=np.int64) for name in modules},
+            {name: np.zeros(num_samples) for name in modules},
+        )
+
+    def are_known(self, indices: np.ndarray) -> np.ndarray:
+        """bool: whether the sizes of these samples are here."""
+        return self.is_known[indices]
+
+    def put(self, indices: Sequence[int] | np.ndarray, sizes: SampleSizes) -> None:
+        """Takes in sizes of samples."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        for name in self.sizes.tokens:
+            self.sizes.tokens[name][chosen] = sizes.tokens[name]
+            self.sizes.squares[name][chosen] = sizes.squares[name]
+        self.is_known[chosen] = True
+
+    def __call__(self, indices: Sequence[int] | np.ndarray) -> SampleSizes:
+        """The sizes of samples that are known."""
+        assert self.is_known[np.asarray(indices, dtype=np.int64)].all()
+        return self.sizes.take(indices)
+
+
 class LazySizes:
     """
     Sizes that are measured when they are first asked for, and kept.
@@ -154,33 +206,26 @@ class LazySizes:
         self.read = read
         self.counts_rows = counts_rows
         self.layers: Mapping[str, LayerTokens] = {}
-        self.is_known = np.zeros(num_samples, dtype=bool)
-        self.sizes = SampleSizes(
-            {name: np.zeros(num_samples, dtype=np.int64) for name in modules},
-            {name: np.zeros(num_samples) for name in modules},
-        )
+        self.modules = list(modules)
+        self.known = KnownSizes(num_samples, self.modules)
 
     def __len__(self) -> int:
-        return len(self.is_known)
+        return len(self.known.is_known)
 
     def __call__(self, indices: Sequence[int]) -> SampleSizes:
         chosen = np.asarray(indices, dtype=np.int64)
-        new = np.unique(chosen[~self.is_known[chosen]])
+        new = np.unique(chosen[~self.known.are_known(chosen)])
         if len(new):
             found = [self.read(int(index)) for index in new]
-            lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.sizes.tokens}
-            sizes = sizes_of(lengths, self.layers)
-            for name in self.sizes.tokens:
-                self.sizes.tokens[name][new] = sizes.tokens[name]
-                self.sizes.squares[name][new] = sizes.squares[name]
-            self.is_known[new] = True
-        return self.sizes.take(chosen)
+            lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.modules}
+            self.known.put(new, sizes_of(lengths, self.layers))
+        return self.known(chosen)
 
     def with_layers(self, layers: Mapping[str, LayerTokens]) -> LazySizes:
         """The same in tokens of the encoders' layers."""
         if not self.counts_rows:
             return self
-        result = LazySizes(len(self), self.read, list(self.sizes.tokens), True)
+        result = LazySizes(len(self), self.read, self.modules, True)
         result.layers = layers
         return result
 

@@ -83,9 +83,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _num_values(array: Any) -> np.ndarray:
-    import pyarrow.compute as pc
-
-    return np.asarray(pc.list_value_length(array)).astype(np.int64)
+    return np.asarray(array.value_lengths()).astype(np.int64)
 
 
 def _items(table: Any, ids: _Lists, modality: str, token: int) -> _Lists:

@@ -236,6 +236,8 @@ class MultimodalParallelPlugin:
         read_flag(self.auto, "`auto`")
         if self.num_microbatches is not None:
             read_count(self.num_microbatches, "`num_microbatches`", 1)
+        if self.schedule is None and not self.auto:
+            self.schedule = "1f1b"
         if self.plan is not None:
             self.schedule = self.plan.schedule
             for name, module in self.modules.items():
@@ -272,8 +274,8 @@ class MultimodalParallelPlugin:
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
         result = {"modules": result}
-        if not self.auto or self.schedule is not None:
-            result["schedule"] = self.schedule or "1f1b"
+        if self.schedule is not None:
+            result["schedule"] = self.schedule
         if self.num_microbatches is not None:
             result["num_microbatches"] = self.num_microbatches
         if self.plan is not None:

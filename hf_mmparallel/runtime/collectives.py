@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 from .activity import ACTIVITY, doing
-from .failure import RemoteRankError, failure_sentence
+from .failure import RemoteRankError, check_rank_lives, failure_sentence
 
 T = TypeVar("T")
+_POLL_S = 0.2  # between two looks into the store
+_POLLS_PER_S = 2048  # of all ranks together
 
 
 def _waiting(what: str | None) -> AbstractContextManager[None]:
@@ -115,9 +118,49 @@ def raise_together(work: Callable[[], Any]) -> Any:
     return result
 
 
+def wait_for_first_rank(is_first: bool, what: str | None = None) -> None:
+    """
+    Holds the other ranks until the first one has come here, for however long: collectives have a time limit, and this
+    has none. Ranks that wait look into the store, and end if the first rank fails or is gone. Collective.
+
+    Args:
+        is_first (`bool`): Whether this is the first rank, which waits for nobody.
+        what (`str`, *optional*): What it is for, as watchers say it; what this rank is doing by default.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    key = f"hf_mmparallel/arrived/{_turns.next(store)}"
+    if is_first:
+        store.set(key, "")
+        return
+    longest = max(_POLL_S, dist.get_world_size() / _POLLS_PER_S)
+    pause = _POLL_S / 16
+    with _waiting(what):
+        while not store.check([key]):
+            check_rank_lives(0)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+
+class _Turns:
+    """Counts how often ranks have waited for the first one, anew for each store."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.count = 0
+
+    def next(self, store: Any) -> int:
+        if store is not self.store:
+            self.store, self.count = store, 0
+        self.count += 1
+        return self.count
+
+
+_turns = _Turns()
+
+
 def from_first_rank(find: Callable[[], T], device: torch.device) -> T:
     """
-    What the first rank finds, on all ranks. Collective.
+    What the first rank finds, on all ranks, however long that takes. Collective.
 
     Args:
         find (`Callable`): Called on the first rank only; what it returns can be pickled.
@@ -138,6 +181,7 @@ def from_first_rank(find: Callable[[], T], device: torch.device) -> T:
             plain = isinstance(error, (OSError, ValueError))
             failure = error
             found = None, ValueError(str(error)) if plain else RemoteRankError(failure_sentence(0, error))
+    wait_for_first_rank(dist.get_rank() == 0, "what rank 0 finds out")
     value, told = broadcast_value(found, device, "what rank 0 finds out")
     if failure is not None:
         raise failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from .executor import Executor, StepResult
 from .first_step import FirstStepCheck
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups, tensor_parallel_rows
+from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters
 from .step_check import StepCheck
 from .transport import DistributedTransport
@@ -294,6 +296,7 @@ class ParallelEngine(nn.Module):
         ACTIVITY.step = step_index + 1
         self.current_step, self.current_sizes = batch.step, batch.sizes
         self.current_workloads = batch.workloads
+        self._account(batch, self.planner)
         program = self._agreed_program(batch, training=True)
         self.module.train()
         accumulate_in_float32(self.trained)
@@ -316,9 +319,15 @@ class ParallelEngine(nn.Module):
     def evaluate_step(self, batch: StepBatch) -> StepResult:
         """Runs the forwards of a batch."""
         self.current_step = batch.step
+        self._account(batch, None)
         program = self._agreed_program(batch, training=False)
         self.module.eval()
         return self.executor.run(program, batch)
+
+    def _account(self, batch: StepBatch, planner: StepPlanner | None) -> None:
+        """Lets the executor say what was predicted for a step that does not fit into memory."""
+        account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
+        self.executor.out_of_memory = functools.partial(account.sentence, device=self.device)
 
     def _agreed_program(self, batch: StepBatch, training: bool) -> Program:
         """The program of a batch, after all ranks have compared what they are about to run. Collective."""

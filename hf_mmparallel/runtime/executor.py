@@ -134,6 +134,7 @@ class Executor:
         self.on_sync: Callable[[int], None] = lambda index: None
         self.before_forward: Callable[[Task], None] = lambda task: None
         self.forward_context: Callable[[], AbstractContextManager] = nullcontext
+        self.out_of_memory: Callable[[Action, torch.OutOfMemoryError], str] = lambda action, error: str(error)
         self.on_logits: Callable[[Task, torch.Tensor, Mapping[str, Any]], None] | None = None
 
     def run(self, program: Program, batch: StepBatch) -> StepResult:
@@ -150,24 +151,27 @@ class Executor:
         if self.transport.receives_ahead:
             actions = receive_ahead(actions)
         last_send = {action.message.source: action for action in actions if action.op == "send" and action.message}
-        marks = []
+        marks: list[tuple[Task, Any, Any]] = []
         for action in actions:
             ACTIVITY.now(action)
-            if action.index is not None:
-                self.on_sync(action.index)
-            elif action.message is not None and action.op == "send":
-                run.send(action.message)
-                if last_send[action.message.source] is action:
-                    run.release(action.message.source)
-            elif action.message is not None:
-                run.receive(action.message)
-            elif action.task is not None:
-                ACTIVITY.waits = True
-                run.wait(action.task)
-                ACTIVITY.waits = False
-                ready = clock.mark()
-                run.compute(action.task)
-                marks.append((action.task, ready, clock.mark()))
+            try:
+                if action.index is not None:
+                    self.on_sync(action.index)
+                elif action.message is not None and action.op == "send":
+                    run.send(action.message)
+                    if last_send[action.message.source] is action:
+                        run.release(action.message.source)
+                elif action.message is not None:
+                    run.receive(action.message)
+                elif action.task is not None:
+                    ACTIVITY.waits = True
+                    run.wait(action.task)
+                    ACTIVITY.waits = False
+                    ready = clock.mark()
+                    run.compute(action.task)
+                    marks.append((action.task, ready, clock.mark()))
+            except torch.OutOfMemoryError as error:
+                raise torch.OutOfMemoryError(self.out_of_memory(action, error)) from error
         ACTIVITY.now("the last sends", waits=True)
         run.finish()
         end = clock.mark()

@@ -17,6 +17,7 @@ from .watcher import Watcher
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|socket|broken pipe|failed to recv", re.IGNORECASE
 )
+_LONG_SILENCE_S = 60.0  # of a rank that computes something and may hold up its other threads
 _LONGEST = 4000  # characters of a sentence; some exceptions quote the tracebacks of others
 _watchers: list[Watcher] = []  # of the block that this process is in: none or one
 _reported_ids: set[str] = set()  # failures that this process has raised
@@ -95,6 +96,25 @@ def _known_to_launcher(watcher: Watcher) -> Iterator[None]:
             with contextlib.suppress(OSError):  # of a disk that is full
                 get_error_handler().record_exception(error)
         raise
+
+
+def check_rank_lives(rank: int) -> None:
+    """
+    For a rank that waits for another one without a collective.
+
+    Args:
+        rank (`int`): Whom it waits for.
+
+    Raises:
+        [`RemoteRankError`]: If a rank has failed.
+        `RuntimeError`: If `rank` gives no sign of life for a minute; what is known of it replaces the message.
+    """
+    for watcher in _watchers:
+        if watcher.failure is not None:
+            raise RemoteRankError(watcher.failure.sentence)
+        peer = watcher.peers.get(rank)
+        if peer is not None and peer.sign is not None and peer.silence_s > max(_LONG_SILENCE_S, watcher.silent_s):
+            raise RuntimeError(f"Connection closed: rank {rank} gives no sign of life.")
 
 
 def _make_watcher() -> Watcher | None:

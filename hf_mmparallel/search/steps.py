@@ -17,13 +17,19 @@ SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
 
 class Drawn(Protocol):
-    """Samples of a global batch in the sampler's order, and the epoch that they are drawn in."""
+    """
+    Samples of a global batch in the sampler's order, the epoch that they are drawn in, and their sizes, if they were
+    measured when they were drawn.
+    """
 
     @property
     def samples(self) -> tuple[int, ...]: ...
 
     @property
     def epoch(self) -> int: ...
+
+    @property
+    def sizes(self) -> SampleSizes | None: ...
 
 
 @dataclass(frozen=True)
@@ -100,10 +106,12 @@ class StepPlanner:
                 that has to be compared: what it exchanges with others are gradient sums, in an order that no step
                 changes.
         """
-        if self.sizes is None:
-            sizes, workloads = None, Workloads.alike(self.plan.modules, len(draw.samples))
-        else:
+        sizes = draw.sizes
+        if sizes is None and self.sizes is not None:
             sizes = self.sizes(draw.samples)
+        if sizes is None:
+            workloads = Workloads.alike(self.plan.modules, len(draw.samples))
+        else:
             memory_bytes = self.memory_bytes if self.limits is None else None
             workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
             if self.limits is not None:

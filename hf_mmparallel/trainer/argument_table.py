@@ -281,6 +281,7 @@ NEED_A_PLAN = (
     "max_tokens_per_microbatch",
     "memory_limit_gib",
     "layer_profile",
+    "gpu_spec",
     "on_bad_sample",
 )
 """The fields of `MultimodalTrainingArguments` that have no effect without a plan."""

@@ -57,6 +57,9 @@ class MultimodalTrainingArguments(TrainingArguments):
         layer_profile (`str`, *optional*):
             File of `hf-mmparallel profile` with measured costs of the model's layers, for the search of
             `parallel="auto"`, the arrangement of samples and predictions; by default costs are counted from shapes.
+        gpu_spec (`str`, *optional*):
+            YAML file that describes the device of the ranks, as for `--gpu-spec` of the command line. By default a
+            GPU of the table of devices is recognised, and another one is measured at the start, for about two seconds.
         on_bad_sample (`str`, *optional*, defaults to `"raise"`):
             What happens to a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
             leaves it out on all ranks, counts it and logs it.
@@ -120,6 +123,13 @@ class MultimodalTrainingArguments(TrainingArguments):
         metadata={
             "help": "File of `hf-mmparallel profile` with measured costs of the model's layers; by default costs are "
             "counted from shapes."
+        },
+    )
+    gpu_spec: str | None = field(
+        default=None,
+        metadata={
+            "help": "YAML file that describes the device of the ranks; by default a known GPU is recognised, and "
+            "another one is measured at the start."
         },
     )
     on_bad_sample: str = field(

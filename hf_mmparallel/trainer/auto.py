@@ -219,11 +219,12 @@ def _searched(
     settings = Settings(
         gpus=args.world_size,
         gpu_type=costs.device.name,
+        described=costs.device,
         global_batch_size=batch,
         schedule=plugin.schedule,
         microbatch_assignment=args.microbatch_assignment,
         memory_limit_gib=None if memory_bytes is None else memory_bytes / GIB,
-        dtype={2: "bfloat16", 4: "float32"}.get(costs.value_bytes, "float32"),
+        dtype=costs.device.dtype,
         plugin=plugin,
         sizes=problem.fixed,
         checkpointing=checkpointing,

@@ -14,8 +14,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
 
 from ..arrange import num_microbatches
-from ..callbacks.metrics import hardware_of
-from ..cost import CostModel, Hardware, analytic_costs, find_device
+from ..cost import CostModel, Hardware, analytic_costs, device_from
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.profile import LayerProfile, measured_costs
 from ..data.loader import seeded
@@ -39,6 +38,7 @@ from ..plan import (
 from ..plan.plugin import reject_unknown_keys
 from ..runtime.activity import doing
 from ..runtime.collectives import all_gather_values, from_first_rank
+from ..runtime.devices import device_of_ranks, tf32_is_on
 from ..runtime.engine import ParallelEngine
 from .arguments import MultimodalTrainingArguments
 from .checks import check_model
@@ -333,25 +333,35 @@ def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:
     return max((DTYPE_BYTES.get(p.dtype, 4) for p in spec.language_model.parameters), default=4)
 
 
+def compute_dtype(spec: ModelSpec, args: MultimodalTrainingArguments) -> str:
+    """What matrix products are computed in, a key of [`PEAK_OF_DTYPE`]: of autocast, else of the weights of layers."""
+    found = {"bf16": "bfloat16", "fp16": "float16"}.get(str(args.mixed_precision))
+    if found is None:
+        dtypes = {p.dtype for p in spec.language_model.parameters}
+        found = next((dtype for dtype in ("bfloat16", "float16") if dtypes == {dtype}), "float32")
+    return "tf32" if found == "float32" and tf32_is_on() else found
+
+
 def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
     """
-    What layers cost. The device and the profile are those of rank 0, which stand for all: ranks must decide alike.
+    What layers cost, the same on all ranks, which must decide alike: of the device of all, and the profile of rank 0.
 
     Raises:
-        `ValueError`: For a profile that can't be read or is of another model.
+        `ValueError`: For a profile or a description of a device that can't be read, or a profile of another model.
     """
 
-    def find() -> tuple[Hardware | None, LayerProfile | None]:
+    def read() -> tuple[Hardware | None, LayerProfile | None]:
         path = args.layer_profile
         if path is not None and not Path(path).is_file():
             raise ValueError(f"`layer_profile={path!r}` is no file. Write one with `hf-mmparallel profile --output`.")
-        return hardware_of(args.device), None if path is None else LayerProfile.load(path)
+        described = None if args.gpu_spec is None else device_from("", args.gpu_spec)
+        return described, None if path is None else LayerProfile.load(path)
 
-    found, profile = from_first_rank(find, args.device)
-    hardware = found or find_device("cpu")
+    described, profile = from_first_rank(read, args.device)
+    device = (described or device_of_ranks(args.device)).computing_in(compute_dtype(spec, args))
     if profile is None:
-        return analytic_costs(spec, hardware, value_bytes(spec, args))
-    return measured_costs(spec, hardware, profile)
+        return analytic_costs(spec, device, value_bytes(spec, args))
+    return measured_costs(spec, device, profile)
 
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:

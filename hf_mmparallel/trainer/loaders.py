@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +15,19 @@ from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
 from ..cost import usable_bytes
+from ..data.drawn_sizes import SizedDraws
 from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
-from ..runtime.collectives import from_first_rank
+from ..runtime.collectives import all_gather_values, from_first_rank
 from ..search.method_choice import DEFAULT_METHOD
 from ..search.steps import SizeFunction, StepPlanner
 from .checks import check_dataset
 
 if TYPE_CHECKING:
+    from .sample_sizes import SharedSizes
     from .trainer import MultimodalParallelTrainer
 
 
@@ -45,9 +48,28 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
         sampler = _seeded(trainer, sampler)
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
     method = from_first_rank(lambda: trainer.method_choice.method, args.device)
-    sizes, typical = trainer.training_sizes.shared(dataset)
-    planner = trainer._engine.planner = training_planner(trainer, sizes, typical, method)
+    sizes = trainer.training_sizes.shared(dataset)
+    planner = trainer._engine.planner = training_planner(trainer, sizes.source, sizes.typical, method)
+    if sizes.is_measured_when_drawn:
+        draws, planner = _sized(trainer, dataset, draws, sizes), replace(planner, sizes=None)
     return _step_loader(trainer, dataset, draws, planner, "Training")
+
+
+def _sized(trainer: MultimodalParallelTrainer, dataset: Any, draws: DrawSampler, sizes: SharedSizes) -> SizedDraws:
+    """The draws with sizes, of which each rank measures a part."""
+    args, engine = trainer.args, trainer._engine
+    unknown = sizes.median or SampleSizes.uniform(dict.fromkeys(engine.plan.modules, 1), 1)
+    return SizedDraws(
+        draws,
+        sizes.source,
+        dataset,
+        unknown,
+        functools.partial(all_gather_values, what="exchanging the sizes of samples", group=engine.groups.control),
+        engine.rank,
+        engine.plan.world_size,
+        args.dataloader_num_workers,
+        args.dataloader_multiprocessing_context,
+    )
 
 
 def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: str) -> DataLoader:

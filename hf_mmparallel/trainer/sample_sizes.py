@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from transformers.utils.logging import tqdm
 
+from ..data.drawn_sizes import median_of
 from ..data.draws import Draw
+from ..data.image_sizes import UnknownSizeError
 from ..data.layer_tokens import measure_layers
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens
+from ..data.size_sources import LayerTokens, spread
 from ..data.streams import StreamSizes, StreamWindow
-from ..plan import SampleSizes
+from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.collectives import from_first_rank
 from ..runtime.failure import shared_failure
 from ..search.steps import SizeFunction
@@ -39,6 +41,28 @@ class StartSizes:
 
     sizes: SampleSizes
     are_all: bool
+
+
+@dataclass(frozen=True)
+class SharedSizes:
+    """
+    What all ranks know alike.
+
+    Args:
+        source (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
+            Dataset indices -> sizes, or how each rank measures them; `None` where nothing says them.
+        typical (`SampleSizes`, *optional*): Of a global batch of samples like the mean one.
+        median (`SampleSizes`, *optional*): Of one sample, in place of those of which nothing says the size.
+    """
+
+    source: SizeSource | None
+    typical: SampleSizes | None
+    median: SampleSizes | None
+
+    @property
+    def is_measured_when_drawn(self) -> bool:
+        """Whether each rank measures a part of each draw."""
+        return self.source is not None and not self.source.is_table and not isinstance(self.source, StreamSizes)
 
 
 class TrainingSizes:
@@ -95,27 +119,25 @@ class TrainingSizes:
             found = StartSizes(source(readable), False)
         return found if found.sizes.known and found.sizes.num_samples else None
 
-    def shared(self, dataset: Any) -> tuple[SizeSource | None, SampleSizes | None]:
+    def shared(self, dataset: Any) -> SharedSizes:
         """
-        The sizes, and those of a typical global batch, the same on all ranks. Collective.
+        The same on all ranks. Collective.
 
         The first rank measures the encoders, and all samples that are measured in advance; ranks read a file with
         different luck.
         """
 
-        def find() -> tuple[SizeSource | None, dict[str, LayerTokens] | None, SampleSizes | None]:
+        def find() -> tuple[SharedSizes, dict[str, LayerTokens] | None]:
             source, start = self.of_rank(dataset), self.at_start(dataset)
-            typical = None if start is None else start.sizes.like_the_mean(1)
+            typical = None if start is None else start.sizes.like_the_mean(self.trainer.global_batch_size)
+            median = None if start is None else median_of(start.sizes, LANGUAGE_MODEL)
             local = source is not None and not source.is_table
-            return (None, self._layers, typical) if local else (source, None, typical)
+            return SharedSizes(None if local else source, typical, median), self._layers if local else None
 
         with shared_failure("measuring samples"):
-            table, layers, typical = from_first_rank(find, self.trainer.args.device)
-            typical = None if typical is None else typical.like_the_mean(self.trainer.global_batch_size)
-            if layers is None:
-                return table, typical
-            own = self._rows(dataset)
-        return None if own is None else own.with_layers(layers), typical
+            found, layers = from_first_rank(find, self.trainer.args.device)
+            own = None if layers is None else self._rows(dataset)
+        return found if own is None or layers is None else replace(found, source=own.with_layers(layers))
 
     def _rows(self, dataset: Any) -> SizeSource | None:
         """Sizes in which a row of features is a token of the encoder."""
@@ -159,9 +181,9 @@ def representative_draw(
     if window is not None:
         return window.fetch(first)
     assert sizes is not None
-    count, length = len(first.samples), len(trainer.train_dataset)
-    chosen = np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
     skip = trainer.args.on_bad_sample == "skip"
+    is_quick = getattr(sizes, "is_table", True) or trainer.args.disable_tqdm
+    chosen = tqdm(spread(len(trainer.train_dataset), len(first.samples)), "Measuring samples", disable=is_quick)
     return Draw(tuple(index for index in chosen if _has_size(sizes, index, skip)))
 
 
@@ -170,7 +192,7 @@ def _has_size(sizes: SizeFunction, index: int, skip: bool) -> bool:
     try:
         sizes([index])
     except Exception as error:
-        if skip or isinstance(error, OSError):  # it is told of when its turn comes
+        if skip or isinstance(error, (OSError, UnknownSizeError)):  # it is told of when its turn comes
             return False
         raise
     return True

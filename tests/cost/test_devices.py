@@ -142,6 +142,10 @@ class TestParts:
         assert part is not None and part.bf16_tflops == find_device("h100").bf16_tflops and part.link_gb_per_s == 16
 
 
+def test_a_chip_with_a_few_multiprocessors_less_is_no_part():
+    assert recognize_device("NVIDIA GB300", 276 * GIB, 148) == replace(find_device("gb300"), memory_gib=276)
+
+
 class TestNames:
     @pytest.mark.parametrize(
         ("name", "expected"),
@@ -252,6 +256,13 @@ class TestFiles:
             find_device("h100"), name="slow-h100", node_link_gb_per_s=12.5, aliases=(), source=f"`{path}`"
         )
         assert device_from("h200", str(path)) == expected
+
+    def test_network_cards_go_with_the_size_of_a_node(self, tmp_path):
+        path = tmp_path / "gpu.yaml"
+        path.write_text("like: h100\nnode_size: 4\n")
+        assert device_from("h200", str(path)).network_gb_per_s == 50
+        path.write_text("like: h100\nnode_size: 4\nnetwork_cards: 1\n")
+        assert device_from("h200", str(path)).network_gb_per_s == 12.5
 
     @pytest.mark.parametrize(
         ("text", "message"),

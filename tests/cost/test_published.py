@@ -78,8 +78,8 @@ def test_images_and_text_vary_independently():
         sizes = shape.draw(20_000, 1)
         text = sizes.tokens[LANGUAGE_MODEL] - sizes.tokens[VISION] // 4
         assert abs(np.corrcoef(sizes.tokens[VISION], text)[0, 1]) < 0.03
-        assert (text >= shape.template_tokens).all() and (sizes.tokens[VISION] % 4 == 0).all()
-        assert sizes.tokens[VISION].max() <= 1.1 * shape.patch_limits[1]
+        assert (text >= shape.preset.template_tokens).all() and (sizes.tokens[VISION] % 4 == 0).all()
+        assert sizes.tokens[VISION].max() <= 1.1 * shape.preset.patch_limits[1]
 
 
 def test_equal_seeds_draw_equal_samples():

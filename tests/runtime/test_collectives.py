@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import hf_mmparallel
-from hf_mmparallel.runtime import collectives
+from hf_mmparallel.runtime import collectives, failure
 from hf_mmparallel.runtime.activity import ACTIVITY
+from hf_mmparallel.runtime.failure import shared_failure
 from hf_mmparallel.trainer.agreement import SampleAgreement
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -118,3 +121,39 @@ def test_samples_are_agreed_on_in_host_memory(monkeypatch: pytest.MonkeyPatch):
     assert agreement._bad_slots(batch) == [1]
     agreement._compare(batch)
     assert used == [("the control group", "cpu")] * 2
+
+
+def found_late(seconds: float) -> tuple[str, bool]:
+    def find() -> str:
+        time.sleep(seconds)
+        return "found"
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds / 4))
+    value = collectives.from_first_rank(find, torch.device("cpu"))
+    return value, collectives.from_first_rank(lambda: "again", torch.device("cpu")) == "again"
+
+
+@pytest.mark.distributed
+def test_ranks_wait_for_the_first_for_longer_than_a_collective_may_take():
+    assert run_distributed(found_late, 2, 5.0) == [("found", True)] * 2
+
+
+@pytest.mark.distributed
+def test_ranks_that_wait_end_when_another_rank_has_failed():
+    messages = assert_ranks_raise(failed_beside, 3, match="lost")
+    assert all("Another rank failed first: rank 2: KeyError" in message for message in messages[:2])
+
+
+def failed_beside() -> None:
+    def find() -> None:
+        time.sleep(30)
+
+    with shared_failure("measuring samples"):
+        if dist.get_rank() == 2:
+            raise KeyError("lost")
+        if dist.get_rank() == 0:
+            watcher = failure._watchers[0]
+            while watcher.failure is None:
+                time.sleep(0.05)
+            failure.check_rank_lives(1)
+        collectives.from_first_rank(find, torch.device("cpu"))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.cost import CostModel, analytic_costs, find_device
+from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
@@ -44,7 +44,7 @@ from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.search import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import saved_plan, training_samples
-from hf_mmparallel.trainer.build import PreparedModel, prepare_context, prepare_model
+from hf_mmparallel.trainer.build import PreparedModel, compute_dtype, prepare_context, prepare_model
 from tests import tiny
 from tests.cost.test_profile import profile_of
 from tests.distributed import assert_ranks_raise, run_distributed
@@ -267,6 +267,32 @@ def test_a_profile_of_layers_takes_the_place_of_counted_costs(tmp_path: Path):
     assert counted.layers.layer(LANGUAGE_MODEL, 0, 1).forward(10, 100) != pytest.approx(forward(10, 100))
     with pytest.raises(ValueError, match=r"`layer_profile='missing.json'` is no file"):
         prepare("missing.json")
+
+
+def test_a_described_device_takes_the_place_of_the_ranks_own(tmp_path: Path):
+    def device(**settings: Any) -> Hardware:
+        args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
+        return prepare_model(tiny.FAMILIES["llava"](), args, MultimodalParallelPlugin(auto=True)).costs.device
+
+    path = tmp_path / "gpu.yaml"
+    path.write_text("like: l40s\nname: my-gpu\nmemory_gib: 40.5\n")
+    assert device() == find_device("cpu").computing_in("float32")
+    found = device(gpu_spec=str(path))
+    assert found.name == "my-gpu" and found.memory_gib == 40.5 and found.peak_tflops == find_device("l40s").fp32_tflops
+    assert device(gpu_spec=str(path), bf16=True).peak_tflops == find_device("l40s").bf16_tflops
+    with pytest.raises(ValueError, match=r"`gpu_spec=missing.yaml` can't be read"):
+        device(gpu_spec="missing.yaml")
+
+
+def test_products_of_float32_in_tf32_have_a_peak_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    half = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+    spec = build_model_spec(tiny.FAMILIES["llava"]())
+    assert compute_dtype(spec, args) == "float32" and compute_dtype(spec, half) == "bfloat16"
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    assert compute_dtype(spec, args) == "tf32" and compute_dtype(spec, half) == "bfloat16"
+    whole = build_model_spec(tiny.FAMILIES["llava"]().to(torch.float16))
+    assert compute_dtype(whole, args) == "float16"
 
 
 def prepared_of(model: Any) -> PreparedModel:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.callbacks import LossProgressCallback
+from hf_mmparallel.callbacks import metrics as metrics_module
 from hf_mmparallel.callbacks.balance import RanStep, arrangement_metrics, forward_metrics, mean_of, measure
-from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, hardware_of
+from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, flops_utilisation
 from hf_mmparallel.callbacks.timeline import cost_from
+from hf_mmparallel.cost import find_device
 from hf_mmparallel.runtime.executor import StepResult, TimedTask
 from hf_mmparallel.runtime.work import ModuleWork
 from hf_mmparallel.schedule import Span, Task
+from tests.cost.models import model
 from tests.distributed import run_distributed
 
 from . import runs
@@ -111,8 +116,33 @@ def test_a_window_adds_up_steps():
     assert RankWindow.of(results, wall_ms=1).wall_ms == 14  # two clocks may differ a little
 
 
-def test_utilisation_needs_a_known_device():
-    assert hardware_of(torch.device("cpu")) is None
+@pytest.mark.parametrize(
+    ("device", "key"),
+    [
+        (find_device("cpu"), None),
+        (find_device("a40"), "parallel/model_flops_utilisation"),
+        (replace(find_device("a40"), source="measured here"), "parallel/model_flops_utilisation_of_measured_peak"),
+    ],
+)
+def test_utilisation_is_of_the_peak_of_a_gpu(monkeypatch, device, key):
+    window = RankWindow(10.0, 10.0, 5.0, {(LM, 0): 5.0}, {LM: ModuleWork(8, 32)})
+    monkeypatch.setattr(metrics_module, "all_gather_values", lambda *_: [window])
+    monkeypatch.setattr(metrics_module, "core_per_rank", lambda _: True)
+    monkeypatch.setattr(metrics_module, "measure", lambda *_: [])
+    monkeypatch.setattr(RankWindow, "of", lambda *_: window)
+    callback, spec = ParallelMetricsCallback(), model()
+    engine: Any = SimpleNamespace(costs=SimpleNamespace(device=device), device=torch.device("cpu"), spec=spec)
+    callback.engine = engine
+    ran: Any = SimpleNamespace(result=None, arrangement={})
+    callback.steps.append(ran)
+    callback.ends_s.extend([0.0, 0.01])
+    logged = callback.parallel_metrics()
+    found = {name: value for name, value in logged.items() if "utilisation" in name}
+    wanted = {} if key is None else {key: flops_utilisation(spec, [window], device.peak_tflops)}
+    assert found == wanted
+
+
+def test_the_stock_trainer_has_no_metrics():
     assert ParallelMetricsCallback().parallel_metrics() == {}  # the stock Trainer has no engine
 
 

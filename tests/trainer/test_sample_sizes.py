@@ -54,7 +54,8 @@ def make_trainer(num_equal: int, data: Any) -> Any:
 
 def sizes_of_a_table() -> list[int]:
     trainer = make_trainer(2, Dataset.from_dict({"number": [0, 1, 2, 3]}))
-    source, _ = trainer.training_sizes.shared(trainer.train_dataset)
+    source = trainer.training_sizes.shared(trainer.train_dataset).source
+    assert source is not None
     return source([3, 0]).tokens["language_model"].tolist()
 
 

@@ -1,0 +1,191 @@
+"""Sizes of samples that are measured when they are drawn: a part of each draw on each rank, for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+from transformers.utils import logging
+
+from ..plan import SampleSizes
+from .bad_samples import BadSample, stored_row
+from .draws import Draw, DrawSampler
+from .image_sizes import UnknownSizeError
+from .size_sources import KnownSizes
+
+logger = logging.get_logger(__name__)
+
+_WORKERS, _AHEAD = 2, 4  # processes of a rank that measure, and draws that each of them is ahead
+
+
+class Exchange(Protocol):
+    """Gives every rank the values of all ranks. Collective."""
+
+    def __call__(self, value: MeasuredPart) -> list[MeasuredPart]: ...
+
+
+@dataclass(frozen=True)
+class DrawPart:
+    """
+    What one rank measures of a draw.
+
+    Args:
+        draw (`Draw`): The draw.
+        indices (`tuple[int, ...]`): Dataset indices that this rank measures.
+    """
+
+    draw: Draw
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MeasuredPart:
+    """
+    What one rank found out.
+
+    Args:
+        draw (`Draw`): The draw.
+        indices (`tuple[int, ...]`): Dataset indices of the samples that were measured.
+        sizes (`SampleSizes`, *optional*): Their sizes; `None` without any.
+        unknown (`tuple[int, ...]`): Dataset indices of samples of which nothing says the size.
+        bad (`dict[int, BadSample]`): Dataset index -> why a sample could not be measured.
+    """
+
+    draw: Draw
+    indices: tuple[int, ...]
+    sizes: SampleSizes | None
+    unknown: tuple[int, ...]
+    bad: dict[int, BadSample]
+
+
+class PartReader(Dataset):
+    """
+    Measures parts of draws.
+
+    Args:
+        source (`Callable[[Sequence[int]], SampleSizes]`): What measures samples.
+        dataset: What they are in, for the names of files that can't be read.
+    """
+
+    def __init__(self, source: Any, dataset: Any):
+        self.source = source
+        self.dataset = dataset
+
+    def __getitems__(self, part: DrawPart) -> MeasuredPart:
+        measured, unknown, bad = [], [], {}
+        for index in part.indices:
+            try:
+                self.source([index])
+                measured.append(index)
+            except (UnknownSizeError, OSError) as error:
+                logger.debug("Nothing says the size of sample %d: %s", index, error)
+                unknown.append(index)
+            except MemoryError:
+                raise
+            except Exception as error:  # whatever a user's function raises
+                bad[index] = BadSample.of(index, error, stored_row(self.dataset, index))
+        sizes = self.source(measured) if measured else None
+        return MeasuredPart(part.draw, tuple(measured), sizes, tuple(unknown), bad)
+
+
+class SizedDraws(DrawSampler):
+    """
+    Draws with the sizes of their samples, the same on all ranks.
+
+    Each rank measures an equal part of the samples of a draw that are not known yet, ahead in processes of its own if
+    the loader has some, and the parts are exchanged when the draw is taken. What was measured is kept for later
+    epochs: 16 bytes for each sample and module.
+
+    Args:
+        draws ([`DrawSampler`]): The draws.
+        source (`Callable[[Sequence[int]], SampleSizes]`): What measures samples, the same rule on all ranks.
+        dataset: What they are in.
+        unknown (`SampleSizes`): Of one sample, which stands for those of which nothing says the size.
+        exchange ([`Exchange`]): Among all ranks.
+        rank (`int`): This rank.
+        world_size (`int`): Ranks.
+        num_workers (`int`, *optional*, defaults to 0): Processes of the loader that takes the draws.
+        context (*optional*): How processes are started, see `multiprocessing_context` of a `DataLoader`.
+    """
+
+    def __init__(
+        self,
+        draws: DrawSampler,
+        source: Any,
+        dataset: Any,
+        unknown: SampleSizes,
+        exchange: Exchange,
+        rank: int,
+        world_size: int,
+        num_workers: int = 0,
+        context: Any = None,
+    ):
+        super().__init__(draws.sampler, draws.batch_size, draws.drop_last)
+        self.known = KnownSizes(len(source), list(unknown.tokens))
+        self.unknown = unknown
+        self.exchange = exchange
+        self.rank = rank
+        self.world_size = world_size
+        self._loader: Any = DataLoader(
+            PartReader(source, dataset),
+            batch_sampler=_Parts(self),  # type: ignore[arg-type]
+            collate_fn=_as_is,
+            num_workers=min(num_workers, _WORKERS),
+            prefetch_factor=_AHEAD if num_workers else None,
+            multiprocessing_context=context if num_workers else None,
+            generator=torch.Generator(),  # torch's own would draw from that of the training
+        )
+
+    def __iter__(self) -> Iterator[Draw]:
+        return map(self._sized, self._loader)
+
+    def parts(self) -> Iterator[DrawPart]:
+        """What this rank measures of each draw."""
+        for draw in super().__iter__():
+            mine = np.asarray(draw.samples, dtype=np.int64)[self.rank :: self.world_size]
+            yield DrawPart(draw, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
+
+    def _sized(self, part: MeasuredPart) -> Draw:
+        """A draw with what all ranks found out about its samples."""
+        draw, bad = part.draw, {}
+        if not draw.samples:  # that of a step which a resumed run skips
+            return draw
+        for found in self.exchange(replace(part, draw=Draw(()))):
+            if found.sizes is not None:
+                self.known.put(found.indices, found.sizes)
+            if found.unknown:
+                logger.warning_once(
+                    "Samples of which nothing says the size count like the median one of those that were measured at "
+                    "the start: their images have to be fetched or decoded, or their files can't be read."
+                )
+                self.known.put(found.unknown, self.unknown.take(np.zeros(len(found.unknown), np.int64)))
+            bad |= found.bad
+        slots = {slot: bad[index] for slot, index in enumerate(draw.samples) if index in bad}
+        return replace(draw, sizes=self.known.sizes.take(draw.samples), bad=slots)
+
+
+class _Parts:
+    """The batch sampler of the loader that measures."""
+
+    def __init__(self, draws: SizedDraws):
+        self.draws = draws
+
+    def __len__(self) -> int:
+        return len(self.draws)
+
+    def __iter__(self) -> Iterator[DrawPart]:
+        return self.draws.parts()
+
+
+def _as_is(part: Any) -> Any:
+    return part
+
+
+def median_of(sizes: SampleSizes, module: str) -> SampleSizes:
+    """The one sample whose tokens in a module are the median, the larger of two."""
+    order: Sequence[int] = np.argsort(sizes.tokens[module], kind="stable").tolist()
+    return sizes.take([order[len(order) // 2]])

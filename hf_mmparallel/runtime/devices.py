@@ -1,0 +1,281 @@
+"""Which device the ranks have: recognised by what the driver reports, or measured."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.logging import get_logger
+
+from ..cost import Hardware, find_device, recognize_device
+from ..cost.devices import PEAK_OF_DTYPE
+from .collectives import all_gather_values
+
+logger = get_logger(__name__)
+
+MEASURED = "measured"
+"""How the `source` of a device begins whose numbers were measured."""
+_GIB = 2**30
+_BUDGET_S = 2.0  # of all measurements together, about
+_PRODUCT_SHARE = 0.8  # of the peak that a large matrix product reaches (8192 x 8192 on an H200: 0.78 to 0.80)
+_LONGEST_SIDE = 8192
+_COPY_BYTES = 2**28
+_LINK_BYTES = 2**26
+_TIMED = {
+    "bfloat16": (torch.bfloat16, "ieee"),
+    "float16": (torch.float16, "ieee"),
+    "tf32": (torch.float32, "tf32"),
+    "float32": (torch.float32, "ieee"),
+}
+"""Key of [`PEAK_OF_DTYPE`] -> dtype of the tensors, and torch's setting for products of float32."""
+
+
+def known_device(device: torch.device) -> Hardware | None:
+    """The table's entry for a device with the memory that it reports, `None` for one that is not in the table."""
+    if device.type == "cpu":
+        return find_device("cpu")
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    return recognize_device(found.name, found.total_memory, found.multi_processor_count)
+
+
+def reported_name(device: torch.device) -> str:
+    """What the driver calls a device."""
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else str(device.type)
+
+
+def device_of_ranks(device: torch.device) -> Hardware:
+    """
+    The device of the ranks, the same on all of them. Collective. Of unlike ranks each number is that of the slowest.
+    Where a rank has a device that is not in the table all measure theirs, which takes about two seconds.
+
+    Args:
+        device (`torch.device`): Of this rank.
+    """
+    mine = known_device(device)
+    limits = power_limits(device)
+    told = all_gather_values((reported_name(device), mine, limits), "comparing the devices of the ranks")
+    unknown = list(dict.fromkeys(name for name, found, _ in told if found is None))
+    lowered = [(rank, *own) for rank, (_, _, own) in enumerate(told) if own is not None and own[0] < 0.98 * own[1]]
+    if lowered:
+        rank, watts, default = lowered[0]
+        logger.warning(
+            f"The power limit of {len(lowered)} of {len(told)} devices is below the default (rank {rank}: {watts:.0f} "
+            f"of {default:.0f} W). Steps will take longer than predicted."
+        )
+    if unknown:
+        local = measure_device(device)
+        found = slowest(all_gather_values(local, "comparing measured devices"))
+        found = replace(measured_links(found, device), name=unknown[0])
+        logger.warning(
+            f"`{'`, `'.join(unknown)}` is not in the table of devices. Measured: {summary(found)}. Give `gpu_spec` a "
+            "file with its numbers to set them."
+        )
+        return found
+    devices = [found for _, found, _ in told if found is not None]
+    names = Counter(found.name for found in devices)
+    if len(names) > 1:
+        each = ", ".join(f"{count} x {name}" for name, count in names.items())
+        logger.warning(f"The ranks have unlike devices ({each}). Plans count with the slowest numbers of each.")
+    return slowest(devices)
+
+
+def slowest(devices: Sequence[Hardware]) -> Hardware:
+    """The smallest peaks, memories and rates of several devices, under the name of the first."""
+    fields = (*PEAK_OF_DTYPE.values(), "memory_gb_per_s", "link_gb_per_s", "node_link_gb_per_s")
+    memories = [device.memory_gib for device in devices if device.memory_gib is not None]
+    return replace(
+        devices[0],
+        **{field: min(getattr(device, field) for device in devices) for field in fields},
+        memory_gib=min(memories, default=None),
+    )
+
+
+def summary(device: Hardware) -> str:
+    """Peaks, memory and rates of a device in a line."""
+    peaks = ", ".join(f"{dtype} {getattr(device, field):.3g}" for dtype, field in PEAK_OF_DTYPE.items())
+    memory = "" if device.memory_gib is None else f"{device.memory_gib:.1f} GiB of memory, "
+    return (
+        f"{peaks} TFLOP/s; {memory}{device.memory_gb_per_s:.3g} GB/s; links {device.link_gb_per_s:.3g} GB/s in a node "
+        f"of {device.node_size}, {device.network_gb_per_s:.3g} GB/s for each device between nodes"
+    )
+
+
+def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardware:
+    """
+    Times matrix products in each dtype, and a copy in memory. Links are not measured, see [`measured_links`].
+
+    Args:
+        device (`torch.device`): Of this rank; the CPU too.
+        budget_s (`float`, *optional*, defaults to 2): Seconds that it takes, about.
+    """
+    part_s = budget_s / (len(_TIMED) + 1)
+    full = _product_tflops(device, "float32", part_s)
+    peaks = {"float32": full}
+    for dtype in _TIMED:
+        if dtype != "float32" and (dtype != "tf32" or device.type == "cuda"):
+            peaks[dtype] = _product_tflops(device, dtype, part_s)
+    for dtype in PEAK_OF_DTYPE:
+        peaks[dtype] = peaks.get(dtype) or full  # what a device has no units for is computed in float32
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory / _GIB
+    memory_gb_per_s = _copy_gb_per_s(device, part_s)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return replace(
+        find_device("cpu"),
+        name=reported_name(device),
+        **{field: peaks[dtype] for dtype, field in PEAK_OF_DTYPE.items()},
+        memory_gib=memory,
+        memory_gb_per_s=memory_gb_per_s,
+        matmul_efficiency=min(1.0, Hardware.matmul_efficiency / _PRODUCT_SHARE),
+        attention_efficiency=min(1.0, Hardware.attention_efficiency / _PRODUCT_SHARE),
+        memory_efficiency=1.0,
+        source=f"{MEASURED} on this machine",
+        aliases=(),
+    )
+
+
+def _product_tflops(device: torch.device, dtype: str, budget_s: float) -> float:
+    """Rate of matrix products of a dtype, 10^12 operations a second; 0 where the device has none."""
+    kind, precision = _TIMED[dtype]
+    side, best = 256, 0.0
+    end = time.perf_counter() + budget_s
+    with _products_in(precision):
+        while side <= _LONGEST_SIDE and time.perf_counter() < end:
+            try:
+                left, right = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
+                seconds = _fastest(lambda a=left, b=right: a @ b, device, min(end, time.perf_counter() + budget_s / 4))
+            except (RuntimeError, NotImplementedError):  # no such kernel, or no memory for it
+                break
+            best = max(best, 2 * side**3 / seconds / 1e12)
+            if 8 * seconds > budget_s:  # twice the side takes eight times as long
+                break
+            side *= 2
+    return best
+
+
+def _copy_gb_per_s(device: torch.device, budget_s: float) -> float:
+    """Rate at which a copy reads and writes memory, in 10^9 bytes a second."""
+    size = _COPY_BYTES if device.type != "cpu" else _COPY_BYTES >> 2
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = _fastest(lambda: target.copy_(source), device, time.perf_counter() + budget_s)
+    return 2 * size / seconds / 1e9
+
+
+def _fastest(run: Callable[[], Any], device: torch.device, end: float) -> float:
+    """Seconds of the fastest of some runs until a time, at least two."""
+    times = []
+    while len(times) < 3 or time.perf_counter() < end:
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def _products_in(precision: str) -> Iterator[None]:
+    """Sets how products of float32 are computed on a GPU, for a while."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def measured_links(hardware: Hardware, device: torch.device) -> Hardware:
+    """
+    A device with its links as sums over the ranks take them. Collective. On one rank links stay what they are.
+
+    Args:
+        hardware (`Hardware`): The device, the same on all ranks.
+        device (`torch.device`): Of this rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return hardware
+    hosts = all_gather_values(socket.gethostname(), "comparing the hosts of the ranks")
+    nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
+    node_size = min(map(len, nodes))
+    rates = []
+    groups: list[Any] = [None] if len(nodes) == 1 else [dist.new_group(node) for node in nodes]
+    for node, group in zip(nodes, groups, strict=True):
+        if dist.get_rank() in node and len(node) > 1:
+            rates.append(_sum_gb_per_s(device, group, len(node)))
+        if group is not None and dist.get_rank() in node:
+            dist.destroy_process_group(group)
+    whole = None if len(nodes) == 1 else _sum_gb_per_s(device, None, len(hosts))
+    mine = (rates[0] if rates else None, whole)
+    told = all_gather_values(mine, "comparing measured links")
+    inside = min((rate for rate, _ in told if rate is not None), default=hardware.link_gb_per_s)
+    between = min((rate for _, rate in told if rate is not None), default=inside * node_size)
+    # A sum over all ranks uses the network cards of all devices of a node.
+    return replace(
+        hardware,
+        link_gb_per_s=max(inside, between / node_size),
+        node_size=node_size,
+        node_link_gb_per_s=between / node_size,
+        network_cards=node_size,
+    )
+
+
+def _sum_gb_per_s(device: torch.device, group: Any, count: int) -> float:
+    """Bytes that each rank sends in a second while some sum a tensor (bus bandwidth of a ring), in 10^9."""
+    tensor = torch.ones(_LINK_BYTES // 4 if device.type != "cpu" else _LINK_BYTES // 64, device=device)
+    times = []
+    for _ in range(6):  # ranks need the same number of sums
+        _synchronize(device)
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+        tensor.fill_(1.0)
+    num_bytes = tensor.numel() * tensor.element_size()
+    return 2 * (count - 1) / count * num_bytes / min(times[1:]) / 1e9
+
+
+def power_limits(device: torch.device) -> tuple[float, float] | None:
+    """The power limit of a device and its default, in watts; `None` where they can't be read."""
+    if device.type != "cuda" or torch.version.hip is not None or shutil.which("nvidia-smi") is None:
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    command = [
+        "nvidia-smi",
+        "-i",
+        uuid,
+        "--query-gpu=power.limit,power.default_limit",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        limit, default = (float(text) for text in done.stdout.split(","))
+    except (OSError, subprocess.SubprocessError, ValueError):  # no permission, a MIG instance, `[N/A]`
+        return None
+    return limit, default
+
+
+def tf32_is_on() -> bool:
+    """Whether torch rounds products of float32 to TF32 on a GPU."""
+    own: Any = torch.backends.cuda.matmul
+    every: Any = torch.backends
+    precision = own.fp32_precision
+    return (every.fp32_precision if precision == "none" else precision) == "tf32"

@@ -1,0 +1,214 @@
+"""The device of the ranks: the slowest of unlike ones, and measured where it is not in the table."""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_mmparallel.cost import Hardware, find_device
+from hf_mmparallel.cost.devices import PEAK_OF_DTYPE
+from hf_mmparallel.runtime import devices
+from hf_mmparallel.runtime.devices import (
+    device_of_ranks,
+    known_device,
+    measure_device,
+    measured_links,
+    power_limits,
+    reported_name,
+    slowest,
+    summary,
+    tf32_is_on,
+)
+from tests.distributed import run_distributed
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+def properties(name: str, gib: float, units: int) -> SimpleNamespace:
+    return SimpleNamespace(name=name, total_memory=int(gib * 2**30), multi_processor_count=units, uuid="1-2")
+
+
+def test_the_cpu_is_known_and_not_measured(monkeypatch):
+    monkeypatch.setattr(devices, "measure_device", None)
+    assert known_device(CPU) == find_device("cpu") and reported_name(CPU) == "cpu"
+    assert device_of_ranks(CPU) == find_device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "units", "expected"),
+    [("NVIDIA L40S", 44.39, 142, "l40s"), ("NVIDIA RTX A4000", 15.7, 48, None), ("NVIDIA A100X", 79.2, 108, None)],
+)
+def test_gpus_are_recognized_by_what_torch_reports(monkeypatch, name, gib, units, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties(name, gib, units))
+    found = known_device(GPU)
+    assert (None if found is None else found.name) == expected
+    assert found is None or found.memory_gib == pytest.approx(gib)
+    assert reported_name(GPU) == name
+
+
+def test_other_accelerators_are_unknown():
+    assert known_device(torch.device("xpu")) is None
+
+
+class TestMeasuring:
+    def test_the_cpu_can_be_measured(self):
+        found = measure_device(CPU, budget_s=0.5)
+        for field in PEAK_OF_DTYPE.values():
+            assert 1e-4 < getattr(found, field) < 1e3
+        assert found.tf32_tflops == found.fp32_tflops  # there are no such products on a CPU
+        assert 0.05 < found.memory_gb_per_s < 1e4 and found.memory_gib is None
+        assert found.source.startswith("measured") and found.name == "cpu"
+        # What is reached counts as the peak, so that the share of it that training reaches is larger.
+        assert found.matmul_efficiency == pytest.approx(Hardware.matmul_efficiency / 0.8)
+
+    def test_peaks_follow_from_times(self, monkeypatch):
+        seconds = {torch.float32: 4e-6, torch.bfloat16: 1e-6, torch.float16: 2e-6}
+
+        def fastest(run, device, end):
+            result = run()
+            return 1e-3 if result.dtype == torch.uint8 else seconds[result.dtype] * (result.shape[0] / 256) ** 3
+
+        monkeypatch.setattr(devices, "_fastest", fastest)
+        monkeypatch.setattr(devices, "_LONGEST_SIDE", 512)
+        found = measure_device(CPU)
+        assert found.fp32_tflops == pytest.approx(2 * 256**3 / 4e-6 / 1e12)
+        assert found.bf16_tflops == pytest.approx(4 * found.fp32_tflops)
+        assert found.fp16_tflops == pytest.approx(2 * found.fp32_tflops)
+        assert found.memory_gb_per_s == pytest.approx(2 * (devices._COPY_BYTES >> 2) / 1e-3 / 1e9)
+
+    def test_a_dtype_without_products_counts_as_float32(self, monkeypatch):
+        product = torch.Tensor.__matmul__
+
+        def refused(left, right):
+            if left.dtype == torch.float16:
+                raise RuntimeError("not implemented for 'Half'")
+            return product(left, right)
+
+        monkeypatch.setattr(torch.Tensor, "__matmul__", refused)
+        found = measure_device(CPU, budget_s=0.2)
+        assert found.fp16_tflops == found.fp32_tflops
+
+    def test_products_in_tf32_are_for_a_while(self):
+        before = torch.backends.cuda.matmul.fp32_precision
+        with devices._products_in("tf32"):
+            assert tf32_is_on()
+        assert torch.backends.cuda.matmul.fp32_precision == before and not tf32_is_on()
+
+    def test_on_one_rank_links_stay(self):
+        h100 = find_device("h100")
+        assert measured_links(h100, CPU) is h100
+
+
+def test_of_unlike_devices_each_number_is_the_slowest():
+    a40, l4 = find_device("a40"), find_device("l4")
+    found = slowest([a40, l4])
+    assert found.name == "a40" and found.bf16_tflops == l4.bf16_tflops and found.memory_gib == l4.memory_gib
+    assert found.link_gb_per_s == l4.link_gb_per_s and found.node_link_gb_per_s == l4.node_link_gb_per_s
+    assert slowest([a40]) == a40 and slowest([find_device("cpu")] * 2) == find_device("cpu")
+
+
+def test_a_summary_has_every_unit():
+    text = summary(find_device("h100"))
+    assert text == (
+        "bfloat16 989, float16 989, tf32 495, float32 66.9 TFLOP/s; 79.1 GiB of memory, 3.35e+03 GB/s; links 450 GB/s "
+        "in a node of 8, 50 GB/s for each device between nodes"
+    )
+
+
+class TestPowerLimits:
+    @pytest.fixture(autouse=True)
+    def _gpu(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties("NVIDIA H100 NVL", 93, 132))
+
+    def tool(self, monkeypatch, folder, text: str) -> None:
+        path = folder / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    def test_they_are_read(self, monkeypatch, tmp_path):
+        self.tool(monkeypatch, tmp_path, '[ "$2" = GPU-1-2 ] && echo "500.00, 700.00"')
+        assert power_limits(GPU) == (500, 700)
+
+    @pytest.mark.parametrize("text", ["echo '[N/A], [N/A]'", "exit 6", "echo"])
+    def test_where_they_cannot_be_read_nothing_is_said(self, monkeypatch, tmp_path, text):
+        self.tool(monkeypatch, tmp_path, text)
+        assert power_limits(GPU) is None
+
+    def test_the_cpu_has_none(self):
+        assert power_limits(CPU) is None
+
+
+def _measured_by_all(unknown_rank: int) -> tuple[Hardware, list[str]]:
+    """One rank has a device that is not in the table."""
+    if dist.get_rank() == unknown_rank:
+        devices.known_device = lambda _: None
+        devices.reported_name = lambda _: "NVIDIA Something"
+    said: list[str] = []
+    devices.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
+    devices._BUDGET_S = 0.2
+    return device_of_ranks(CPU), said
+
+
+@pytest.mark.distributed
+def test_ranks_agree_on_what_they_measured():
+    (first, said), *others = run_distributed(_measured_by_all, 2, 1)
+    assert all(other == first for other, _ in others)
+    assert first.name == "NVIDIA Something" and first.source.startswith("measured")
+    assert first.node_size == 2 and first.network_cards == 2
+    assert 1e-4 < first.link_gb_per_s < 1e3 and first.link_gb_per_s != find_device("cpu").link_gb_per_s
+    (line,) = said
+    assert line.startswith("`NVIDIA Something` is not in the table of devices. Measured: bfloat16 ")
+    assert "`gpu_spec`" in line
+
+
+def _unlike() -> tuple[Hardware, list[str]]:
+    name = ["h100", "h100-pcie"][dist.get_rank() % 2]
+    limits = [None, (300.0, 350.0)][dist.get_rank() % 2]
+    devices.known_device = lambda _: find_device(name)
+    devices.power_limits = lambda _: limits
+    said: list[str] = []
+    devices.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
+    return device_of_ranks(CPU), said
+
+
+@pytest.mark.distributed
+def test_unlike_devices_and_low_power_limits_are_said():
+    (first, said), (second, _) = run_distributed(_unlike, 2)
+    assert first == second == replace(slowest([find_device("h100"), find_device("h100-pcie")]))
+    assert "1 of 2 devices is below the default (rank 1: 300 of 350 W)" in said[0]
+    assert "unlike devices (1 x h100, 1 x h100-pcie)" in said[1]
+
+
+def _hosts_of_two() -> Hardware:
+    """Links as on two hosts with two ranks each."""
+    devices.socket = SimpleNamespace(gethostname=lambda: f"host{dist.get_rank() // 2}")  # type: ignore[assignment]
+    rates = {2: 8.0, 4: 3.0}  # ranks of a sum -> GB/s
+    devices._sum_gb_per_s = lambda device, group, count: rates[count] + 0.1 * dist.get_rank()
+    return measured_links(find_device("h100"), CPU)
+
+
+@pytest.mark.distributed
+def test_links_in_a_node_and_between_nodes_are_told_apart():
+    found = run_distributed(_hosts_of_two, 4)
+    assert all(own == found[0] for own in found)
+    assert found[0].node_size == 2 and found[0].link_gb_per_s == 8.0
+    assert found[0].link_bytes_per_ms(range(4)) == pytest.approx(3.0e6)  # the slowest rank's
+    assert found[0].network_gb_per_s == pytest.approx(1.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_reaches_most_of_the_peaks_of_the_table():
+    known, found = known_device(GPU), measure_device(GPU)
+    if known is None:
+        pytest.skip(f"{reported_name(GPU)} is not in the table of devices")
+    for field, least in (("bf16_tflops", 0.45), ("fp16_tflops", 0.45), ("tf32_tflops", 0.4), ("fp32_tflops", 0.4)):
+        assert least < getattr(found, field) / getattr(known, field) < 1.05
+    assert 0.6 < found.memory_gb_per_s / known.memory_gb_per_s < 1.05
