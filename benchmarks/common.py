@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -192,6 +193,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "min": round(min(values), 4),
         "max": round(max(values), 4),
     }
+
+
+def measured(function: Callable[[], Any], repeats: int) -> dict[str, float]:
+    """Milliseconds of repeated calls, and the median of their processor time; the first is left out."""
+    function()
+    times, processor = [], []
+    for _ in range(repeats):
+        begin = time.perf_counter(), time.process_time()
+        function()
+        times.append((time.perf_counter() - begin[0]) * 1e3)
+        processor.append((time.process_time() - begin[1]) * 1e3)
+    return {**spread(times), "processor": round(statistics.median(processor), 4)}
 
 
 def report(name: str, tables: Sequence[Table], notes: Sequence[str], result: dict[str, Any], folder: Path) -> None:

@@ -2,8 +2,8 @@
 Puts the figures of the kept results into the pages, and checks those that stand in sentences.
 
 A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. Between them is
-what the function of that name in `figures.py`, `mode_figures.py` or `paper_figures.py` makes of `benchmarks/results`,
-or the one in `device_figures.py` of the table of devices. A sentence is written by hand; its part with the figures is
+what the function of that name in one of the modules `*_figures.py` makes of `benchmarks/results`, or of the table
+of devices. A sentence is written by hand; its part with the figures is
 there too, made from the same files, and has to be on the page word for word (line breaks do not matter).
 `tests/test_pages.py` fails when pages and results differ.
 
@@ -23,11 +23,12 @@ import device_figures
 import figures
 import mode_figures
 import paper_figures
+import scale_figures
 from figures import ROOT
 
-SOURCES = (figures, mode_figures, paper_figures)
-QUOTED = {page for source in SOURCES for page in source.QUOTES}
-BLOCKS = {name: block for source in (*SOURCES, device_figures) for name, block in source.BLOCKS.items()}
+QUOTING = (figures, mode_figures, paper_figures)
+QUOTED = {page for source in QUOTING for page in source.QUOTES}
+BLOCKS = {name: block for source in (*QUOTING, device_figures, scale_figures) for name, block in source.BLOCKS.items()}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)
 
@@ -45,7 +46,7 @@ def rendered(text: str) -> str:
 
 def quotes_of(page: str) -> list[str]:
     """The sentences with figures that should be on a page."""
-    return [quote for source in SOURCES if page in source.QUOTES for quote in source.QUOTES[page]()]
+    return [quote for source in QUOTING if page in source.QUOTES for quote in source.QUOTES[page]()]
 
 
 def missing_quotes(page: str, text: str) -> list[str]:

@@ -27,7 +27,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -128,18 +128,6 @@ def make_planner(batch: Batch, method: str) -> StepPlanner:
     )
 
 
-def measured(function: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Milliseconds of repeated calls, and the median of their processor time; the first is left out."""
-    function()
-    times, processor = [], []
-    for _ in range(repeats):
-        begin = time.perf_counter(), time.process_time()
-        function()
-        times.append((time.perf_counter() - begin[0]) * 1e3)
-        processor.append((time.process_time() - begin[1]) * 1e3)
-    return {**common.spread(times), "processor": round(statistics.median(processor), 4)}
-
-
 def arranging(sizes: Sizes) -> Iterator[dict[str, Any]]:
     """The times of every arrangement of every batch."""
     for batch in sizes.batches:
@@ -164,12 +152,12 @@ def _times(planner: StepPlanner, draw: Draw, sizes: Sizes) -> dict[str, Any]:
 
     known, arrange = workloads(), ARRANGEMENTS[planner.method]
     return {
-        "arrange_ms": measured(lambda: arrange(planner.plan, known, planner.microbatch_size), sizes.repeats),
-        "step_ms": measured(
+        "arrange_ms": common.measured(lambda: arrange(planner.plan, known, planner.microbatch_size), sizes.repeats),
+        "step_ms": common.measured(
             lambda: arrange_step(planner.plan, draw.samples, workloads(), planner.microbatch_size, planner.method),
             sizes.repeats,
         ),
-        "program_ms": measured(lambda: planner(draw), sizes.programs),
+        "program_ms": common.measured(lambda: planner(draw), sizes.programs),
     }
 
 
@@ -258,7 +246,7 @@ def reading(sizes: Sizes) -> dict[str, Any]:
     dataset = chart_dataset(sizes.num_charts)
     charts = Charts(dataset, ChatCollator(build_processor(dataset)))
     processor_ms = {
-        name: measured(lambda loader=loader: list(loader), 1)["processor"] / len(dataset)
+        name: common.measured(lambda loader=loader: list(loader), 1)["processor"] / len(dataset)
         for name, loader in charts.loaders(sizes.chart_batch, 0).items()
     }
     rates: dict[str, list[float]] = {name: [] for name in processor_ms}

@@ -81,6 +81,14 @@ def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     assert all(row["ratio"] > 0 for row in result["reading"].values())
 
 
+def test_scale_times_what_a_rank_plans(tmp_path):
+    result = _quick("scale", tmp_path)
+    assert [row["kind"] for row in result["rows"]] == ["ranks", "ranks", "batch", "deep", "unlike"]
+    for row in result["rows"]:
+        assert row["planned_ranks"] == (10 if row["kind"] in ("ranks", "batch") else row["ranks"])
+        assert all(row[f"{part}_ms"]["min"] > 0 for part in ("arrange", "program", "rest", "step", "sync_groups"))
+
+
 def test_microbatch_balance_compares_every_arrangement_with_the_bounds(tmp_path):
     result = _quick("microbatch_balance", tmp_path)
     (dataset,) = result["simulated"]

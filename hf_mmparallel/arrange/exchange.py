@@ -114,10 +114,12 @@ def _best(
     """For each pair of bins the places of the best exchange, as one index, or -1; limits come after the weights."""
     half = (above - below) / 2
     here, there = values[given], values[taken]
-    score = np.zeros((len(given), given.shape[1], taken.shape[1]))
+    score, distance = np.zeros((2, len(given), given.shape[1], taken.shape[1]))
     for number in range(num_weights):
-        distance = (here[:, :, number] - half[:, number, None])[:, :, None] - there[:, None, :, number]
-        score += distance * distance
+        wanted = np.ascontiguousarray(here[:, :, number] - half[:, number, None])
+        np.subtract(wanted[:, :, None], np.ascontiguousarray(there[:, :, number])[:, None, :], out=distance)
+        np.multiply(distance, distance, out=distance)
+        score += distance
     for number in range(num_weights, values.shape[1]):
         moved = here[:, :, None, number] - there[:, None, :, number]
         full = (moved > -below[:, number, None, None]) | (-moved > -above[:, number, None, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,20 +58,22 @@ def arrange_step(
     arrange = ARRANGEMENTS[method] if isinstance(method, str) else method
     found = arrange(plan, workloads, microbatch_size)
     found = {**found, **generated(plan, workloads, found[LANGUAGE_MODEL])}
-    busy = {name: workloads.forward_ms[name] > 0 for name in found if name != LANGUAGE_MODEL}
-    microbatches = {
-        name: tuple(
-            tuple(tuple(slot for slot in slots if name == LANGUAGE_MODEL or busy[name][slot]) for slots in replica)
-            for replica in replicas
-        )
-        for name, replicas in ((name, found[name]) for name in plan.modules)
-    }
+    microbatches = {name: _with_work(found[name], workloads.forward_ms[name], name) for name in plan.modules}
     targets: dict[str, tuple[str, ...]] = {}
     for edge in plan.edges:
         targets[edge.source] = (*targets.get(edge.source, ()), edge.target)
     step = StepPlan(tuple(samples), microbatches, targets, epoch)
     step.check(plan)
     return step
+
+
+def _with_work(replicas: tuple[tuple[Slots, ...], ...], forward_ms: np.ndarray, name: str) -> Any:
+    """The microbatches of a module without the samples that it has nothing to do for; the language model has all."""
+    busy = np.asarray(forward_ms) > 0
+    if name == LANGUAGE_MODEL or busy.all():
+        return replicas
+    kept = busy.tolist()
+    return tuple(tuple(tuple(slot for slot in slots if kept[slot]) for slots in replica) for replica in replicas)
 
 
 def _check_workloads(samples: Sequence[int], workloads: Workloads) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -93,11 +93,11 @@ class ModulePlan:
 
     @property
     def cp_size(self) -> int:
-        return len(self.replicas[0][0].ranks)
+        return len(self._grid)
 
     @property
     def tp_size(self) -> int:
-        return len(self.replicas[0][0].ranks[0])
+        return len(self._grid[0])
 
     @property
     def layout(self) -> str:
@@ -109,11 +109,19 @@ class ModulePlan:
     def num_layers(self) -> int:
         return self.replicas[0][-1].layers[1]
 
+    @property
+    def _grid(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the first stage; in a part of a plan other replicas, or all of them, have no stages."""
+        return next((stages[0].ranks for stages in self.replicas if stages), ((0,),))
+
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
         """Yields (replica, index of the stage, stage)."""
-        for replica, stages in enumerate(self.replicas):
-            for index, stage in enumerate(stages):
-                yield replica, index, stage
+        return iter(self._stages)
+
+    @cached_property
+    def _stages(self) -> list[tuple[int, int, Stage]]:
+        """What is yielded; a part of a plan has many replicas without stages, and is asked often."""
+        return [(d, index, stage) for d, stages in enumerate(self.replicas) for index, stage in enumerate(stages)]
 
 
 @dataclass(frozen=True)
@@ -152,9 +160,22 @@ class ParallelPlan:
     schedule: Schedule = "1f1b"
     num_microbatches: int = 1
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return 1 + max(rank for module in self.modules.values() for _, _, s in module.stages() for rank in s.all_ranks)
+
+    def part(self, members: Collection[tuple[str, int]]) -> ParallelPlan:
+        """
+        The plan with the stages of some replicas only; numbers of replicas and ranks stay the same.
+
+        Args:
+            members (`Collection[tuple[str, int]]`): (module, replica) of those.
+        """
+        few: dict[str, list[tuple[Stage, ...]]] = {name: [()] * own.dp_size for name, own in self.modules.items()}
+        for name, replica in members:
+            few[name][replica] = self.modules[name].replicas[replica]
+        modules = {name: replace(module, replicas=tuple(few[name])) for name, module in self.modules.items()}
+        return replace(self, modules=modules)
 
     def stage(self, module: str, replica: int, index: int) -> Stage:
         return self.modules[module].replicas[replica][index]

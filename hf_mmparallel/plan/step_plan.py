@@ -199,7 +199,8 @@ class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         for module, replicas in self._step.microbatches.items():
             for replica, microbatches in enumerate(replicas):
-                yield from ((module, replica, index) for index in range(len(microbatches)))
+                for index in range(len(microbatches)):
+                    yield module, replica, index
 
     def __len__(self) -> int:
         return sum(len(microbatches) for replicas in self._step.microbatches.values() for microbatches in replicas)

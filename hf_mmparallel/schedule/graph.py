@@ -25,7 +25,8 @@ class GradientFlow:
         self._input: dict[StageKey, bool] = {}
         self._features: dict[str, bool] = {}
         for name, module in plan.modules.items():
-            for replica, stages in enumerate(module.replicas):
+            replicas = [(replica, stages) for replica, stages in enumerate(module.replicas) if stages]
+            for replica, stages in replicas:
                 taking = {
                     index
                     for edge in plan.edges
@@ -38,9 +39,7 @@ class GradientFlow:
                     self._input[name, replica, index] = needs
                     before = needs or stage.trainable
                     self._backward[name, replica, index] = before
-            self._features[name] = any(
-                self._backward[name, replica, len(stages) - 1] for replica, stages in enumerate(module.replicas)
-            )
+            self._features[name] = any(self._backward[name, replica, len(stages) - 1] for replica, stages in replicas)
 
     def input_needs_grad(self, module: str, replica: int, stage: int) -> bool:
         """Whether the stage needs the gradient of its hidden state or of features that enter it."""

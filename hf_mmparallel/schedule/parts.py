@@ -17,7 +17,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..plan import ParallelPlan, StepPlan, SyncGroup
+from ..plan import ModulePlan, ParallelPlan, StepPlan, SyncGroup
 from .actions import Action, Program, StageKey
 
 Member = tuple[str, int]
@@ -31,6 +31,7 @@ class Part:
     Args:
         plan (`ParallelPlan`):
             With the stages of these replicas only, and one rank for all that run the same list, numbered from 0.
+        whole_plan (`ParallelPlan`): With the stages of these replicas only, and all ranks by their own numbers.
         step (`StepPlan`): With the microbatches of these replicas only.
         groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
         ranks (`tuple[int, ...]`): Of each rank, its number in the condensed plan.
@@ -38,6 +39,7 @@ class Part:
     """
 
     plan: ParallelPlan
+    whole_plan: ParallelPlan
     step: StepPlan
     groups: tuple[SyncGroup, ...]
     ranks: tuple[int, ...]
@@ -61,21 +63,23 @@ class Condensed:
     Args:
         plan (`ParallelPlan`): With these ranks only, numbered from 0.
         groups (`tuple[SyncGroup, ...]`): The gradient sums among them.
-        whole_groups (`tuple[SyncGroup, ...]`): For each, a gradient sum of the whole plan that it stands for.
+        sums (`tuple[tuple[int, ...], ...]`): For each, the indices of those of the whole plan that it stands for.
         whole_plan (`ParallelPlan`): The plan with all ranks.
         all_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
+        numbers (`dict[int, int]`): Rank of the whole plan -> its rank in the condensed plan.
     """
 
     plan: ParallelPlan
     groups: tuple[SyncGroup, ...]
-    whole_groups: tuple[SyncGroup, ...]
+    sums: tuple[tuple[int, ...], ...]
     whole_plan: ParallelPlan
     all_groups: tuple[SyncGroup, ...]
+    numbers: dict[int, int]
 
-    @cached_property
-    def numbers(self) -> dict[int, int]:
-        """Rank of the whole plan -> its rank in the condensed plan."""
-        return condensed_ranks(self.whole_plan)
+    @property
+    def whole_groups(self) -> tuple[SyncGroup, ...]:
+        """For each gradient sum, one of the whole plan that it stands for."""
+        return tuple(self.all_groups[indices[0]] for indices in self.sums)
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
@@ -86,14 +90,13 @@ class Condensed:
         return result
 
     @cached_property
-    def _sums(self) -> dict[int, dict[int, tuple[int, ...]]]:
+    def _sums_of_whole(self) -> dict[int, dict[int, tuple[int, ...]]]:
         """Rank of the whole plan -> index of a condensed gradient sum -> of those of the whole plan on this rank."""
-        index = {_key(group, self.numbers): number for number, group in reversed(list(enumerate(self.whole_groups)))}
         result: dict[int, dict[int, tuple[int, ...]]] = {rank: {} for rank in self.numbers}
-        for number, group in enumerate(self.all_groups):
-            few = index[_key(group, self.numbers)]
-            for rank in group.ranks:
-                result[rank][few] = (*result[rank].get(few, ()), number)
+        for few, indices in enumerate(self.sums):
+            for index in indices:
+                for rank in self.all_groups[index].ranks:
+                    result[rank][few] = (*result[rank].get(few, ()), index)
         return result
 
     # Parts
@@ -183,24 +186,28 @@ class Condensed:
         members = [self._members[place] for place in places]
         ranks = sorted(set(chain.from_iterable(self._ranks_of_member[place] for place in places)))
         number = {rank: local for local, rank in enumerate(ranks)}
-        replicas: dict[str, list[tuple]] = {name: [()] * m.dp_size for name, m in self.plan.modules.items()}
+        plan = self.plan.part(members)
         stages: dict[int, list[StageKey]] = {}
-        for name, replica in members:
-            own = self.plan.modules[name].replicas[replica]
-            replicas[name][replica] = tuple(
-                replace(stage, ranks=(tuple(number[rank] for rank in stage.all_ranks),)) for stage in own
-            )
-            for index in range(len(own)):
+        modules = {}
+        for name, module in plan.modules.items():
+            for replica, index, _ in module.stages():
                 for group in self._sums_of_stage.get((name, replica, index), ()):
                     stages.setdefault(group, []).append((name, replica, index))
+            modules[name] = _renumbered(module, number)
         on_ranks: dict[int, list[int]] = {}
         for rank in ranks:
             for group in self._sums_of_rank[rank]:
                 on_ranks.setdefault(group, []).append(number[rank])
         sums = sorted(on_ranks)
-        modules = {name: replace(self.plan.modules[name], replicas=tuple(own)) for name, own in replicas.items()}
         groups = tuple(SyncGroup(tuple(on_ranks[group]), (), tuple(stages.get(group, ()))) for group in sums)
-        return Part(replace(self.plan, modules=modules), step.part(members), groups, tuple(ranks), tuple(sums))
+        return Part(
+            replace(plan, modules=modules),
+            self.whole_plan.part(members),
+            step.part(members),
+            groups,
+            tuple(ranks),
+            tuple(sums),
+        )
 
     # The ranks of the whole plan
 
@@ -212,7 +219,7 @@ class Condensed:
         for number, row in program.actions.items():
             wanted = [action.index for action in row if action.index is not None]
             for rank in self._ranks[number]:
-                own = tuple(self._sums[rank].get(index, ()) for index in wanted)
+                own = tuple(self._sums_of_whole[rank].get(index, ()) for index in wanted)
                 if (number, own) not in known:
                     sums = iter(own)
                     known[number, own] = tuple(
@@ -233,31 +240,27 @@ def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
         groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks sum.
     """
     numbers = condensed_ranks(plan)
-    modules = {
-        name: replace(
-            module,
-            replicas=tuple(
-                tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in replica)
-                for replica in module.replicas
-            ),
-        )
-        for name, module in plan.modules.items()
-    }
-    kept: dict[tuple, SyncGroup] = {}
-    for group in groups:
-        kept.setdefault(_key(group, numbers), group)
-    few = tuple(SyncGroup(_those(group.ranks, numbers), group.parameters, group.stages) for group in kept.values())
-    return Condensed(replace(plan, modules=modules), few, tuple(kept.values()), plan, tuple(groups))
+    modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
+    alike: dict[tuple, list[int]] = {}
+    for index, group in enumerate(groups):
+        alike.setdefault((_those(group.ranks, numbers), group.stages, group.parameters), []).append(index)
+    few = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
+    sums = tuple(map(tuple, alike.values()))
+    return Condensed(replace(plan, modules=modules), few, sums, plan, tuple(groups), numbers)
+
+
+def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
+    """A module whose stages are each on one row of the ranks with other numbers."""
+    replicas = (
+        tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in stages) if stages else ()
+        for stages in module.replicas
+    )
+    return replace(module, replicas=tuple(replicas))
 
 
 def _those(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:
-    """The condensed ranks that stand for some ranks."""
+    """The other numbers of some ranks."""
     return tuple(sorted({numbers[rank] for rank in ranks}))
-
-
-def _key(group: SyncGroup, numbers: dict[int, int]) -> tuple:
-    """What the gradient sums that one stands for have in common."""
-    return _those(group.ranks, numbers), group.stages, group.parameters
 
 
 def condensed_ranks(plan: ParallelPlan) -> dict[int, int]:

@@ -131,11 +131,11 @@ class StepPlanner:
         """
         cost = caps = None
         parts = list(self.condensed.parts(step, rank))
-        own = step if rank is None or not parts else parts[0].step
+        plan, own = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
-            cost = StepCost(self.costs, self.plan, own, sizes, self.groups)
-            if self.plan.schedule == "eager" and self.training:
-                caps = eager_caps(self.costs, self.plan, own, sizes, self.memory_bytes)
+            cost = StepCost(self.costs, plan, own, sizes, self.groups)
+            if plan.schedule == "eager" and self.training:
+                caps = eager_caps(self.costs, plan, own, sizes, self.memory_bytes)
         program = condensed_program(parts, cost, self.training, caps)
         return self.condensed.expand(program)
 

@@ -99,3 +99,12 @@ def test_copies_with_different_stages_are_summed_layer_by_layer():
 def test_one_copy_needs_no_sum():
     spec = model_spec(tied=True)
     assert sync_groups(spec, resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=2)})) == []
+
+
+def test_parameters_that_live_alike_share_one_table_of_ranks():
+    """Their number follows from the stages, not from the parameters: ranks are put together once for each."""
+    spec = model_spec()
+    plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=4), LANGUAGE_MODEL: ModulePlugin(dp_size=4, pp_size=2)})
+    table = holdings(spec, plan)
+    assert len({id(holding) for holding in table.values()}) == 3 < len(table)
+    assert len(sync_groups(spec, plan)) == 3

@@ -1,0 +1,19 @@
+"""The figures of `scale.py` in `docs/benchmarks.md`, see `pages.py`."""
+
+from __future__ import annotations
+
+from figures import ms, result, table
+
+
+def scale() -> str:
+    """What a rank plans for a step, and what that takes."""
+    rows = []
+    for row in result("scale")["rows"]:
+        counts = [f"{row[key]:,}" for key in ("ranks", "samples", "microbatches", "planned_ranks", "planned_tasks")]
+        times = [ms(row[f"{part}_ms"]["processor"]) for part in ("arrange", "program", "rest", "step", "sync_groups")]
+        rows.append("| " + " | ".join([*counts, *(f"{value} ms" for value in times)]) + " |")
+    counted = "ranks | samples | microbatches of a replica | ranks that it plans | their tasks"
+    return table(f"| {counted} | arrangement | program, checks | checksums | all of a step | once: sums |", rows)
+
+
+BLOCKS = {"scale": scale}
