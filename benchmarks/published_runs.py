@@ -24,6 +24,9 @@ from scipy.stats import spearmanr
 from hf_mmparallel.cost import find_device, training_flops
 
 
+QUICK_TASKS = 3000
+
+
 def run_record(run: Run) -> dict[str, Any]:
     """A run with what is predicted for it."""
     predicted = predicted_ms(run)
@@ -74,11 +77,15 @@ def study_record(study: Study, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--quick", action="store_true", help="leave out runs with many stages and microbatches")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()
-    records = {study.key: study_record(study, [run_record(run) for run in study.runs]) for study in studies()}
+    records = {}
+    for study in studies():
+        runs = [run for run in study.runs if not options.quick or run.num_tasks <= QUICK_TASKS]
+        records[study.key] = study_record(study, list(map(run_record, runs)))
     judged = [abs(run["ratio"] - 1) for own in records.values() for run in own["runs"] if run["use"] == "judge"]
     table = Table(title="predicted over published step times", title_justify="left")
     for name in ("study", "runs", "judged", "rank correlation", "median error", "largest error", "MFU", "predicted"):
@@ -95,7 +102,7 @@ def main() -> None:
         "num_judged": len(judged),
         "studies": records,
     }
-    report("published_runs", [table], [note], result, options.output)
+    report("published_runs", [table], [note], result, options.out)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,11 @@ class Run:
         return self.values.get("dp") or self.gpus // (self.tp * self.pp * self.cp)
 
     @property
+    def num_tasks(self) -> int:
+        """Forwards of a step that are simulated."""
+        return 0 if self.is_sharded else self.pp * self.batch // self.microbatch
+
+    @property
     def step_ms(self) -> float:
         """As measured."""
         values = self.values
