@@ -16,7 +16,8 @@ import numpy as np
 from hf_mmparallel.cost import layer_table
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
-from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.schedule import condense
+from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.search import step_planner

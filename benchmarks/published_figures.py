@@ -39,10 +39,8 @@ def published_worst() -> str:
 def quotes_of_planner() -> Iterator[str]:
     """What is said of all studies together."""
     found = result("published_runs")
-    yield (
-        f"Over the {found['num_judged']} judged runs the median error is {percent(found['median_error'])} %, the largest "
-        f"{percent(found['largest_error'])} %."
-    )
+    median, largest = (percent(found[key]) for key in ("median_error", "largest_error"))
+    yield f"Over the {found['num_judged']} judged runs the median error is {median} %, the largest {largest} %."
 
 
 BLOCKS = {"published_runs": published_runs, "published_worst": published_worst}

@@ -23,7 +23,6 @@ from scipy.stats import spearmanr
 
 from hf_mmparallel.cost import find_device, training_flops
 
-
 QUICK_TASKS = 3000
 
 

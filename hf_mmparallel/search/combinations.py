@@ -107,7 +107,9 @@ def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequen
             if len(pp_size):
                 blocks.append(_columns(options, num_microbatches, index, dp_size, pp_size))
     names = [f.name for f in fields(LayoutTable) if f.name != "kinds"]
-    columns: dict[str, Any] = {name: np.concatenate([np.empty(0), *(block[name] for block in blocks)]) for name in names}
+    columns: dict[str, Any] = {
+        name: np.concatenate([np.empty(0), *(block[name] for block in blocks)]) for name in names
+    }
     for name in ("kind", "dp_size", "pp_size", "num_ranks"):
         columns[name] = columns[name].astype(np.int64)
     return LayoutTable(options.kinds, **columns)

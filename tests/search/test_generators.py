@@ -14,10 +14,10 @@ from hf_mmparallel.cli.table import plan_table
 from hf_mmparallel.cost import StepCost, analytic_costs, eager_caps, find_device, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan, check_plan
-from hf_mmparallel.schedule import Message, Task, live_caps
+from hf_mmparallel.schedule import Message, Task, condense, live_caps
 from hf_mmparallel.schedule.draw import gantt_text
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.condense import condense, predict_condensed
+from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.search import search_plans, step_planner
 from tests.cost.models import HIDDEN, model, module
