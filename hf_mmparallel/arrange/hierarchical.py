@@ -7,7 +7,7 @@ model takes some of them one microbatch later, so that its microbatches are even
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -216,7 +216,7 @@ class Batch:
                 )
             )
         placements = [batch._placed(bins, bins, counts, wanted) for bins in orders]
-        return min(placements, key=batch.estimate_ms) if len(placements) > 1 else placements[0]
+        return placements[int(batch.estimates_ms(placements).argmin())]
 
     def microbatch_ms(self, module: str, microbatch: NDArray, count: int) -> NDArray:
         """Forward of each microbatch `[replicas, count]` of each sample's replica of the language model."""
@@ -224,22 +224,24 @@ class Batch:
         times = self.workloads.microbatch_ms(module, np.arange(len(places)), places, self.dp_size * count)
         return times.reshape(-1, count)
 
-    def estimate_ms(self, placement: Placement) -> float:
-        """The time of a step with all samples where they are placed: that of the slowest replica, see [`Pipeline`]."""
-        slowest = 0.0
-        for own in np.unique(placement.counts).tolist():
-            part, chosen = self.part(np.flatnonzero(placement.counts == own))
-            bins = placement.microbatch[chosen]
-            turns = {
-                name: np.minimum(turn[chosen], own - 1)
-                for track, turn in zip(self.tracks, placement.encoder, strict=True)
-                for name in track.modules
-            }
-            loads = {}
-            for name, module in self.plan.modules.items():
-                scale = self.all_replicas / module.dp_size
-                loads[name] = scale * part.microbatch_ms(name, turns.get(name, bins), own)
-            slowest = max(slowest, float(self.pipeline.iteration_ms(loads).max()))
+    def estimates_ms(self, placements: Sequence[Placement]) -> NDArray:
+        """
+        The time of a step `[placements]` with all samples where they are placed: that of the slowest replica, see
+        [`Pipeline`]. All placements have the same replicas.
+        """
+        slowest, counts = np.zeros(len(placements)), placements[0].counts
+        for own in np.unique(counts).tolist():
+            part, chosen = self.part(np.flatnonzero(counts == own))
+            rows: dict[str, list[NDArray]] = {name: [] for name in self.plan.modules}
+            for placement in placements:
+                turns = dict.fromkeys(rows, placement.microbatch)
+                for track, turn in zip(self.tracks, placement.encoder, strict=True):
+                    turns |= dict.fromkeys(track.modules, np.minimum(turn, own - 1))
+                for name, module in self.plan.modules.items():
+                    scale = self.all_replicas / module.dp_size
+                    rows[name].append(scale * part.microbatch_ms(name, turns[name][chosen], own))
+            times = self.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in rows.items()})
+            slowest = np.maximum(slowest, times.reshape(len(placements), -1).max(axis=1))
         return slowest
 
     def _placed(self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]) -> Placement:

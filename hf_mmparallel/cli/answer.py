@@ -84,6 +84,18 @@ class Answer:
     method: str
     result: SearchResult | None = None
 
+    def with_result(self, result: SearchResult) -> Answer:
+        """The answer of another result of the same search."""
+        best = result.best
+        return replace(
+            self,
+            prediction=best.typical,
+            predictions=best.predictions,
+            microbatch_size=best.microbatch_size,
+            method=best.candidate.method,
+            result=result,
+        )
+
     @property
     def plan(self) -> ParallelPlan:
         return self.prediction.plan
@@ -184,7 +196,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         batch,
         memory_bytes=settings.memory_bytes,
         microbatch_size=settings.microbatch_size,
-        schedule=settings.schedule or settings.plugin.schedule,
+        schedule=settings.schedule or settings.plugin.named_schedule,
         method=settings.microbatch_assignment,
         fixed=fixed,
         checkpointing=settings.checkpointing,

@@ -44,7 +44,9 @@ def run_plan(args: argparse.Namespace) -> None:
                 "`--profile` out to compare others."
             )
     inputs = Inputs(source, read_samples(args, source), args.profile, args.seed, args.effort)
-    answer = solve(settings, inputs)
+    answer, comparison = solve(settings, inputs), ()
+    if args.compare:
+        answer, comparison = compared(answer)
     console = new_console()
     report(console, answer, stability_lines(answer))
     warn_of_memory(console, answer)
@@ -57,7 +59,8 @@ def run_plan(args: argparse.Namespace) -> None:
     what_ifs = [(text, _solve_changed(text, own, inputs, answer)) for text, own in changed]
     if what_ifs:
         console.print(what_if_table(answer, what_ifs), highlight=False)
-    comparison = compared(console, answer) if args.compare else ()
+    if comparison:
+        console.print(comparison_table(answer, comparison), highlight=False)
     print_gantt(console, answer.prediction.simulation)
     if args.output:
         save_plan(args.output, answer, args.command_line)
@@ -104,18 +107,23 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
     return table
 
 
-def compared(console: Console, answer: Answer) -> tuple[ComparedPlan, ...]:
+def compared(answer: Answer) -> tuple[Answer, tuple[ComparedPlan, ...]]:
     """
-    Prints what others would do.
+    What others would do, and the answer: that of the search, or what is faster of what others would do.
 
     Raises:
         `ValueError`: Where nothing was searched.
     """
     if answer.result is None:
         raise ValueError("`--compare` compares with the plan that a search finds. Leave sizes out, and give `--gpus`.")
-    from ..search.compare import compare
+    from ..search.compare import compare, with_faster
 
-    found = compare(answer.result.problem, answer.result)
+    others = compare(answer.result.problem, answer.result)
+    return answer.with_result(with_faster(answer.result, others)), others
+
+
+def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:
+    """A row for the plan, and one for each of the others."""
     table = Table(title="Beside other methods", title_justify="left")
     for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
         right = column != "method"
@@ -124,7 +132,7 @@ def compared(console: Console, answer: Answer) -> tuple[ComparedPlan, ...]:
     numbers = [f"{bubble:.1%}", f"{answer.peak_gib:.3g}", f"{answer.flops_utilisation:.1%}"]
     layouts = plan_line(answer.plan).replace("; ", "\n")
     table.add_row(f"this plan\n{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=True)
-    for own in found:
+    for own in others:
         cells = [""] * 5
         if not math.isnan(own.step_ms):  # else there is no plan at all
             slower = f"{own.step_ms / answer.step_ms - 1:+.1%}"
@@ -132,8 +140,7 @@ def compared(console: Console, answer: Answer) -> tuple[ComparedPlan, ...]:
             cells = [ms_text(own.step_ms), slower, *numbers]
         text = "\n".join(part for part in (own.name, own.layout.replace("; ", "\n"), own.note) if part)
         table.add_row(text, *cells, end_section=True)
-    console.print(table, highlight=False)
-    return found
+    return table
 
 
 def warn_of_memory(console: Console, answer: Answer) -> None:

@@ -214,8 +214,7 @@ def layouts_text(ranked: RankedPlan) -> str:
 def print_explanation(console: Console, result: SearchResult) -> None:
     """Prints why the other candidates are not chosen."""
     lines = [("Left out", f"{count:,} candidates: {reason}") for reason, count in result.rejected.items()]
-    slower = result.num_candidates - result.num_simulated - sum(result.rejected.values())
-    lines.append(("Not simulated", f"{slower:,} candidates: slower by the closed form"))
+    lines.append(("Not simulated", f"{result.num_not_simulated:,} candidates: slower by the closed form"))
     lines += [(f"Plan {number}", other.bound) for number, other in enumerate(result.runners_up, start=2)]
     print_labelled(console, lines)
 

@@ -135,7 +135,8 @@ class Settings:
         """The same with a module frozen, or trained."""
         before = self.plugin.modules.get(name, ModulePlugin())
         module = replace(before, freeze=freeze, named=before.named | {"freeze"})
-        return replace(self, plugin=replace(self.plugin, modules={**self.plugin.modules, name: module}))
+        modules = {**self.plugin.modules, name: module}
+        return replace(self, plugin=replace(self.plugin, modules=modules, schedule=self.plugin.named_schedule))
 
     def with_changes(self, text: str) -> Settings:
         """

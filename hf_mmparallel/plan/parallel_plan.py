@@ -14,6 +14,15 @@ from .reading import read_count, read_flag, read_list, read_mapping, read_name, 
 
 SCHEDULES = ("1f1b", "gpipe", "eager", "encoders_first")
 Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first"]
+ASSIGNMENTS = (
+    "hierarchical",
+    "tapered",
+    "entrain",
+    "contiguous",
+    "batch_rebalance",
+    "disttrain",
+    "sub_microbatches",
+)
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
 
@@ -153,12 +162,16 @@ class ParallelPlan:
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
         num_microbatches (`int`, *optional*, defaults to 1):
             Microbatches of each language-model replica in a full global batch.
+        microbatch_assignment (`str`, *optional*):
+            How the samples of a global batch are arranged, if a search chose it: what the Trainer's argument of the
+            same name is where it is left out.
     """
 
     modules: Mapping[str, ModulePlan]
     edges: tuple[Edge, ...] = ()
     schedule: Schedule = "1f1b"
     num_microbatches: int = 1
+    microbatch_assignment: str | None = None
 
     @cached_property
     def world_size(self) -> int:
@@ -199,8 +212,10 @@ class ParallelPlan:
         return {index: tuple(features) for index, features in sorted(result.items())}
 
     def to_dict(self) -> dict[str, Any]:
+        chosen = {} if self.microbatch_assignment is None else {"microbatch_assignment": self.microbatch_assignment}
         return {
             "schedule": self.schedule,
+            **chosen,
             "num_microbatches": self.num_microbatches,
             "edges": [{"source": e.source, "target": e.target, "layers": list(e.layers)} for e in self.edges],
             "modules": {
@@ -234,7 +249,9 @@ class ParallelPlan:
         """
         if isinstance(data, Mapping) and "plan" in data:
             data = data["plan"]
-        data = read_mapping(data, "A plan", ["modules"], ["schedule", "num_microbatches", "edges"])
+        data = read_mapping(
+            data, "A plan", ["modules"], ["schedule", "microbatch_assignment", "num_microbatches", "edges"]
+        )
         modules = {
             read_name(name, "The name of a module"): _read_module(module, name)
             for name, module in read_mapping(data["modules"], "`modules` of the plan").items()
@@ -245,7 +262,10 @@ class ParallelPlan:
         schedule = data.get("schedule", "1f1b")
         reject_unknown_keys("`schedule`", [schedule], SCHEDULES)
         count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
-        return cls(_sources_first(modules, edges), edges, schedule, count)
+        method = data.get("microbatch_assignment")
+        if method is not None:
+            reject_unknown_keys("`microbatch_assignment`", [method], ASSIGNMENTS)
+        return cls(_sources_first(modules, edges), edges, schedule, count, method)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

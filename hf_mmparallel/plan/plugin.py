@@ -220,8 +220,10 @@ class MultimodalParallelPlugin:
     num_microbatches: int | None = None
     plan: ParallelPlan | None = None
     auto: bool = False
+    named_schedule: Schedule | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
+        self.named_schedule = self.schedule
         if self.schedule is not None and self.schedule not in SCHEDULES:
             reject_unknown_keys("`schedule`", [str(self.schedule)], SCHEDULES)
         for name, module in read_mapping(self.modules, "`modules`").items():
@@ -305,14 +307,14 @@ class MultimodalParallelPlugin:
         if isinstance(value.get("plan"), Mapping):
             return cls._beside_plan(value)
         if isinstance(value.get("modules"), Mapping) or "plan" in value or isinstance(value.get(AUTO), bool):
-            reject_unknown_keys("`parallel`", list(value), [f.name for f in dataclasses.fields(cls)])
+            reject_unknown_keys("`parallel`", list(value), [f.name for f in dataclasses.fields(cls) if f.init])
             return cls(**value)
         return cls(modules=dict(value))
 
     @classmethod
     def _beside_plan(cls, value: Mapping[str, Any]) -> MultimodalParallelPlugin:
         """Reads a plan with settings of modules beside it, as a run saves it."""
-        known = [f.name for f in dataclasses.fields(cls)]
+        known = [f.name for f in dataclasses.fields(cls) if f.init]
         value = read_mapping(value, "`parallel`", ["plan"], [name for name in known if name != "plan"])
         plan = ParallelPlan.from_dict(value["plan"])
         if value.get("schedule", plan.schedule) != plan.schedule:

@@ -122,12 +122,12 @@ def _columns(
     kind, count = options.kinds[kind_index], num_microbatches
     num_samples = options.problem.global_batch_size / dp_size / count
     num_ranks = dp_size * pp_size * kind.num_ranks
-    bottleneck, slowest = (
-        options.bottlenecks_ms(placed, num_samples)[pp_size - 1] for placed in (kind, options.over_nodes(kind))
-    )
-    through, slow = (float(options.layer_ms(own, num_samples).sum()) for own in (kind, options.over_nodes(kind)))
     crosses = num_ranks > options.ranks_within_nodes(kind)
-    uneven = options.unevenness(dp_size * count)
+    placed = (kind, options.over_nodes(kind))
+    bottleneck, slow = (options.bottlenecks_ms(own, num_samples)[pp_size - 1] for own in placed)
+    whole, slow_whole = (float(options.layer_ms(own, num_samples).sum()) for own in placed)
+    slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
+    uneven, of_replicas = (options.unevenness(parts) for parts in (dp_size * count, dp_size))
     sums = np.array([options.sync_ms(kind, dp_size, int(stages)) for stages in pp_size])
     running = options.running_bytes(kind, num_samples)
     kept = num_samples * options.kept_bytes(kind) / pp_size
@@ -142,10 +142,11 @@ def _columns(
     return columns | {
         "pp_size": pp_size,
         "num_ranks": num_ranks,
-        "bottleneck_ms": options.unevenness(dp_size) * np.where(crosses, slowest, bottleneck),
-        "fill_ms": uneven * np.where(crosses, slow, through) + sums,
+        "bottleneck_ms": of_replicas * slowest,
+        # On the slowest stage a replica has what all of its microbatches have; the other stages wait for the largest.
+        "fill_ms": of_replicas * slowest + uneven * (through - slowest) + sums,
         "least_ms": count * bottleneck,
-        "mean_ms": count * through / pp_size,
+        "mean_ms": count * whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size),
         "last_state_bytes": options.state_bytes(kind, pp_size, last=True),
         "kept_bytes": uneven * kept,

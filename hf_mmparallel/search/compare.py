@@ -14,7 +14,7 @@ from ..schedule import condense
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, unlike
 from .condense import on_all_ranks, predict_condensed
-from .explain import least_memory_bytes
+from .explain import bound_of, least_memory_bytes, reason_for
 from .fully_sharded import FullySharded, fully_sharded
 from .options import Kind, ModuleOptions
 from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
@@ -47,6 +47,7 @@ class ComparedPlan:
         peak_memory_bytes (`float`): Of the fullest rank.
         flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks (MFU).
         note (`str`, *optional*): What else there is to say, such as by how much it does not fit.
+        candidate (`Candidate`, *optional*): Its sizes, where the engine has its plan.
     """
 
     name: str
@@ -57,6 +58,7 @@ class ComparedPlan:
     peak_memory_bytes: float
     flops_utilisation: float
     note: str = ""
+    candidate: Candidate | None = None
 
     @property
     def peak_memory_gib(self) -> float:
@@ -94,6 +96,51 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
         judge.ratio_based(),
         judge.replicated(),
     )
+
+
+def with_faster(result: SearchResult, others: Iterable[ComparedPlan]) -> SearchResult:
+    """
+    The answer of a search, or the plan of another system if that is faster, fits and keeps to all that is set: what
+    is shown beside a plan could have been the plan.
+
+    Args:
+        result ([`SearchResult`]): The answer of a search.
+        others (`Iterable[ComparedPlan]`): From [`compare`].
+    """
+    for other in sorted(others, key=lambda own: own.step_ms):
+        if other.candidate is None or not other.step_ms < result.best.step_ms:
+            continue
+        ranked = _as_answer(result, other.candidate)
+        if ranked is not None and ranked.step_ms < result.best.step_ms:
+            runners_up = (result.best, *result.runners_up)
+            reasons = tuple(reason_for(ranked, runner_up) for runner_up in runners_up)
+            ranked = replace(ranked, bound=bound_of(result.problem, ranked))
+            return replace(result, best=ranked, runners_up=runners_up, reasons=reasons)
+    return result
+
+
+def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
+    """A candidate on the batches of a search; `None` if it does not fit or keep to what is set."""
+    problem = result.problem
+    layouts = candidate.layouts
+    if candidate.num_ranks != problem.num_ranks or any(
+        getattr(layouts[name], size) != value for name, sizes in problem.fixed.items() for size, value in sizes.items()
+    ):
+        return None
+    if any(layouts[name].activation_checkpointing != value for name, value in problem.checkpointing.items()):
+        return None
+    if problem.schedule not in (None, candidate.schedule) or problem.method not in (None, candidate.method):
+        return None
+    planner = step_planner(problem, candidate)
+    condensed = condense(planner.plan, tuple(planner.groups))
+    try:
+        predictions = [
+            on_all_ranks(predict_condensed(planner, condensed, own.sizes)) for own in result.best.predictions
+        ]
+    except ValueError:  # a sample does not fit
+        return None
+    ranked = RankedPlan(candidate, planner.plan, tuple(predictions), result.best.estimate_ms)
+    return ranked if problem.memory_bytes is None or _peak_bytes(ranked) <= problem.memory_bytes else None
 
 
 def all_trained(spec: ModelSpec) -> ModelSpec:
@@ -342,7 +389,7 @@ class _Judge:
         utilisation = _mean(own.flops_utilisation for own in ranked.predictions)
         words = "; ".join(part for part in (note, self._excess(peak)) if part)
         figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)
-        return ComparedPlan(name, ranked.plan, str(ranked.candidate), *figures, words)
+        return ComparedPlan(name, ranked.plan, str(ranked.candidate), *figures, words, ranked.candidate)
 
     def _sharded(self, found: FullySharded) -> ComparedPlan:
         note = "estimated, parameters gathered layer by layer"

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..arrange import ARRANGEMENTS
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
 from ..plan.ownership import trainable_stages
 from ..plan.parallel_plan import SCHEDULES, Schedule
+from .method_choice import CHOICES, KEEPING_LIMITS
 from .steps import Prediction
 
 
@@ -109,7 +109,7 @@ class Candidate:
         for name, layout in self.layouts.items():
             start = starts[self.hosts.get(name, name)]
             modules[name] = _module_plan(spec, name, layout, start)
-        return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches)
+        return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, self.method)
 
 
 def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> ModulePlan:
@@ -181,11 +181,14 @@ class PlanningProblem:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The arrangements that are tried: where samples are alike, they differ in nothing."""
+        """
+        The arrangements that are tried: where samples are alike, they differ in nothing; with a limit of memory those
+        that keep to it for every batch.
+        """
         if self.method is not None:
             return (self.method,)
         alike = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
-        return ("contiguous",) if alike else tuple(ARRANGEMENTS)
+        return ("contiguous",) if alike else CHOICES if self.memory_bytes is None else KEEPING_LIMITS
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
@@ -265,3 +268,8 @@ class SearchResult:
     num_candidates: int
     num_simulated: int
     search_s: float
+
+    @property
+    def num_not_simulated(self) -> int:
+        """Candidates that are slower by the closed form, or can't be faster than the best."""
+        return self.num_candidates - self.num_simulated - sum(self.rejected.values())

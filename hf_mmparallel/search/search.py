@@ -22,11 +22,14 @@ from .steps import Prediction, StepPlanner
 
 _NUM_BATCHES = 3
 _RUNNERS_UP = 3
-_LEAST_RANKS = 16
-_FEW_CANDIDATES = 1024
-_FEW_TASKS = 60_000
+_LEAST_RANKS = 64
+_SMALL_STEP = 1024  # tasks: no need for a slice
+_FEW_RANKS, _FEW_CANDIDATES = 8, 1024
+_FEW_TASKS = 40_000
+_OPTIMISTIC = 1.3  # steps are at least the closed form over that
 _SLICE_MEMORY = 1.1  # of the limit, by which a slice may be larger than the whole
 _ORDERED_LAYOUTS, _ORDERS = 3, 2
+_MUCH_SLOWER = 1.15  # than the best, with which other schedules and arrangements are not tried
 
 
 def search_plans(problem: PlanningProblem) -> SearchResult:
@@ -36,10 +39,11 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     Every layout of every module, placement and number of microbatches is estimated by the closed form of Entrain
     (algorithm 3, which contains Cornstarch's algorithm 1). Of the best, of unlike families, then of more with the
     best's placement, and of some that may be too large for the memory, as few replicas as there can be are simulated
-    with their part of a real batch in its arrangement; of the fastest of these all replicas. If no more than
-    `_FEW_CANDIDATES` others could still be faster by what their slowest rank has to compute, all of these are
-    simulated as well, as long as they have no more than `_FEW_TASKS` tasks together. The fastest layouts are tried
-    with the other schedules and arrangements, where these are left open; the finalists run several batches.
+    with their part of a real batch in its arrangement; of the fastest of these all replicas. On up to 8 ranks, and
+    where no more than 1,024 others compute less on their slowest rank than the best takes, all of these are simulated
+    as well, as long as they have no more than 40,000 tasks together: small problems are solved by brute force. The
+    fastest layouts are tried with the other schedules and arrangements, where these are left open; the finalists run
+    several batches.
 
     Args:
         problem (`PlanningProblem`): The question.
@@ -55,14 +59,14 @@ def search_plans(problem: PlanningProblem) -> SearchResult:
     if not len(space):
         raise no_plan_error(problem)
     simulator = _Simulator(space)
-    simulator.screen(unlike(space.expected_to_fit()), share=0.2, least=20)
+    simulator.screen(unlike(space.expected_to_fit()), share=0.2, least=32)
     placement = simulator.best_placement()
-    simulator.screen((own for own in space.expected_to_fit() if own.hosts == placement), share=0.1, least=8)
+    simulator.screen((own for own in space.expected_to_fit() if own.hosts == placement), share=0.1, least=16)
     simulator.screen(space.expected_to_fit(), share=0.05, least=0)
     simulator.screen(unlike(space.doubtful()), share=0.05, least=4)
     simulator.simulate(share=0.2, least=6)
     simulator.simulate_the_rest()
-    simulator.try_orders()
+    simulator.try_orders(share=0.3)
     ranked = simulator.finalists(share=0.2, least=1 + _RUNNERS_UP)
     while not ranked and (simulator.screen(space, share=0.1, least=6) or simulator.num_waiting):
         simulator.simulate(share=0.2, least=6)
@@ -117,7 +121,8 @@ class _Simulator:
 
     def screen(self, candidates: Iterable[Estimated], share: float, least: int) -> int:
         """
-        Simulates slices of candidates: as many as a share of the effort allows, but `least`. Returns how many fit.
+        Simulates slices of candidates, or all of those with few tasks: as many as a share of the effort allows, but
+        `least`. Returns how many fit.
         """
         added = num_tasks = num_tried = 0
         for estimated in candidates:
@@ -128,17 +133,23 @@ class _Simulator:
             if key in self._screened or key in self._too_large:
                 continue
             num_tried += 1
-            num_tasks += candidate.num_ranks // _parts(candidate)
+            parts = 1 if candidate.num_tasks <= _SMALL_STEP else _parts(candidate)
+            num_tasks += candidate.num_ranks // parts
             if not _state_fits(self.problem, candidate):
                 self._too_large.add(key)
                 continue
-            num_tasks += candidate.num_tasks // _parts(candidate)
-            step_ms, fits = self._slice(candidate, estimated)
+            num_tasks += candidate.num_tasks // parts
+            if parts == 1:
+                fits = self._simulate_whole(candidate, estimated)
+                step_ms = self.plans[-1].step_ms if fits else float("inf")
+            else:
+                step_ms, fits = self._slice(candidate, estimated, parts)
             if not fits:
                 self._too_large.add(key)
                 continue
             self._screened[key] = (step_ms, estimated, candidate)
-            self._waiting.append(self._screened[key])
+            if parts > 1:
+                self._waiting.append(self._screened[key])
             added += 1
         return added
 
@@ -157,13 +168,13 @@ class _Simulator:
         screened = self._screened.values()
         return min(screened, key=lambda entry: entry[0])[1].hosts if screened else None
 
-    def _slice(self, candidate: Candidate, estimated: Estimated) -> tuple[float, bool]:
+    def _slice(self, candidate: Candidate, estimated: Estimated, parts: int) -> tuple[float, bool]:
         """
         What a step takes by as few replicas as there can be, one of several equal parts, with their part of the first
         batch, and whether they fit the memory: replicas do the same on other samples. How uneven they are, and the
         longer gradient sums, are those of the closed form.
         """
-        batch, parts, limit = self.batches[0], _parts(candidate), self.problem.memory_bytes
+        batch, limit = self.batches[0], self.problem.memory_bytes
         few = {name: replace(layout, dp_size=layout.dp_size // parts) for name, layout in candidate.layouts.items()}
         order = np.argsort(batch.tokens[LANGUAGE_MODEL], kind="stable")
         samples = batch.take(np.sort(order[parts // 2 :: parts]))
@@ -195,65 +206,82 @@ class _Simulator:
         self._waiting.sort(key=lambda entry: -entry[0])
         while self._waiting and (len(_unlike_plans(self.plans)) < least or num_tasks < share * self.effort):
             _, estimated, candidate = self._waiting.pop()
-            self._simulate_whole(candidate, estimated)
             num_tasks += candidate.num_tasks
+            if not self._simulate_whole(candidate, estimated):
+                self._too_large.add(str(candidate))
 
-    def _simulate_whole(self, candidate: Candidate, estimated: Estimated) -> None:
+    def _simulate_whole(self, candidate: Candidate, estimated: Estimated) -> bool:
+        """Whether the first batch fits; then the candidate becomes a plan."""
         prediction = self._fitting(candidate, self.batches[0])
-        if prediction is None:
-            self._too_large.add(str(candidate))
-        else:
+        if prediction is not None:
             self.plans.append(RankedPlan(candidate, prediction.plan, (prediction,), estimated.step_ms))
+        return prediction is not None
 
     def simulate_the_rest(self) -> None:
-        """All candidates that could be faster than the best, if these are few."""
+        """
+        Candidates that could be faster than the best, those with the best closed form first: of a small problem all.
+        """
         best_ms = min((plan.step_ms for plan in self.plans), default=float("inf"))
-        if self.space.num_within(best_ms) > _FEW_CANDIDATES:
+        if self.problem.num_ranks > _FEW_RANKS and self.space.num_within(best_ms) > _FEW_CANDIDATES:
             return
         whole, num_tasks = {str(plan.candidate) for plan in self.plans}, 0
         for estimated in self.space:
-            if estimated.least_ms >= best_ms or num_tasks > _FEW_TASKS:
+            if estimated.step_ms > _OPTIMISTIC * best_ms or num_tasks > _FEW_TASKS:
+                break
+            if estimated.least_ms >= best_ms:
                 continue
             candidate = self.space.candidate(estimated)
             key = str(candidate)
             if key in whole or key in self._too_large:
                 continue
-            self._screened.setdefault(key, (estimated.step_ms, estimated, candidate))
             if not _state_fits(self.problem, candidate):
                 self._too_large.add(key)
                 continue
             num_tasks += candidate.num_tasks
-            self._simulate_whole(candidate, estimated)
-            best_ms = min(best_ms, min((plan.step_ms for plan in self.plans[-1:]), default=best_ms))
+            if self._simulate_whole(candidate, estimated):
+                self._screened[key] = (self.plans[-1].step_ms, estimated, candidate)
+                best_ms = min(best_ms, self.plans[-1].step_ms)
+            else:
+                self._too_large.add(key)
 
     # Schedules and arrangements
 
-    def try_orders(self) -> None:
+    def try_orders(self, share: float) -> None:
         """
-        The fastest layouts with other schedules and arrangements, where these are left open: of the fastest layout
-        slices with each arrangement, then with each schedule; the best of them on all replicas, and then those of
-        other layouts.
+        Other schedules and arrangements, where these are left open: of the fastest layout of each shape (which modules
+        share ranks, which have several stages) slices with each arrangement, then with each schedule; all replicas
+        with the best of them, and those of the next layouts of that shape. As many shapes as a share of the effort
+        allows, but two, and none that is much slower.
         """
-        orders = [(schedule, self.problem.first_method) for schedule in self.problem.schedules[1:]]
-        orders += [(self.problem.first_schedule, method) for method in self.problem.methods[1:]]
-        if not orders:
+        if len(self.problem.schedules) == len(self.problem.methods) == 1:
             return
-        layouts = _unlike_plans(sorted(self.plans, key=_speed))[:_ORDERED_LAYOUTS]
-        best_order: list[tuple[Schedule, str]] = []
-        for plan in layouts:
-            estimated = self._screened[str(plan.candidate)][1]
-            if not best_order:
-                best_order = self._best_orders(plan.candidate, estimated)
-            for schedule, method in best_order:
-                self._simulate_whole(replace(plan.candidate, schedule=schedule, method=method), estimated)
+        times = {str(plan.candidate): plan.step_ms for plan in self.plans}
+        screened = [(times.get(key, entry[0]), entry) for key, entry in self._screened.items()]
+        shapes: dict[tuple, list[tuple[float, Estimated, Candidate]]] = {}
+        for step_ms, (_, estimated, candidate) in sorted(screened, key=lambda pair: pair[0]):
+            if str(candidate) not in self._too_large:
+                shapes.setdefault(_shape(candidate), []).append((step_ms, estimated, candidate))
+        num_tasks = 0
+        for number, layouts in enumerate(shapes.values()):
+            step_ms, estimated, candidate = layouts[0]
+            best_ms = min((plan.step_ms for plan in self.plans), default=step_ms)
+            if (number > 1 and num_tasks > share * self.effort) or step_ms > _MUCH_SLOWER * best_ms:
+                break
+            orders, tried = self._best_orders(candidate, estimated)
+            num_tasks += tried
+            for place, (_, estimated, candidate) in enumerate(layouts[:_ORDERED_LAYOUTS]):
+                for schedule, method in orders if place == 0 else orders[:1]:
+                    self._simulate_whole(replace(candidate, schedule=schedule, method=method), estimated)
+                    num_tasks += candidate.num_tasks
 
-    def _best_orders(self, candidate: Candidate, estimated: Estimated) -> list[tuple[Schedule, str]]:
-        """The schedules and arrangements with which a slice is fastest, besides the candidate's."""
+    def _best_orders(self, candidate: Candidate, estimated: Estimated) -> tuple[list[tuple[Schedule, str]], int]:
+        """The schedules and arrangements with which a slice is fastest, besides the candidate's; and its tasks."""
         times: dict[tuple[Schedule, str], float] = {}
+        parts = 1 if candidate.num_tasks <= _SMALL_STEP else _parts(candidate)
 
         def try_one(schedule: Schedule, method: str) -> None:
             if (schedule, method) not in times:
-                step_ms, fits = self._slice(replace(candidate, schedule=schedule, method=method), estimated)
+                step_ms, fits = self._slice(replace(candidate, schedule=schedule, method=method), estimated, parts)
                 times[schedule, method] = step_ms if fits else float("inf")
 
         for method in self.problem.methods:
@@ -261,8 +289,10 @@ class _Simulator:
         best_method = min(times, key=times.__getitem__)[1]
         for schedule in self.problem.schedules:
             try_one(schedule, best_method)
+        num_tasks = len(times) * candidate.num_tasks // parts
         del times[candidate.schedule, candidate.method]
-        return sorted((order for order in times if times[order] < float("inf")), key=times.__getitem__)[:_ORDERS]
+        orders = sorted((order for order in times if times[order] < float("inf")), key=times.__getitem__)
+        return orders[:_ORDERS], num_tasks
 
     # Several batches
 
@@ -306,6 +336,11 @@ class _Simulator:
 def _parts(candidate: Candidate) -> int:
     """Equal parts that the replicas of a candidate can be divided into."""
     return math.gcd(*(layout.dp_size for layout in candidate.layouts.values()))
+
+
+def _shape(candidate: Candidate) -> tuple:
+    """What decides about schedules: the placement, and which modules have several stages."""
+    return candidate.placement, tuple(layout.pp_size > 1 for layout in candidate.layouts.values())
 
 
 def _state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:

@@ -70,7 +70,7 @@ class FoundPlan:
         args.global_batch_size = self.global_batch_size
         args.per_device_train_batch_size = self.microbatch_size
         args.gradient_accumulation_steps = 1
-        args.microbatch_assignment = self.method or args.microbatch_assignment
+        args.microbatch_assignment = args.microbatch_assignment or self.method
         return replace(plugin, auto=False, plan=self.plan, schedule=self.plan.schedule), args
 
 
@@ -137,7 +137,7 @@ def _found(
         dp_size = saved.modules[LANGUAGE_MODEL].dp_size
         size = -(-batch // (dp_size * saved.num_microbatches))
         saved = replace(saved, num_microbatches=num_microbatches(batch, size, dp_size))
-        return FoundPlan(saved, batch, size), AutoSearch(None, origin)
+        return FoundPlan(saved, batch, size, saved.microbatch_assignment), AutoSearch(None, origin)
     answer = _searched(trainer, prepared, plugin, args, batch)
     return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.method), AutoSearch(answer, origin)
 

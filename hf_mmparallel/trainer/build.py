@@ -235,6 +235,13 @@ def planned_arguments(args: MultimodalTrainingArguments) -> MultimodalTrainingAr
     return args
 
 
+def arguments_of_plan(args: MultimodalTrainingArguments, plan: ParallelPlan) -> MultimodalTrainingArguments:
+    """A copy of the arguments with the arrangement of samples that a plan was chosen with."""
+    args = copy.copy(args)
+    args.microbatch_assignment = plan.microbatch_assignment
+    return args
+
+
 @dataclass(frozen=True)
 class PreparedModel:
     """

@@ -116,12 +116,11 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
     draw = representative_draw(trainer, planner.sizes, window)
     if not draw.samples:
         planner, draw = replace(planner, sizes=None), Draw(tuple(range(trainer.global_batch_size)))
-    choice = None
-    if trainer.args.microbatch_assignment is None and planner.sizes is not None:
-        choice = trainer.method_choice = choose_method(planner, [planner.sizes(draw.samples)])
+    choice, sizes = None, None if planner.sizes is None else planner.sizes(draw.samples)
+    if trainer.args.microbatch_assignment is None and sizes is not None and sizes.known:
+        choice = trainer.method_choice = choose_method(planner, [sizes])
         planner = replace(planner, method=choice.method)
     planned = planner(draw)
-    sizes = planned.sizes
     if sizes is None or not sizes.known:
         tokens = mean_tokens(trainer)
         if tokens is None:

@@ -38,6 +38,7 @@ from .argument_table import check_arguments, settings_idle_under_a_plan, setting
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
 from .build import (
+    arguments_of_plan,
     build_engine,
     is_single_process,
     load_whole,
@@ -177,6 +178,9 @@ class MultimodalParallelTrainer(Trainer):
                 plugin, args = found.applied(plugin, args)
                 self.args = planned_arguments(args)
                 self._train_batch_size = self.args.train_batch_size
+            elif plugin.plan is not None and args.microbatch_assignment is None:
+                args = arguments_of_plan(args, plugin.plan)
+                self.args = planned_arguments(args)
             self.engine, self.global_batch_size = build_engine(prepared, args, plugin)
             self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         skip = args.on_bad_sample == "skip"

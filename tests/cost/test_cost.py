@@ -5,9 +5,27 @@ from dataclasses import replace
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import StepCost, analytic_costs, find_device, layer_flops, layer_table, training_flops
+from hf_mmparallel.cost import (
+    StepCost,
+    analytic_costs,
+    find_device,
+    layer_flops,
+    layer_table,
+    stage_costs,
+    training_flops,
+)
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlan,
+    ModulePlugin,
+    ParallelPlan,
+    SampleSizes,
+    Stage,
+    resolve_plan,
+    sync_groups,
+)
 from hf_mmparallel.schedule import Task, build_program
 from tests.cost.models import (
     ENCODER_BYTES,
@@ -199,3 +217,20 @@ def test_unknown_device_names_the_nearest():
     assert find_device("H100").memory_gib == 79.1
     with pytest.raises(ValueError, match=r"`gpu_type=h10` is not in the table.*`h100`"):
         find_device("h10")
+
+
+def test_ranks_that_share_matrices_over_two_nodes_pay_for_the_network():
+    """Of three on nodes of four the first three are on one node, the next three on two."""
+    device = replace(PLAIN, node_size=4)
+    costs = analytic_costs(model(), device)
+
+    def forward_ms(first: int) -> float:
+        stage = Stage((0, LAYERS), (tuple(range(first, first + 2)),))
+        plan = ParallelPlan({LANGUAGE_MODEL: ModulePlan(((stage,),))})
+        return stage_costs(costs, plan)[LANGUAGE_MODEL, 0, 0].forward_ms(1000.0, 0.0)
+
+    assert forward_ms(0) == forward_ms(1) == forward_ms(4)
+    network = replace(device, link_gb_per_s=device.network_gb_per_s)
+    slow = layer_table(analytic_costs(model(), network), LANGUAGE_MODEL, 2)
+    assert forward_ms(3) == pytest.approx(slow.forward[:, 1].sum() * 1000 + slow.forward[:, 2].sum())
+    assert forward_ms(3) > forward_ms(0)

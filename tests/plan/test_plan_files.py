@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_mmparallel.arrange import ARRANGEMENTS
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlugin,
@@ -22,6 +23,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
     save_layout,
 )
+from hf_mmparallel.plan.parallel_plan import ASSIGNMENTS
 from tests.plan.specs import model_spec, specs_and_plans
 
 PLUGIN = MultimodalParallelPlugin(
@@ -329,3 +331,16 @@ WHOLE = [
     {"modules": {"vision": {"freeze": ["a", "projector"], "dp_size": 2}}, "auto": True, "schedule": "eager"},
 ]
 """What `parallel=` takes, as it stands in files."""
+
+
+def test_a_plan_keeps_the_arrangement_that_it_was_chosen_with(tmp_path):
+    chosen = dataclasses.replace(PLAN, microbatch_assignment="tapered")
+    chosen.save(tmp_path / "plan.yaml")
+    assert ParallelPlan.load(tmp_path / "plan.yaml") == chosen != PLAN
+    assert "microbatch_assignment" not in PLAN.to_dict()
+    with pytest.raises(ValueError, match="`microbatch_assignment` has no `taper`. Did you mean `tapered`"):
+        ParallelPlan.from_dict({**PLAN.to_dict(), "microbatch_assignment": "taper"})
+
+
+def test_the_arrangements_of_plans_are_those_that_there_are():
+    assert set(ASSIGNMENTS) == set(ARRANGEMENTS)

@@ -19,6 +19,7 @@ from hf_mmparallel.runtime.devices import (
     measure_device,
     measured_links,
     power_limits,
+    products_in,
     reported_name,
     slowest,
     summary,
@@ -60,7 +61,7 @@ class TestMeasuring:
     def test_the_cpu_can_be_measured(self):
         found = measure_device(CPU, budget_s=0.5)
         for field in PEAK_OF_DTYPE.values():
-            assert 1e-4 < getattr(found, field) < 1e3
+            assert 1e-6 < getattr(found, field) < 1e3
         assert found.tf32_tflops == found.fp32_tflops  # there are no such products on a CPU
         assert 0.05 < found.memory_gb_per_s < 1e4 and found.memory_gib is None
         assert found.source.startswith("measured") and found.name == "cpu"
@@ -68,15 +69,18 @@ class TestMeasuring:
         assert found.matmul_efficiency == pytest.approx(Hardware.matmul_efficiency / 0.8)
 
     def test_peaks_follow_from_times(self, monkeypatch):
+        sides: list[int] = []
         seconds = {torch.float32: 4e-6, torch.bfloat16: 1e-6, torch.float16: 2e-6}
 
-        def fastest(run, device, end):
+        def fastest(run, device, end=0.0):
             result = run()
+            sides.append(result.shape[0] if result.ndim == 2 else 0)
             return 1e-3 if result.dtype == torch.uint8 else seconds[result.dtype] * (result.shape[0] / 256) ** 3
 
         monkeypatch.setattr(devices, "_fastest", fastest)
         monkeypatch.setattr(devices, "_LONGEST_SIDE", 512)
         found = measure_device(CPU)
+        assert max(sides) == 512  # longer sides are tried while there is time
         assert found.fp32_tflops == pytest.approx(2 * 256**3 / 4e-6 / 1e12)
         assert found.bf16_tflops == pytest.approx(4 * found.fp32_tflops)
         assert found.fp16_tflops == pytest.approx(2 * found.fp32_tflops)
@@ -94,9 +98,9 @@ class TestMeasuring:
         found = measure_device(CPU, budget_s=0.2)
         assert found.fp16_tflops == found.fp32_tflops
 
-    def test_products_in_tf32_are_for_a_while(self):
+    def testproducts_in_tf32_are_for_a_while(self):
         before = torch.backends.cuda.matmul.fp32_precision
-        with devices._products_in("tf32"):
+        with products_in("tf32"):
             assert tf32_is_on()
         assert torch.backends.cuda.matmul.fp32_precision == before and not tf32_is_on()
 

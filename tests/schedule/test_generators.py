@@ -219,3 +219,17 @@ def test_pictures_show_generators(tmp_path):
     gantt_png(simulation, tmp_path / "generator.png")
     chrome_trace(simulation, tmp_path / "trace.json")
     assert f"fwd {IMAGE}.r0.s0 mb2.c0" in (tmp_path / "trace.json").read_text()
+
+
+def test_a_language_model_that_feeds_no_generator_is_ahead_of_none():
+    """Its replicas are alike; only what the first takes is generated, which is a part of the step by itself."""
+    ranks = {LANGUAGE_MODEL: [[(0,), (1,)], [(2,), (3,)]], IMAGE: [[(4,), (5,), (6,)]]}
+    spec, plan = make_plan(ranks, {name: module_spec(name, 8) for name in ranks})
+    rows = [[[2 * slot + d] for slot in range(6)] for d in range(2)]
+    step = make_step({LANGUAGE_MODEL: rows, IMAGE: [rows[0]]}, (IMAGE,))
+    caps = live_caps(plan, step)
+    assert [caps[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]
+    program = build_program(plan, step, sync_groups(spec, plan))
+    check_program(plan, step, sync_groups(spec, plan), program)
+    peaks = simulate(plan, program).peak_in_flight
+    assert [peaks[LANGUAGE_MODEL, d, 0] for d in range(2)] == [5, 2]

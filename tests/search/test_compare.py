@@ -10,7 +10,7 @@ import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
-from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.compare import (
     DISTTRAIN,
     RATIO,
@@ -21,6 +21,7 @@ from hf_mmparallel.search.compare import (
     UnawareOptions,
     all_trained,
     compare,
+    with_faster,
 )
 from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
 from hf_mmparallel.search.options import Kind, ModuleOptions
@@ -84,7 +85,7 @@ class TestCompare:
             times, peaks = [], []
             for known in result.best.predictions:
                 planner = StepPlanner(question.costs, plan, groups, size, method, sizes=lambda _, own=known: own.sizes)
-                prediction = planner.predict(planner(known.planned.step))
+                prediction = planner.predict(planner(Draw(known.planned.step.samples)))
                 times.append(prediction.step_ms)
                 peaks.append(prediction.peak_memory_bytes)
             assert others[name].step_ms == pytest.approx(np.mean(times))
@@ -94,6 +95,30 @@ class TestCompare:
         _, _, others = answer
         assert others[UNAWARE].plan.world_size == others[SINGLE].plan.world_size == NUM_RANKS
         assert others[DISTTRAIN].plan.world_size <= NUM_RANKS
+
+    def test_what_is_shown_beside_a_plan_is_never_faster_than_it(self, answer):
+        """A poor answer, of one layout and little effort, is replaced by the fastest row of the same space."""
+        question, result, others = answer
+        poor = replace(result, problem=question)
+        faster = [own for own in others.values() if own.candidate and own.candidate.num_ranks == NUM_RANKS]
+        assert min(own.step_ms for own in faster) < poor.best.step_ms
+        better = with_faster(poor, others.values())
+        assert better.best.step_ms <= min(own.step_ms for own in faster)
+        assert better.runners_up[0] == poor.best and "slower" in better.reasons[0] and better.best.bound
+        check_plan(better.best.plan, question.spec)
+        assert with_faster(better, others.values()) == better
+
+    def test_what_is_set_binds_what_replaces_an_answer(self, answer):
+        question, result, others = answer
+        for settings in (
+            {"fixed": {LANGUAGE_MODEL: {"tp_size": 4, "pp_size": 2}}},
+            {"memory_bytes": 2.0**24},
+            {"schedule": "gpipe"},
+            {"method": "entrain"},
+            {"checkpointing": {LANGUAGE_MODEL: True, "vision": True}},
+        ):
+            bound = replace(result, problem=replace(question, **settings))
+            assert with_faster(bound, others.values()) == bound, settings
 
     def test_too_little_memory_is_told(self):
         """Our own plan is for more memory than the others are then judged by."""

@@ -37,6 +37,7 @@ from hf_mmparallel.plan import (
     SampleSizes,
     resolve_plan,
 )
+from hf_mmparallel.runtime.devices import products_in
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.search import options
 from hf_mmparallel.search.candidates import CandidateSpace
@@ -284,13 +285,13 @@ def test_a_described_device_takes_the_place_of_the_ranks_own(tmp_path: Path):
         device(gpu_spec="missing.yaml")
 
 
-def test_products_of_float32_in_tf32_have_a_peak_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_products_of_float32_in_tf32_have_a_peak_of_their_own(tmp_path: Path):
     args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     half = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, bf16=True)
     spec = build_model_spec(tiny.FAMILIES["llava"]())
     assert compute_dtype(spec, args) == "float32" and compute_dtype(spec, half) == "bfloat16"
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    assert compute_dtype(spec, args) == "tf32" and compute_dtype(spec, half) == "bfloat16"
+    with products_in("tf32"):
+        assert compute_dtype(spec, args) == "tf32" and compute_dtype(spec, half) == "bfloat16"
     whole = build_model_spec(tiny.FAMILIES["llava"]().to(torch.float16))
     assert compute_dtype(whole, args) == "float16"
 
