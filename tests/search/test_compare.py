@@ -10,6 +10,7 @@ import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
+from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.compare import (
     DISTTRAIN,
