@@ -53,18 +53,23 @@ def model_flops(run: Run) -> float:
     return found
 
 
+def rank_correlation(runs: list[dict[str, Any]], quantity: str) -> float:
+    """Spearman's, of what is predicted and what was measured."""
+    predicted, measured = ([run[f"{kind}_{quantity}"] for run in runs] for kind in ("predicted", "measured"))
+    found: Any = spearmanr(predicted, measured)
+    return round(float(found[0]), 3)
+
+
 def study_record(study: Study, runs: list[dict[str, Any]]) -> dict[str, Any]:
     """How far off the predictions of a study are."""
     errors = [abs(run["ratio"] - 1) for run in runs if run["use"] == "judge"]
-    both = [[run[key] for run in runs] for key in ("predicted_ms", "measured_ms")]
-    shares = [[run[key] for run in runs] for key in ("predicted_mfu", "measured_mfu")]
     best = max(runs, key=lambda run: run["measured_mfu"])
     return {
         "study": study.data["study"],
         "source": study.data["source"],
         "runs": runs,
-        "rank_correlation": round(float(spearmanr(*both)[0]), 3),
-        "rank_correlation_mfu": round(float(spearmanr(*shares)[0]), 3),
+        "rank_correlation": rank_correlation(runs, "ms"),
+        "rank_correlation_mfu": rank_correlation(runs, "mfu"),
         "median_error": round(statistics.median(errors), 3),
         "largest_error": round(max(errors), 3),
         "num_judged": len(errors),

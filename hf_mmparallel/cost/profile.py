@@ -143,7 +143,8 @@ class MeasuredLayer:
     @property
     def cost(self) -> LayerCost:
         """The curves as costs, without sums over tensor-parallel ranks."""
-        return LayerCost(**{name: self.curves[name].polynomial for name in CURVES})
+        curves: dict[str, Any] = {name: self.curves[name].polynomial for name in CURVES}
+        return LayerCost(**curves)
 
     @property
     def misfits(self) -> dict[str, Curve]:

@@ -135,7 +135,8 @@ class LayerTable:
         Forward and backward of a chunk in each layer `[num_layers]`; what comes before and after the layers counts in
         the first and the last of them, which is where stages hold it.
         """
-        times = sum(self.times(tokens, squares, num_rows))
+        forward, backward = self.times(tokens, squares, num_rows)
+        times = forward + backward
         layers = times[1:-1].copy()
         layers[0] += times[0]
         layers[-1] += times[-1]
@@ -211,8 +212,8 @@ def layer_table(
         launches.append((layer.launch_ms, runs_back * layer.launch_ms * (1 + again)))
     rows = [[(p.square, p.token, p.constant) for p in polynomials] for polynomials in (forward, backward)]
     windows = np.array([0, *(part.window(layer) for layer in range(part.num_layers)), 0], float)
-    tables = (np.array(found) for found in rows)
-    return LayerTable(*tables, np.array(launches), windows, module == LANGUAGE_MODEL)
+    tables = [np.array(found) for found in rows]
+    return LayerTable(tables[0], tables[1], np.array(launches), windows, module == LANGUAGE_MODEL)
 
 
 def backward_of(

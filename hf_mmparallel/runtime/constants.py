@@ -79,10 +79,11 @@ def _attention_flops(device: torch.device, dtype: torch.dtype, budget_s: float) 
     tokens, heads, width = _TOKENS[device.type], 16, 128
     shape = (1, heads, tokens, width)
     inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = inputs
     gradient = torch.randn(shape, device=device, dtype=dtype)
 
     def run() -> None:
-        output = scaled_dot_product_attention(*inputs, is_causal=True)
+        output = scaled_dot_product_attention(query, key, value, is_causal=True)
         torch.autograd.grad(output, inputs, gradient)
 
     return 3.5 * 2 * heads * width * tokens**2 / _seconds(run, device, budget_s)
