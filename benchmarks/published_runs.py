@@ -100,7 +100,7 @@ def main() -> None:
         table.add_row(own["study"], *counts, *shares)
     note = f"{len(judged)} judged runs: median {statistics.median(judged):.1%}, largest {max(judged):.1%}"
     result = {
-        "machine": machine(Shapes(), load),
+        **machine(Shapes(), load),
         "median_error": round(statistics.median(judged), 3),
         "largest_error": round(max(judged), 3),
         "num_judged": len(judged),

@@ -1,11 +1,12 @@
 """Each term of the counted costs: what is slower because of it, and by how much."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, layer_table
@@ -147,7 +148,7 @@ class TestWindows:
             "gemma3_text", **settings, intermediate_size=64, sliding_window=16, sliding_window_pattern=2, head_dim=16
         )
         assert set(build_model_spec(build_on_meta(config)).language_model.windows) == {0, 16}
-        llama = build_model_spec(build_on_meta(LlamaConfig(**settings, intermediate_size=64)))
+        llama = build_model_spec(build_on_meta(AutoConfig.for_model("llama", **settings, intermediate_size=64)))
         assert llama.language_model.windows == ()
 
 
@@ -201,7 +202,7 @@ class TestEngines:
         spec = text_model()
         ours, theirs = (
             layer_table(analytic_costs(spec, device, engine=engine), LANGUAGE_MODEL, tp_size).step_ms(4000, 4e6)
-            for engine in (Engine(), Engine(**{flag: True}))
+            for engine in (Engine(), replace(Engine(), **{flag: True}))
         )
         assert theirs[-1] < ours[-1] and (theirs <= ours).all()
 
@@ -220,7 +221,8 @@ class TestEngines:
 def test_keys_and_values_repeated_under_a_dense_mask_are_kept(kv_heads):
     """Bytes that one layer more keeps, with rows of unlike lengths, against those that autograd keeps."""
     width, rows, length = 512, 4, 256
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        "llama",
         hidden_size=width,
         intermediate_size=1408,
         num_attention_heads=8,
@@ -233,7 +235,7 @@ def test_keys_and_values_repeated_under_a_dense_mask_are_kept(kv_heads):
     kept, predicted = [], []
     for num_layers in (1, 2):
         config.num_hidden_layers = num_layers
-        net = LlamaForCausalLM(config).to(torch.bfloat16)
+        net: Any = LlamaForCausalLM(config).to(dtype=torch.bfloat16)
         own = {p.untyped_storage().data_ptr() for p in net.parameters()}
         seen: dict[int, torch.UntypedStorage] = {}
 
