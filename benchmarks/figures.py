@@ -119,7 +119,13 @@ def measured() -> str:
         "| attention of 16k packed tokens with images against a dense mask, forward / with backward "
         f"| {ratio(forward['times_faster'])} / {ratio(both['times_faster'])} times faster, "
         f"{100 * forward['memory_share']:.0f} % / {100 * both['memory_share']:.0f} % of the memory |",
-        "| samples arranged by workload against DistTrain's order, same plan, SynthChartNet shape, simulated "
+        *(
+            f"| samples arranged as the Trainer chooses against the best of three baselines, {mode} rows, same plans, "
+            f"simulated | step {ratio(1 / own['slowest_over_best_baseline'])} to "
+            f"{ratio(1 / own['fastest_over_best_baseline'])} times faster |"
+            for mode, own in result("microbatch_balance_modes")["summary"].items()
+        ),
+        "| samples arranged by workload against DistTrain's order, packed rows, SynthChartNet shape, simulated "
         f"| step {spread(same_plan[0], ratio)} times faster (`tapered`: {spread(same_plan[1], ratio)}), "
         f"encoder's deviation {lower:.0f} times lower |",
     ]
@@ -304,6 +310,24 @@ def sampler_arranging() -> str:
     return table(f"| arrangement | {' | '.join(columns)} |", rows)
 
 
+def sizes_at_scale() -> str:
+    found = result("sizes_at_scale")
+    ids, each = found["token_ids"], found["one_conversation"]
+    rows = [
+        f"| {ids['samples']:,} rows of token ids, counted in Arrow columns | {ids['seconds']:.0f} s "
+        f"({ids['microseconds_a_sample']:.1f} us a row; row by row {ids['microseconds_one_by_one']:.0f} us) |",
+        f"| the same again, from the cache | {ids['cached_seconds']:.1f} s |",
+        f"| one conversation | {each['milliseconds']:.1f} ms (all on one process: {each['hours_of_all']:.1f} h) |",
+    ]
+    for row in found["first_steps"]:
+        words = '`parallel="auto"`' if row["parallel"] == "auto" else "a layout"
+        rows.append(
+            f"| {row['samples']:,} conversations, {words}, two ranks: until the first step has ended "
+            f"| {row['first_step_seconds']:.0f} s |"
+        )
+    return table("| what | time |", rows)
+
+
 def sampler_reading() -> str:
     found = result("sampler_overhead")["reading"]
     stock = found["stock"]
@@ -365,6 +389,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
         context_parallel,
         context_parallel_papers,
         sampler_arranging,
+        sizes_at_scale,
         sampler_reading,
         memory_error,
         attention_times,

@@ -70,6 +70,14 @@ def test_attention_is_compared_in_both_passes(tmp_path):
         assert all(times["min"] > 0 for times in row["time_ms"].values())
 
 
+def test_sizes_at_scale_times_the_counting_and_the_first_step(tmp_path):
+    result = _quick("sizes_at_scale", tmp_path)
+    assert result["token_ids"]["seconds"] > 0 < result["one_conversation"]["milliseconds"]
+    assert {row["parallel"] for row in result["first_steps"]} == {"auto", "a layout"}
+    for row in result["first_steps"]:
+        assert 0 < row["constructor_seconds"] < row["first_step_seconds"] < row["third_step_seconds"]
+
+
 def test_sampler_overhead_times_every_arrangement_and_every_loader(tmp_path):
     result = _quick("sampler_overhead", tmp_path)
     methods = {row["method"] for row in result["arranging"]}

@@ -74,6 +74,14 @@ def test_a_changed_page_is_noticed():
         assert pages.rendered(other) != other or pages.missing_quotes("docs/benchmarks.md", other)
 
 
+def test_the_chosen_arrangement_is_at_least_as_good_as_every_baseline_in_the_kept_cases():
+    modes = figures.result("microbatch_balance_modes")["modes"]
+    assert len({(row["dataset"], row["model"], row["mode"], row["microbatch_size"]) for row in modes}) == 32
+    for row in modes:
+        for name in ("contiguous", "batch_rebalance", "disttrain"):
+            assert row["step_ms"][row["chosen"]] <= row["step_ms"][name], row
+
+
 def test_every_result_says_where_and_when_it_was_measured():
     for path in figures.RESULTS.glob("*.json"):
         result = json.loads(path.read_text())

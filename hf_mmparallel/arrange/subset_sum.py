@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,8 @@ def subset_sums(weights: NDArray, max_sums: int, extra: NDArray | None = None) -
     num_sets, num_items = weights.shape
     extra = np.zeros_like(weights) if extra is None else extra
     sums, subsets, extras = np.zeros((num_sets, 1)), np.zeros((num_sets, 1), np.int64), np.zeros((num_sets, 1))
-    width = np.maximum(weights.sum(axis=1, keepdims=True), 1e-300) / (max_sums - 1)
+    width = np.maximum(weights.sum(axis=1), 1e-300) / (max_sums - 1)
+    in_cells = False
     for item in range(min(num_items, MAX_ITEMS)):
         more, beside, bit = weights[:, item : item + 1], extra[:, item : item + 1], np.int64(1 << item)
         if 2 * sums.shape[1] <= max_sums:
@@ -67,15 +69,21 @@ def subset_sums(weights: NDArray, max_sums: int, extra: NDArray | None = None) -
         grow = np.flatnonzero(more[:, 0] > 0)
         if not len(grow):
             continue
-        found = np.concatenate([sums[grow], sums[grow] + more[grow]], axis=1)
-        row, column = np.nonzero(np.isfinite(found))
-        cell = (found[row, column] / width[grow[row], 0] + 1e-9).astype(np.int64)
-        chosen = np.full((len(grow), max_sums), -1)
-        chosen[row[::-1], cell[::-1]] = column[::-1]  # a sum without the item stays where it was
-        kept, place = chosen >= 0, np.maximum(chosen, 0)
-        sums[grow] = np.where(kept, np.take_along_axis(found, place, 1), np.inf)
-        both = np.concatenate([subsets[grow], subsets[grow] | bit], axis=1)
-        subsets[grow] = np.take_along_axis(both, place, 1)
-        both = np.concatenate([extras[grow], extras[grow] + beside[grow]], axis=1)
-        extras[grow] = np.take_along_axis(both, place, 1)
+        without = sums[grow], subsets[grow], extras[grow]
+        added = without[0] + more[grow], without[1] | bit, without[2] + beside[grow]
+        cells = without
+        if not in_cells:
+            cells = np.full_like(without[0], np.inf), np.zeros_like(without[1]), np.zeros_like(without[2])
+            _put_into_cells(cells, without, width[grow])
+            in_cells = True
+        _put_into_cells(cells, added, width[grow])
+        sums[grow], subsets[grow], extras[grow] = cells
     return SubsetSums(sums, subsets, extras)
+
+
+def _put_into_cells(cells: Sequence[NDArray], found: Sequence[NDArray], width: NDArray) -> None:
+    """Puts sums, and what belongs to them, into their cells in place of what is there; the last of several is kept."""
+    row, column = np.nonzero(np.isfinite(found[0]))
+    cell = (found[0][row, column] / width[row] + 1e-9).astype(np.int64)
+    for values, own in zip(cells, found, strict=True):
+        values[row, cell] = own[row, column]

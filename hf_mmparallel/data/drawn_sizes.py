@@ -137,15 +137,18 @@ class SizedDraws(DrawSampler):
             num_workers=min(num_workers, _WORKERS),
             prefetch_factor=_AHEAD if num_workers else None,
             multiprocessing_context=context if num_workers else None,
+            persistent_workers=num_workers > 0,
             generator=torch.Generator(),  # torch's own would draw from that of the training
         )
 
     def __iter__(self) -> Iterator[Draw]:
-        return map(self._sized, self._loader)
+        # Begins with the first draw: loaders make iterators that they do not use, and samplers count their epochs.
+        for part in self._loader:
+            yield self.with_limits(self._sized(part))
 
     def parts(self) -> Iterator[DrawPart]:
         """What this rank measures of each draw."""
-        for draw in super().__iter__():
+        for draw in self.draws():
             mine = np.asarray(draw.samples, dtype=np.int64)[self.rank :: self.world_size]
             yield DrawPart(draw, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ class Draw:
         position (`int`, *optional*, defaults to 0): How many samples of the epoch are drawn when these are.
         sizes (`SampleSizes`, *optional*): Of the samples, if they were measured when they were drawn.
         bad (`Mapping[int, BadSample]`, *optional*): Slot -> why its sample could not be measured.
+        limits (`Mapping[str, int]`, *optional*): Module -> most tokens of a microbatch, in place of the planner's.
     """
 
     samples: tuple[int, ...]
@@ -31,6 +32,7 @@ class Draw:
     position: int = 0
     sizes: SampleSizes | None = field(default=None, compare=False)
     bad: Mapping[int, BadSample] = field(default_factory=dict, compare=False)
+    limits: Mapping[str, int] | None = field(default=None, compare=False)
 
     def without(self, slots: Collection[int]) -> Draw:
         """The same draw with the samples at some slots left out. They count as drawn."""
@@ -59,6 +61,8 @@ class DrawSampler:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.epoch = 0
+        self.limits_of: Callable[[Draw], Mapping[str, int] | None] | None = None
+        """Draw -> limits that are not those of the planner; asked when a draw is handed out."""
         self._resumed: tuple[int, int, int] | None = None
 
     @property
@@ -93,6 +97,15 @@ class DrawSampler:
         return self.num_draws(len(self.sampler))
 
     def __iter__(self) -> Iterator[Draw]:
+        return map(self.with_limits, self.draws())
+
+    def with_limits(self, draw: Draw) -> Draw:
+        """A draw with the limits of its microbatches, if there are others than those of the planner."""
+        limits = None if self.limits_of is None else self.limits_of(draw)
+        return draw if limits is None else replace(draw, limits=limits)
+
+    def draws(self) -> Iterator[Draw]:
+        """The draws of the epoch."""
         position = 0
         if self._resumed is not None and self._resumed[0] == self.epoch:
             _, position, num_draws = self._resumed

@@ -24,6 +24,7 @@ class DataPosition:
         global_step (`int`, *optional*, defaults to 0): Steps of the run.
         batch_size (`int`, *optional*): The size of a global batch when the epoch began; orders may depend on it.
         num_skipped (`int`, *optional*, defaults to 0): Samples of the run that could not be read and were left out.
+        memory_ratio (`list`, *optional*): What was learned of memory, and the last draw that was planned without it.
     """
 
     epoch: int = 0
@@ -32,6 +33,7 @@ class DataPosition:
     global_step: int = 0
     batch_size: int | None = None
     num_skipped: int = 0
+    memory_ratio: list | None = None
 
     @classmethod
     def load(cls, folder: str | Path) -> DataPosition | None:

@@ -326,8 +326,8 @@ class ParallelEngine(nn.Module):
 
     def _account(self, batch: StepBatch, planner: StepPlanner | None) -> None:
         """Lets the executor say what was predicted for a step that does not fit into memory."""
-        account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
-        self.executor.out_of_memory = functools.partial(account.sentence, device=self.device)
+        self.account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
+        self.executor.out_of_memory = functools.partial(self.account.sentence, device=self.device)
 
     def _agreed_program(self, batch: StepBatch, training: bool) -> Program:
         """The program of a batch, after all ranks have compared what they are about to run. Collective."""

@@ -144,7 +144,7 @@ def _columns(
         "num_ranks": num_ranks,
         "bottleneck_ms": of_replicas * slowest,
         # On the slowest stage a replica has what all of its microbatches have; the other stages wait for the largest.
-        "fill_ms": of_replicas * slowest + uneven * (through - slowest) + sums,
+        "fill_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
         "least_ms": count * bottleneck,
         "mean_ms": count * whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size),

@@ -18,8 +18,8 @@ SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
 class Drawn(Protocol):
     """
-    Samples of a global batch in the sampler's order, the epoch that they are drawn in, and their sizes, if they were
-    measured when they were drawn.
+    Samples of a global batch in the sampler's order, the epoch that they are drawn in, their sizes, if they were
+    measured when they were drawn, and limits of microbatches, if they are others than the planner's.
     """
 
     @property
@@ -30,6 +30,9 @@ class Drawn(Protocol):
 
     @property
     def sizes(self) -> SampleSizes | None: ...
+
+    @property
+    def limits(self) -> Mapping[str, int] | None: ...
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,11 @@ class StepPlanner:
         if sizes is None:
             workloads = Workloads.alike(self.plan.modules, len(draw.samples))
         else:
-            memory_bytes = self.memory_bytes if self.limits is None else None
+            limits = self.limits if draw.limits is None else draw.limits
+            memory_bytes = self.memory_bytes if limits is None else None
             workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
-            if self.limits is not None:
-                workloads = replace(workloads, max_tokens=self.limits)
+            if limits is not None:
+                workloads = replace(workloads, max_tokens=limits)
         step = arrange_step(self.plan, draw.samples, workloads, self.microbatch_size, self.method, draw.epoch)
         return PlannedStep(step, self.program(step, sizes, rank), sizes, workloads)
 

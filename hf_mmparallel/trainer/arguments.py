@@ -18,6 +18,10 @@ from ..plan.reading import plain_data, reject_unknown_keys
 ON_BAD_SAMPLE = ("raise", "skip")
 
 
+AUTO = "auto"
+"""The `memory_limit_gib` that is learned in the first steps."""
+
+
 @dataclass
 class MultimodalTrainingArguments(TrainingArguments):
     """
@@ -51,9 +55,9 @@ class MultimodalTrainingArguments(TrainingArguments):
             dataset's metadata by the processor's rules.
         max_tokens_per_microbatch (`int`, *optional*):
             Most tokens of a microbatch of the language model. There are as many microbatches as that takes.
-        memory_limit_gib (`float`, *optional*):
+        memory_limit_gib (`float` or `"auto"`, *optional*):
             Memory of each rank that microbatches are made to fit, by estimate; by default 90 % of that of a GPU whose
-            type is known.
+            type is known. `"auto"` starts from that, and corrects it after four steps by what these have allocated.
         layer_profile (`str`, *optional*):
             File of `hf-mmparallel profile` with measured costs of the model's layers, for the search of
             `parallel="auto"`, the arrangement of samples and predictions; by default costs are counted from shapes.
@@ -114,9 +118,12 @@ class MultimodalTrainingArguments(TrainingArguments):
         default=None,
         metadata={"help": "Most tokens of a microbatch of the language model; there are as many as that takes."},
     )
-    memory_limit_gib: float | None = field(
+    memory_limit_gib: float | str | None = field(
         default=None,
-        metadata={"help": "Memory of each rank that microbatches are made to fit; by default 90 %% of a known GPU's."},
+        metadata={
+            "help": "Memory of each rank that microbatches are made to fit; by default 90 %% of a known GPU's. With "
+            "'auto' the first steps correct the estimate by what they need."
+        },
     )
     layer_profile: str | None = field(
         default=None,
@@ -152,15 +159,26 @@ class MultimodalTrainingArguments(TrainingArguments):
         for name, choices in (("microbatch_assignment", ARRANGEMENTS), ("on_bad_sample", ON_BAD_SAMPLE)):
             if getattr(self, name) is not None:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], list(choices))
+        self.memory_limit_gib = _number_or_auto(self.memory_limit_gib)
         for name in ("max_tokens_per_microbatch", "memory_limit_gib"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value not in (None, AUTO) and value <= 0:
                 raise ValueError(f"`{name}={value}` must be above 0.")
 
     @property
     def plugin(self) -> MultimodalParallelPlugin | None:
         """The layout as a plugin."""
         return None if self.parallel is None else MultimodalParallelPlugin.from_any(self.parallel)
+
+
+def _number_or_auto(value: float | str | None) -> float | str | None:
+    """A limit as a number, which a command line gives as text."""
+    if not isinstance(value, str) or value == AUTO:
+        return value
+    try:
+        return float(value)
+    except ValueError as error:
+        raise ValueError(f"`memory_limit_gib={value!r}` is neither a number of GiB nor {AUTO!r}.") from error
 
 
 def _plain_layout(parallel: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from ..cli.inputs import ModelSource, Samples
 from ..cli.output import page_of, save_plan
 from ..cli.report import origins, print_labelled, print_runners_up, summary
 from ..cli.settings import Settings
-from ..cost import usable_bytes
 from ..cost.stage_memory import GIB
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
@@ -31,6 +30,7 @@ from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
+from .limits import allowed_bytes
 from .report import mean_tokens, size_origin, stderr_console
 from .sample_sizes import representative_draw
 from .saved_plan import SAVED_PLAN, check_same_settings
@@ -199,7 +199,7 @@ def _searched(
     costs = prepared.costs
     with seeded(args.seed):  # only this rank reads samples here
         samples = training_samples(trainer, batch)
-    memory_bytes = usable_bytes(costs.device, args.memory_limit_gib)
+    memory_bytes = allowed_bytes(args, costs.device)
     checkpointing = _checkpointing(prepared, plugin, args)
     assert samples.measured is not None
     problem = PlanningProblem(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from accelerate.logging import get_logger
 
+from ..cost import Hardware, usable_bytes
 from ..plan import SampleSizes, StepPlan, Workloads
-from .sample_sizes import StartSizes
+from .arguments import AUTO
+
+if TYPE_CHECKING:
+    from .sample_sizes import StartSizes
 
 logger = get_logger(__name__)
 
@@ -18,6 +23,17 @@ _REMEDY = (
     "Each gets a microbatch of its own, which is predicted to need more memory than a rank may fill. If that is too "
     "much, set `activation_checkpointing`, raise `pp_size`, `tp_size` or `cp_size`, or leave such samples out."
 )
+
+
+def allowed_bytes(args: Any, device: Hardware) -> float | None:
+    """
+    Memory of a rank that microbatches have to fit by estimate, `None` where it is not known.
+
+    Args:
+        args ([`MultimodalTrainingArguments`]): The arguments.
+        device (`Hardware`): What each rank is; the same on all ranks, which have to arrange alike.
+    """
+    return usable_bytes(device, None if args.memory_limit_gib == AUTO else args.memory_limit_gib)
 
 
 @dataclass(frozen=True)

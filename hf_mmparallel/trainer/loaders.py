@@ -14,7 +14,6 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 from transformers.utils.import_utils import is_datasets_available
 
-from ..cost import usable_bytes
 from ..data.drawn_sizes import SizedDraws
 from ..data.draws import DrawSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
@@ -24,7 +23,10 @@ from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.collectives import all_gather_values, from_first_rank
 from ..search.method_choice import DEFAULT_METHOD
 from ..search.steps import SizeFunction, StepPlanner
+from .arguments import AUTO
 from .checks import check_dataset
+from .limits import allowed_bytes
+from .memory_ratio import MemoryRatio, allocated_since
 
 if TYPE_CHECKING:
     from .sample_sizes import SharedSizes
@@ -50,9 +52,20 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
     method = from_first_rank(lambda: trainer.method_choice.method, args.device)
     sizes = trainer.training_sizes.shared(dataset)
     planner = trainer._engine.planner = training_planner(trainer, sizes.source, sizes.typical, method)
+    trainer.memory_ratio = _memory_ratio(trainer, planner, sizes)
     if sizes.is_measured_when_drawn:
         draws, planner = _sized(trainer, dataset, draws, sizes), replace(planner, sizes=None)
+    if trainer.memory_ratio is not None:
+        draws.limits_of = trainer.memory_ratio.limits_of
     return _step_loader(trainer, dataset, draws, planner, "Training")
+
+
+def _memory_ratio(trainer: MultimodalParallelTrainer, planner: StepPlanner, sizes: SharedSizes) -> MemoryRatio | None:
+    """What learns the memory of steps, if that is asked for and limits depend on it."""
+    if trainer.args.memory_limit_gib != AUTO or planner.memory_bytes is None or sizes.typical is None:
+        return None
+    measure = functools.partial(allocated_since, trainer._engine.device)
+    return MemoryRatio(planner, sizes.typical, measure, trainer.learned_ratio)
 
 
 def _sized(trainer: MultimodalParallelTrainer, dataset: Any, draws: DrawSampler, sizes: SharedSizes) -> SizedDraws:
@@ -121,7 +134,7 @@ def training_planner(
         method=args.microbatch_assignment or method or DEFAULT_METHOD,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
-        memory_bytes=usable_bytes(trainer._engine.costs.device, args.memory_limit_gib),
+        memory_bytes=allowed_bytes(args, trainer._engine.costs.device),
     )
     return planner if typical is None else planner.with_limits(typical)
 

@@ -12,6 +12,7 @@ from transformers.trainer_utils import has_length
 
 from ..data.draws import Draw
 from ..data.position import DataPosition
+from .memory_ratio import Mark
 
 
 class DataProgress:
@@ -58,6 +59,10 @@ class DataProgress:
             max_steps += position.global_step - epoch * steps_per_epoch - done
         return epochs, steps_per_epoch, *others, max_steps
 
-    def save(self, folder: Path, global_step: int, num_skipped: int) -> None:
-        """Writes the position into a checkpoint."""
-        dataclasses.replace(self.position, global_step=global_step, num_skipped=num_skipped).save(folder)
+    def save(self, folder: Path, global_step: int, num_skipped: int, memory_ratio: Mark | None = None) -> None:
+        """Writes the position into a checkpoint, with what was learned of memory."""
+        learned = self.position.memory_ratio if memory_ratio is None else list(memory_ratio)
+        position = dataclasses.replace(
+            self.position, global_step=global_step, num_skipped=num_skipped, memory_ratio=learned
+        )
+        position.save(folder)

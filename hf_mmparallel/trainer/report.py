@@ -27,7 +27,7 @@ from ..schedule.draw import gantt_png
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
 from ..search.split import split_stability, too_small
 from ..search.steps import PlannedStep, StepPlanner
-from .arguments import MultimodalTrainingArguments
+from .arguments import AUTO, MultimodalTrainingArguments
 from .limits import LargeSamples
 from .loaders import training_planner, without_unused_columns
 from .model_card import SCHEDULE, WORKLOADS
@@ -181,13 +181,18 @@ def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[
     ]
 
 
-def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool) -> list[str]:
+def settings_without_effect(args: MultimodalTrainingArguments, sizes_known: bool, on_gpu: bool = False) -> list[str]:
     """A sentence for each setting of the arrangement that changes nothing under a plan."""
     lines = []
     limits = [name for name in ("max_tokens_per_microbatch", "memory_limit_gib") if getattr(args, name) is not None]
     for name in limits:
         value = getattr(args, name)
-        if not sizes_known:
+        if name == "memory_limit_gib" and value == AUTO and not on_gpu:
+            lines.append(
+                f"`{name}={value!r}` has no effect on the CPU, where nothing counts what a rank allocates. Give a "
+                "number."
+            )
+        elif not sizes_known:
             lines.append(f"`{name}={value}` has no effect: sizes of samples are unknown.")
         elif args.microbatch_assignment is not None and args.microbatch_assignment not in KEEPING_LIMITS:
             lines.append(
@@ -286,7 +291,9 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
     lines += arrangement_lines(planner.method, size_origin(trainer), prediction)
     if prediction.large is not None:
         lines.append(str(prediction.large))
-    lines += settings_without_effect(args, prediction.balances is not None)
+    lines += settings_without_effect(
+        args, prediction.balances is not None, str(trainer._engine.device).startswith("cuda")
+    )
     if args.activation_checkpointing_kwargs and not any(m.activation_checkpointing for m in plan.modules.values()):
         lines.append("`activation_checkpointing_kwargs` has no effect: no module has `activation_checkpointing`.")
     if cp_size > 1:

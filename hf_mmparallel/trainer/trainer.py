@@ -55,6 +55,7 @@ from .evaluation import check_full_precision, evaluate
 from .finite import FiniteCheck
 from .limits import LimitWatch
 from .loaders import check_loader, eval_loader, train_loader
+from .memory_ratio import Mark, MemoryRatio
 from .model_card import write_model_card
 from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler_of_groups, stock_groups
 from .overrides import check_overrides
@@ -189,6 +190,7 @@ class MultimodalParallelTrainer(Trainer):
         self._readable_in_evaluation = SampleAgreement(skip, self.engine.groups.control, "evaluation dataset")
         self._targets = TargetCount()
         self.limit_watch = LimitWatch()
+        self.memory_ratio: MemoryRatio | None = None
         self.engine.executor.forward_context = self._forward_context
         self.add_callback(ParallelMetricsCallback())
         if self.pop_callback(ProgressCallback) is not None:
@@ -276,6 +278,13 @@ class MultimodalParallelTrainer(Trainer):
     def training_sizes(self) -> TrainingSizes:
         """Sizes of the training samples."""
         return TrainingSizes(self)
+
+    @property
+    def learned_ratio(self) -> Mark | None:
+        """What a run that goes on has learned of memory."""
+        progress: DataProgress | None = getattr(self, "_progress", None)
+        learned = None if progress is None else progress.position.memory_ratio
+        return None if learned is None else (learned[0], learned[1], learned[2])
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
@@ -374,6 +383,8 @@ class MultimodalParallelTrainer(Trainer):
         with shared_failure("training step"):
             self._totals = self._engine.train_step(self._on_device(inputs), self.state.global_step)
             self._targets.saw(self._totals.num_targets, is_first=not self.state.global_step)
+            if self.memory_ratio is not None:
+                self.memory_ratio.saw_step(self._engine)
         self._finite.loss(self.state.global_step + 1, self._totals.mean_loss)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
@@ -498,7 +509,8 @@ class MultimodalParallelTrainer(Trainer):
                 else:
                     states[name] = callback.state()
         self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-        self._progress.save(folder, self.state.global_step, self._readable.num_skipped)
+        learned = None if self.memory_ratio is None else self.memory_ratio.learned
+        self._progress.save(folder, self.state.global_step, self._readable.num_skipped, learned)
 
     @planned
     def _save_rng_state(self, output_dir: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.search.method_choice import CHOICES, KEEPING_LIMITS, MethodChoice, choose_method
 from hf_mmparallel.search.steps import StepPlanner
@@ -16,7 +18,7 @@ SPEC = PUBLISHED_MODELS["llama3-1b"].spec
 BATCHES = [PUBLISHED["synthchartnet"].draw(64, seed) for seed in range(2)]
 
 
-def planner(packing: bool, size: int = 4, **settings) -> StepPlanner:
+def planner(packing: bool, size: int = 4, **settings: Any) -> StepPlanner:
     plan = resolve_plan(
         SPEC, {"vision": ModulePlugin(dp_size=2, pp_size=3), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)}
     )
@@ -24,19 +26,10 @@ def planner(packing: bool, size: int = 4, **settings) -> StepPlanner:
     return StepPlanner(costs, plan, sync_groups(SPEC, plan), size, **settings)
 
 
-class Batch:
-    """The samples of a batch in their order."""
-
-    epoch = 0
-
-    def __init__(self, sizes: SampleSizes):
-        self.samples = tuple(range(sizes.num_samples))
-
-
 def simulated(own: StepPlanner, method: str, sizes: SampleSizes) -> float:
     """The step with all ranks, as the report has it."""
     own = replace(own, method=method, sizes=sizes.take)
-    return own.predict(own(Batch(sizes))).step_ms
+    return own.predict(own(Draw(tuple(range(sizes.num_samples))))).step_ms
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -58,7 +51,8 @@ def choice_repeats(own: StepPlanner, choice: MethodChoice) -> bool:
 
 
 def test_limits_leave_only_what_keeps_to_them():
-    for settings in ({"max_tokens": 20_000}, {"memory_bytes": 80 * 2.0**30}):
+    limits: list[dict[str, Any]] = [{"max_tokens": 20_000}, {"memory_bytes": 80 * 2.0**30}]
+    for settings in limits:
         assert choose_method(planner(True, **settings), BATCHES[:1]).step_ms.keys() == set(KEEPING_LIMITS)
 
 

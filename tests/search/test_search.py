@@ -67,7 +67,9 @@ class Exhaustive:
         sums += trained * (3 * 2 * 2 + 5 * 4) / pp / tp / device.memory_bytes_per_ms
         slowest = partition_layers(layers, pp).bottleneck_ms
         bottleneck = longest_first(times, dp) * slowest
-        return bottleneck, bottleneck + longest_first(times, dp * count) * (float(layers.sum()) - slowest) + sums
+        uneven = longest_first(times, dp * count)
+        first = bottleneck if samples >= 1 else uneven * slowest
+        return bottleneck, first + uneven * (float(layers.sum()) - slowest) + sums
 
     def best_ms(self) -> float:
         problem, batch = self.problem, self.problem.global_batch_size

@@ -114,9 +114,9 @@ def parallel_run(family: str, parallel: dict[str, Any], evaluate: bool = False, 
     return run_of(make_trainer(family, parallel, **arguments), evaluate)
 
 
-def run_of(trainer: Any, evaluate: bool = False) -> Run:
-    """Trains on this rank; weights on rank 0."""
-    trainer.train()
+def run_of(trainer: Any, evaluate: bool = False, checkpoint: str | None = None) -> Run:
+    """Trains on this rank, from a checkpoint on if one is given; weights on rank 0."""
+    trainer.train(resume_from_checkpoint=checkpoint)
     metrics = trainer.evaluate() if evaluate else {}
     whole = trainer.gather_model()
     weights = None if whole is None else {k: v.detach().clone() for k, v in whole.state_dict().items()}

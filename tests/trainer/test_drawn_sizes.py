@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainerCallback
 
@@ -44,7 +43,7 @@ class Counting:
         self.broken = broken
 
     def __call__(self, sample: Any) -> dict[str, int]:
-        with open(f"{self.folder}/rank{dist.get_rank()}-{os.getpid()}", "a") as file:
+        with open(f"{self.folder}/rank{os.environ['RANK']}-{os.getpid()}", "a") as file:
             file.write(f"{sample['number']}\n")
         if sample["number"] == self.broken:
             raise RuntimeError("no size")
@@ -72,7 +71,9 @@ def collate(samples: list[dict[str, Any]]) -> Any:
     )
 
 
-def sized_run(folder: str, workers: int, broken: int | None = None, **arguments: Any) -> tuple[runs.Run, list[Any]]:
+def sized_run(
+    folder: str, workers: int, broken: int | None = None, checkpoint: str | None = None, **arguments: Any
+) -> tuple[runs.Run, list[Any]]:
     from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 
     torch.set_num_threads(1)
@@ -80,6 +81,8 @@ def sized_run(folder: str, workers: int, broken: int | None = None, **arguments:
     steps = Steps()
     given = {**runs.COMMON, "global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2, **TWO_EPOCHS}
     given |= {"output_dir": f"{folder}/out", "dataloader_num_workers": workers, **arguments}
+    if workers:
+        given["dataloader_multiprocessing_context"] = "fork"
     trainer = MultimodalParallelTrainer(
         tiny.FAMILIES["llava"](),
         MultimodalTrainingArguments(parallel=PARALLEL, ddp_backend="gloo", **given),
@@ -89,8 +92,7 @@ def sized_run(folder: str, workers: int, broken: int | None = None, **arguments:
         callbacks=[steps],
     )
     steps.engine = trainer.engine
-    (Path(folder) / "begun").touch()
-    return runs.run_of(trainer), steps.steps
+    return runs.run_of(trainer, checkpoint=checkpoint), steps.steps
 
 
 def measured(folder: Path) -> dict[int, list[int]]:
@@ -138,7 +140,7 @@ def test_a_sample_that_can_not_be_measured_ends_the_run(tmp_path: Path):
 
 def resumed_run(folder: str) -> tuple[runs.Run, list[Any], runs.Run, list[Any]]:
     whole, steps = sized_run(folder, 1, save_strategy="steps", save_steps=4)
-    again, rest = sized_run(folder, 1, resume_from_checkpoint=f"{folder}/out/checkpoint-4")
+    again, rest = sized_run(folder, 1, checkpoint=f"{folder}/out/checkpoint-4")
     return whole, steps, again, rest
 
 

@@ -23,7 +23,7 @@ from . import runs
 
 VISION, LM = "vision", "language_model"
 FAMILIES = ["llama_tied", "llava", "gemma3", "paligemma", "qwen2_vl", "qwen3_vl"]
-SHORT = {"max_steps": 2, "warmup_steps": 0}
+SHORT: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,112 @@
+"""`memory_limit_gib="auto"`: what the first steps need of memory corrects the limits of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from accelerate.logging import get_logger
+
+from ..data.draws import Draw
+from ..plan import SampleSizes
+from ..runtime.collectives import all_gather_values
+from ..runtime.engine import ParallelEngine
+from ..search.steps import StepPlanner
+
+logger = get_logger(__name__)
+
+FIRST, LAST = 2, 4
+"""Steps of a run that are measured: when the first one ends, the optimizer makes its state."""
+_LEAST, _MOST = 0.5, 2.0  # what a ratio may say; beyond it something else is wrong
+
+Mark = tuple[float, int, int]
+"""What was learned, and the epoch and position of the last draw that was planned without it."""
+
+
+class MemoryRatio:
+    """
+    Learns by how much the memory of ranks differs from the estimate, and gives draws limits that allow for it.
+
+    The ratio is the largest of all ranks over a few steps. It holds for all draws after the last one that was handed
+    out when it was learned, on all ranks; a checkpoint keeps both, so that a resumed run plans as the first one did.
+
+    Args:
+        planner ([`StepPlanner`]): Of the run, with limits by the estimate.
+        typical (`SampleSizes`): Of a global batch such as there will be.
+        measure (`Callable[[], float | None]`): Bytes that this rank had allocated at most since it was last asked;
+            `None` where nothing counts them.
+        learned (`tuple[float, int, int]`, *optional*): What the run learned before it was resumed.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        typical: SampleSizes,
+        measure: Callable[[], float | None],
+        learned: Mark | None = None,
+    ):
+        self.planner = planner
+        self.typical = typical
+        self.measure = measure
+        self.learned: Mark | None = None
+        self.limits: Mapping[str, int] | None = None
+        self._num_steps = 0
+        self._largest = 0.0
+        self._last = (0, 0)
+        if learned is not None:
+            self._learn(*learned)
+
+    def limits_of(self, draw: Draw) -> Mapping[str, int] | None:
+        """Module -> most tokens of a microbatch of this draw; `None` where those of the estimate hold."""
+        self._last = draw.epoch, draw.position
+        if self.learned is None or self._last <= self.learned[1:]:
+            return None
+        return self.limits
+
+    def saw_step(self, engine: ParallelEngine) -> None:
+        """
+        Takes in the step that has just run. Collective when the last step that is measured has.
+
+        Args:
+            engine ([`ParallelEngine`]): What ran it.
+        """
+        if self.learned is not None:
+            return
+        self._num_steps += 1
+        allocated = self.measure()
+        if allocated is not None and self._num_steps >= FIRST:
+            predicted = engine.account.predicted()
+            if predicted is not None:
+                self._largest = max(self._largest, allocated / predicted.total)
+        if self._num_steps == LAST:
+            ratio = max(all_gather_values(self._largest, "comparing memory", engine.groups.control))
+            if ratio > 0:
+                self._learn(min(max(ratio, _LEAST), _MOST), *self._last)
+
+    def _learn(self, ratio: float, epoch: int, position: int) -> None:
+        """Finds the limits that allow for a ratio."""
+        self.learned = ratio, epoch, position
+        assert self.planner.memory_bytes is not None
+        corrected = replace(self.planner, memory_bytes=self.planner.memory_bytes / ratio)
+        try:
+            self.limits = corrected.with_limits(self.typical).limits
+        except ValueError as error:
+            logger.warning(
+                f"Ranks need {ratio:.2f} times the memory that is predicted, with which no microbatch fits: {error} "
+                "Microbatches stay as they are."
+            )
+            self.limits = self.planner.limits
+            return
+        assert self.limits is not None
+        limits = " and ".join(f"{limit:,} tokens in `{name}`" for name, limit in self.limits.items())
+        logger.info(f"Ranks need {ratio:.2f} times the memory that is predicted; a microbatch may have {limits}.")
+
+
+def allocated_since(device: torch.device) -> float | None:
+    """Bytes that this rank had allocated at most since it was last asked; `None` where nothing counts them."""
+    if device.type != "cuda":
+        return None
+    peak = float(torch.cuda.max_memory_allocated(device))
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
