@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +75,7 @@ def run_profile(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..modeling.layer_profile import LENGTHS, ProfileSettings, profile_layers
+    from ..runtime.constants import measured_constants
     from .inputs import read_model
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +99,10 @@ def run_profile(args: argparse.Namespace) -> None:
     )
     with Console(stderr=True).status("Building the model") as status:
         profile = profile_layers(config, settings, report=status.update)
-    profile = replace(profile, model=_name(args.model))
+        status.update("Measuring the device")
+        kind = getattr(torch, profile.autocast or profile.dtype)
+        constants = measured_constants(torch.device(device), kind)
+    profile = replace(profile, model=_name(args.model), constants=constants)
     profile.save(args.output)
     report(Console(width=None if Console().is_terminal else WIDTH), profile)
     print(f"Profile written to {args.output}")
@@ -116,8 +120,31 @@ def report(console: Console, profile: LayerProfile) -> None:
     console.print(f"{profile.model} on {profile.device}: {kind}, {profile.attention} attention", highlight=False)
     for module in dict.fromkeys(layer.module for layer in profile.layers):
         console.print(profile_table(module, profile.of_module(module)))
+    if profile.constants:
+        console.print(constants_text(profile.constants), highlight=False, soft_wrap=True)
     for line in (*misfits(profile), *(f"Left out: {text}." for text in profile.left_out)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def constants_text(constants: Mapping[str, float]) -> str:
+    """
+    What was measured of a device, in a line.
+
+    Args:
+        constants (`Mapping[str, float]`): Fields of [`Hardware`].
+    """
+    shares = ", ".join(
+        f"{what} {constants[name]:.0%}"
+        for name, what in (
+            ("matmul_efficiency", "products"),
+            ("attention_efficiency", "attention"),
+            ("memory_efficiency", "element-wise work (of the memory's rate)"),
+        )
+    )
+    latency = constants.get("link_latency_us")
+    told = "not measured, it takes two GPUs" if latency is None else f"{latency:.1f} us"
+    launch = f"a launch takes {constants['launch_us']:.1f} us"
+    return f"Device: {launch}; of the peak reach {shares}; latency of a link {told}."
 
 
 def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:

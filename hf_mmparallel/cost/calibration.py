@@ -215,6 +215,7 @@ class CalibratedLayers:
             forward=forward(cost.forward, is_layer),
             data_gradient=backward(cost.data_gradient, is_layer),
             weight_gradient=backward(cost.weight_gradient, is_layer=False),
+            launch_ms=cost.launch_ms * forward.token,
             activations=cost.activations * memory,
             frozen_activations=cost.frozen_activations * memory,
         )

@@ -39,9 +39,9 @@ class Hardware:
         link_latency_us (`float`, *optional*, defaults to 5): Of a message inside a node, in microseconds.
         node_link_latency_us (`float`, *optional*, defaults to 12): Of a message between nodes, in microseconds.
         launch_us (`float`, *optional*, defaults to 8): Time of the host to start one kernel in eager mode.
-        matmul_efficiency (`float`, *optional*, defaults to 0.4): Share of the peak that matrix products reach.
-        attention_efficiency (`float`, *optional*, defaults to 0.4): Share of the peak that attention reaches.
-        memory_efficiency (`float`, *optional*, defaults to 1): Share of the memory's rate that kernels reach.
+        matmul_efficiency (`float`, *optional*, defaults to 0.7): Share of the peak that matrix products reach.
+        attention_efficiency (`float`, *optional*, defaults to 0.25): Share of the peak that attention reaches.
+        memory_efficiency (`float`, *optional*, defaults to 0.8): Share of the memory's rate that kernels reach.
         dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in, a key of [`PEAK_OF_DTYPE`].
         aliases (`tuple[str, ...]`, *optional*): Other names, among them those that drivers report.
         source (`str`, *optional*): Where the numbers come from.
@@ -62,9 +62,9 @@ class Hardware:
     link_latency_us: float = 5.0
     node_link_latency_us: float = 12.0
     launch_us: float = 8.0
-    matmul_efficiency: float = 0.4
-    attention_efficiency: float = 0.4
-    memory_efficiency: float = 1.0
+    matmul_efficiency: float = 0.7
+    attention_efficiency: float = 0.25
+    memory_efficiency: float = 0.8
     dtype: str = "bfloat16"
     aliases: tuple[str, ...] = ()
     source: str = ""

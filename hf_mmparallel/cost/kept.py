@@ -208,9 +208,23 @@ def layer_kept(
     return kept + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
 
 
+def grouped_copies(part: ModuleSpec) -> int:
+    """
+    Values of a token that attention keeps besides where its mask is a dense tensor: keys and values are then repeated
+    for each head that shares them. One that all heads share is a view.
+    """
+    is_copied = part.attention == "sdpa" and 1 < part.num_kv_heads < part.num_heads
+    return 2 * (part.num_heads - part.num_kv_heads) * part.head_width if is_copied else 0
+
+
 def with_trainable(uses: Sequence[ParameterUse], trainable: bool) -> list[ParameterUse]:
     """The same parameters, all or none of them trainable."""
     return [replace(use, parameter=replace(use.parameter, trainable=trainable)) for use in uses]
+
+
+def is_attention(name: str) -> bool:
+    """Whether a parameter of this name belongs to attention."""
+    return _ATTENTION.search(name) is not None
 
 
 def is_split(attention: Sequence[Matrix]) -> bool:

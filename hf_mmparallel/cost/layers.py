@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..plan import ModelSpec
 from .devices import Hardware
+from .engine import OURS, Engine
 
 BYTES_PER_VALUE = 2
 
@@ -60,6 +61,9 @@ class LayerCost:
         weight_gradient (`Polynomial`): Milliseconds of the gradients of all of its weights, `B_w`.
         activations (`Polynomial`): Bytes kept for the backward where the weights are trained, without those of a loss.
         frozen_activations (`Polynomial`): Bytes kept where only a gradient of the input is wanted.
+        launch_ms (`float`, *optional*, defaults to 0.0):
+            Time in which the host launches the kernels of the forward, or those of the backward, which are more but
+            come from autograd. A device that computes longer hides it. 0 where measured times have it in them.
     """
 
     forward: Polynomial
@@ -67,6 +71,7 @@ class LayerCost:
     weight_gradient: Polynomial
     activations: Polynomial
     frozen_activations: Polynomial
+    launch_ms: float = 0.0
 
 
 class LayerCosts(Protocol):
@@ -111,6 +116,7 @@ class CostModel:
         device (`Hardware`): What each rank is.
         layers (`LayerCosts`): The source of its layers' costs.
         value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
+        engine (`Engine`, *optional*): What runs the layers.
         packing (`bool`, *optional*):
             Whether the samples of a microbatch of the language model are one row without padding; by default where
             its attention function keeps them apart.
@@ -120,6 +126,7 @@ class CostModel:
     device: Hardware
     layers: LayerCosts
     value_bytes: int = BYTES_PER_VALUE
+    engine: Engine = OURS
     packing: bool | None = None
 
     @property

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, SampleSizes, StepPlan
 from ..schedule.actions import StageKey
+from .kept import grouped_copies
 from .layers import CostModel
 from .rows import ChunkKey, chunk_sizes
 from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
@@ -24,9 +25,15 @@ def state_per_rank(plan: ParallelPlan, memories: Mapping[StageKey, StageMemory])
 
 
 def held_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, NDArray]:
-    """For each chunk, `[stored pairs of tokens, tokens, 1]` of what its stages compute, see [`chunk_sizes`]."""
-    found = chunk_sizes(costs, plan, step, sizes)
-    return {key: np.array([size.scores, size.tokens, float(size.tokens > 0)]) for key, size in found.items()}
+    """
+    For each chunk, `[stored pairs of tokens, tokens, 1]` of what its stages compute, see [`chunk_sizes`]. Where a mask
+    is stored, so are repeated keys and values, of which each value takes as much as a pair of the mask.
+    """
+    result = {}
+    for key, size in chunk_sizes(costs, plan, step, sizes).items():
+        copies = grouped_copies(costs.spec.modules[key[0]]) if size.scores else 0
+        result[key] = np.array([size.scores + copies * size.tokens, size.tokens, float(size.tokens > 0)])
+    return result
 
 
 def sample_features(costs: CostModel, sizes: SampleSizes, encoder: str) -> NDArray:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from .analytic import DTYPE_BYTES, AnalyticLayers
 from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 FIT_TOLERANCE = 0.15
 """A curve that is further than this share from one of its points does not fit."""
-CURVES = tuple(field.name for field in fields(LayerCost))
+CURVES = tuple(own.name for own in fields(LayerCost) if own.name != "launch_ms")
+_CONSTANTS = {own.name for own in fields(Hardware) if own.type == "float"}
 _REMEDY = "Write one with `hf-mmparallel profile --output`."
 _ADAPTER = re.compile(r"\.(lora_|base_layer|original_module|modules_to_save)")
 
@@ -143,7 +144,8 @@ class MeasuredLayer:
     @property
     def cost(self) -> LayerCost:
         """The curves as costs, without sums over tensor-parallel ranks."""
-        return LayerCost(**{name: self.curves[name].polynomial for name in CURVES})
+        curves: dict[str, Any] = {name: self.curves[name].polynomial for name in CURVES}
+        return LayerCost(**curves)
 
     @property
     def misfits(self) -> dict[str, Curve]:
@@ -181,6 +183,8 @@ class LayerProfile:
         versions (`Mapping[str, str]`): Package -> version.
         layers (`tuple[MeasuredLayer, ...]`): The measurements.
         left_out (`tuple[str, ...]`): What was asked for and is not measured, with the reasons.
+        constants (`Mapping[str, float]`, *optional*):
+            Field of [`Hardware`] -> what was measured of the device, by which what the profile lacks is counted.
     """
 
     model: str
@@ -191,6 +195,7 @@ class LayerProfile:
     versions: Mapping[str, str]
     layers: tuple[MeasuredLayer, ...]
     left_out: tuple[str, ...] = ()
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def value_bytes(self) -> int:
@@ -254,6 +259,9 @@ class LayerProfile:
             )
         try:
             layers = tuple(map(_read_layer, values.pop("layers")))
+            unknown = sorted(set(values["constants"]) - _CONSTANTS)
+            if unknown:
+                raise ValueError(f"`{path}` is a profile with a constant `{unknown[0]}` that no device has. {_REMEDY}")
             return cls(layers=layers, left_out=tuple(values.pop("left_out")), **values)
         except (AttributeError, TypeError, KeyError) as error:
             raise ValueError(f"`{path}` is a profile with fields missing ({error}). {_REMEDY}") from error
@@ -389,13 +397,15 @@ def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> 
 
     Args:
         spec (`ModelSpec`): The model, with what is frozen.
-        device (`Hardware`): What each rank is: its links and its memory; how fast it computes is in the profile.
+        device (`Hardware`): What each rank is: its links and its memory; how fast it computes, and how long a launch
+            takes, is in the profile.
         profile ([`LayerProfile`]): The measurements.
 
     Raises:
         `ValueError`: If the profile is of another model.
     """
     profile.check(spec)
+    device = replace(device, **profile.constants)
     unlinked = replace(device, link_gb_per_s=float("inf"), node_link_gb_per_s=float("inf"))
     layers = MeasuredLayers(
         profile,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from ..plan import ModelSpec, ParallelPlan, Stage
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import StageKey
 from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
+from .kept import LayerShape, Matrix
 from .layers import CostModel, LayerCost, Polynomial
 
 _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients go home
@@ -35,8 +38,11 @@ def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
 
 
 def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
-    """The share of a layer's matrices whose gradients are wanted."""
+    """The share of a layer's matrices whose gradients are wanted, or of its lookups where it has no matrices."""
     found = active_elements(spec, module, index)
+    if not any(elements for _, elements in found):
+        lookups = [use.parameter.trainable for use, _ in found if use.parameter.is_lookup]
+        return sum(lookups) / len(lookups) if lookups else 0.0
     trained = sum(elements for use, elements in found if use.parameter.trainable)
     return trained / sum(elements for _, elements in found) if trained else 0.0
 
@@ -51,9 +57,32 @@ def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
         range(-1, spec.modules[module].num_layers + 1), data_gradients(spec)[module], strict=True
     ):
         tokens, squares = layer_flops(spec, module, index)
-        per_token += tokens * (1 + needed + trainable_share(spec, module, index))
-        per_square += squares * (1 + 2 * needed)
+        inner, attends = (1.0, True) if needed else inner_gradient_share(spec, module, index)
+        per_token += tokens * (1 + inner + trainable_share(spec, module, index))
+        per_square += squares * (1 + 2 * attends)
     return per_token, per_square
+
+
+def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[float, bool]:
+    """
+    What of the gradients of inputs a layer needs for its own weights, where nothing before it wants one: the share of
+    its matrices behind the first that is trained, and whether attention is among what lies behind.
+    """
+    part = spec.modules[module]
+    shape = LayerShape.of(part, spec.uses.get((module, index), ()))
+    inside = 0 <= index < part.num_layers
+    groups: list[Sequence[Matrix]] = [[matrix] for matrix in shape.matrices]
+    if inside:
+        *inner, last = shape.attention or (None,)
+        groups = [inner, [last]] if last is not None else []
+        for group in shape.feed_forwards:
+            groups += [group[:-1], group[-1:]]
+    elements = [sum(matrix.copies * matrix.shape[0] * matrix.shape[1] for matrix in group) for group in groups]
+    trained = [any(matrix.trained or matrix.adapter_rank for matrix in group) for group in groups]
+    if True not in trained:
+        return 0.0, False
+    first = trained.index(True)
+    return sum(elements[first + 1 :]) / sum(elements), inside and bool(shape.attention) and first == 0
 
 
 @dataclass(frozen=True)
@@ -64,30 +93,95 @@ class LayerTable:
     Args:
         forward (`np.ndarray` of shape `[num_layers + 2, 3]`): Milliseconds: of a squared token, of a token, constant.
         backward (`np.ndarray` of shape `[num_layers + 2, 3]`): The same; zeros where no backward runs.
+        launches (`np.ndarray` of shape `[num_layers + 2, 2]`):
+            Milliseconds of the host to launch a forward and a backward, which a device that computes longer hides.
+        windows (`np.ndarray` of shape `[num_layers + 2]`): Tokens that a token attends to; 0 for all of its sequence.
+        is_causal (`bool`): Whether tokens attend to those before them only.
     """
 
     forward: NDArray
     backward: NDArray
+    launches: NDArray
+    windows: NDArray
+    is_causal: bool
+
+    def sizes(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> NDArray:
+        """`[3, num_layers + 2, ...]`: squared tokens that layers with a window attend to, tokens, and ones."""
+        tokens, squares = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(squares, float))
+        attended = np.repeat(squares[None], len(self.windows), axis=0)
+        for window in set(self.windows[self.windows > 0].tolist()):
+            attended[self.windows == window] = windowed_squares(tokens, squares, window, self.is_causal)
+        every = np.broadcast_to(tokens, attended.shape)
+        return np.stack([attended / num_rows, every / num_rows, (every > 0).astype(float)])
+
+    def times(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> tuple[NDArray, NDArray]:
+        """Forward and backward of a chunk in each row `[num_layers + 2, ...]`, with launches that show."""
+        sizes = self.sizes(tokens, squares, num_rows)
+        found = []
+        for table, launched in zip((self.forward, self.backward), self.launches.T, strict=True):
+            computed = np.einsum("rk,kr...->r...", table, sizes)
+            shape = (-1, *([1] * (computed.ndim - 1)))
+            found.append(np.maximum(computed, launched.reshape(shape) * sizes[2]))
+        return found[0], found[1]
+
+    def sample_ms(self, tokens: NDArray, squares: NDArray) -> tuple[NDArray, NDArray]:
+        """Forward and backward `[samples]` of samples through all layers, without what each chunk costs."""
+        sizes, tables = self.sizes(tokens, squares)[:2], (self.forward, self.backward)
+        forward, backward = (np.einsum("rk,kr...->...", table[:, :2], sizes) for table in tables)
+        return forward, backward
 
     def step_ms(self, tokens: float, squares: float, num_rows: int = 1) -> NDArray:
         """
         Forward and backward of a chunk in each layer `[num_layers]`; what comes before and after the layers counts in
         the first and the last of them, which is where stages hold it.
         """
-        sizes = np.array([squares / num_rows, tokens / num_rows, 1.0])
-        times = (self.forward + self.backward) @ sizes
+        forward, backward = self.times(tokens, squares, num_rows)
+        times = forward + backward
         layers = times[1:-1].copy()
         layers[0] += times[0]
         layers[-1] += times[-1]
         return layers
 
-    def stage(self, stage: Stage, num_layers: int) -> tuple[Polynomial, Polynomial]:
-        """Forward and backward of a stage, on each of its ranks."""
+    def stage(self, stage: Stage, num_layers: int) -> StageCost:
+        """A stage, on each of its ranks."""
         first = 0 if stage.layers[0] == 0 else stage.layers[0] + 1
         stop = num_layers + 2 if stage.layers[1] == num_layers else stage.layers[1] + 1
-        rows = (table[first:stop].sum(axis=0).tolist() for table in (self.forward, self.backward))
-        forward, backward = (Polynomial(*row).over(len(stage.ranks)) for row in rows)
-        return forward, backward
+        count = len(stage.ranks)
+        rows = range(first, stop)
+        polynomials, windows = [], {}
+        for kind, table in enumerate((self.forward, self.backward)):
+            whole = table[first:stop].copy()
+            for row in rows:
+                if self.windows[row]:
+                    own = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
+                    own[kind] += float(table[row, 0]) / count
+                    whole[row - first, 0] = 0.0
+            polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(count))
+        launches = self.launches[first:stop].sum(axis=0)
+        return StageCost(
+            *polynomials,
+            launch_ms=(float(launches[0]), float(launches[1])),
+            windows=tuple((window, *own) for window, own in sorted(windows.items())),
+            is_causal=self.is_causal,
+        )
+
+
+def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_causal: bool) -> NDArray:
+    """
+    What stands for the squares of sequences where a token attends to `window` tokens at most, from the mean length.
+
+    Args:
+        tokens (`ArrayLike`): Tokens.
+        squares (`ArrayLike`): Squared lengths of their sequences.
+        window (`float`): Tokens that a token attends to.
+        is_causal (`bool`): Whether these lie before it: then squares count each pair twice.
+    """
+    tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
+    if not is_causal:
+        return np.minimum(squares, window * tokens)
+    lengths = np.divide(squares, tokens, out=np.zeros_like(squares), where=tokens > 0)
+    inverse = np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > window)
+    return np.where(lengths > window, tokens * (2 * window - window**2 * inverse), squares)
 
 
 @lru_cache(maxsize=1024)
@@ -104,27 +198,42 @@ def layer_table(
         checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
         first_rank (`int`, *optional*, defaults to 0): Where in a node the ranks that share matrices start.
     """
-    num_layers = costs.spec.modules[module].num_layers
+    part = costs.spec.modules[module]
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
-    forward, backward = [], []
+    forward, backward, launches = [], [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
         layer = layers.layer(module, index, tp_size)
         share = trainable_share(costs.spec, module, index)
-        again = checkpointing and 0 <= index < num_layers
+        inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
+        again = checkpointing and 0 <= index < part.num_layers
         forward.append(layer.forward)
-        backward.append(backward_of(layer, data_gradient, share, again))
+        backward.append(backward_of(layer, data_gradient, share, again, inner))
+        runs_back = data_gradient or share > 0
+        launches.append((layer.launch_ms, runs_back * layer.launch_ms * (1 + again)))
     rows = [[(p.square, p.token, p.constant) for p in polynomials] for polynomials in (forward, backward)]
-    return LayerTable(*(np.array(found) for found in rows))
+    windows = np.array([0, *(part.window(layer) for layer in range(part.num_layers)), 0], float)
+    tables = [np.array(found) for found in rows]
+    return LayerTable(tables[0], tables[1], np.array(launches), windows, module == LANGUAGE_MODEL)
 
 
-def backward_of(layer: LayerCost, data_gradient: bool, share: float, again: bool = False) -> Polynomial:
+def backward_of(
+    layer: LayerCost,
+    data_gradient: bool,
+    share: float,
+    again: bool = False,
+    inner: tuple[float, bool] = (0.0, False),
+) -> Polynomial:
     """
-    The backward of a layer: the gradient of its input if that is needed, those of the share of its weights that is
-    trained, and its forward once more where activations are recomputed.
+    The backward of a layer: the gradient of its input if that is needed, else what of it the layer's own weights need
+    (`inner`, see [`inner_gradient_share`]); those of the share of its weights that is trained; and its forward once
+    more where activations are recomputed.
     """
     result = layer.weight_gradient * share
     if data_gradient:
         result += layer.data_gradient
+    elif inner[0] or inner[1]:
+        whole = layer.data_gradient
+        result += Polynomial(whole.square * inner[1], whole.token * inner[0], whole.constant * inner[0])
     return result + layer.forward if again and (data_gradient or share) else result
 
 
@@ -138,12 +247,22 @@ class StageCost:
         backward (`Polynomial`): Milliseconds; zero without one.
         gather_token_ms (`float`): Time in which the keys and values of a token come from the other rows of ranks.
         gather_square_ms (`float`): Time of the attention that is computed meanwhile, for each squared token.
+        gathers_backward (`float`, *optional*): How often they travel in a backward.
+        launch_ms (`tuple[float, float]`, *optional*): Time of the host to launch a forward and a backward.
+        windows (`tuple[tuple[float, float, float], ...]`, *optional*):
+            Of layers that attend within a window: its tokens, and milliseconds of a squared token in the forward and
+            in the backward.
+        is_causal (`bool`, *optional*, defaults to `True`): Whether tokens attend to those before them only.
     """
 
     forward: Polynomial
     backward: Polynomial
     gather_token_ms: float = 0.0
     gather_square_ms: float = 0.0
+    gathers_backward: float = _GATHERS_BACKWARD
+    launch_ms: tuple[float, float] = (0.0, 0.0)
+    windows: tuple[tuple[float, float, float], ...] = ()
+    is_causal: bool = True
 
     def forward_ms(self, tokens: float, squares: float) -> float:
         """
@@ -153,14 +272,23 @@ class StageCost:
         """
         # What travels costs only the time that attention does not hide.
         exposed = self.gather_token_ms * tokens - self.gather_square_ms * squares
-        return self.forward(tokens, squares) + max(0.0, exposed)
+        computed = self.forward(tokens, squares) + self._windowed_ms(tokens, squares, 1)
+        return max(computed, self.launch_ms[0]) + max(0.0, exposed)
 
     def backward_ms(self, tokens: float, squares: float) -> float:
         """The same of its backward."""
         if self.backward == Polynomial():
             return 0.0
         hidden = ATTENTION_BACKWARD * self.gather_square_ms * squares
-        return self.backward(tokens, squares) + max(0.0, _GATHERS_BACKWARD * self.gather_token_ms * tokens - hidden)
+        computed = self.backward(tokens, squares) + self._windowed_ms(tokens, squares, 2)
+        exposed = self.gathers_backward * self.gather_token_ms * tokens - hidden
+        return max(computed, self.launch_ms[1]) + max(0.0, exposed)
+
+    def _windowed_ms(self, tokens: float, squares: float, place: int) -> float:
+        """Attention of the layers with a window."""
+        return sum(
+            own[place] * float(windowed_squares(tokens, squares, own[0], self.is_causal)) for own in self.windows
+        )
 
 
 def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCost]:
@@ -179,10 +307,12 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
             first_rank = _first_rank(costs, stage)
-            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]), first_rank)
+            waits_ms = _blocked_token_ms(costs, name, module.replicas[replica], index)
+            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]), first_rank, waits_ms)
             if kind not in known:
-                table = layer_table(costs, name, module.tp_size, module.activation_checkpointing, first_rank)
-                known[kind] = _stage_cost(costs, name, stage, table)
+                again = module.activation_checkpointing
+                table = layer_table(costs, name, module.tp_size, again, first_rank)
+                known[kind] = _stage_cost(costs, name, stage, table, again, waits_ms)
             result[name, replica, index] = known[kind]
     return result
 
@@ -194,13 +324,37 @@ def _first_rank(costs: CostModel, stage: Stage) -> int:
     return min(crossing, key=costs.device.link_bytes_per_ms)[0] % size if crossing else 0
 
 
-def _stage_cost(costs: CostModel, module: str, stage: Stage, table: LayerTable) -> StageCost:
+def _stage_cost(
+    costs: CostModel, module: str, stage: Stage, table: LayerTable, checkpointing: bool, waits_ms: float
+) -> StageCost:
     part, num_rows, tp_size = costs.spec.modules[module], len(stage.ranks), len(stage.ranks[0])
-    forward, backward = table.stage(stage, part.num_layers)
+    cost = table.stage(stage, part.num_layers)
+    if waits_ms:
+        waits = Polynomial(token=waits_ms)
+        cost = replace(cost, forward=cost.forward + waits, backward=cost.backward + waits)
     if num_rows == 1:
-        return StageCost(forward, backward)
+        return cost
     width = 2 * part.num_kv_heads * part.head_width / tp_size
     received = costs.value_bytes * width * (num_rows - 1) / num_rows
     gather_ms = received / costs.device.link_bytes_per_ms(stage.columns[0])
     squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / num_rows
-    return StageCost(forward, backward, stage.num_layers * gather_ms, squares)
+    return replace(
+        cost,
+        gather_token_ms=stage.num_layers * gather_ms,
+        gather_square_ms=squares,
+        gathers_backward=_GATHERS_BACKWARD + checkpointing,
+    )
+
+
+def _blocked_token_ms(costs: CostModel, module: str, stages: Sequence[Stage], index: int) -> float:
+    """Time for a token in which a stage sends and receives, where its engine does nothing else meanwhile."""
+    if not costs.engine.blocking_messages:
+        return 0.0
+    num_bytes = costs.value_bytes * costs.spec.modules[module].hidden_size
+    result = 0.0
+    for other in (index - 1, index + 1):
+        if 0 <= other < len(stages):
+            grids = [stages[index].all_ranks, stages[other].all_ranks]
+            ranks = list(chain(*grids))
+            result += num_bytes / min(map(len, grids)) / costs.engine.message_bytes_per_ms(costs.device, ranks)
+    return result

@@ -11,6 +11,7 @@ import numpy as np
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
 from ..schedule import Task
 from ..schedule.actions import Message
+from .collectives import all_reduce
 from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
 from .rows import chunk_sizes
@@ -51,6 +52,8 @@ class StepCost:
     def message_ms(self, message: Message) -> float:
         """Time that a message travels, over one link for each rank of the smaller grid."""
         before, after = message.source, message.target
+        if self.costs.engine.blocking_messages and not message.crosses_boundary:
+            return 0.0  # both stages stand still meanwhile, see [`StageCost`]
         if message.kind == "grad":
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
@@ -59,16 +62,18 @@ class StepCost:
             num_tokens, part = message_tokens(self.step, self.sizes, before, after), self.costs.spec.language_model
         num_bytes = self.costs.value_bytes * num_tokens * part.hidden_size
         grids = [self.plan.stage(*task.stage_key).all_ranks for task in (before, after)]
-        return num_bytes / min(map(len, grids)) / self.costs.device.message_bytes_per_ms(chain(*grids))
+        ranks = list(chain(*grids))
+        latency_ms = self.costs.device.latency_us(ranks) / 1e3
+        rate = self.costs.engine.message_bytes_per_ms(self.costs.device, ranks)
+        return latency_ms + num_bytes / min(map(len, grids)) / rate
 
     def sync_ms(self, index: int) -> float:
-        """Time of a gradient sum: a ring over its ranks."""
+        """Time of a gradient sum."""
         group = self.groups[index]
         module = group.stages[0][0]
         held = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
         num_bytes = sum(held[name] for name in group.parameters)
-        count = len(group.ranks)
-        return 2 * (count - 1) / count * num_bytes / self.costs.device.link_bytes_per_ms(group.ranks)
+        return all_reduce(self.costs.device, num_bytes, group.ranks)(1.0, 0.0)
 
 
 @lru_cache(maxsize=256)

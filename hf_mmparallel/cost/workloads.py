@@ -40,11 +40,11 @@ def batch_workloads(
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
         layout = RowLayout.of(costs, name, module)
         alone, beside = (layout.of_samples(sizes, name, even) for even in (True, False))
-        forward, backward = (found[:, :2].sum(axis=0) @ alone for found in (table.forward, table.backward))
+        forward, backward = table.sample_ms(alone[1], alone[0])
         forward_ms[name] = (module.tp_size * forward).astype(np.float32).astype(float)
         ratios[name] = float(np.float32(backward.sum() / forward.sum())) if forward.sum() else 0.0
         if layout.padded and len(np.unique(sizes.tokens[name])) > 1:
-            row = table.forward[:, :2].sum(axis=0) @ beside
+            row, _ = table.sample_ms(beside[1], beside[0])
             row_ms = (module.tp_size * row).astype(np.float32).astype(float)
     limits = {} if memory_bytes is None else fitting_tokens(costs, plan, sizes, memory_bytes)
     if max_tokens is not None:

@@ -60,14 +60,8 @@ def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
 
 
 def _patch_grid(config: Any, num_layers: int) -> PatchGrid:
-    """The rule of an encoder that takes images in their own size."""
-    window = getattr(config, "window_size", None)
-    if not window:
-        return PatchGrid(config.patch_size, config.spatial_merge_size, num_layers, num_layers)
-    whole = len(config.fullatt_block_indexes)
-    return PatchGrid(
-        config.patch_size, config.spatial_merge_size, num_layers, whole, (window // config.patch_size) ** 2
-    )
+    """The rule of an encoder that takes images in their own size; costs know the windows of its layers."""
+    return PatchGrid(config.patch_size, config.spatial_merge_size, num_layers, num_layers)
 
 
 def _run_once(model: PreTrainedModel, part: ModulePart, field: str, size: tuple[int, int]) -> tuple[int, int]:

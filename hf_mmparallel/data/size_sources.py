@@ -29,8 +29,8 @@ class LayerTokens:
         per_item (`float`, *optional*, defaults to 0.0): Tokens that an item has besides.
         sequence (`int`, *optional*):
             Length of the sequences that attend to themselves, if all have the same: crops of an image, or windows of
-            sound. Otherwise an item is one sequence. Attention inside windows of a sequence counts as if it were over
-            all of it.
+            sound. Otherwise an item is one sequence. That layers attend within windows of it, costs know
+            ([`ModuleSpec.window`]).
     """
 
     per_row: float = 1.0

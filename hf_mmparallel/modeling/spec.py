@@ -349,7 +349,25 @@ def _module_spec(
         activation_copies=activation_copies(
             _setting(config, "hidden_act", "hidden_activation", "activation_function")
         ),
+        windows=attention_windows(config, len(layers)),
     )
+
+
+def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
+    """
+    For each layer the tokens that a token attends to at most, 0 for its whole sequence; empty if all layers attend to
+    all. Language models name sliding layers, or have one window for all; Qwen2.5-VL's encoder names the whole ones.
+    """
+    whole = _setting(config, "fullatt_block_indexes")
+    if whole is not None and _setting(config, "window_size"):
+        window = (config.window_size // config.patch_size) ** 2
+        return tuple(0 if layer in whole else window for layer in range(num_layers))
+    window = _setting(config, "sliding_window")
+    if not isinstance(window, int):
+        return ()
+    kinds = _setting(config, "layer_types") or ["sliding_attention"] * num_layers
+    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return windows if len(windows) == num_layers and any(windows) else ()
 
 
 @functools.cache

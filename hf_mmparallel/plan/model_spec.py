@@ -112,6 +112,9 @@ class ModuleSpec:
         activation_copies (`int`, *optional*, defaults to 1):
             Tensors that the activation function keeps for its backward: 1 for its input, more for one that a model
             computes step by step.
+        windows (`tuple[int, ...]`, *optional*):
+            For each layer, tokens that a token attends to at most, 0 for its whole sequence; empty where all layers
+            attend to all.
     """
 
     name: str
@@ -128,6 +131,15 @@ class ModuleSpec:
     head_dim: int | None = None
     attention: str = "sdpa"
     activation_copies: int = 1
+    windows: tuple[int, ...] = ()
+
+    def window(self, layer: int) -> int:
+        """
+        Tokens that a token attends to in a layer, 0 for its whole sequence. In a language model only kernels that skip
+        what lies outside compute less for it.
+        """
+        skips = self.is_encoder or any(kind in self.attention for kind in ("bitfield", "flash", "flex"))
+        return self.windows[layer] if self.windows and skips else 0
 
     @property
     def is_encoder(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..arrange import arrange_step
 from ..cost import StepCost, batch_workloads, eager_caps, memory_per_rank
+from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
 from ..schedule import Condensed, Span, SumSpan, condensed_program, condensed_ranks, simulate
 from .steps import PlannedStep, Prediction, StepPlanner
@@ -61,4 +62,6 @@ def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleS
     simulation = simulate(condensed.plan, program, cost, cost.message_ms, cost.sync_ms)
     memory = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
     planned = PlannedStep(step, program, sizes, workloads)
-    return Prediction(plan, planned, sizes, simulation, memory, planner.utilisation(sizes, simulation))
+    update_ms = optimizer_ms(planner.costs, plan) if planner.training else 0.0
+    utilisation = planner.utilisation(sizes, simulation.iteration_ms + update_ms)
+    return Prediction(plan, planned, sizes, simulation, memory, utilisation, update_ms)

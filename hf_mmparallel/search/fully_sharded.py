@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from ..cost import layer_table, training_flops
 from ..cost.analytic import DTYPE_BYTES
+from ..cost.collectives import all_gather, all_reduce
+from ..cost.optimizer import update_bytes
 from ..cost.rows import group_sizes
 from ..plan import ParameterSpec, SampleSizes
 from .options import Kind, ModuleOptions
@@ -78,7 +80,6 @@ class _Estimate:
     def __init__(self, problem: PlanningProblem, num_shards: int, microbatch_size: int, checkpointing: bool):
         self.problem, self.costs = problem, problem.costs
         self.num_shards, self.microbatch_size, self.checkpointing = num_shards, microbatch_size, checkpointing
-        self.link = self.costs.device.link_bytes_per_ms(range(num_shards))
 
     def of(self, batches: Sequence[SampleSizes]) -> FullySharded:
         times = np.array([self._step(batch) for batch in batches])
@@ -110,7 +111,7 @@ class _Estimate:
 
     def _step(self, batch: SampleSizes) -> tuple[float, float]:
         """Time of a step, and the mean over ranks of the time in which they compute."""
-        step_ms = self._sums_over_nodes_ms()
+        step_ms = self._sums_over_nodes_ms() + self._optimizer_ms()
         computed_ms = 0.0
         for slots in self._rounds(batch):
             modules = [self._module(name, batch, slots) for name in self.problem.spec.modules]
@@ -126,13 +127,16 @@ class _Estimate:
         """
         table = layer_table(self.costs, name, 1, self.checkpointing)
         tokens, squares = group_sizes(self.costs, name, batch, slots)
-        sizes = np.stack([squares, tokens, (tokens > 0).astype(float)])
-        forward, backward = table.forward @ sizes, table.backward @ sizes
-        travels = (self.num_shards - 1) / self.num_shards / self.link
+        forward, backward = table.times(tokens, squares)
         weights, gradients = self._layer_bytes(name)
-        gathers = weights * travels
-        again = np.where(table.backward.any(axis=1), gathers, 0.0) + gradients * travels
+        gathers = self._gather_ms(weights)
+        again = np.where(table.backward.any(axis=1), gathers, 0.0) + self._gather_ms(gradients)
         return forward.max(axis=1), backward.max(axis=1), gathers, again, (forward + backward).mean(axis=1)
+
+    def _gather_ms(self, num_bytes: NDArray) -> NDArray:
+        """Time in which the shards of so many bytes come together, or are added up."""
+        one = all_gather(self.costs.device, 1.0, range(self.num_shards))
+        return np.where(num_bytes > 0, one.token * num_bytes + one.constant, 0.0)
 
     def _layer_bytes(self, name: str) -> tuple[NDArray, NDArray]:
         """Bytes of the parameters of each layer, and of the gradients of those that are trained."""
@@ -149,8 +153,13 @@ class _Estimate:
         if count < 2:
             return 0.0
         trained = [p for p in self.problem.spec.parameters.values() if p.trainable]
-        link = self.costs.device.link_bytes_per_ms(range(0, self.problem.num_ranks, self.num_shards))
-        return 2 * (count - 1) / count * sum(map(_bytes, trained)) / self.num_shards / link
+        ranks = range(0, self.problem.num_ranks, self.num_shards)
+        return all_reduce(self.costs.device, sum(map(_bytes, trained)) / self.num_shards, ranks)(1.0, 0.0)
+
+    def _optimizer_ms(self) -> float:
+        """Of a rank's shards."""
+        states = (ModuleOptions(self.problem, name).state(1, 1) for name in self.problem.spec.modules)
+        return sum(map(update_bytes, states)) / self.num_shards / self.costs.device.memory_bytes_per_ms
 
     def _memory_bytes(self, batch: SampleSizes) -> float:
         """Shards of the state, two layers in full, and the activations of a microbatch."""

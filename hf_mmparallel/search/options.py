@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import CostModel, layer_table
+from ..cost import CostModel, Polynomial, layer_table
+from ..cost.collectives import all_reduce
 from ..cost.kept import DTYPE_BYTES, FULL
-from ..cost.stage_memory import StageMemory, stage_memory
+from ..cost.optimizer import update_bytes
+from ..cost.stage_memory import RankMemory, StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
 from .partition import partition_all
 from .problem import Layout, PlanningProblem, draw_batch
@@ -62,7 +64,7 @@ class ModuleOptions:
         self._bottlenecks: dict[tuple[Kind, float], NDArray] = {}
         self._unevenness: dict[int, float] = {}
         self._memories: dict[tuple[Kind, int, int], StageMemory] = {}
-        self._links: dict[tuple[int, int], float] = {}
+        self._sums: dict[tuple[int, int], Polynomial] = {}
 
     @property
     def max_stages(self) -> int:
@@ -140,10 +142,9 @@ class ModuleOptions:
     def _sample_ms(self) -> list[float]:
         """What the samples of a batch take in the whole module, the longest first."""
         table = layer_table(self.problem.costs, self.name)
-        per_square, per_token, _ = (table.forward + table.backward).sum(axis=0).tolist()
         batch = draw_batch(self.problem, 0)
-        times = per_square * batch.squares[self.name] + per_token * batch.tokens[self.name]
-        return sorted(times.tolist(), reverse=True)
+        forward, backward = table.sample_ms(batch.tokens[self.name], batch.squares[self.name])
+        return sorted((forward + backward).tolist(), reverse=True)
 
     def unevenness(self, num_parts: int) -> float:
         """The largest part over the mean when a batch is divided by the longest-processing-time rule."""
@@ -165,6 +166,10 @@ class ModuleOptions:
             alone = ParallelPlan({self.name: ModulePlan(((stage,),), kind.checkpointing)})
             self._memories[key] = stage_memory(self.problem.costs, alone, self.name, stage)
         return self._memories[key]
+
+    def state(self, cp_size: int, tp_size: int) -> RankMemory:
+        """Weights, gradients and optimizer state of all layers on a rank."""
+        return self._memory(Kind(cp_size, tp_size, False), 0, self.part.num_layers).state
 
     def state_bytes(self, kind: Kind, pp_size: Any, last: bool = False) -> Any:
         """
@@ -208,13 +213,16 @@ class ModuleOptions:
         return float(sum(p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL) for p in trained))
 
     def sync_ms(self, kind: Kind, dp_size: int, pp_size: int) -> float:
-        """Time of the sum of a stage's gradients over its copies."""
+        """Time of the sum of a stage's gradients over its copies, and of the optimizer's step."""
         copies = dp_size * kind.cp_size
         key = copies, pp_size * kind.tp_size
-        if key not in self._links:
-            self._links[key] = self.problem.costs.device.link_bytes_per_ms(range(0, math.prod(key), key[1]))
+        if key not in self._sums:
+            self._sums[key] = all_reduce(self.problem.costs.device, 1.0, range(0, math.prod(key), key[1]))
         num_bytes = self._trained_bytes / pp_size / kind.tp_size
-        return 2 * (copies - 1) / copies * num_bytes / self._links[key]
+        device = self.problem.costs.device
+        update_ms = update_bytes(self.state(1, 1)) / pp_size / kind.tp_size / device.memory_bytes_per_ms
+        sums = self._sums[key]
+        return sums.token * num_bytes + sums.constant + update_ms
 
     def kept_bytes(self, kind: Kind) -> float:
         """What all layers keep of a mean sample on each rank."""

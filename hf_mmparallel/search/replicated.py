@@ -205,12 +205,10 @@ def _with_encoders(
     def encoders_ms(task: Task) -> float:
         key = (task.kind, task.replica, task.microbatch)
         if key not in again:
-            own = slots[task.module, task.replica, task.microbatch]
+            own, place = slots[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
             again[key] = math.fsum(
-                float((table.forward if task.kind == "fwd" else table.backward).sum(axis=0) @ sizes)
+                float(table.times(batch.tokens[name][own].sum(), batch.squares[name][own].sum())[place].sum())
                 for name, table in tables.items()
-                for tokens in [batch.tokens[name][own].sum()]
-                for sizes in [np.array([batch.squares[name][own].sum(), tokens, float(tokens > 0)])]
             )
         return again[key]
 

@@ -48,8 +48,7 @@ def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
     work = {}
     for name in costs.spec.modules:
         table = layer_table(costs, name, 1, False)
-        values = np.array([sizes.squares[name], sizes.tokens[name]])
-        work[name] = (table.forward + table.backward)[:, :2].sum(axis=0) @ values
+        work[name] = sum(table.sample_ms(sizes.tokens[name], sizes.squares[name]))
     return work
 
 

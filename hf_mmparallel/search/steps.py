@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..arrange import arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, training_flops
+from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
 from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
 
@@ -155,15 +156,17 @@ class StepPlanner:
         cost = StepCost(self.costs, self.plan, planned.step, sizes, self.groups)
         simulation = simulate(self.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
         memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, simulation.peak_in_flight)
-        return Prediction(self.plan, planned, sizes, simulation, memory, self.utilisation(sizes, simulation))
+        update_ms = optimizer_ms(self.costs, self.plan) if self.training else 0.0
+        utilisation = self.utilisation(sizes, simulation.iteration_ms + update_ms)
+        return Prediction(self.plan, planned, sizes, simulation, memory, utilisation, update_ms)
 
-    def utilisation(self, sizes: SampleSizes, simulation: Simulation) -> float:
+    def utilisation(self, sizes: SampleSizes, step_ms: float) -> float:
         """Model FLOPs of the samples over what all ranks could do meanwhile."""
         flops = 0.0
         for name in self.plan.modules:
             per_token, per_square = training_flops(self.costs.spec, name)
             flops += per_token * sizes.tokens[name].sum() + per_square * sizes.squares[name].sum()
-        return flops / (1e9 * self.costs.device.peak_tflops * self.plan.world_size * simulation.iteration_ms)
+        return flops / (1e9 * self.costs.device.peak_tflops * self.plan.world_size * step_ms)
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ class Prediction:
         simulation (`Simulation`): Its replay.
         memory (`dict[int, RankMemory]`): Rank -> its memory.
         flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks (MFU).
+        optimizer_ms (`float`, *optional*, defaults to 0.0): Clipping and the optimizer's step, behind the simulation.
     """
 
     plan: ParallelPlan
@@ -186,10 +190,11 @@ class Prediction:
     simulation: Simulation
     memory: dict[int, RankMemory]
     flops_utilisation: float
+    optimizer_ms: float = 0.0
 
     @property
     def step_ms(self) -> float:
-        return self.simulation.iteration_ms
+        return self.simulation.iteration_ms + self.optimizer_ms
 
     @property
     def peak_memory_bytes(self) -> float:

@@ -1,10 +1,31 @@
 """A small model whose operations and bytes are worked out by hand."""
 
+from dataclasses import replace
+
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device
 from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 
 HIDDEN, WIDE, LAYERS, VOCABULARY = 64, 256, 4, 1000
 LAYER_MATRICES = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * WIDE
+PRODUCT_BYTES = 2 * (4 * 2 * HIDDEN + 2 * (HIDDEN + WIDE))
+"""Of a token in a layer: what its matrices read and write, two bytes a value."""
+NORM_BYTES = (4 * 2 + 7 * 4) * HIDDEN  # four passes in two bytes, seven in float32
+ROTARY_BYTES = 11 * 2 * 2 * HIDDEN  # of queries and keys
+ENCODER_BYTES = NORM_BYTES + 2 * 2 * HIDDEN + 2 * 2 * WIDE + 2 * 3 * 2 * HIDDEN  # output, activation, residuals
+LAYER_BYTES = ENCODER_BYTES + ROTARY_BYTES
+"""Of a token in a layer: its element-wise work."""
+LOSS_BYTES = (2 + 3 * 4) * VOCABULARY
+LOOKUP_BYTES = 2 * 2 * HIDDEN
+PLAIN = replace(
+    find_device("h100"),
+    launch_us=0.0,
+    link_latency_us=0.0,
+    node_link_latency_us=0.0,
+    matmul_efficiency=0.4,
+    attention_efficiency=0.4,
+    memory_efficiency=1.0,
+)
+"""An H100 without launches and latencies, so that what is worked out by hand is operations and bytes."""
 
 
 def module(name: str, frozen: bool = False) -> ModuleSpec:
@@ -28,5 +49,5 @@ def model(frozen: tuple[str, ...] = (), tied: bool = True) -> ModelSpec:
 
 
 def h100(spec: ModelSpec) -> CostModel:
-    """What its layers cost on an H100."""
-    return analytic_costs(spec, find_device("h100"))
+    """What its layers cost on an H100 without launches and latencies."""
+    return analytic_costs(spec, PLAIN)

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_mmparallel.cost import analytic_costs, find_device, layer_flops
+from hf_mmparallel.cost import analytic_costs, layer_flops
 from hf_mmparallel.cost.stages import trainable_share
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec
 from tests import tiny
+from tests.cost.models import PLAIN
 
 NUM_PATCHES, PATCH_VALUES = 16, 3 * 2 * 8 * 8
 MERGER = re.compile(r"\.(merger|deepstack_merger_list\.\d+)$")
@@ -36,7 +37,7 @@ def test_the_trained_share_of_a_merger_is_that_of_its_operations():
 
 def test_what_tensor_parallelism_leaves_whole_takes_as_long_on_two_ranks():
     spec = build_model_spec(tiny.FAMILIES["qwen2_vl"]())
-    layers = analytic_costs(spec, find_device("h100")).layers
+    layers = analytic_costs(spec, PLAIN).layers
     one, two = ([layers.layer("vision", index, size).forward for index in (0, 4)] for size in (1, 2))
     assert two[1] == one[1]  # the merger
     assert two[0].square == one[0].square  # queries, keys and values are one matrix

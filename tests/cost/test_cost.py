@@ -5,10 +5,19 @@ from dataclasses import replace
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import StepCost, analytic_costs, find_device, layer_flops, layer_table, stage_costs
+from hf_mmparallel.cost import (
+    StepCost,
+    analytic_costs,
+    find_device,
+    layer_flops,
+    layer_table,
+    stage_costs,
+    training_flops,
+)
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
+    ModelSpec,
     ModulePlan,
     ModulePlugin,
     ParallelPlan,
@@ -18,16 +27,34 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import Task, build_program
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, VOCABULARY, h100, model
+from tests.cost.models import (
+    ENCODER_BYTES,
+    HIDDEN,
+    LAYER_BYTES,
+    LAYER_MATRICES,
+    LAYERS,
+    LOOKUP_BYTES,
+    LOSS_BYTES,
+    NORM_BYTES,
+    PLAIN,
+    PRODUCT_BYTES,
+    VOCABULARY,
+    h100,
+    model,
+)
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10}, 4)
-H100 = find_device("h100")
-READ_MS = 2 / H100.memory_bytes_per_ms  # of an element of a matrix
+H100 = PLAIN
+BYTE_MS = 1 / H100.memory_bytes_per_ms
+READ_MS = 2 * BYTE_MS  # of an element of a matrix
+WRITTEN_MS = 12 * BYTE_MS  # of an element of a gradient: written and read in two bytes, added up in four
 TOKEN_MS = 2 / H100.flops_per_ms
 FORWARD, BACKWARD = Task("fwd", LANGUAGE_MODEL, 0, 0, 0), Task("bwd", LANGUAGE_MODEL, 0, 0, 0)
 HEAD = VOCABULARY * HIDDEN
 STACK = LAYERS * LAYER_MATRICES
+PRODUCTS = LAYERS * PRODUCT_BYTES + 2 * (HIDDEN + VOCABULARY)  # bytes of a token
+ELEMENTWISE = LAYERS * LAYER_BYTES + LOSS_BYTES
 ATTENTION = LAYERS * 2 * HIDDEN / H100.flops_per_ms  # of a squared token
 
 
@@ -47,47 +74,79 @@ def test_operations_of_a_token():
     assert layer_flops(spec, "vision", LAYERS) == (2 * HIDDEN * HIDDEN, 0)
 
 
-def test_a_forward_is_operations_attention_and_the_reading_of_weights():
+def test_a_forward_is_operations_attention_and_what_is_moved():
     tokens, squares = 20, 200  # two samples of ten
     expected = (STACK + HEAD) * (tokens * TOKEN_MS + READ_MS) + ATTENTION * squares
+    expected += tokens * (PRODUCTS + ELEMENTWISE + LOOKUP_BYTES) * BYTE_MS
     assert cost_of(model())(FORWARD) == pytest.approx(expected)
 
 
 def test_backward_costs_what_is_trainable_and_what_lies_behind_it():
     tokens, squares = 20, 200
+    product_ms = tokens * PRODUCTS * BYTE_MS
     data = (STACK + HEAD) * (tokens * TOKEN_MS + READ_MS) + ATTENTION_BACKWARD * ATTENTION * squares
-    weights = (STACK + HEAD) * (tokens * TOKEN_MS + 2 * READ_MS)  # gradients are written in four bytes
-    assert cost_of(model())(BACKWARD) == pytest.approx(data + weights)
+    data += product_ms + 2 * tokens * ELEMENTWISE * BYTE_MS
+    weights = (STACK + HEAD) * (tokens * TOKEN_MS + WRITTEN_MS) + product_ms
+    embeddings = HEAD * WRITTEN_MS  # their gradient is as large as they are
+    assert cost_of(model())(BACKWARD) == pytest.approx(data + weights + embeddings)
     cost = cost_of(model((LANGUAGE_MODEL,)))
     assert cost(BACKWARD) == pytest.approx(data)
     again = cost_of(model((LANGUAGE_MODEL,)), language_model=ModulePlugin(activation_checkpointing=True))
-    head = HEAD * (tokens * TOKEN_MS + READ_MS)  # is not computed again
+    head = HEAD * (tokens * TOKEN_MS + READ_MS)  # is not computed again, nor is what comes before the layers
+    head += tokens * (2 * (HIDDEN + VOCABULARY) + LOSS_BYTES + LOOKUP_BYTES) * BYTE_MS
     assert again(BACKWARD) == pytest.approx(data + cost(FORWARD) - head)
     # Of a frozen tower only the projector behind it runs backwards, for its weights alone.
     cost = cost_of(model(("vision",)))
-    assert cost(Task("bwd", "vision", 0, 0, 0)) == pytest.approx(HIDDEN * HIDDEN * (14 * TOKEN_MS + 2 * READ_MS))
+    projector = HIDDEN * HIDDEN * (14 * TOKEN_MS + WRITTEN_MS) + 14 * 2 * 2 * HIDDEN * BYTE_MS
+    assert cost(Task("bwd", "vision", 0, 0, 0)) == pytest.approx(projector)
     # Nothing is trained at all.
     cost = cost_of(model(("vision", LANGUAGE_MODEL)))
     assert cost(Task("bwd", "vision", 0, 0, 0)) > 0 and cost(BACKWARD) == pytest.approx(data)
+
+
+def test_the_first_trained_layer_runs_back_through_its_own_inside():
+    frozen_embeddings = model()
+    part = frozen_embeddings.language_model
+    modules = {LANGUAGE_MODEL: part.with_frozen(["embed_tokens"])}
+    spec = ModelSpec(modules, tied=frozen_embeddings.tied)
+    table = layer_table(h100(spec), LANGUAGE_MODEL)
+    # Its queries, keys and values need no gradient of its input, all that is behind them does.
+    layer = h100(spec).layers.layer(LANGUAGE_MODEL, 0, 1)
+    behind = 1 - 3 * HIDDEN * HIDDEN / LAYER_MATRICES
+    first, second = table.backward[1], table.backward[2]
+    assert first[0] == pytest.approx(second[0])  # attention
+    assert second[1] - first[1] == pytest.approx((1 - behind) * layer.data_gradient.token)
+    assert table.backward[0].tolist() == [0.0, 0.0, 0.0]
+    per_token, per_square = training_flops(spec, LANGUAGE_MODEL)
+    assert per_token == pytest.approx(2 * (3 * STACK + 2 * HEAD - 3 * HIDDEN * HIDDEN))
+    assert per_square == pytest.approx(3 * LAYERS * 2 * HIDDEN)
 
 
 def test_time_follows_ranks_and_their_sums():
     spec = model(tied=False)
     whole, half = cost_of(spec), cost_of(spec, language_model=ModulePlugin(tp_size=2))
     sums = LAYERS * 2 * 2 * HIDDEN * 20 / H100.link_bytes_per_ms(range(2))  # two rings a layer, two bytes a value
-    assert half(FORWARD) == pytest.approx(whole(FORWARD) / 2 + sums)
-    head = HEAD * (20 * TOKEN_MS + READ_MS)  # tied to the embeddings, it is whole on both ranks
+    # What tensor parallelism does not cut: norms, residuals, lookups, and one side of each matrix.
+    kept_whole = LAYERS * (NORM_BYTES + 2 * 3 * 2 * HIDDEN + 2 * 6 * HIDDEN) + LOOKUP_BYTES
+    assert half(FORWARD) == pytest.approx(whole(FORWARD) / 2 + sums + 20 * kept_whole / 2 * BYTE_MS)
+    late = StepCost(analytic_costs(spec, replace(PLAIN, link_latency_us=3.0)), half.plan, half.step, SIZES)
+    assert late(FORWARD) - half(FORWARD) == pytest.approx(2 * LAYERS * 2 * 3e-3)  # two messages a sum
+    # A head that is tied to the embeddings is whole on both ranks, as is the loss.
+    head = HEAD * (20 * TOKEN_MS + READ_MS) + 20 * (2 * (HIDDEN + VOCABULARY) + LOSS_BYTES) * BYTE_MS
     tied = [cost_of(model(), language_model=ModulePlugin(tp_size=size))(FORWARD) for size in (1, 2)]
-    assert tied[1] - head == pytest.approx((tied[0] - head) / 2 + sums)
+    assert tied[1] - head == pytest.approx(half(FORWARD)) and tied[0] - head == pytest.approx(whole(FORWARD))
 
 
 def test_each_matrix_that_is_cut_by_columns_sums_the_gradient_of_its_input():
     layers = h100(model()).layers
     one, two = (layers.layer(LANGUAGE_MODEL, 1, size) for size in (1, 2))
     ring = 2 * HIDDEN / H100.link_bytes_per_ms(range(2))  # two bytes a value, half of them twice
-    assert two.forward.token - one.forward.token / 2 == pytest.approx(2 * ring)
+    inputs = 2 * 6 * HIDDEN * BYTE_MS / 2  # what of the matrices' inputs and outputs is on both ranks
+    whole = (NORM_BYTES + 2 * 3 * 2 * HIDDEN) * BYTE_MS / 2
+    assert two.forward.token - one.forward.token / 2 == pytest.approx(2 * ring + inputs + whole)
     columns = sum(use.multiplies for use in model().uses[LANGUAGE_MODEL, 1]) - 2  # all but the last of both parts
-    assert two.data_gradient.token - one.data_gradient.token / 2 == pytest.approx(columns * ring)
+    found = two.data_gradient.token - one.data_gradient.token / 2
+    assert found == pytest.approx(columns * ring + inputs + 2 * whole)
 
 
 def test_gradient_sums_take_time():
@@ -109,6 +168,11 @@ def test_keys_that_take_longer_than_attention_cost_time():
     assert gather > 0
     read = (STACK + HEAD) * READ_MS  # each rank reads all weights
     assert shared(FORWARD) == pytest.approx((alone(FORWARD) + read) / 2 + gather)
+    again = [
+        cost_of(spec, language_model=ModulePlugin(cp_size=2, cp_block=10, activation_checkpointing=recomputed))
+        for recomputed in (False, True)
+    ]
+    assert [cost.stages[LANGUAGE_MODEL, 0, 0].gathers_backward for cost in again] == [2, 3]  # for the second forward
     long = SampleSizes.uniform({"vision": 7, LANGUAGE_MODEL: 10**6}, 4)
     times = [StepCost(cost.costs, cost.plan, cost.step, long)(FORWARD) for cost in (alone, shared)]
     assert times[1] == pytest.approx((times[0] + read) / 2)  # attention hides it
@@ -125,13 +189,16 @@ def test_a_packed_chunk_costs_the_sum_of_its_samples():
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
     cost = StepCost(replace(h100(spec), packing=True), plan, DEFERRED, MIXED)
     vision, half = STACK + HIDDEN * HIDDEN, STACK / 2 + HEAD
-    for task, lengths, matrices, attention in (
-        (Task("fwd", "vision", 0, 0, 0, 0), [], vision, 2 * ATTENTION),
-        (Task("fwd", "vision", 0, 0, 0, 1), [4, 4], vision, 2 * ATTENTION),
-        (Task("fwd", "vision", 0, 0, 1, 0), [9, 2], vision, 2 * ATTENTION),
-        (Task("fwd", LANGUAGE_MODEL, 0, 1, 1), [20, 12, 7], half, ATTENTION / 2),
+    vision_bytes = LAYERS * (PRODUCT_BYTES + ENCODER_BYTES) + 2 * 2 * HIDDEN
+    half_bytes = LAYERS / 2 * (PRODUCT_BYTES + LAYER_BYTES) + 2 * (HIDDEN + VOCABULARY) + LOSS_BYTES
+    for task, lengths, matrices, moved, attention in (
+        (Task("fwd", "vision", 0, 0, 0, 0), [], vision, vision_bytes, 2 * ATTENTION),
+        (Task("fwd", "vision", 0, 0, 0, 1), [4, 4], vision, vision_bytes, 2 * ATTENTION),
+        (Task("fwd", "vision", 0, 0, 1, 0), [9, 2], vision, vision_bytes, 2 * ATTENTION),
+        (Task("fwd", LANGUAGE_MODEL, 0, 1, 1), [20, 12, 7], half, half_bytes, ATTENTION / 2),
     ):
         expected = matrices * (sum(lengths) * TOKEN_MS + READ_MS) + attention * sum(n * n for n in lengths)
+        expected += sum(lengths) * moved * BYTE_MS
         assert cost(task) == pytest.approx(expected)
     program = build_program(plan, DEFERRED, [], cost)
     sent = [a.message for a in program.actions[0] if a.op == "send" and a.message is not None]
@@ -154,7 +221,7 @@ def test_unknown_device_names_the_nearest():
 
 def test_ranks_that_share_matrices_over_two_nodes_pay_for_the_network():
     """Of three on nodes of four the first three are on one node, the next three on two."""
-    device = replace(find_device("h100"), node_size=4)
+    device = replace(PLAIN, node_size=4)
     costs = analytic_costs(model(), device)
 
     def forward_ms(first: int) -> float:

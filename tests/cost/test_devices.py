@@ -184,7 +184,7 @@ class TestPeaks:
     def test_each_dtype_has_its_own(self):
         h100, v100 = find_device("h100"), find_device("v100-sxm2-32gb")
         assert h100.peak_tflops == 989.4 and h100.computing_in("float32").peak_tflops == 66.9
-        assert h100.computing_in("tf32").flops_per_ms == pytest.approx(494.7e9 * 0.4)
+        assert h100.computing_in("tf32").flops_per_ms == pytest.approx(494.7e9 * h100.matmul_efficiency)
         assert v100.computing_in("float16").peak_tflops == 125 and v100.peak_tflops == 15.7
 
     @pytest.mark.parametrize("device", device_table().values(), ids=str)
@@ -247,7 +247,7 @@ class TestFiles:
         path.write_text(OWN)
         device = device_from("h100", str(path))
         assert device.name == "my-gpu" and device.peak_tflops == 400 and device.memory_gib == 63.5
-        assert device.network_gb_per_s == 12.5 and device.matmul_efficiency == 0.4
+        assert device.network_gb_per_s == 12.5 and device.matmul_efficiency == 0.7
 
     def test_a_device_like_another(self, tmp_path):
         path = tmp_path / "slow-h100.yaml"

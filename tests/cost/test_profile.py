@@ -121,12 +121,17 @@ def test_what_trained_weights_add_counts_relative_to_the_whole_backward():
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
-    profile = replace(profile_of(models.model(), LAYERS), left_out=("`vision`: no inputs",), autocast="float16")
+    profile = replace(
+        profile_of(models.model(), LAYERS),
+        left_out=("`vision`: no inputs",),
+        autocast="float16",
+        constants={"launch_us": 7.5},
+    )
     profile.save(tmp_path / "profile.json")
     assert LayerProfile.load(tmp_path / "profile.json") == profile
     text = (tmp_path / "profile.json").read_text()
     data = json.loads(text)
-    assert data["version"] == 1 and data["device"] == "a device" and profile.value_bytes == 2
+    assert data["version"] == 2 and data["device"] == "a device" and profile.value_bytes == 2
     assert all(curve["fits"] for layer in data["layers"] for curve in layer["curves"].values())
     assert len(text) < 5000 * len(profile.layers)
 
@@ -136,9 +141,11 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     [
         ("modules: {}", "is no profile of layers"),
         ("[1]", "is no profile of layers"),
-        ('{"version": 99, "layers": []}', "profile of version 99; this version of hf_mmparallel reads 1"),
-        ('{"version": 1, "layers": [{}]}', "fields missing"),
-        ('{"version": 1}', "fields missing"),
+        ('{"version": 1, "layers": []}', "profile of version 1; .* Measure again with"),
+        ('{"version": 2, "layers": [], "constants": {"speed": 1}}', "a constant `speed` that no device has"),
+        ('{"version": 99, "layers": []}', "profile of version 99; this version of hf_mmparallel reads 2"),
+        ('{"version": 2, "layers": [{}]}', "fields missing"),
+        ('{"version": 2}', "fields missing"),
     ],
 )
 def test_what_is_no_profile_is_refused(tmp_path, text, complaint):
@@ -192,6 +199,18 @@ def test_measured_layers_are_the_curves():
     assert missing(costs) == [] and costs.value_bytes == 2
 
 
+def test_constants_of_the_device_are_what_is_missing_is_counted_by():
+    spec = models.model()
+    constants = {"launch_us": 40.0, "matmul_efficiency": 0.2, "bf16_tflops": 500.0, "memory_gb_per_s": 1000.0}
+    profile = replace(profile_of(spec, {("vision", 0): 1.0}), constants=constants)
+    costs = measured_costs(spec, H100, profile)
+    assert costs.device.flops_per_ms == 500e9 * 0.2 and costs.device.link_gb_per_s == H100.link_gb_per_s
+    assert isinstance(costs.layers, MeasuredLayers)
+    assert costs.layers.fallback.layer(LANGUAGE_MODEL, 0, 1).launch_ms == pytest.approx(
+        5 * analytic_costs(spec, replace(H100, launch_us=8.0)).layers.layer(LANGUAGE_MODEL, 0, 1).launch_ms
+    )
+
+
 def test_sums_over_tensor_parallel_ranks_are_added():
     spec = models.model()
     costs = measured_costs(spec, H100, profile_of(spec, LAYERS, tp_sizes=(1, 2)))
@@ -234,7 +253,7 @@ def test_what_is_missing_is_counted_and_scaled():
 
 def test_what_nothing_is_counted_for_stays_as_measured_in_other_layouts():
     spec = models.model()
-    costs = measured_costs(spec, H100, profile_of(spec, LAYERS))
-    lookup = costs.layers.layer(LANGUAGE_MODEL, -1, 8)
-    assert analytic_costs(spec, H100).layers.layer(LANGUAGE_MODEL, -1, 8).forward == Polynomial()
-    assert lookup.forward == costs.layers.layer(LANGUAGE_MODEL, -1, 1).forward
+    costs = measured_costs(spec, H100, profile_of(spec, {**LAYERS, ("vision", -1): 1.0}))
+    before = costs.layers.layer("vision", -1, 8)
+    assert analytic_costs(spec, H100).layers.layer("vision", -1, 8).forward == Polynomial()
+    assert before.forward == costs.layers.layer("vision", -1, 1).forward != Polynomial()

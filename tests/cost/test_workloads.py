@@ -8,7 +8,7 @@ import pytest
 from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads, find_device
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
-from tests.cost.models import model
+from tests.cost.models import PLAIN, model
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.of_sequences({"vision": [[40, 40], [], [90]], LANGUAGE_MODEL: [[200], [50], [120]]})
@@ -19,7 +19,7 @@ ALONE = make_step({"vision": [[[0], [1], [2]]], LANGUAGE_MODEL: [[[0], [1], [2]]
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_sample_costs_what_a_task_of_it_alone_does(frozen, checkpointing):
     spec = model(frozen)
-    costs = analytic_costs(spec, replace(find_device("h100"), memory_gb_per_s=1e30))  # reading weights takes no time
+    costs = analytic_costs(spec, replace(PLAIN, memory_gb_per_s=1e30))  # reading weights takes no time
     plan = resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=checkpointing)})
     cost = StepCost(costs, plan, ALONE, SIZES)
     found = batch_workloads(costs, plan, SIZES)
@@ -35,7 +35,7 @@ def test_a_sample_costs_what_a_task_of_it_alone_does(frozen, checkpointing):
 
 def test_stages_and_ranks_do_not_change_what_a_sample_costs():
     spec = model((LANGUAGE_MODEL,), tied=False)
-    costs = analytic_costs(spec, replace(find_device("h100"), link_gb_per_s=1e30))
+    costs = analytic_costs(spec, replace(PLAIN, link_gb_per_s=1e30, memory_gb_per_s=1e30))
     whole = batch_workloads(costs, resolve_plan(spec, {}), SIZES)
     cut = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(pp_size=4, tp_size=2)}
     parts = batch_workloads(costs, resolve_plan(spec, cut), SIZES)

@@ -82,10 +82,11 @@ def test_tiles_are_those_of_the_processor(tmp_path):
     assert found.rows.tolist() == [256 * count for count in tiles]
 
 
-def test_patches_by_the_model_s_own_sides_and_windows(tmp_path):
+def test_patches_by_the_model_s_own_sides(tmp_path):
+    """Squares are those of whole images; the costs of layers know their windows."""
     found = rule_of("qwen2_5_vl", tmp_path / "2.5")(*SIZES)
     assert found.tokens.tolist() == [32 * 32, 64 * 128, 18 * 72]
-    assert found.squares[0] == (3 * 64 * 1024 + 1024**2) / 4
+    assert found.squares.tolist() == [count**2 for count in found.tokens.tolist()]
     assert found.rows.tolist() == [256, 32 * 64, 9 * 36]
     found = rule_of("qwen3_vl", tmp_path / "3")(*SIZES)
     assert found.tokens.tolist() == [28 * 28, 56 * 112, 16 * 62]
@@ -98,7 +99,7 @@ def test_what_the_configuration_does_not_say_is_refused(tmp_path):
 
 
 def test_published_samples_keep_their_texts_in_every_model(tmp_path):
-    samples = PUBLISHED["chartqa"].draw_images(64, 0)
+    samples = PUBLISHED["chartqa"].preset.draw_images(64, 0)
     qwen, llava = samples.sizes(VISION, QWEN_GRID), samples.sizes(VISION, rule_of("llava", tmp_path))
     texts = qwen.tokens[LANGUAGE_MODEL] - qwen.tokens[VISION] // 4
     assert (llava.tokens[LANGUAGE_MODEL] == texts + 576).all() and (llava.tokens[VISION] == 577).all()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from hf_mmparallel.cli.table import plan_table
-from hf_mmparallel.cost import StepCost, analytic_costs, eager_caps, find_device, memory_per_rank
+from hf_mmparallel.cost import StepCost, analytic_costs, eager_caps, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan, check_plan
 from hf_mmparallel.schedule import Message, Task, condense, live_caps
@@ -20,7 +20,7 @@ from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.search import search_plans, step_planner
-from tests.cost.models import HIDDEN, model, module
+from tests.cost.models import HIDDEN, PLAIN, model, module
 from tests.search.test_search import Exhaustive, problem_of
 
 IMAGE, AUDIO = "image_generator", "audio_generator"
@@ -194,7 +194,7 @@ def test_room_goes_to_modules_in_front_first():
 def test_a_generator_gets_the_hidden_states_of_all_tokens_of_its_samples():
     spec = model_with(IMAGE)
     candidate = Candidate({"vision": Layout((4,)), LANGUAGE_MODEL: Layout((4,)), IMAGE: Layout((4,))}, {}, 1)
-    plan, costs = candidate.plan(spec), analytic_costs(spec, find_device("h100"))
+    plan, costs = candidate.plan(spec), analytic_costs(spec, PLAIN)
     tokens = {"vision": [4, 900, 0], LANGUAGE_MODEL: [10, 20, 400], IMAGE: [5000, 0, 7]}
     sizes = SampleSizes.of_sequences({name: [[n] for n in own] for name, own in tokens.items()})
     slots = {"vision": (0, 1), LANGUAGE_MODEL: (0, 1, 2), IMAGE: (0, 2)}

@@ -19,7 +19,7 @@ from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_layers
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.search import search_plans, step_planner
-from tests.cost.models import LAYERS, model, module
+from tests.cost.models import LAYERS, PLAIN, model, module
 
 FROZEN = [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)]
 
@@ -30,10 +30,11 @@ def sizes_of(count: int, seed: int, modules=("vision", LANGUAGE_MODEL), spread: 
     return SampleSizes.of_sequences({name: [[int(n)] for n in own] for name, own in lengths.items()})
 
 
-def problem_of(num_ranks: int, batch: int, frozen=(), seed: int = 0, device="h100", **settings) -> PlanningProblem:
+def problem_of(num_ranks: int, batch: int, frozen=(), seed: int = 0, device=PLAIN, **settings) -> PlanningProblem:
     spec = settings.pop("spec", None) or model(frozen)
     sizes = sizes_of(3 * batch, seed, tuple(spec.modules))
-    return PlanningProblem(analytic_costs(spec, find_device(device)), sizes, num_ranks, batch, **settings)
+    device = find_device(device) if isinstance(device, str) else device
+    return PlanningProblem(analytic_costs(spec, device), sizes, num_ranks, batch, **settings)
 
 
 def longest_first(times: list[float], parts: int) -> float:
@@ -58,11 +59,12 @@ class Exhaustive:
         tokens, squares = (float(own[name].mean()) for own in (problem.sizes.tokens, problem.sizes.squares))
         layers = layer_table(problem.costs, name, tp, again).step_ms(samples * tokens, samples * squares)
         whole = layer_table(problem.costs, name)
-        square, token, _ = (whole.forward + whole.backward).sum(axis=0)
-        times = (square * self.batch.squares[name] + token * self.batch.tokens[name]).tolist()
-        device, trained = problem.costs.device, sum(4 * p.num_elements for p in part.parameters if p.trainable)
+        times = sum(whole.sample_ms(self.batch.tokens[name], self.batch.squares[name])).tolist()
+        device, trained = problem.costs.device, sum(p.num_elements for p in part.parameters if p.trainable)
         link = device.link_bytes_per_ms(range(0, dp * pp * tp, pp * tp))
-        sums = 2 * (dp - 1) / dp * trained / pp / tp / link
+        sums = 2 * (dp - 1) / dp * 4 * trained / pp / tp / link
+        # Weights and two values of state are read and written in two bytes, gradients moved five times in four.
+        sums += trained * (3 * 2 * 2 + 5 * 4) / pp / tp / device.memory_bytes_per_ms
         slowest = partition_layers(layers, pp).bottleneck_ms
         bottleneck = longest_first(times, dp) * slowest
         uneven = longest_first(times, dp * count)

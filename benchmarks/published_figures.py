@@ -1,0 +1,47 @@
+"""The figures of `published_runs.py` in `docs/planner.md`, see `pages.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from figures import percent, result, table
+
+
+def published_runs() -> str:
+    """How far off predictions are, study by study."""
+    rows = []
+    for own in result("published_runs")["studies"].values():
+        counts = f"{len(own['runs'])} / {own['num_judged']}"
+        ranks = f"{own['rank_correlation']:.2f} / {own['rank_correlation_mfu']:.2f}"
+        errors = f"{percent(own['median_error'])} / {percent(own['largest_error'])} %"
+        shares = f"{percent(own['best_mfu'])} / {percent(own['best_mfu_predicted'])} %"
+        rows.append(f"| {own['study']} | {counts} | {ranks} | {errors} | {shares} |")
+    head = "runs / judged | rank correlation: step, MFU | error: median / largest | best MFU: published / predicted"
+    return table(f"| study | {head} |", rows)
+
+
+def published_worst() -> str:
+    """The judged runs that are furthest off."""
+    found = [
+        (abs(run["ratio"] - 1), own["study"], run)
+        for own in result("published_runs")["studies"].values()
+        for run in own["runs"]
+        if run["use"] == "judge"
+    ]
+    found.sort(key=lambda entry: -entry[0])
+    rows = [
+        f"| {study} | {run['name']} | {run['measured_ms'] / 1e3:.1f} s | {run['predicted_ms'] / 1e3:.1f} s |"
+        for _, study, run in found[:8]
+    ]
+    return table("| study | run | published | predicted |", rows)
+
+
+def quotes_of_planner() -> Iterator[str]:
+    """What is said of all studies together."""
+    found = result("published_runs")
+    median, largest = (percent(found[key]) for key in ("median_error", "largest_error"))
+    yield f"Over the {found['num_judged']} judged runs the median error is {median} %, the largest {largest} %."
+
+
+BLOCKS = {"published_runs": published_runs, "published_worst": published_worst}
+QUOTES = {"docs/planner.md": quotes_of_planner}

@@ -1,0 +1,113 @@
+"""
+Predicted against published step times of the runs in `benchmarks/published`, study by study: rank correlation over all
+runs, errors of those that fitted no constant, and whether a plan reaches the best MFU of each study.
+
+```bash
+python benchmarks/published_runs.py
+```
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import ROOT, Shapes, machine, report
+from published_study import Run, Study, costs_of, predicted_ms, sizes_of, studies
+from rich.table import Table
+from scipy.stats import spearmanr
+
+from hf_mmparallel.cost import find_device, training_flops
+
+QUICK_TASKS = 3000
+
+
+def run_record(run: Run) -> dict[str, Any]:
+    """A run with what is predicted for it."""
+    predicted = predicted_ms(run)
+    flops = model_flops(run)
+    peak = 1e9 * run.gpus * find_device(run.study.data["device"]).bf16_tflops
+    return {
+        "name": run.name,
+        "use": "fit" if run.is_fitted else "judge",
+        "measured_ms": round(run.step_ms, 1),
+        "predicted_ms": round(predicted, 1),
+        "ratio": round(predicted / run.step_ms, 3),
+        "measured_mfu": round(flops / peak / run.step_ms, 4),
+        "predicted_mfu": round(flops / peak / predicted, 4),
+    }
+
+
+def model_flops(run: Run) -> float:
+    """Operations of a step as the model defines them, causal attention as half of all pairs."""
+    costs = costs_of(run)
+    sizes = sizes_of(run, run.batch)
+    found = 0.0
+    for name in costs.spec.modules:
+        per_token, per_square = training_flops(costs.spec, name)
+        found += per_token * float(sizes.tokens[name].sum()) + per_square * float(sizes.squares[name].sum())
+    return found
+
+
+def rank_correlation(runs: list[dict[str, Any]], quantity: str) -> float:
+    """Spearman's, of what is predicted and what was measured."""
+    predicted, measured = ([run[f"{kind}_{quantity}"] for run in runs] for kind in ("predicted", "measured"))
+    found: Any = spearmanr(predicted, measured)
+    return round(float(found[0]), 3)
+
+
+def study_record(study: Study, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far off the predictions of a study are."""
+    errors = [abs(run["ratio"] - 1) for run in runs if run["use"] == "judge"]
+    best = max(runs, key=lambda run: run["measured_mfu"])
+    return {
+        "study": study.data["study"],
+        "source": study.data["source"],
+        "runs": runs,
+        "rank_correlation": rank_correlation(runs, "ms"),
+        "rank_correlation_mfu": rank_correlation(runs, "mfu"),
+        "median_error": round(statistics.median(errors), 3),
+        "largest_error": round(max(errors), 3),
+        "num_judged": len(errors),
+        "best_mfu": best["measured_mfu"],
+        "best_mfu_predicted": max(run["predicted_mfu"] for run in runs),
+        "notes": study.data.get("notes", []),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="leave out runs with many stages and microbatches")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load = os.getloadavg()
+    records = {}
+    for study in studies():
+        runs = [run for run in study.runs if not options.quick or run.num_tasks <= QUICK_TASKS]
+        records[study.key] = study_record(study, list(map(run_record, runs)))
+    judged = [abs(run["ratio"] - 1) for own in records.values() for run in own["runs"] if run["use"] == "judge"]
+    table = Table(title="predicted over published step times", title_justify="left")
+    for name in ("study", "runs", "judged", "rank correlation", "median error", "largest error", "MFU", "predicted"):
+        table.add_column(name, justify="left" if name == "study" else "right")
+    for own in records.values():
+        shares = [f"{own[key]:.1%}" for key in ("median_error", "largest_error", "best_mfu", "best_mfu_predicted")]
+        counts = (str(len(own["runs"])), str(own["num_judged"]), f"{own['rank_correlation']:.2f}")
+        table.add_row(own["study"], *counts, *shares)
+    note = f"{len(judged)} judged runs: median {statistics.median(judged):.1%}, largest {max(judged):.1%}"
+    result = {
+        **machine(Shapes(), load),
+        "median_error": round(statistics.median(judged), 3),
+        "largest_error": round(max(judged), 3),
+        "num_judged": len(judged),
+        "studies": records,
+    }
+    report("published_runs", [table], [note], result, options.out)
+
+
+if __name__ == "__main__":
+    main()

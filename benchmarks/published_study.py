@@ -1,0 +1,243 @@
+"""Runs that others published, and what the planner predicts for them: read from `benchmarks/published`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
+from hf_mmparallel.cost.engine import Engine
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.loading import build_on_meta
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModelSpec,
+    ModulePlugin,
+    ParallelPlan,
+    SampleSizes,
+    resolve_plan,
+    sync_groups,
+)
+from hf_mmparallel.schedule import condense
+from hf_mmparallel.search.condense import predict_condensed
+from hf_mmparallel.search.fully_sharded import FullySharded, fully_sharded
+from hf_mmparallel.search.problem import PlanningProblem
+from hf_mmparallel.search.steps import StepPlanner
+
+FOLDER = Path(__file__).parent / "published"
+RECOMPUTED = {"none": (False,), "full": (True,), "selective": (False, True)}
+"""Selective recomputation computes about half of a layer again: the mean of none and full."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    A run as published.
+
+    Args:
+        study (`Study`): What it belongs to.
+        values (`Mapping[str, Any]`): Its columns, with the defaults of the study.
+    """
+
+    study: Study
+    values: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+    @property
+    def is_fitted(self) -> bool:
+        return self.values.get("use", "judge") == "fit" or self.model in self.study.data.get("fit_models", ())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has data parallelism alone, with sharded parameters."""
+        return bool(self.study.engine.sharded_optimizer and self.study.is_fsdp and self.tp * self.pp * self.cp == 1)
+
+    @property
+    def dp_size(self) -> int:
+        return self.values.get("dp") or self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def num_tasks(self) -> int:
+        """Forwards of a step that are simulated."""
+        return 0 if self.is_sharded else self.pp * self.batch // self.microbatch
+
+    @property
+    def step_ms(self) -> float:
+        """As measured."""
+        values = self.values
+        if "step_s" in values:
+            return 1e3 * values["step_s"]
+        if "tokens_per_s_per_gpu" in values:
+            return 1e3 * self.batch * self.seq_len / self.gpus / values["tokens_per_s_per_gpu"]
+        if "hours" in values:
+            return 3.6e6 * values["hours"] * self.batch / self.study.data["samples"]
+        return self._megatron_flops() / (1e9 * values["tflops_per_gpu"] * self.gpus)
+
+    def _megatron_flops(self) -> float:
+        """Equation 3 of Narayanan et al., with recomputation."""
+        config = self.study.data["models"][self.model]
+        layers, hidden, vocab = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+        rest = 1 + self.seq_len / (6 * hidden) + vocab / (16 * layers * hidden)
+        return 96 * self.batch * self.seq_len * layers * hidden**2 * rest
+
+    @property
+    def name(self) -> str:
+        sizes = " ".join(f"{key} {self.values[key]}" for key in ("dp", "tp", "pp", "cp") if self.values[key] > 1)
+        words = [self.model, f"{self.gpus} GPUs", sizes, f"microbatch {self.microbatch}", f"sequence {self.seq_len}"]
+        words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
+        words += ["compiled"] if self.values.get("fused") else []
+        words += [self.dtype] if self.dtype == "float8" else []
+        return ", ".join(filter(None, words))
+
+
+@dataclass(frozen=True)
+class Study:
+    """
+    A table of runs.
+
+    Args:
+        key (`str`): Name of its file.
+        data (`Mapping[str, Any]`): The file.
+    """
+
+    key: str
+    data: Mapping[str, Any]
+
+    @property
+    def engine(self) -> Engine:
+        known = {name: value for name, value in self.data["engine"].items() if name != "attention"}
+        if "message_gb_per_s" in known:
+            known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
+        return Engine(**known)
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.key != "nanotron_1b"
+
+    @property
+    def runs(self) -> list[Run]:
+        defaults = {"tp": 1, "pp": 1, "cp": 1, "dp": 0, "recompute": "none", **self.data.get("defaults", {})}
+        rows = (dict(zip(self.data["columns"], row, strict=True)) for row in self.data["runs"])
+        return [Run(self, {**defaults, **row}) for row in rows]
+
+
+@cache
+def studies() -> tuple[Study, ...]:
+    """All of them, by name."""
+    return tuple(Study(path.stem, yaml.safe_load(path.read_text())) for path in sorted(FOLDER.glob("*.yaml")))
+
+
+@cache
+def model_spec(study_key: str, model: str) -> ModelSpec:
+    """A model of a study in bfloat16, with what of it is frozen."""
+    import torch
+    from transformers import AutoConfig
+
+    study = next(own for own in studies() if own.key == study_key)
+    config = dict(study.data["models"][model])
+    kind = config.pop("model_type")
+    if kind == "starcoder2":  # a GPT: two matrices behind attention, layer norms with biases
+        heads = config["num_attention_heads"]
+        config |= {
+            "intermediate_size": 4 * config["hidden_size"],
+            "num_key_value_heads": heads,
+            "sliding_window": None,
+        }
+    spec = build_model_spec(build_on_meta(AutoConfig.for_model(kind, **config), torch.bfloat16))
+    frozen = study.data.get("defaults", {}).get("freeze", {})
+    modules = {name: part.with_frozen(frozen.get(name, False)) for name, part in spec.modules.items()}
+    if study.data["engine"].get("attention") == "dense":
+        modules[LANGUAGE_MODEL] = replace(modules[LANGUAGE_MODEL], attention="eager")
+    return replace(spec, modules=modules)
+
+
+def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
+    """The costs of a run on its machine; `changes` are fields of the device."""
+    study = run.study
+    device: Hardware = find_device(study.data["device"])
+    device = replace(device, **{**study.data.get("device_changes", {}), **(changes or {})})
+    if run.dtype == "float8":  # linear layers at twice the rate, attention at that of bfloat16
+        device = replace(
+            device, bf16_tflops=2 * device.bf16_tflops, attention_efficiency=device.attention_efficiency / 2
+        )
+    fused = run.values.get("fused")
+    engine = study.engine if fused is None else replace(study.engine, fused=fused, fused_loss=fused)
+    return analytic_costs(model_spec(study.key, run.model), device, 2, engine)
+
+
+def sizes_of(run: Run, num_samples: int) -> SampleSizes:
+    """Samples as long as the run's."""
+    tokens = {
+        name: run.seq_len if name == LANGUAGE_MODEL else run.image_tokens
+        for name in model_spec(run.study.key, run.model).modules
+    }
+    return SampleSizes.uniform(tokens, num_samples)
+
+
+def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
+    """What the planner predicts a step to take."""
+    costs = costs_of(run, changes)
+    answers = [
+        (_sharded(run, costs, again).step_ms if run.is_sharded else _planned_ms(run, costs, again))
+        for again in RECOMPUTED[run.recompute]
+    ]
+    return sum(answers) / len(answers)
+
+
+def _sharded(run: Run, costs: CostModel, again: bool) -> FullySharded:
+    """The estimate of FSDP with parameters over all ranks."""
+    sizes = sizes_of(run, run.batch)
+    problem = PlanningProblem(
+        costs,
+        sizes,
+        run.gpus,
+        run.batch,
+        microbatch_size=run.microbatch,
+        checkpointing=dict.fromkeys(costs.spec.modules, again),
+    )
+    return next(own for own in fully_sharded(problem, [sizes]) if own.num_shards == run.dp_size)
+
+
+def _planned_ms(run: Run, costs: CostModel, again: bool) -> float:
+    """A plan of the run's sizes, as `hf-mmparallel plan` predicts it."""
+    plugin = ModulePlugin(
+        dp_size=run.dp_size,
+        tp_size=run.tp,
+        pp_size=run.pp,
+        cp_size=run.cp,
+        layers_per_stage=run.study.data.get("layers", {}).get(run.pp),
+        activation_checkpointing=again,
+    )
+    count = -(-run.batch // run.dp_size // run.microbatch)
+    plan = stages_outermost(resolve_plan(costs.spec, {LANGUAGE_MODEL: plugin}, num_microbatches=count))
+    groups = sync_groups(costs.spec, plan)
+    sizes = sizes_of(run, run.batch)
+    planner = StepPlanner(costs, plan, groups, run.microbatch)
+    return predict_condensed(planner, condense(plan, groups), sizes).step_ms
+
+
+def stages_outermost(plan: ParallelPlan) -> ParallelPlan:
+    """The same plan with ranks in the order of the other engines: stages vary slowest, then replicas."""
+    (module,) = plan.modules.values()
+    num_stages, first = len(module.replicas[0]), module.replicas[0][0]
+    grid = len(first.all_ranks)
+
+    def moved(rank: int) -> int:
+        replica, stage = divmod(rank // grid, num_stages)
+        return (stage * module.dp_size + replica) * grid + rank % grid
+
+    replicas = tuple(
+        tuple(replace(stage, ranks=tuple(tuple(map(moved, row)) for row in stage.ranks)) for stage in replica)
+        for replica in module.replicas
+    )
+    return replace(plan, modules={LANGUAGE_MODEL: replace(module, replicas=replicas)})

@@ -1,0 +1,139 @@
+"""
+What a layer moves through memory besides its matrix products: norms, rotary embeddings, activation functions,
+residuals, casts and the loss, as the steps that PyTorch runs, each of which reads its inputs and writes its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..plan import LANGUAGE_MODEL, ModuleSpec, ParameterUse
+from .engine import Engine
+from .kept import FULL, LayerShape, Matrix, Norm, Precision, chain_widths, is_attention, is_split
+
+_RMS_STEPS = 6
+_ROTARY_ACCESSES, _ROTARY_STEPS = 11, 10
+"""Of queries or keys: two products and their sum, and a half of the values turned round."""
+_LAYER_STEPS = 12
+"""Views, checks and calls of a layer that launch next to nothing but take the time of a launch."""
+SCORE_BYTES = 32.0
+"""Of a pair of tokens in a head, where scores are made: product, scale, mask, softmax in float32, cast, product."""
+FUSED_SCORE_BYTES = 10.0
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """
+    Args:
+        token_bytes (`float`, *optional*): Bytes that are read or written for each token in a forward.
+        num_kernels (`float`, *optional*): Kernels of a forward.
+    """
+
+    token_bytes: float = 0.0
+    num_kernels: float = 0.0
+
+    def __add__(self, other: Elementwise) -> Elementwise:
+        return Elementwise(self.token_bytes + other.token_bytes, self.num_kernels + other.num_kernels)
+
+
+def total(parts: Iterable[Elementwise]) -> Elementwise:
+    """The sum."""
+    return sum(parts, Elementwise())
+
+
+def layer_elementwise(
+    part: ModuleSpec,
+    uses: Sequence[ParameterUse],
+    index: int,
+    precision: Precision,
+    tp_size: int,
+    engine: Engine,
+) -> Elementwise:
+    """
+    What a layer does element by element in its forward; its backward moves about twice as much.
+
+    Args:
+        part (`ModuleSpec`): The module.
+        uses (`Sequence[ParameterUse]`): The parameters that are read in the layer.
+        index (`int`): `-1` for what comes before the layers, `num_layers` for what comes after them.
+        precision (`Precision`): In what values are.
+        tp_size (`int`): Ranks that share the matrices.
+        engine (`Engine`): How layers are run.
+    """
+    shape = LayerShape.of(part, uses)
+    norms = total(_norm(shape, norm, precision, tp_size, engine) for norm in shape.norms)
+    if index < 0:
+        return norms + _lookups(part, uses, precision)
+    if index >= part.num_layers:
+        return norms + _behind(shape, precision, tp_size, engine)
+    result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
+    for group in shape.feed_forwards:
+        result += _feed_forward(part, group, precision, tp_size, engine)
+    residuals = 2 if shape.attention and shape.feed_forwards else 1
+    parts = tp_size if engine.split_norms else 1
+    result += Elementwise(residuals * 3.0 * precision.stream * part.hidden_size / parts, residuals)
+    if precision.is_cast:
+        widths = sum(matrix.width_in(part.hidden_size) for matrix in shape.matrices)
+        result += Elementwise((precision.stream + precision.compute) * widths, len(shape.matrices))
+    return result
+
+
+def _norm(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
+    """One kernel, or the steps of an RMS norm in float32."""
+    part, value_bytes = shape.part, precision.stream
+    width = norm.size / (tp_size if engine.split_norms else 1)
+    if is_attention(norm.name) and norm.size != part.hidden_size:
+        heads = part.num_heads if "q" in norm.name.split(".")[-2] else part.num_kv_heads
+        width = heads * part.head_width / (tp_size if is_split(shape.attention) else 1)
+        value_bytes = precision.compute
+    if engine.fused or not norm.is_rms:
+        return Elementwise(2.0 * value_bytes * width, 1)
+    return Elementwise((4 * value_bytes + 7 * FULL) * width, _RMS_STEPS)
+
+
+def _attention(shape: LayerShape, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
+    """Rotary embeddings of queries and keys, and the output put in the order of tokens."""
+    if not shape.attention:
+        return Elementwise()
+    part, split = shape.part, tp_size if is_split(shape.attention) else 1
+    width = precision.compute * part.head_width / split
+    result = Elementwise(2.0 * width * part.num_heads, 1 + len(shape.attention))
+    if part.name == LANGUAGE_MODEL:
+        accesses, steps = (2, 1) if engine.fused else (_ROTARY_ACCESSES, _ROTARY_STEPS)
+        result += Elementwise(accesses * width * (part.num_heads + part.num_kv_heads), steps)
+    return result
+
+
+def _feed_forward(
+    part: ModuleSpec, group: Sequence[Matrix], precision: Precision, tp_size: int, engine: Engine
+) -> Elementwise:
+    """The activation function, and the product with a gate."""
+    *inner, last = group
+    if not inner:
+        return Elementwise(0.0, len(group))
+    wide = precision.compute * last.width_in(part.hidden_size) / tp_size
+    gated = sum(matrix.width_out(part.hidden_size) for matrix in inner) >= 2 * last.width_in(part.hidden_size)
+    copies = 1 if engine.fused else part.activation_copies
+    if engine.fused:
+        return Elementwise((3.0 if gated else 2.0) * wide, 1 + len(group))
+    return Elementwise((2.0 * copies + (3.0 if gated else 0.0)) * wide, copies + gated + len(group))
+
+
+def _lookups(part: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision) -> Elementwise:
+    """Rows of embeddings that are read."""
+    count = sum(use.parameter.is_lookup for use in uses)
+    return Elementwise(2.0 * count * precision.stream * part.hidden_size, count)
+
+
+def _behind(shape: LayerShape, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
+    """Activation functions between the matrices behind the layers, or the loss of a head."""
+    result = Elementwise(0.0, len(shape.matrices))
+    if not shape.matrices:
+        return result
+    if shape.part.name == LANGUAGE_MODEL:
+        parts = tp_size if engine.merged_sums else 1
+        accesses = 2 * precision.compute if engine.fused_loss else precision.compute + 3 * FULL
+        return result + Elementwise(accesses * shape.matrices[-1].shape[0] / parts, 5)
+    inner = list(zip(shape.matrices, chain_widths(shape), strict=True))[:-1]
+    return result + total(Elementwise(2.0 * precision.compute * share * m.shape[0], 1) for m, (share, _) in inner)

@@ -1,0 +1,126 @@
+"""What counted costs rest on, measured on a device: launches, and the shares of its peaks that kernels reach."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..cost.devices import PEAK_OF_DTYPE
+from .devices import known_device, measure_device
+
+_LAUNCHES = 200
+_SIDES = {"cuda": 8192, "cpu": 1024}
+"""Rows and columns of the product that is timed."""
+_TOKENS = {"cuda": 4096, "cpu": 512}
+_VALUES = {"cuda": 2**27, "cpu": 2**22}
+_MESSAGES = 100
+
+
+def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float = 2.0) -> dict[str, float]:
+    """
+    Measures the constants of a device, for a profile.
+
+    Args:
+        device (`torch.device`): `cuda` or `cpu`.
+        dtype (`torch.dtype`): What matrices are multiplied in.
+        budget_s (`float`, *optional*, defaults to 2): Seconds for each of them, at most.
+
+    Returns:
+        `dict[str, float]`: Fields of [`Hardware`]: peaks and the memory's rate as in the table of devices, or measured
+        where it is not in it; `launch_us`; the shares of them that a large product, causal attention with its backward
+        and an addition reach; `link_latency_us` where there are two GPUs.
+    """
+    known = known_device(device) if device.type == "cuda" else None
+    hardware = known or measure_device(device)
+    hardware = hardware.computing_in(str(dtype).removeprefix("torch."))
+    found = {field: float(getattr(hardware, field)) for field in (*PEAK_OF_DTYPE.values(), "memory_gb_per_s")}
+    found["launch_us"] = _launch_us(device)
+    found["matmul_efficiency"] = _share(_product_flops(device, dtype, budget_s), 1e12 * hardware.peak_tflops)
+    found["attention_efficiency"] = _share(_attention_flops(device, dtype, budget_s), 1e12 * hardware.peak_tflops)
+    found["memory_efficiency"] = _share(_moved_bytes(device, dtype, budget_s), 1e9 * hardware.memory_gb_per_s)
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        found["link_latency_us"] = _latency_us()
+    return found
+
+
+def _share(rate: float, peak: float) -> float:
+    """Of a peak; 1 at most, since a measured peak may be below what another kernel reaches."""
+    return round(min(1.0, rate / peak), 4)
+
+
+def _launch_us(device: torch.device) -> float:
+    """Time of the host to start a kernel that does next to nothing."""
+    value = torch.ones(1, device=device)
+    times = []
+    for _ in range(5):
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            value = value + 1
+        times.append((time.perf_counter() - start) / _LAUNCHES)
+        _wait(device)
+    return round(1e6 * median(times), 2)
+
+
+def _product_flops(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:
+    """Operations a second of one large matrix product."""
+    side = _SIDES[device.type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / _seconds(lambda: left @ right, device, budget_s)
+
+
+def _attention_flops(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:
+    """Operations a second of causal attention and its backward."""
+    tokens, heads, width = _TOKENS[device.type], 16, 128
+    shape = (1, heads, tokens, width)
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = inputs
+    gradient = torch.randn(shape, device=device, dtype=dtype)
+
+    def run() -> None:
+        output = scaled_dot_product_attention(query, key, value, is_causal=True)
+        torch.autograd.grad(output, inputs, gradient)
+
+    return 3.5 * 2 * heads * width * tokens**2 / _seconds(run, device, budget_s)
+
+
+def _moved_bytes(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:
+    """Bytes a second of the addition of two tensors into a third."""
+    left, right, target = (torch.ones(_VALUES[device.type], device=device, dtype=dtype) for _ in range(3))
+    seconds = _seconds(lambda: torch.add(left, right, out=target), device, budget_s)
+    return 3 * left.numel() * left.element_size() / seconds
+
+
+def _latency_us() -> float:
+    """Time of a small copy from the first GPU to the second, half of there and back."""
+    value = torch.ones(1, device="cuda:0")
+    times = []
+    for _ in range(_MESSAGES):
+        torch.cuda.synchronize("cuda:0")
+        start = time.perf_counter()
+        value.to("cuda:1").to("cuda:0")
+        torch.cuda.synchronize("cuda:0")
+        times.append((time.perf_counter() - start) / 2)
+    return round(1e6 * median(times), 2)
+
+
+def _seconds(run: Callable[[], Any], device: torch.device, budget_s: float) -> float:
+    """Median time of some runs, at least three, the first of which does not count."""
+    end, times = time.perf_counter() + budget_s, []
+    while len(times) < 4 or (time.perf_counter() < end and len(times) < 50):
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

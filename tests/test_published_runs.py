@@ -1,0 +1,35 @@
+"""Predictions against published runs: who is faster than whom, and how far off the runs are that fitted nothing."""
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import spearmanr
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+
+from published_study import predicted_ms, studies  # noqa: E402
+
+MOST_TASKS = 20_000  # simulated in a few seconds
+STUDIES = {study.key: study for study in studies()}
+
+
+def test_every_run_is_complete_and_every_study_judges():
+    for study in STUDIES.values():
+        assert study.data["source"] and study.data["machine"]
+        assert all(run.step_ms > 0 and run.gpus % (run.tp * run.pp * run.cp) == 0 for run in study.runs)
+        assert sum(not run.is_fitted for run in study.runs) >= len(study.runs) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", STUDIES)
+def test_predictions_rank_runs_as_they_were_measured(key):
+    runs = [run for run in STUDIES[key].runs if run.num_tasks <= MOST_TASKS]
+    assert len(runs) >= min(6, len(STUDIES[key].runs))
+    predicted = [predicted_ms(run) for run in runs]
+    found: Any = spearmanr(predicted, [run.step_ms for run in runs])
+    assert found[0] >= 0.9
+    errors = [abs(ms / run.step_ms - 1) for ms, run in zip(predicted, runs, strict=True) if not run.is_fitted]
+    assert statistics.median(errors) <= 0.15 and max(errors) <= 0.4
