@@ -201,7 +201,7 @@ class CalibratedLayers:
     """
 
     def __init__(self, base: LayerCosts, spec: ModelSpec, calibration: Calibration):
-        self.base, self.calibration = base, calibration
+        self.base, self.spec, self.calibration = base, spec, calibration
         self.num_layers = {name: module.num_layers for name, module in spec.modules.items()}
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
@@ -219,6 +219,10 @@ class CalibratedLayers:
             activations=cost.activations * memory,
             frozen_activations=cost.frozen_activations * memory,
         )
+
+    def starting_at(self, first_rank: int) -> CalibratedLayers:
+        """See [`LayerCosts`]."""
+        return CalibratedLayers(self.base.starting_at(first_rank), self.spec, self.calibration)
 
 
 def calibrated_costs(spec: ModelSpec, device: Hardware, calibration: Calibration) -> CostModel:
