@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
+from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
@@ -147,7 +148,7 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     batch = draw_batch(problem, 1)
     few = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
     all_of_them = replace(planner, sizes=lambda _: batch)
-    whole = all_of_them.predict(all_of_them(_Draw(tuple(range(16)))))
+    whole = all_of_them.predict(all_of_them(Draw(tuple(range(16)))))
     assert few.step_ms == pytest.approx(whole.step_ms)
     assert few.memory == whole.memory and few.flops_utilisation == pytest.approx(whole.flops_utilisation)
     assert len(few.simulation.busy_ms) <= len(whole.simulation.busy_ms)
@@ -180,11 +181,6 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
 
 
-class _Draw:
-    def __init__(self, samples: tuple[int, ...]):
-        self.samples, self.epoch, self.sizes = samples, 0, None
-
-
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_answers_keep_to_the_rules_of_the_engine(frozen):
     problem = problem_of(6, 6, frozen, memory_bytes=2e9)
@@ -205,7 +201,7 @@ def test_figures_of_answers_are_those_of_all_ranks():
     best = search_plans(problem).best
     batch = draw_batch(problem, 0)
     planner = replace(step_planner(problem, best.candidate), sizes=lambda _: batch)
-    whole = planner.predict(planner(_Draw(tuple(range(12))))).simulation
+    whole = planner.predict(planner(Draw(tuple(range(12))))).simulation
     found = best.prediction.simulation
     assert found.busy_ms == pytest.approx(whole.busy_ms) and found.bubble_fraction == pytest.approx(
         whole.bubble_fraction
