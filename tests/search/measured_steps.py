@@ -19,6 +19,8 @@ from hf_mmparallel.search.steps import StepPlanner
 from tests.cost import models
 
 SPEC = models.model()
+CPU = replace(find_device("cpu"), launch_us=0.0)
+"""Without launches, which hide what small tasks compute."""
 PLUGINS = {
     "vision": ModulePlugin(dp_size=2),
     LANGUAGE_MODEL: ModulePlugin(pp_size=2, activation_checkpointing=True),
@@ -30,7 +32,7 @@ SCALES: dict[str, dict[Any, TimeScale]] = {
 
 
 def counted() -> CostModel:
-    return analytic_costs(SPEC, find_device("cpu"))
+    return analytic_costs(SPEC, CPU)
 
 
 def calibration(scales: dict[str, dict[Any, TimeScale]], **changes: Any) -> Calibration:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_mmparallel.cost import StepCost, find_device, memory_per_rank
+from hf_mmparallel.cost import StepCost, memory_per_rank
 from hf_mmparallel.cost.calibrate import MIN_WINDOWS, calibrate_logs
 from hf_mmparallel.cost.calibration import (
     Calibration,
@@ -26,9 +26,18 @@ from hf_mmparallel.search.comparison import StepComparer
 from tests.cost import models
 from tests.cost.test_profile import profile_of
 
-from .measured_steps import SCALES, SPEC, calibration, corrected, counted, header, measured_step, planner, write_log
-
-CPU = find_device("cpu")
+from .measured_steps import (
+    CPU,
+    SCALES,
+    SPEC,
+    calibration,
+    corrected,
+    counted,
+    header,
+    measured_step,
+    planner,
+    write_log,
+)
 
 
 @pytest.fixture
@@ -134,6 +143,8 @@ def test_every_cost_of_a_layer_is_corrected():
         before, after = (own.layers.layer(module, index, 1) for own in (base, costs))
         for field in fields(before):
             assert getattr(after, field.name) == getattr(before, field.name) * 2, field.name
+    placed, started = (own.layers.starting_at(1).layer("vision", 1, 2) for own in (base, costs))
+    assert started.forward == placed.forward * 2
 
 
 def test_a_calibration_is_read_as_it_was_written(log, tmp_path):
