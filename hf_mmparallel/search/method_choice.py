@@ -35,7 +35,9 @@ class MethodChoice:
         """Why, in words."""
         others = sorted((ms, name) for name, ms in self.step_ms.items() if name != self.method)
         compared = ", ".join(f"`{name}` {ms:,.4g}" for ms, name in others)
-        return f"predicted to be fastest, {self.step_ms[self.method]:,.4g} ms a step ({compared})"
+        is_fastest = self.step_ms[self.method] == min(self.step_ms.values())
+        place = "fastest" if is_fastest else f"within {_WORTH:.0%} of the fastest"
+        return f"predicted to be {place}, {self.step_ms[self.method]:,.4g} ms a step ({compared})"
 
 
 def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> MethodChoice:

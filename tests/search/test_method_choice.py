@@ -59,3 +59,5 @@ def test_limits_leave_only_what_keeps_to_them():
 def test_the_reason_names_the_others():
     text = str(MethodChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5}))
     assert text == "predicted to be fastest, 12.5 ms a step (`hierarchical` 14)"
+    text = str(MethodChoice("hierarchical", {"hierarchical": 12.5, "tapered": 12.49}))
+    assert text == "predicted to be within 1% of the fastest, 12.5 ms a step (`tapered` 12.49)"
