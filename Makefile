@@ -70,6 +70,9 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/memory_error.py
 	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/search_quality.py
+	$(BIN)/python benchmarks/published_runs.py
+	$(BIN)/python benchmarks/sizes_at_scale.py
 
 pages: $(INSTALLED) ## the figures of README and docs, from the kept results
 	$(BIN)/python benchmarks/pages.py
