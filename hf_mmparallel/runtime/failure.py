@@ -110,8 +110,9 @@ def check_rank_lives(rank: int) -> None:
         `RuntimeError`: If `rank` gives no sign of life for a minute; what is known of it replaces the message.
     """
     for watcher in _watchers:
-        if watcher.failure is not None:
-            raise RemoteRankError(watcher.failure.sentence)
+        failure = watcher.lasting_failure()
+        if failure is not None:
+            raise RemoteRankError(failure.sentence)
         peer = watcher.peers.get(rank)
         if peer is not None and peer.sign is not None and peer.silence_s > max(_LONG_SILENCE_S, watcher.silent_s):
             raise RuntimeError(f"Connection closed: rank {rank} gives no sign of life.")

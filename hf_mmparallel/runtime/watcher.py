@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 STALL_S = 60.0
 """How long nothing moves on any rank until one of them says so; it says it again after twice as long, and so on."""
 _INTERVAL_S = 0.5
+_TAKEN_BACK_S = 3.0  # in which a rank that goes on after a failure takes it back
 _RANKS_PER_S = 512  # signs of life that the store takes in a second, however many ranks there are
 _SILENT_S = 2.0
 _WINDOW = 8  # ranks that are followed at once to find the lowest that lives; a host with so many may die at once
@@ -120,6 +121,7 @@ class Watcher:
         self.aborted = False
         self.peers: dict[int, Peer] = {}
         self._known_to = 0  # ranks that have read the failure
+        self._noted_s = 0.0  # when this rank read it
         self._own: Failure | None = None
         self._reported_ids = frozenset(reported_ids)
         self._beat = 0
@@ -158,6 +160,21 @@ class Watcher:
             self._own = Failure(self.rank, sentence)
             self._news.notify_all()
         self.linger()
+
+    def lasting_failure(self) -> Failure | None:
+        """
+        A failure that stands for a moment, for a rank that waits without a collective. A rank that had failed before,
+        told it late and goes on takes its failure back, and this forgets it.
+        """
+        failure = self.failure
+        if failure is None or time.monotonic() - self._noted_s < _TAKEN_BACK_S:
+            return None
+        said = self._read(_FAILURE)
+        if said not in ("", _ABSENT) and json.loads(said)["id"] == failure.id:
+            return failure
+        with self._news:
+            self.failure = None
+        return None
 
     def linger(self) -> None:
         """Waits a moment for the other ranks to read the failure: the store may end with this process."""
@@ -313,7 +330,7 @@ class Watcher:
             return
         self.store.add(f"{_PREFIX}known/{found.id}", 1)
         with self._news:
-            self.failure = found
+            self.failure, self._noted_s = found, time.monotonic()
         if self.abort is not None and self._own is None:
             self.aborted = True
             _try(self.abort)

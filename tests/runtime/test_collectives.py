@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import hf_mmparallel
-from hf_mmparallel.runtime import collectives, failure
+from hf_mmparallel.runtime import collectives, failure, watcher
 from hf_mmparallel.runtime.activity import ACTIVITY
 from hf_mmparallel.runtime.failure import shared_failure
 from hf_mmparallel.trainer.agreement import SampleAgreement
@@ -152,8 +153,24 @@ def failed_beside() -> None:
         if dist.get_rank() == 2:
             raise KeyError("lost")
         if dist.get_rank() == 0:
-            watcher = failure._watchers[0]
-            while watcher.failure is None:
+            while True:
+                failure.check_rank_lives(1)
                 time.sleep(0.05)
-            failure.check_rank_lives(1)
         collectives.from_first_rank(find, torch.device("cpu"))
+
+
+@pytest.mark.distributed
+def test_a_failure_that_is_told_late_does_not_end_the_next_block():
+    assert run_distributed(told_late, 2) == ["found"] * 2
+
+
+def told_late() -> str:
+    """Rank 0 tells its failure when rank 1 has told its own, has waited for rank 0, and is in the next block."""
+    with suppress(ValueError), shared_failure("the first block"):
+        if dist.get_rank() == 0:
+            time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 1)
+        raise ValueError("one of both")
+    if dist.get_rank() == 0:
+        time.sleep(1)  # before it takes its failure back
+    with shared_failure("the next block"):
+        return collectives.from_first_rank(lambda: "found", torch.device("cpu"))
