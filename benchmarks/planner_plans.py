@@ -22,6 +22,7 @@ from scipy.stats import rankdata
 
 from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, batch_workloads, find_device, layer_table
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
+from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
@@ -169,15 +170,7 @@ def planned(costs: CostModel, candidate: Candidate, sizes: SampleSizes) -> tuple
     size = -(-sizes.num_samples // (dp_size * candidate.num_microbatches))
     groups = sync_groups(costs.spec, plan)
     planner = StepPlanner(costs, plan, groups, size, "hierarchical", lambda _: sizes)
-    return planner, planner(_Draw(tuple(range(sizes.num_samples))))
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """Samples in their order."""
-
-    samples: tuple[int, ...]
-    epoch: int = 0
+    return planner, planner(Draw(tuple(range(sizes.num_samples))))
 
 
 def real_plans(shapes: common.Shapes, sizes: Sizes, profile: Path) -> dict[str, Any]:

@@ -226,7 +226,7 @@ class PredictionCallback(EngineCallback):
             steps=len(ranks[0].wall_ms),
             compared=len(steps),
             step_ms=metrics["parallel/step_ms"],
-            predicted_step_ms=float(np.mean([step.prediction.step_ms for step in steps])),
+            predicted_step_ms=float(np.mean([step.prediction.simulation.iteration_ms for step in steps])),
             wall_ms=wall_ms,
             data_ms=data_ms,
             predicted_bubble=float(np.mean([step.prediction.simulation.bubble_fraction for step in steps])),

@@ -128,7 +128,7 @@ class StepComparer:
         def time(task: Task) -> float:
             return step.durations[task] if f"{task.module}/{kind_of(task)}" in measured else cost(task)
 
-        causes, before = {}, prediction.step_ms
+        causes, before = {}, prediction.simulation.iteration_ms
         for name in sorted(off, key=lambda name: (-off[name], name)):
             measured.add(name)
             after = simulate(planner.plan, program, time, cost.message_ms, cost.sync_ms).iteration_ms
@@ -307,7 +307,7 @@ def _told(name: str, times: Mapping[str, tuple[float, float]], cause_ms: float) 
         return "the wait for its batch", "Raise `dataloader_num_workers`."
     if name == BETWEEN:
         return (
-            "the optimizer's step and what else is between two steps, which is not predicted",
+            "the optimizer's step and what else is between two steps, which is not part of the predicted program",
             'Use a fused optimizer (`optim="adamw_torch_fused"`), or larger global batches.',
         )
     if name == IN_STEP:

@@ -71,7 +71,7 @@ def window(comparer: StepComparer, truth: CostModel, index: int, **changes: Any)
     """A window of one step, outside of whose tasks nothing took longer than predicted."""
     step = measured_step(comparer, truth, index)
     causes = comparer.causes(step)
-    predicted = step.prediction.step_ms
+    predicted = step.prediction.simulation.iteration_ms
     measured = predicted + sum(causes.values())
     found = LoggedWindow(
         step=index + 1,
