@@ -165,10 +165,10 @@ def test_a_failure_that_is_told_late_does_not_end_the_next_block():
 
 
 def told_late() -> str:
-    """Rank 0 tells its failure when rank 1 has told its own, has waited for rank 0, and is in the next block."""
+    """Rank 0 comes late, and tells its failure when rank 1 has told its own and is in the next block."""
+    if dist.get_rank() == 0:
+        time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 1)
     with suppress(ValueError), shared_failure("the first block"):
-        if dist.get_rank() == 0:
-            time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 1)
         raise ValueError("one of both")
     if dist.get_rank() == 0:
         time.sleep(1)  # before it takes its failure back
