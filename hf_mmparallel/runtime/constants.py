@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..cost.devices import PEAK_OF_DTYPE
 from .devices import known_device, measure_device
+from .timing import run_seconds, synchronize
 
 _LAUNCHES = 200
 _SIDES = {"cuda": 8192, "cpu": 1024}
@@ -58,12 +59,12 @@ def _launch_us(device: torch.device) -> float:
     value = torch.ones(1, device=device)
     times = []
     for _ in range(5):
-        _wait(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(_LAUNCHES):
             value = value + 1
         times.append((time.perf_counter() - start) / _LAUNCHES)
-        _wait(device)
+        synchronize(device)
     return round(1e6 * median(times), 2)
 
 
@@ -101,26 +102,14 @@ def _latency_us() -> float:
     value = torch.ones(1, device="cuda:0")
     times = []
     for _ in range(_MESSAGES):
-        torch.cuda.synchronize("cuda:0")
+        synchronize(value.device)
         start = time.perf_counter()
         value.to("cuda:1").to("cuda:0")
-        torch.cuda.synchronize("cuda:0")
+        synchronize(value.device)
         times.append((time.perf_counter() - start) / 2)
     return round(1e6 * median(times), 2)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Median time of some runs, at least three, the first of which does not count."""
-    end, times = time.perf_counter() + budget_s, []
-    while len(times) < 4 or (time.perf_counter() < end and len(times) < 50):
-        _wait(device)
-        start = time.perf_counter()
-        run()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return median(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Median time of some runs."""
+    return median(run_seconds(run, device, time.perf_counter() + budget_s, least=3, most=49))

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from accelerate.logging import get_logger
 from ..cost import Hardware, find_device, recognize_device
 from ..cost.devices import PEAK_OF_DTYPE
 from .collectives import all_gather_values
+from .timing import run_seconds, synchronize
 
 logger = get_logger(__name__)
 
@@ -28,7 +29,7 @@ _GIB = 2**30
 _BUDGET_S = 2.0  # of all measurements together, about
 _PRODUCT_SHARE = 0.8  # of the peak that a large matrix product reaches (8192 x 8192 on an H200: 0.78 to 0.80)
 _LONGEST_SIDE = 8192
-_RUNS = 3  # of what is timed, at least
+_RUNS = 3  # of what is timed, with the one that does not count
 _COPY_BYTES = 2**28
 _LINK_BYTES = 2**26
 _TIMED = {
@@ -163,11 +164,11 @@ def _product_tflops(device: torch.device, dtype: str, budget_s: float) -> float:
         try:
             while True:
                 left, right = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
-                seconds = _fastest(lambda a=left, b=right: a @ b, device)
+                seconds = min(run_seconds(lambda a=left, b=right: a @ b, device))
                 best = max(best, 2 * side**3 / seconds / 1e12)
                 end = end or time.perf_counter() + budget_s  # the first product loads libraries
                 if side >= _LONGEST_SIDE or time.perf_counter() + 8 * _RUNS * seconds > end:
-                    seconds = _fastest(lambda a=left, b=right: a @ b, device, end)
+                    seconds = min(run_seconds(lambda a=left, b=right: a @ b, device, end))
                     return max(best, 2 * side**3 / seconds / 1e12)
                 side *= 2
         except (RuntimeError, NotImplementedError):  # no such kernel, or no memory for a longer side
@@ -178,25 +179,8 @@ def _copy_gb_per_s(device: torch.device, budget_s: float) -> float:
     """Rate at which a copy reads and writes memory, in 10^9 bytes a second."""
     size = _COPY_BYTES if device.type != "cpu" else _COPY_BYTES >> 2
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    seconds = _fastest(lambda: target.copy_(source), device, time.perf_counter() + budget_s)
+    seconds = min(run_seconds(lambda: target.copy_(source), device, time.perf_counter() + budget_s))
     return 2 * size / seconds / 1e9
-
-
-def _fastest(run: Callable[[], Any], device: torch.device, end: float = 0.0) -> float:
-    """Seconds of the fastest of some runs until a time; the first does not count."""
-    times = []
-    while len(times) < _RUNS or time.perf_counter() < end:
-        _synchronize(device)
-        start = time.perf_counter()
-        run()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @contextmanager
@@ -251,10 +235,10 @@ def _sum_gb_per_s(device: torch.device, group: Any, count: int) -> float:
     tensor = torch.ones(_LINK_BYTES // 4 if device.type != "cpu" else _LINK_BYTES // 64, device=device)
     times = []
     for _ in range(6):  # ranks need the same number of sums
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
         tensor.fill_(1.0)
     num_bytes = tensor.numel() * tensor.element_size()
