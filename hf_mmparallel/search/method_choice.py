@@ -15,7 +15,6 @@ CHOICES = (*KEEPING_LIMITS, "entrain", "batch_rebalance", "disttrain", "contiguo
 """What is chosen from, in the order of preference among equals."""
 DEFAULT_METHOD = CHOICES[0]
 """Where nothing can be predicted, since sizes of samples are unknown."""
-_WORTH = 0.01  # of the time of a step: what an arrangement must save to be preferred to an earlier one
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,13 @@ class MethodChoice:
         """Why, in words."""
         others = sorted((ms, name) for name, ms in self.step_ms.items() if name != self.method)
         compared = ", ".join(f"`{name}` {ms:,.4g}" for ms, name in others)
-        is_fastest = self.step_ms[self.method] == min(self.step_ms.values())
-        place = "fastest" if is_fastest else f"within {_WORTH:.0%} of the fastest"
-        return f"predicted to be {place}, {self.step_ms[self.method]:,.4g} ms a step ({compared})"
+        return f"predicted to be fastest, {self.step_ms[self.method]:,.4g} ms a step ({compared})"
 
 
 def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> MethodChoice:
     """
     The arrangement with which steps are predicted to be shortest. Where microbatches have a limit of tokens or memory,
-    only arrangements that keep to it are compared. One later in [`CHOICES`] must save 1 % of a step.
+    only arrangements that keep to it are compared. Of equally fast ones the first of [`CHOICES`] is chosen.
 
     Args:
         planner ([`StepPlanner`]): The planner of steps, whose own arrangement does not count.
@@ -58,8 +55,4 @@ def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> Metho
         tried = replace(planner, method=method)
         times = [predict_condensed(tried, planner.condensed, batch).step_ms for batch in batches]
         step_ms[method] = sum(times) / len(times)
-    best = next(iter(step_ms))
-    for method, time_ms in step_ms.items():
-        if time_ms < (1 - _WORTH) * step_ms[best]:
-            best = method
-    return MethodChoice(best, step_ms)
+    return MethodChoice(min(step_ms, key=lambda method: round(step_ms[method], 6)), step_ms)

@@ -39,7 +39,7 @@ def test_the_choice_is_at_least_as_good_as_every_other(packing: bool, size: int)
     choice = choose_method(own, BATCHES[:1])
     steps = {method: simulated(own, method, BATCHES[0]) for method in CHOICES}
     assert choice.step_ms == pytest.approx(steps)
-    assert steps[choice.method] <= min(steps.values()) / 0.99
+    assert steps[choice.method] <= min(steps.values()) * (1 + 1e-6)
     assert choice_repeats(own, choice)
     baselines = [simulated(own, method, BATCHES[1]) for method in ("contiguous", "batch_rebalance", "disttrain")]
     assert simulated(own, choice.method, BATCHES[1]) <= min(baselines)
@@ -59,5 +59,3 @@ def test_limits_leave_only_what_keeps_to_them():
 def test_the_reason_names_the_others():
     text = str(MethodChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5}))
     assert text == "predicted to be fastest, 12.5 ms a step (`hierarchical` 14)"
-    text = str(MethodChoice("hierarchical", {"hierarchical": 12.5, "tapered": 12.49}))
-    assert text == "predicted to be within 1% of the fastest, 12.5 ms a step (`tapered` 12.49)"
