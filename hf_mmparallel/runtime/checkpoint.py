@@ -25,7 +25,6 @@ from ..modeling.adapter_files import (
     write_adapters,
 )
 from ..modeling.adapters import Adapter
-from ..modeling.hollow import is_hollow
 from ..modeling.loading import (
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -36,9 +35,8 @@ from ..modeling.loading import (
 )
 from ..modeling.tensor_parallel import base_name
 from ..plan import Holding, ModelSpec, ParallelPlan, holdings
-from .activity import doing
+from ..world import World, doing
 from .atomic import atomic_folder, save_errors, sync_file
-from .collectives import all_gather_values, barrier, raise_together, receive_tensor, send_tensor
 from .gradients import local
 from .optimizer_checkpoint import load_optimizer, save_optimizer
 
@@ -76,20 +74,20 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
-def _whole(tensor: torch.Tensor, owner: int, rank: int) -> torch.Tensor | None:
+def _whole(tensor: torch.Tensor, owner: int, world: World) -> torch.Tensor | None:
     """The whole tensor in host memory on its owner; the ranks that hold shards of the owner's copy take part."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor) and owner in tensor.device_mesh.mesh.flatten().tolist():
+    if isinstance(tensor, DTensor) and world.processes[owner] in tensor.device_mesh.mesh.flatten().tolist():
         with doing("gathering the shards of a parameter", waits=True):
             tensor = tensor.full_tensor()
-    return tensor.cpu() if owner == rank else None
+    return tensor.cpu() if owner == world.rank else None
 
 
 def _gathered(
-    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, skip: Collection[str] = ()
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, world: World, skip: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """
-    Yields (name, whole tensor, layer) for everything that `rank` owns. Ranks of one tensor-parallel group pass the
+    Yields (name, whole tensor, layer) for everything that this rank owns. Ranks of one tensor-parallel group pass the
     parameters in one order, so each has to iterate to the end.
     """
     table = holdings(spec, plan)
@@ -97,12 +95,12 @@ def _gathered(
     for module, part in spec.modules.items():
         for entry in part.parameters:
             holding = table[entry.name]
-            if entry.name not in skip and holding.peers(rank) is not None:
-                tensor = _whole(parameters[entry.name], holding.owner, rank)
+            if entry.name not in skip and holding.peers(world.rank) is not None:
+                tensor = _whole(parameters[entry.name], holding.owner, world)
                 if tensor is not None:
                     yield entry.name, tensor, (module, entry.layer)
     for name, tensor in _persistent_buffers(model).items():
-        if _owner_of_buffer(name, table) == rank:
+        if _owner_of_buffer(name, table) == world.rank:
             yield name, tensor.detach().cpu(), None
 
 
@@ -110,7 +108,7 @@ def save_model(
     model: Any,
     spec: ModelSpec,
     plan: ParallelPlan,
-    rank: int,
+    world: World,
     folder: str | Path,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
@@ -124,42 +122,42 @@ def save_model(
         model (`PreTrainedModel`): The pruned model of this rank.
         spec (`ModelSpec`): The whole model.
         plan (`ParallelPlan`): The layout.
-        rank (`int`): This rank.
+        world ([`World`]): The ranks.
         folder (`str` or `Path`): On a file system that all ranks share.
         max_shard_bytes (`int`, *optional*, defaults to 5 GB):
             Size above which a rank starts another file, at the end of the layer.
     """
     folder = Path(folder)
-    if rank == 0:
+    if world.is_first:
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("model*.safetensors"), folder / WEIGHTS_INDEX):
             old.unlink(missing_ok=True)
-    barrier()
+    world.barrier()
     ignored = set(model._keys_to_ignore_on_save or ()) | adapter_parameters(model)
     written: list[tuple[str, dict[str, int]]] = []
     pending: dict[str, torch.Tensor] = {}
     size, last = 0, None
-    for name, tensor, layer in _gathered(model, spec, plan, rank, ignored):
+    for name, tensor, layer in _gathered(model, spec, plan, world, ignored):
         if size >= max_shard_bytes and layer != last:
-            written.append(_write_part(model, pending, folder, rank, len(written)))
+            written.append(_write_part(model, pending, folder, world.rank, len(written)))
             pending, size = {}, 0
         pending[base_name(name)] = tensor
         size += tensor.numel() * tensor.element_size()
         last = layer
     if pending:
-        written.append(_write_part(model, pending, folder, rank, len(written)))
-    parts = [part for of_rank in all_gather_values(written) for part in of_rank]
+        written.append(_write_part(model, pending, folder, world.rank, len(written)))
+    parts = [part for of_rank in world.all_gather(written) for part in of_rank]
     names = {
         part: WEIGHTS if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
         for index, (part, _) in enumerate(parts, 1)
     }
     for part, _ in written:
         (folder / part).rename(folder / names[part])
-    if rank == 0:
+    if world.is_first:
         if len(parts) > 1:
             _write_index(folder, [(names[part], sizes) for part, sizes in parts], spec)
         _write_config(model, folder)
-    barrier()
+    world.barrier()
 
 
 def _write_part(
@@ -205,7 +203,7 @@ def _write_config(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def load_model(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path) -> None:
+def load_model(model: Any, spec: ModelSpec, plan: ParallelPlan, world: World, folder: str | Path) -> None:
     """
     Reads weights into the live model of each rank, in place, from a checkpoint of any layout. Called by all ranks.
 
@@ -215,16 +213,16 @@ def load_model(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folde
         model (`PreTrainedModel`): The pruned model of this rank; its parameters stay the same objects.
         spec (`ModelSpec`): The whole model.
         plan (`ParallelPlan`): The layout.
-        rank (`int`): This rank.
+        world ([`World`]): The ranks.
         folder (`str` or `Path`): What [`save_model`] or `save_pretrained` wrote.
 
     Raises:
         `ValueError`: On all ranks, if the checkpoint belongs to another model.
     """
-    raise_together(lambda: _load_held(model, spec, plan, rank, folder))
+    world.raise_together(lambda: _load_held(model, spec, plan, world, folder))
 
 
-def _load_held(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path) -> None:
+def _load_held(model: Any, spec: ModelSpec, plan: ParallelPlan, world: World, folder: str | Path) -> None:
     """Reads what the rank holds, about a gigabyte at a time."""
     files = checkpoint_files(folder)
     table = holdings(spec, plan)
@@ -233,7 +231,7 @@ def _load_held(model: Any, spec: ModelSpec, plan: ParallelPlan, rank: int, folde
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
     parameters = dict(model.named_parameters())
-    names = [name for name, holding in table.items() if holding.peers(rank) is not None and name not in adapters]
+    names = [name for name, holding in table.items() if holding.peers(world.rank) is not None and name not in adapters]
     chunk: list[str] = []
     size = 0
     for index, name in enumerate(names):
@@ -275,7 +273,7 @@ def gather_tensors(
     model: nn.Module,
     spec: ModelSpec,
     plan: ParallelPlan,
-    rank: int,
+    world: World,
     names: Collection[str] | None = None,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor] | None:
@@ -286,7 +284,7 @@ def gather_tensors(
         model (`nn.Module`): The pruned model of this rank.
         spec (`ModelSpec`): The whole model.
         plan (`ParallelPlan`): The layout.
-        rank (`int`): This rank.
+        world ([`World`]): The ranks.
         names (`Collection[str]`, *optional*): Parameters by their first names; all of them by default.
         buffers (`Mapping[str, torch.Tensor]`, *optional*): Buffers of this rank; none by default.
 
@@ -296,29 +294,28 @@ def gather_tensors(
     every = holdings(spec, plan)
     table = {name: holding for name, holding in every.items() if names is None or name in names}
     held = dict(model.named_parameters())
-    own_buffers = {n: b for n, b in (buffers or {}).items() if _owner_of_buffer(n, every) == rank}
-    owned = {n: held[n] for n, holding in table.items() if holding.owner == rank} | own_buffers
-    kinds = all_gather_values({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
+    own_buffers = {n: b for n, b in (buffers or {}).items() if _owner_of_buffer(n, every) == world.rank}
+    owned = {n: held[n] for n, holding in table.items() if holding.owner == world.rank} | own_buffers
+    kinds = world.all_gather({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
     owners = {name: holding.owner for name, holding in table.items()}
     owners |= {name: owner for owner, kind in enumerate(kinds) for name in kind if name not in table}
-    device = next((p.device for p in held.values() if not is_hollow(p)), torch.device("cpu"))
     result: dict[str, torch.Tensor] = {}
     for name, owner in owners.items():
         holding = table.get(name)
         tensor: Any = None
-        if owner == rank or (holding is not None and holding.peers(rank) is not None):
-            tensor = _whole(owned[name] if name in owned else held[name], owner, rank)
-        if rank == owner != 0:
-            send_tensor(tensor, 0, device)
-        elif rank == 0 != owner:
-            tensor = receive_tensor(*kinds[owner][name], owner, device)
-        if rank == 0:
+        if owner == world.rank or (holding is not None and holding.peers(world.rank) is not None):
+            tensor = _whole(owned[name] if name in owned else held[name], owner, world)
+        if world.rank == owner != 0:
+            world.send(tensor, 0)
+        elif world.rank == 0 != owner:
+            tensor = world.receive(*kinds[owner][name], owner)
+        if world.is_first:
             result[name] = tensor
-    return result if rank == 0 else None
+    return result if world.is_first else None
 
 
 def gather_state_dict(
-    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, all_buffers: bool = False
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, world: World, all_buffers: bool = False
 ) -> dict[str, torch.Tensor] | None:
     """
     The state dict of the whole model in the memory of rank 0, sent tensor by tensor. Called by all ranks.
@@ -327,7 +324,7 @@ def gather_state_dict(
         model (`nn.Module`): The pruned model of this rank.
         spec (`ModelSpec`): The whole model.
         plan (`ParallelPlan`): The layout.
-        rank (`int`): This rank.
+        world ([`World`]): The ranks.
         all_buffers (`bool`, *optional*, defaults to `False`):
             Whether to add the buffers that a state dict leaves out, such as rotary frequencies.
 
@@ -335,7 +332,7 @@ def gather_state_dict(
         `dict[str, torch.Tensor]` or `None`: In host memory, with tied names, on rank 0; `None` elsewhere.
     """
     buffers = dict(model.named_buffers()) if all_buffers else _persistent_buffers(model)
-    result = gather_tensors(model, spec, plan, rank, buffers=buffers)
+    result = gather_tensors(model, spec, plan, world, buffers=buffers)
     if result is None:
         return None
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -345,7 +342,7 @@ def gather_state_dict(
 
 
 def save_adapters(
-    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path, adapter: Adapter
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, world: World, folder: str | Path, adapter: Adapter
 ) -> None:
     """
     Writes the adapters, and the other parameters that are trained, for `PeftModel.from_pretrained(base, folder)`.
@@ -355,19 +352,19 @@ def save_adapters(
         model (`nn.Module`): The pruned model of this rank.
         spec (`ModelSpec`): The whole model with its adapters.
         plan (`ParallelPlan`): The layout.
-        rank (`int`): This rank.
+        world ([`World`]): The ranks.
         folder (`str` or `Path`): Where rank 0 writes; an adapter of another name than "default" into a folder below.
         adapter ([`Adapter`]): The adapter.
     """
     names = parameters_to_save(spec, adapter_names(spec))
-    state = gather_tensors(model, spec, plan, rank, set(names))
+    state = gather_tensors(model, spec, plan, world, set(names))
     if state is not None:
         write_adapters(state, model, spec, adapter, adapter_folder(folder, adapter))
-    barrier()
+    world.barrier()
 
 
 def load_adapters(
-    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: str | Path, adapter: Adapter
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, world: World, folder: str | Path, adapter: Adapter
 ) -> None:
     """
     Reads what [`save_adapters`] wrote under any layout into the live model, in place. Called by all ranks.
@@ -376,19 +373,19 @@ def load_adapters(
         model (`nn.Module`): The pruned model of this rank.
         spec (`ModelSpec`): The whole model with its adapters.
         plan (`ParallelPlan`): The layout.
-        rank (`int`): This rank.
+        world ([`World`]): The ranks.
         folder (`str` or `Path`): What was written.
         adapter ([`Adapter`]): The adapter.
 
     Raises:
         `ValueError`: On all ranks, if the folder holds the adapters of another model.
     """
-    raise_together(lambda: _read_adapters(model, spec, plan, rank, adapter_folder(folder, adapter), adapter))
+    world.raise_together(lambda: _read_adapters(model, spec, plan, world, adapter_folder(folder, adapter), adapter))
 
 
 @torch.no_grad()
 def _read_adapters(
-    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, rank: int, folder: Path, adapter: Adapter
+    model: nn.Module, spec: ModelSpec, plan: ParallelPlan, world: World, folder: Path, adapter: Adapter
 ) -> None:
     from safetensors import safe_open
 
@@ -398,7 +395,7 @@ def _read_adapters(
     with safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt") as reader:
         keys = set(reader.keys())
         for name in parameters_to_save(spec, adapter_names(spec)):
-            if table[name].peers(rank) is None:
+            if table[name].peers(world.rank) is None:
                 continue
             key, parameter = adapter_file_key(name, adapter), parameters[name]
             found = tuple(reader.get_slice(key).get_shape()) if key in keys else None

@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 
 from ..cost import Hardware, find_device, recognize_device
 from ..cost.devices import PEAK_OF_DTYPE
-from .collectives import all_gather_values
+from ..world import World
 from .timing import run_seconds, synchronize
 
 logger = get_logger(__name__)
@@ -56,17 +56,18 @@ def reported_name(device: torch.device) -> str:
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else str(device.type)
 
 
-def device_of_ranks(device: torch.device) -> Hardware:
+def device_of_ranks(world: World) -> Hardware:
     """
     The device of the ranks, the same on all of them. Collective. Of unlike ranks each number is that of the slowest.
     Where a rank has a device that is not in the table all measure theirs, which takes about two seconds.
 
     Args:
-        device (`torch.device`): Of this rank.
+        world ([`World`]): The ranks.
     """
+    device = world.device
     mine = known_device(device)
     limits = power_limits(device)
-    told = all_gather_values((reported_name(device), mine, limits), "comparing the devices of the ranks")
+    told = world.all_gather((reported_name(device), mine, limits), "comparing the devices of the ranks")
     unknown = list(dict.fromkeys(name for name, found, _ in told if found is None))
     lowered = [(rank, *own) for rank, (_, _, own) in enumerate(told) if own is not None and own[0] < 0.98 * own[1]]
     if lowered:
@@ -77,8 +78,8 @@ def device_of_ranks(device: torch.device) -> Hardware:
         )
     if unknown:
         local = measure_device(device)
-        found = slowest(all_gather_values(local, "comparing measured devices"))
-        found = replace(measured_links(found, device), name=unknown[0])
+        found = slowest(world.all_gather(local, "comparing measured devices"))
+        found = replace(measured_links(found, world), name=unknown[0])
         logger.warning(
             f"`{'`, `'.join(unknown)}` is not in the table of devices. Measured: {summary(found)}. Give `gpu_spec` a "
             "file with its numbers to set them."
@@ -195,29 +196,29 @@ def products_in(precision: str) -> Iterator[None]:
         matmul.fp32_precision = before
 
 
-def measured_links(hardware: Hardware, device: torch.device) -> Hardware:
+def measured_links(hardware: Hardware, world: World) -> Hardware:
     """
     A device with its links as sums over the ranks take them. Collective. On one rank links stay what they are.
 
     Args:
         hardware (`Hardware`): The device, the same on all ranks.
-        device (`torch.device`): Of this rank.
+        world ([`World`]): The ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world.size == 1:
         return hardware
-    hosts = all_gather_values(socket.gethostname(), "comparing the hosts of the ranks")
+    hosts = world.all_gather(socket.gethostname(), "comparing the hosts of the ranks")
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     node_size = min(map(len, nodes))
     rates = []
-    groups: list[Any] = [None] if len(nodes) == 1 else [dist.new_group(node) for node in nodes]
+    groups: list[Any] = [world.group] if len(nodes) == 1 else [world.new_group(node) for node in nodes]
     for node, group in zip(nodes, groups, strict=True):
-        if dist.get_rank() in node and len(node) > 1:
-            rates.append(_sum_gb_per_s(device, group, len(node)))
-        if group is not None and dist.get_rank() in node:
-            dist.destroy_process_group(group)
-    whole = None if len(nodes) == 1 else _sum_gb_per_s(device, None, len(hosts))
+        if world.rank in node and len(node) > 1:
+            rates.append(_sum_gb_per_s(world.device, group, len(node)))
+        if len(nodes) > 1 and world.rank in node:
+            world.end_group(group)
+    whole = None if len(nodes) == 1 else _sum_gb_per_s(world.device, world.group, len(hosts))
     mine = (rates[0] if rates else None, whole)
-    told = all_gather_values(mine, "comparing measured links")
+    told = world.all_gather(mine, "comparing measured links")
     inside = min((rate for rate, _ in told if rate is not None), default=hardware.link_gb_per_s)
     between = min((rate for _, rate in told if rate is not None), default=inside * node_size)
     # A sum over all ranks uses the network cards of all devices of a node.

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,7 +25,7 @@ from torch.serialization import skip_data
 from torch.utils import serialization
 
 from ..plan import Holding
-from .collectives import gather_values, raise_together
+from ..world import World
 from .optimizers import whole_parameter
 
 STATE = "optimizer.pt"
@@ -152,6 +151,7 @@ def save_optimizer(
     folder: str | Path,
     table: Mapping[str, Holding],
     groups: Sequence[Sequence[str]],
+    world: World,
 ) -> list[dict[str, Any]]:
     """
     Writes the state of every rank's optimizer to `optimizer.pt`. Called by all ranks.
@@ -166,6 +166,7 @@ def save_optimizer(
         folder (`str` or `Path`): On a file system that all ranks share; made if needed.
         table (`Mapping[str, Holding]`): Parameter -> where it lives.
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
+        world ([`World`]): The ranks.
 
     Returns:
         `list[dict[str, Any]]`: On the first rank, the settings of the groups that were written; empty elsewhere.
@@ -176,9 +177,8 @@ def save_optimizer(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     path = Path(folder) / STATE
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    mine = raise_together(lambda: _Collected(optimizer, model, table, rank))
-    every = gather_values(mine.entries)
+    mine = world.raise_together(lambda: _Collected(optimizer, model, table, world.rank))
+    every = world.gather(mine.entries)
     written = []
 
     def write_frame() -> None:
@@ -189,8 +189,8 @@ def save_optimizer(
             _write_frame(path, merged, laid_out)
             written.extend(settings for settings, _ in laid_out)
 
-    raise_together(write_frame)
-    _write_values(path, mine)
+    world.raise_together(write_frame)
+    _write_values(path, mine, world)
     return written
 
 
@@ -253,7 +253,7 @@ def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[
             torch.save({"state": used, "param_groups": listed}, path)
 
 
-def _write_values(path: Path, mine: _Collected) -> None:
+def _write_values(path: Path, mine: _Collected, world: World) -> None:
     """Writes this rank's tensors to their places."""
     error: OSError | None = None
     with contextlib.ExitStack() as opened:
@@ -263,7 +263,7 @@ def _write_values(path: Path, mine: _Collected) -> None:
                 frame = torch.load(path, weights_only=True, map_location="cpu")
             return opened.enter_context(path.open("r+b")), frame
 
-        file, frame = raise_together(open_frame)
+        file, frame = world.raise_together(open_frame)
         for group in frame["param_groups"]:
             for index, name in zip(group["params"], group["param_names"], strict=True):
                 # A rank that can't write goes on, for those that gather their shards with it.
@@ -284,11 +284,15 @@ def _write_values(path: Path, mine: _Collected) -> None:
         if error is not None:
             raise error
 
-    raise_together(report)
+    world.raise_together(report)
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, folder: str | Path, groups: Sequence[Sequence[str]]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    folder: str | Path,
+    groups: Sequence[Sequence[str]],
+    world: World,
 ) -> None:
     """
     Reads into every rank's optimizer what [`save_optimizer`] wrote under any layout, or the stock Trainer, bit by bit.
@@ -299,6 +303,7 @@ def load_optimizer(
         model (`nn.Module`): The pruned model of this rank.
         folder (`str` or `Path`): What was written.
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
+        world ([`World`]): The ranks.
 
     Raises:
         `ValueError`:
@@ -310,7 +315,7 @@ def load_optimizer(
         entries, settings = _entries(Path(folder) / STATE, groups)
         return _states(optimizer, model, entries, settings, Path(folder))
 
-    apply_state(optimizer, *raise_together(read))
+    apply_state(optimizer, *world.raise_together(read))
 
 
 def apply_state(
