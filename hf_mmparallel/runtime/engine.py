@@ -18,7 +18,6 @@ from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
-from ..modeling.adapters import Adapter
 from ..modeling.tensor_parallel import apply_module_tp, mark_replicated
 from ..plan import (
     LANGUAGE_MODEL,
@@ -28,7 +27,6 @@ from ..plan import (
     SampleSizes,
     StepPlan,
     Workloads,
-    holdings,
     sync_groups,
 )
 from ..schedule import Program, Task, build_program
@@ -40,6 +38,7 @@ from .gradients import GradientSync, accumulate_in_float32, clip_gradients, grad
 from .groups import ProcessGroups, tensor_parallel_rows
 from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters
+from .sharded_model import ShardedModel
 from .step_check import StepCheck
 from .transport import DistributedTransport
 
@@ -103,7 +102,8 @@ class ParallelEngine(nn.Module):
         self.seed = seed
         self.rank = world.rank
         self.sync_groups = sync_groups(spec, plan)
-        self.holdings = holdings(spec, plan)
+        self.sharded = ShardedModel(model, spec, plan, world)
+        self.holdings = self.sharded.holdings
         self.groups = ProcessGroups(plan, self.sync_groups, world)
         self.encoder_inputs = _encoder_inputs(model)
         self.costs = costs or analytic_costs(spec, find_device("cpu"))
@@ -152,7 +152,6 @@ class ParallelEngine(nn.Module):
             sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
             has_cuts=self.cutter is not None,
         )
-        self.adapter: Adapter | None = None
         self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
         self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
         self.step_index = 0

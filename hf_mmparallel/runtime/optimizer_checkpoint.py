@@ -27,6 +27,7 @@ from torch.utils import serialization
 from ..plan import Holding
 from ..world import World
 from .optimizers import whole_parameter
+from .sharded_model import ShardedModel
 
 STATE = "optimizer.pt"
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
@@ -146,12 +147,7 @@ class _Collected:
 
 
 def save_optimizer(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    folder: str | Path,
-    table: Mapping[str, Holding],
-    groups: Sequence[Sequence[str]],
-    world: World,
+    optimizer: torch.optim.Optimizer, sharded: ShardedModel, folder: str | Path, groups: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
     """
     Writes the state of every rank's optimizer to `optimizer.pt`. Called by all ranks.
@@ -162,11 +158,9 @@ def save_optimizer(
 
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, with any tensors and numbers as state.
-        model (`nn.Module`): The pruned model of this rank, which gives parameters their names.
+        sharded ([`ShardedModel`]): The model, which gives parameters their names and owners.
         folder (`str` or `Path`): On a file system that all ranks share; made if needed.
-        table (`Mapping[str, Holding]`): Parameter -> where it lives.
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
-        world ([`World`]): The ranks.
 
     Returns:
         `list[dict[str, Any]]`: On the first rank, the settings of the groups that were written; empty elsewhere.
@@ -177,7 +171,8 @@ def save_optimizer(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     path = Path(folder) / STATE
-    mine = world.raise_together(lambda: _Collected(optimizer, model, table, world.rank))
+    world = sharded.world
+    mine = world.raise_together(lambda: _Collected(optimizer, sharded.model, sharded.holdings, world.rank))
     every = world.gather(mine.entries)
     written = []
 

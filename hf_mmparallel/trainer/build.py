@@ -323,7 +323,7 @@ def build_engine(
         load=None if source is None else lambda pruned: load_owned(pruned, source, world.device),
         costs=prepared.costs,
     )
-    engine.adapter = prepared.adapter
+    engine.sharded.adapter = prepared.adapter
     engine.settings = plugin.modules
     recomputing = {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}
     for name in recomputing:  # every layer until here; the arguments may say which

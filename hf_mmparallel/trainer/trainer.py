@@ -27,7 +27,8 @@ from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, save_layout
-from ..runtime import checkpoint, optimizer_checkpoint
+from ..runtime import optimizer_checkpoint
+from ..runtime.atomic import atomic_folder, save_errors, sync_file
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizers import prepare_optimizer
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice
@@ -253,8 +254,8 @@ class MultimodalParallelTrainer(Trainer):
         engine = self._engine
         check_gatherable(self.model)
         with shared_failure("gathering the model"):
-            state = checkpoint.gather_state_dict(self.model, engine.spec, engine.plan, self.world, all_buffers=True)
-        return None if state is None else whole_model(self.model, engine.spec, state, engine.adapter)
+            state = engine.sharded.gather_state_dict(all_buffers=True)
+        return None if state is None else whole_model(self.model, engine.spec, state, engine.sharded.adapter)
 
     # The log
 
@@ -457,15 +458,10 @@ class MultimodalParallelTrainer(Trainer):
     @planned
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         output_dir = str(output_dir or self.args.output_dir)
-        engine = self._engine
         # The folder of a checkpoint still has another name here; `_save_checkpoint` says the final one.
-        said = contextlib.nullcontext() if _internal_call else checkpoint.save_errors(Path(output_dir))
+        said = contextlib.nullcontext() if _internal_call else save_errors(Path(output_dir))
         with shared_failure("saving the model"), said:
-            held = self.model, engine.spec, engine.plan, self.world, output_dir
-            if engine.adapter is not None:
-                checkpoint.save_adapters(*held, engine.adapter)
-            else:
-                checkpoint.save_model(*held)
+            self._engine.sharded.save(output_dir)
             if self.args.should_save:
                 self._save(output_dir)
             self.world.barrier()
@@ -487,7 +483,7 @@ class MultimodalParallelTrainer(Trainer):
         """Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all."""
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with shared_failure(f"saving `{folder.name}`"), checkpoint.atomic_folder(folder, self.world) as writing:
+        with shared_failure(f"saving `{folder.name}`"), atomic_folder(folder, self.world) as writing:
             self.save_model(str(writing), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(writing))
@@ -526,13 +522,12 @@ class MultimodalParallelTrainer(Trainer):
     @planned
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        checkpoint.sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
+        sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
 
     @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        groups = optimizer_checkpoint.save_optimizer(
-            self.optimizer, self.model, output_dir, self._engine.holdings, self._stock_groups, self.world
-        )
+        sharded = self._engine.sharded
+        groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, output_dir, self._stock_groups)
         if self.args.should_save:
             state = scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
             torch.save(state, os.path.join(output_dir, "scheduler.pt"))
@@ -557,11 +552,7 @@ class MultimodalParallelTrainer(Trainer):
         with shared_failure("loading the weights"):
             if not os.path.isdir(resume_from_checkpoint):
                 raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
-            held = self.model, engine.spec, engine.plan, self.world, resume_from_checkpoint
-            if engine.adapter is not None:
-                checkpoint.load_adapters(*held, engine.adapter)
-            else:
-                checkpoint.load_model(*held)
+            engine.sharded.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.engine is None:

@@ -19,14 +19,9 @@ from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.stages import prepare_stages
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
 from hf_mmparallel.plan import ModulePlugin, holdings, resolve_plan
-from hf_mmparallel.runtime.checkpoint import (
-    atomic_folder,
-    gather_state_dict,
-    load_model,
-    load_optimizer,
-    save_model,
-    save_optimizer,
-)
+from hf_mmparallel.runtime.atomic import atomic_folder
+from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
+from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -56,20 +51,20 @@ def tiny_llava(tie: bool = False, seed: int = 0, hidden_size: int = 32) -> Llava
 
 
 def lay_out(model, layout: str):
-    """Cuts and shards the model as this rank's; returns its spec and plan."""
+    """Cuts and shards the model as this rank's; returns it with its spec and plan."""
     world = World()
     rank = world.rank
     spec = build_model_spec(model)
     plan = resolve_plan(spec, {name: ModulePlugin(**sizes) for name, sizes in LAYOUTS[layout][1].items()})
     prepare_stages(model, spec, plan, rank)
-    owned = {name for name, holding in holdings(spec, plan).items() if holding.peers(world.rank) is not None}
+    owned = {name for name, holding in holdings(spec, plan).items() if holding.peers(rank) is not None}
     for name, module in plan.modules.items():
         for _, _, stage in module.stages():
             if len(stage.all_ranks) > 1:
                 mesh = DeviceMesh("cpu", list(stage.all_ranks), mesh_dim_names=("tp",))
                 if rank in stage.all_ranks:
                     apply_module_tp(model, spec.modules[name], mesh, owned)
-    return spec, plan, world
+    return ShardedModel(model, spec, plan, world)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -80,21 +75,21 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
     """Gathers and saves one model, then reads the stock checkpoint of another."""
     model = tiny_llava(tie)
     expected = model.state_dict()
-    spec, plan, world = lay_out(model, layout)
-    with atomic_folder(folder, world) as temporary:
-        save_model(model, spec, plan, world, temporary, 20_000)
-    state = gather_state_dict(model, spec, plan, world)
-    assert (state is None) == (not world.is_first)
+    sharded = lay_out(model, layout)
+    with atomic_folder(folder, sharded.world) as temporary:
+        sharded.save_model(temporary, 20_000)
+    state = sharded.gather_state_dict()
+    assert (state is None) == (not sharded.world.is_first)
     if state is not None:
         assert sorted(state) == sorted(expected)
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     before = dict(model.named_parameters())
     grads = {name: p.requires_grad for name, p in before.items()}
-    load_model(model, spec, plan, world, stock)
-    table, other = holdings(spec, plan), dict(tiny_llava(tie, seed=1).named_parameters())
+    sharded.load_model(stock)
+    other = dict(tiny_llava(tie, seed=1).named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter is before[name] and parameter.requires_grad == grads[name]
-        if table[name].peers(world.rank) is None:
+        if not sharded.holds(name):
             assert is_hollow(parameter)
         else:
             assert torch.equal(_full(parameter), other[name]), name
@@ -126,9 +121,9 @@ def test_layouts_save_and_read(tmp_path, layout):
 
 def test_one_rank_writes_one_file(tmp_path):
     model = tiny_llava()
-    spec, plan, world = lay_out(model, "whole")
-    save_model(model, spec, plan, world, tmp_path, 20_000)
-    save_model(model, spec, plan, world, tmp_path)
+    sharded = lay_out(model, "whole")
+    sharded.save_model(tmp_path, 20_000)
+    sharded.save_model(tmp_path)
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}
     assert "architectures" in json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "generation_config.json").is_file()
@@ -136,8 +131,8 @@ def test_one_rank_writes_one_file(tmp_path):
 
 def _load_other(folder: str) -> None:
     model = tiny_llava()
-    spec, plan, world = lay_out(model, "dp1+pp2")
-    load_model(model, spec, plan, world, folder)
+    sharded = lay_out(model, "dp1+pp2")
+    sharded.load_model(folder)
 
 
 @pytest.mark.distributed
@@ -197,13 +192,13 @@ def _groups() -> list[list[str]]:
 
 def _save_state(name: str, layout: str, folder: str) -> None:
     model = tiny_llava()
-    spec, plan, _ = lay_out(model, layout)
+    sharded = lay_out(model, layout)
     optimizer = _optimizer(model, name)
     for step in range(2):
         _step(model, optimizer, step)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
-    save_optimizer(optimizer, model, folder, holdings(spec, plan), _groups(), World())
+    save_optimizer(optimizer, sharded, folder, _groups())
 
 
 def _load_state(name: str, layout: str, folder: str) -> None:
@@ -258,14 +253,14 @@ def test_optimizer_of_another_model(tmp_path):
     with pytest.raises(ValueError, match="holds no optimizer state"):
         load_optimizer(optimizer, model, tmp_path, _groups(), World())
     _step(model, optimizer, 0)
-    spec, plan, _ = lay_out(model, "whole")
-    save_optimizer(optimizer, model, tmp_path, holdings(spec, plan), _groups(), World())
+    sharded = lay_out(model, "whole")
+    save_optimizer(optimizer, sharded, tmp_path, _groups())
     other = tiny_llava(hidden_size=16)
     with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
         load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups(), World())
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict(saved)  # as the stock Trainer does
-    save_optimizer(optimizer, model, tmp_path / "others", holdings(spec, plan), [_groups()[0], []], World())
+    save_optimizer(optimizer, sharded, tmp_path / "others", [_groups()[0], []])
     load_optimizer(optimizer, model, tmp_path / "others", _groups(), World())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(torch.load(tmp_path / "others" / "optimizer.pt", weights_only=True))
