@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from common import ROOT, Shapes, machine, report
-from published_study import Run, Study, costs_of, predicted_ms, sizes_of, studies
+from published_study import Run, Study, predicted_ms, published_flops, studies
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from hf_mmparallel.cost import find_device, training_flops
+from hf_mmparallel.cost import find_device
 
 QUICK_TASKS = 3000
 
@@ -29,7 +29,7 @@ QUICK_TASKS = 3000
 def run_record(run: Run) -> dict[str, Any]:
     """A run with what is predicted for it."""
     predicted = predicted_ms(run)
-    flops = model_flops(run)
+    flops = published_flops(run)
     peak = 1e9 * run.gpus * find_device(run.study.data["device"]).bf16_tflops
     return {
         "name": run.name,
@@ -40,17 +40,6 @@ def run_record(run: Run) -> dict[str, Any]:
         "measured_mfu": round(flops / peak / run.step_ms, 4),
         "predicted_mfu": round(flops / peak / predicted, 4),
     }
-
-
-def model_flops(run: Run) -> float:
-    """Operations of a step as the model defines them, causal attention as half of all pairs."""
-    costs = costs_of(run)
-    sizes = sizes_of(run, run.batch)
-    found = 0.0
-    for name in costs.spec.modules:
-        per_token, per_square = training_flops(costs.spec, name)
-        found += per_token * float(sizes.tokens[name].sum()) + per_square * float(sizes.squares[name].sum())
-    return found
 
 
 def rank_correlation(runs: list[dict[str, Any]], quantity: str) -> float:
@@ -67,6 +56,7 @@ def study_record(study: Study, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "study": study.data["study"],
         "source": study.data["source"],
+        "checked": study.data["checked"],
         "runs": runs,
         "rank_correlation": rank_correlation(runs, "ms"),
         "rank_correlation_mfu": rank_correlation(runs, "mfu"),

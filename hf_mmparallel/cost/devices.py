@@ -42,6 +42,8 @@ class Hardware:
         matmul_efficiency (`float`, *optional*, defaults to 0.7): Share of the peak that matrix products reach.
         attention_efficiency (`float`, *optional*, defaults to 0.25): Share of the peak that attention reaches.
         memory_efficiency (`float`, *optional*, defaults to 0.8): Share of the memory's rate that kernels reach.
+        overlap_efficiency (`float`, *optional*, defaults to 0.6): Share of its speed that a device computes with while
+            a collective runs beside it, whose kernels take multiprocessors and memory's rate.
         dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in, a key of [`PEAK_OF_DTYPE`].
         aliases (`tuple[str, ...]`, *optional*): Other names, among them those that drivers report.
         source (`str`, *optional*): Where the numbers come from.
@@ -65,6 +67,7 @@ class Hardware:
     matmul_efficiency: float = 0.7
     attention_efficiency: float = 0.25
     memory_efficiency: float = 0.8
+    overlap_efficiency: float = 0.6
     dtype: str = "bfloat16"
     aliases: tuple[str, ...] = ()
     source: str = ""

@@ -271,7 +271,7 @@ class TestSingleLayout:
 class TestFullySharded:
     def test_overlap(self):
         """The first gather is waited for, of the others what is longer than the layer before."""
-        assert _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0])) == 3 + 4 + 5 + 2
+        assert _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0]), 1.0) == 3 + 4 + 5 + 2
 
     def test_one_rank_only_computes(self):
         question = problem(num_ranks=1, microbatch_size=1, checkpointing={"vision": False, LANGUAGE_MODEL: False})
