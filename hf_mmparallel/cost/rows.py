@@ -43,12 +43,15 @@ class RowLayout:
         block (`int`, *optional*, defaults to 1): What the tokens of a chunk are rounded up to.
         causal (`bool`, *optional*, defaults to `False`): Whether the cost of a squared token is that of causal
             attention.
+        masked_share (`float`, *optional*, defaults to 1.0): How fast `"sdpa"` is under a dense mask, of its speed
+            without one.
     """
 
     attention: str
     padded: bool
     block: int = 1
     causal: bool = False
+    masked_share: float = 1.0
 
     @classmethod
     def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
@@ -61,7 +64,8 @@ class RowLayout:
             return cls(attention, padded=False)
         if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
-        return cls(attention, padded=not costs.packs_rows, causal=True)
+        masked_share = costs.device.masked_attention_share
+        return cls(attention, padded=not costs.packs_rows, causal=True, masked_share=masked_share)
 
     def sizes(self, count: NDArray, tokens: NDArray, squares: NDArray, longest: NDArray, even: NDArray) -> NDArray:
         """
@@ -88,7 +92,8 @@ class RowLayout:
             computed = count * longest
             squares = rows if self.attention == "sdpa" else squares
         if self.causal:
-            squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs, squares)
+            slower = self.masked_share if self.attention == "sdpa" else 1.0
+            squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs / slower, squares)
         return np.stack([computed, squares, np.where(is_dense, pairs, 0.0)], axis=1).astype(float)
 
     def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:
