@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from figures import percent, result, table
 
 
+CHECKED = {"original": "original", "copy": "a copy", "unread": "no"}
+"""What the figures of a study were compared with -> how the table says so."""
+
+
 def published_runs() -> str:
     """How far off predictions are, study by study."""
     rows = []
@@ -15,8 +19,8 @@ def published_runs() -> str:
         ranks = f"{own['rank_correlation']:.2f} / {own['rank_correlation_mfu']:.2f}"
         errors = f"{percent(own['median_error'])} / {percent(own['largest_error'])} %"
         shares = f"{percent(own['best_mfu'])} / {percent(own['best_mfu_predicted'])} %"
-        rows.append(f"| {own['study']} | {counts} | {ranks} | {errors} | {shares} |")
-    head = "runs / judged | rank correlation: step, MFU | error: median / largest | best MFU: published / predicted"
+        rows.append(f"| {own['study']} | {counts} | {ranks} | {errors} | {shares} | {CHECKED[own['checked']]} |")
+    head = "runs / judged | rank correlation: step, MFU | error: median / largest | best MFU: published / predicted | checked"
     return table(f"| study | {head} |", rows)
 
 
@@ -40,6 +44,17 @@ def quotes_of_planner() -> Iterator[str]:
     """What is said of all studies together."""
     found = result("published_runs")
     median, largest = (percent(found[key]) for key in ("median_error", "largest_error"))
+    studies = found["studies"].values()
+    judged = {kind: sum(own["num_judged"] for own in studies if own["checked"] == kind) for kind in CHECKED}
+    yield (
+        f"Of the {found['num_judged']} judged runs {judged['original']} were compared with the original, "
+        f"{judged['copy']} with copies of it, and {judged['unread']} with neither."
+    )
+    plain = found["studies"]["nanotron_1b"]["without_assumptions"]
+    yield (
+        f"Without them the rank correlation of step times is {plain['rank_correlation']:.2f}, the median error "
+        f"{percent(plain['median_error'])} %, the largest {percent(plain['largest_error'])} %."
+    )
     yield f"Over the {found['num_judged']} judged runs the median error is {median} %, the largest {largest} %."
 
 

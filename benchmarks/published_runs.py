@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,28 @@ def rank_correlation(runs: list[dict[str, Any]], quantity: str) -> float:
     return round(float(found[0]), 3)
 
 
-def study_record(study: Study, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far off the predictions of a study are."""
+def how_far_off(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Rank correlations over all runs, errors of those that are judged."""
     errors = [abs(run["ratio"] - 1) for run in runs if run["use"] == "judge"]
+    return {
+        "rank_correlation": rank_correlation(runs, "ms"),
+        "rank_correlation_mfu": rank_correlation(runs, "mfu"),
+        "median_error": round(statistics.median(errors), 3),
+        "largest_error": round(max(errors), 3),
+        "num_judged": len(errors),
+    }
+
+
+def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far off the predictions of a study are, and those without what is assumed of it alone."""
     best = max(runs, key=lambda run: run["measured_mfu"])
     return {
         "study": study.data["study"],
         "source": study.data["source"],
         "checked": study.data["checked"],
         "runs": runs,
-        "rank_correlation": rank_correlation(runs, "ms"),
-        "rank_correlation_mfu": rank_correlation(runs, "mfu"),
-        "median_error": round(statistics.median(errors), 3),
-        "largest_error": round(max(errors), 3),
-        "num_judged": len(errors),
+        **how_far_off(runs),
+        **({"without_assumptions": how_far_off(plain)} if plain else {}),
         "best_mfu": best["measured_mfu"],
         "best_mfu_predicted": max(run["predicted_mfu"] for run in runs),
         "notes": study.data.get("notes", []),
@@ -79,7 +88,8 @@ def main() -> None:
     records = {}
     for study in studies():
         runs = [run for run in study.runs if not options.quick or run.num_tasks <= QUICK_TASKS]
-        records[study.key] = study_record(study, list(map(run_record, runs)))
+        plain = [replace(run, study=study.without_assumptions) for run in runs if study.data.get("assumed")]
+        records[study.key] = study_record(study, list(map(run_record, runs)), list(map(run_record, plain)))
     judged = [abs(run["ratio"] - 1) for own in records.values() for run in own["runs"] if run["use"] == "judge"]
     table = Table(title="predicted over published step times", title_justify="left")
     for name in ("study", "runs", "judged", "rank correlation", "median error", "largest error", "MFU", "predicted"):

@@ -121,6 +121,14 @@ class Study:
         return Engine(**known)
 
     @property
+    def without_assumptions(self) -> Study:
+        """The same runs without what was set by hand to them (`assumed`): launches and links as of any other study."""
+        assumed = set(self.data.get("assumed", ()))
+        parts = ("engine", "device_changes")
+        kept = {part: {k: v for k, v in self.data.get(part, {}).items() if k not in assumed} for part in parts}
+        return replace(self, data={**self.data, **kept})
+
+    @property
     def is_fsdp(self) -> bool:
         return self.key != "nanotron_1b"
 
