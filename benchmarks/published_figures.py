@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from figures import percent, result, table
 
-
-CHECKED = {"original": "original", "copy": "a copy", "unread": "no"}
+CHECKED = {"original": "original", "copy": "a copy", "unread": "nothing"}
 """What the figures of a study were compared with -> how the table says so."""
 
 
@@ -20,8 +19,8 @@ def published_runs() -> str:
         errors = f"{percent(own['median_error'])} / {percent(own['largest_error'])} %"
         shares = f"{percent(own['best_mfu'])} / {percent(own['best_mfu_predicted'])} %"
         rows.append(f"| {own['study']} | {counts} | {ranks} | {errors} | {shares} | {CHECKED[own['checked']]} |")
-    head = "runs / judged | rank correlation: step, MFU | error: median / largest | best MFU: published / predicted | checked"
-    return table(f"| study | {head} |", rows)
+    kinds = "rank correlation: step, MFU | error: median / largest | best MFU: published / predicted"
+    return table(f"| study | runs / judged | {kinds} | checked against |", rows)
 
 
 def published_worst() -> str:

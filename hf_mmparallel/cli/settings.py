@@ -115,7 +115,7 @@ class Settings:
 
     @property
     def allocator_text(self) -> str:
-        """What of the device is left to what predictions of tensors do not see; empty where its memory is not known."""
+        """What of the device is left to what predictions do not see; empty where its memory is not known."""
         if self.memory_limit_gib is not None:
             return "nothing set aside: the limit is for tensors, of which a caching allocator reserves more"
         total = self.device.memory_gib

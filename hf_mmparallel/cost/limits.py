@@ -15,9 +15,9 @@ from .stage_memory import GIB, StageMemory, stage_memories
 
 MEMORY_SHARE = 0.9
 """
-Of a device's memory, what the tensors of a plan may fill. The rest is the only allowance for what predictions leave out:
-what a caching allocator reserves beyond its tensors (sizes rounded up, free blocks that nothing fits), CUDA's context
-and the workspaces of its libraries.
+Of a device's memory, what the tensors of a plan may fill. The rest is the only allowance for what predictions leave
+out: what a caching allocator reserves beyond its tensors (sizes rounded up, free blocks that nothing fits), and what
+CUDA and the workspaces of its libraries hold.
 """
 
 

@@ -35,7 +35,8 @@ def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float
     Returns:
         `dict[str, float]`: Fields of [`Hardware`]: peaks and the memory's rate as in the table of devices, or measured
         where it is not in it; `launch_us`; the shares of them that a large product, causal attention with its backward
-        and an addition reach, and how attention under a dense mask and `"bitfield"` compare; `link_latency_us` where there are two GPUs.
+        and an addition reach; what of that attention under a dense mask and `"bitfield"` reach; `link_latency_us`
+        where there are two GPUs.
     """
     known = known_device(device) if device.type == "cuda" else None
     hardware = known or measure_device(device)

@@ -110,10 +110,13 @@ class TestForms:
         assert block == flex == pytest.approx(flash / 0.8)
 
     def test_a_dense_mask_takes_the_slow_kernel_and_all_pairs(self):
-        """Samples of 30 and 20 tokens: two rows of 30, both halves of each, at half the speed."""
+        """
+        Samples of 30 and 20 tokens: two rows of 30, both halves of each, at half the speed. Without padding there is
+        no mask.
+        """
         spec = text_model(attention="sdpa")
         slow = analytic_costs(spec, replace(PLAIN, masked_attention_share=0.5))
-        for lengths, squares in (((30, 20), 2 * 2 * 900 / 0.5), ((30, 30), 2 * 900)):  # without padding there is no mask
+        for lengths, squares in (((30, 20), 2 * 2 * 900 / 0.5), ((30, 30), 2 * 900)):
             tokens = np.array(lengths)
             sizes = SampleSizes({LANGUAGE_MODEL: tokens}, {LANGUAGE_MODEL: tokens.astype(float) ** 2})
             plan, step, _ = step_of(slow, sizes, 2)
