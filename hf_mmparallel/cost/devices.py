@@ -42,7 +42,7 @@ class Hardware:
         matmul_efficiency (`float`, *optional*, defaults to 0.76): Share of the peak that matrix products reach.
         attention_efficiency (`float`, *optional*, defaults to 0.25): Share of the peak that attention reaches in flash
             kernels, which `"sdpa"` uses without a mask.
-        masked_attention_share (`float`, *optional*, defaults to 0.63): Of that, what `"sdpa"` reaches under a dense
+        masked_attention_share (`float`, *optional*, defaults to 1): Of that, what `"sdpa"` reaches under a dense
             mask, which its flash kernel does not take.
         block_attention_share (`float`, *optional*, defaults to 0.86): Of that, what kernels reach that read their mask
             for each block of tokens: `"bitfield"`, `"flex_attention"`.
@@ -71,7 +71,7 @@ class Hardware:
     launch_us: float = 8.0
     matmul_efficiency: float = 0.76
     attention_efficiency: float = 0.25
-    masked_attention_share: float = 0.63
+    masked_attention_share: float = 1.0
     block_attention_share: float = 0.86
     memory_efficiency: float = 0.72
     overlap_efficiency: float = 0.6
