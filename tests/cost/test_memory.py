@@ -1,5 +1,7 @@
 """The bound of a rank's memory, worked out by hand on a small model in bfloat16."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -107,6 +109,39 @@ def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
     assert alone.kept[1, 1] - tp.kept[1, 1] == split / 2
     held = np.array([0.0, 100.0, 1.0])
     assert cp.kept_bytes(held) == alone.kept_bytes(held) / 2 and cp.state == alone.state
+
+
+def with_heads(num_kv_heads, attention="sdpa"):
+    spec = model(tied=False)
+    language = replace(spec.language_model, num_kv_heads=num_kv_heads, attention=attention)
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+
+
+@pytest.mark.parametrize(("attention", "whole"), [("sdpa", True), ("bitfield", True), ("eager", False)])
+def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attention, whole):
+    spec = with_heads(4, attention)
+    of_pair = 2 if whole else 4 * (4 + 2)  # a mask in bfloat16; scores of four heads in float32, and cast
+    for tp_size in (1, 2):
+        plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
+        kept = stage_memories(h100(spec), plan)[LANGUAGE_MODEL, 0, 0].kept[:, 0].sum()
+        assert kept == LAYERS * of_pair / (1 if whole else tp_size)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "tp_size", "copied_heads"),
+    [
+        (2, 1, 2 * (4 - 2)),  # keys and values of two heads, repeated for four
+        (2, 2, 0),  # two heads of queries share the only one of keys, which is a view
+        (1, 1, 0),
+        (4, 2, 0),
+    ],
+)
+def test_each_tensor_parallel_rank_repeats_the_keys_of_its_own_heads(num_kv_heads, tp_size, copied_heads):
+    spec = with_heads(num_kv_heads)
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
+    held = held_sizes(h100(spec), plan, STEP, LENGTHS)[LANGUAGE_MODEL, 0, 1, 0]
+    tokens = 3 * 20  # three rows, padded to the longest
+    assert held.tolist() == [3 * 20**2 + copied_heads * HIDDEN // 4 * tokens, tokens, 1]
 
 
 LENGTHS = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [7]]})
