@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -86,7 +87,7 @@ def _wide(name: str, world_size: int, modules: dict, *args: Any, heads: tuple[in
     return Case(f"{name}, {heads[0]}:{heads[1]}", world_size, modules, *args, lengths="wide", heads=heads, **more)
 
 
-PADDED = (
+PADDED_ROWS = (
     _wide("padded", 2, {}, heads=_TWO),
     _wide("padded", 2, {}, heads=_EIGHT),
     _wide("padded, one head of keys", 2, {}, heads=_ONE_FOR_ALL),
@@ -110,7 +111,7 @@ PADDED = (
     _wide("padded, dp 2, bf16 autocast", 4, _COPIES, arguments=BF16, heads=_EIGHT),
     _wide("padded, tp 2, pp 2", 5, {LM: {"tp_size": 2, "pp_size": 2}}, heads=_TWO),
 )
-PACKED_CASES = tuple(
+PACKED_ROWS = tuple(
     _wide(f"packed{name}", world_size, modules, *args, arguments={**PACKED, **arguments}, heads=heads, **more)
     for name, world_size, modules, args, arguments, heads, more in (
         ("", 2, {}, (), {}, _TWO, {}),
@@ -135,7 +136,8 @@ PACKED_CASES = tuple(
         (", tp 2, pp 2", 5, {LM: {"tp_size": 2, "pp_size": 2}}, (), {}, _TWO, {}),
     )
 )
-NAMED = (*CASES, *PADDED, *PACKED_CASES)
+GROUPS = {"named": CASES, "padded": PADDED_ROWS, "packed": PACKED_ROWS}
+NAMED = tuple(case for cases in GROUPS.values() for case in cases)
 _LAYOUTS = ({}, {"pp_size": 2}, {"tp_size": 2}, {"dp_size": 2})
 
 
@@ -153,7 +155,7 @@ def random_cases(count: int, seed: int) -> list[Case]:
 def _drawn(name: str, rng: random.Random) -> Case | None:
     """A plan, or `None` where it takes too many ranks or the model can't be cut as drawn."""
     family = rng.choice([*memory_models.FAMILIES, "llava"])
-    modules = {
+    modules: dict[str, dict[str, Any]] = {
         part: dict(rng.choice(_LAYOUTS)) if rng.random() < 0.4 else {} for part in memory_models.FAMILIES[family].media
     }
     modules[LM] = dict(rng.choice([*_LAYOUTS, {"cp_size": 2}, {"tp_size": 2, "pp_size": 2}]))
@@ -165,12 +167,7 @@ def _drawn(name: str, rng: random.Random) -> Case | None:
         if rng.random() < 0.25:
             settings["activation_checkpointing"] = True
     sizes = ("pp_size", "tp_size", "cp_size", "dp_size")
-    world_size = 0
-    for settings in modules.values():
-        ranks = 1
-        for size in sizes:
-            ranks *= settings.get(size, 1)
-        world_size += ranks
+    world_size = sum(math.prod(settings.get(size, 1) for size in sizes) for settings in modules.values())
     arguments = {**rng.choice([{}, {}, BF16]), **rng.choice([{}, PACKED])}
     heads = rng.choice([_TWO, _TWO, _EIGHT, _EIGHT, _ONE_FOR_ALL, (8, 8)])
     case = Case(
