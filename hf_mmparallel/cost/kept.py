@@ -402,7 +402,8 @@ def layer_working(part: ModuleSpec, uses: Sequence[ParameterUse], precision: Pre
         wide = last.width_in(part.hidden_size) / tp_size * precision.compute
         gated = sum(matrix.width_out(part.hidden_size) for matrix in inner) >= 2 * last.width_in(part.hidden_size)
         forwards.append(Polynomial(token=wide * (3 if gated else 2)))
-        backwards.append(Polynomial(token=wide * (2 if gated else 1)))
+        # The gradient behind the activation function and those before it; what the last matrix kept is freed by then.
+        backwards.append(Polynomial(token=wide * ((3 if gated else 2) - last.keeps_input(precision))))
     if shape.attention:
         split = tp_size if is_split(shape.attention) else 1
         *inner, last = shape.attention

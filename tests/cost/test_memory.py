@@ -7,6 +7,7 @@ import pytest
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, memory_per_rank, memory_timeline, stage_memory
+from hf_mmparallel.cost.kept import Precision, layer_working
 from hf_mmparallel.cost.memory import held_sizes
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
@@ -189,3 +190,22 @@ def test_the_bound_is_one(schedule, plugins, frozen):
     for rank, (times, num_bytes) in memory_timeline(h100(spec), plan, step, sizes, simulation.spans).items():
         assert (np.diff(times) >= 0).all() and num_bytes.max() <= bound[rank].total * (1 + 1e-9)
         assert num_bytes.max() >= bound[rank].weights + bound[rank].optimizer
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_frozen_layer_has_nothing_to_free_while_its_activation_function_runs_back(gated):
+    found = {}
+    for frozen in ((), (LANGUAGE_MODEL,)):
+        spec = model(frozen)
+        language, uses = spec.language_model, spec.uses[LANGUAGE_MODEL, 0]
+        if gated:
+            up = next(use for use in uses if "mlp.up" in use.parameter.name)
+            gate = replace(up, parameter=replace(up.parameter, name=up.parameter.name.replace("up", "gate")))
+            uses = (*uses[: uses.index(up)], gate, *uses[uses.index(up) :])
+        found[frozen] = layer_working(language, uses, Precision(2, 2), 1).backward.token
+    # Of a token, in bfloat16: the gradient behind the function and that before it, or those of both factors of a gate.
+    # A trained last matrix has freed its input by then, a frozen one had none. Attention needs less: 2 * 4 * HIDDEN.
+    gradients = 3 if gated else 2
+    outside = 2 * 2 * HIDDEN  # before and behind the layer
+    assert found[(LANGUAGE_MODEL,)] == gradients * 2 * WIDE + outside
+    assert found[()] == (gradients - 1) * 2 * WIDE + outside
