@@ -48,13 +48,8 @@ from hf_mmparallel.trainer import report
 
 GOAL = 0.15
 MIB = 2**20
-_QUICK = (
-    (GROUPS["named"], 2),
-    (GROUPS["padded"], 2),
-    (GROUPS["named"], 3),
-    (GROUPS["padded"], 3),
-    (GROUPS["packed"], 3),
-)
+_QUICK = (("named", 2), ("padded", 3), ("packed", 3))
+"""Group and ranks of the plans of a quick run."""
 
 
 # Measuring
@@ -251,7 +246,7 @@ def run_ranks(options: argparse.Namespace) -> None:
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
     """The cases of a run."""
     if options.quick:
-        return [next(case for case in cases if case.world_size == size) for cases, size in _QUICK]
+        return [next(case for case in GROUPS[group] if case.world_size == size) for group, size in _QUICK]
     named = [case for case in NAMED if options.only in case.name]
     return [*named, *random_cases(options.random, options.seed)]
 
