@@ -26,6 +26,8 @@ _FORMS: tuple[tuple[str, ...], ...] = (
     ("tokens", "squares", "layers"),
     ("tokens", "squares", "launches"),
 )
+_LAUNCHED = ("base", "launches")
+"""The plainest form where launches are expected to take longer than what some tasks compute."""
 _SPLITS = 12  # of tasks into those that launches take and those that a device computes, at most
 _MEASURED, _TOKENS, _SQUARES, _LAYERS, _RECOMPUTED, _LAUNCHES = range(6)
 """Columns of [`_rows`]."""
@@ -218,8 +220,8 @@ def _predicted(scale: TimeScale, rows: NDArray) -> NDArray:
 def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     """
     The correction with the fewest coefficients that predicts windows left out of its fit about as well as those with
-    more: a factor; with one of launches, or a constant for each layer; with a factor of squares of its own. `None`
-    without any times.
+    more: a factor; with one of launches, or a constant for each layer; with a factor of squares of its own. Where
+    launches are expected to take longer than what some tasks compute, it begins with both. `None` without any times.
     """
     windows = [
         rows[(rows[:, _MEASURED] > rows[:, _RECOMPUTED]) & (rows[:, [_TOKENS, _SQUARES]].sum(axis=1) > 0)]
@@ -228,8 +230,10 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     windows = [rows for rows in windows if len(rows)]
     if not windows:
         return None
-    chosen, least = _FORMS[0], _left_out_error(windows, _FORMS[0])
-    for form in _FORMS[1:]:
+    hidden = any((_computed_shares(rows) < 1).any() for rows in windows)
+    chosen = _LAUNCHED if hidden else _FORMS[0]
+    least = _left_out_error(windows, chosen)
+    for form in _FORMS:
         error = _left_out_error(windows, form)
         if error < _WORTH * least:
             chosen, least = form, error
@@ -238,14 +242,21 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
 
 def _fit_form(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
     """
-    The correction with the least error. Tasks that compute little for their launches take the time of these,
-    the others the time of what they compute: of several splits into both the one that fits best.
+    A correction, with the tasks split into those that take the time of their launches and those that take what they
+    compute: as the costs expect it, unless another split predicts them clearly better.
     """
-    computed, launches = rows[:, [_TOKENS, _SQUARES]].sum(axis=1), rows[:, _LAUNCHES]
-    shares = np.divide(computed, launches, out=np.full(len(rows), np.inf), where=launches > 0)
-    rows = rows[np.argsort(shares, kind="stable")]
-    counts = np.unique(np.linspace(0, (launches > 0).sum(), _SPLITS).astype(int))
-    return min((_fit_split(rows, count, form) for count in counts), key=lambda scale: _relative_error(scale, rows))
+    rows = rows[np.argsort(_computed_shares(rows), kind="stable")]
+    expected = int((_computed_shares(rows) < 1).sum())
+    counts = np.unique(np.linspace(0, (rows[:, _LAUNCHES] > 0).sum(), _SPLITS).astype(int))
+    scale = _fit_split(rows, expected, form)
+    best = min((_fit_split(rows, count, form) for count in counts), key=lambda own: _relative_error(own, rows))
+    return best if _relative_error(best, rows) < _WORTH * _relative_error(scale, rows) else scale
+
+
+def _computed_shares(rows: NDArray) -> NDArray:
+    """Of each row, what is computed over its launches, by the costs; infinite without launches."""
+    computed, launches = rows[:, [_TOKENS, _SQUARES, _RECOMPUTED]].sum(axis=1), rows[:, _LAUNCHES]
+    return np.divide(computed, launches, out=np.full(len(rows), np.inf), where=launches > 0)
 
 
 def _fit_split(rows: NDArray, count: int, form: tuple[str, ...]) -> TimeScale:
