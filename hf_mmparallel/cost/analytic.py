@@ -107,6 +107,7 @@ class AnalyticLayers:
         kept, frozen = (
             layer_kept(part, with_trainable(uses, trained), index, precision, tp_size) for trained in (True, False)
         )
+        launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
         return LayerCost(
             forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms) + forward_sums,
             data_gradient=Polynomial(
@@ -116,7 +117,7 @@ class AnalyticLayers:
             weight_gradient=Polynomial(0.0, products_ms, written_ms),
             activations=kept,
             frozen_activations=frozen,
-            launch_ms=work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0,
+            launch_ms=(launch_ms, launch_ms),
         )
 
     def _products_ms(

@@ -193,7 +193,8 @@ def layer_table(
         forward.append(layer.forward)
         backward.append(backward_of(layer, data_gradient, share, again, inner))
         runs_back = data_gradient or share > 0
-        launches.append((layer.launch_ms, runs_back * layer.launch_ms * (1 + again)))
+        there, back = layer.launch_ms
+        launches.append((there, runs_back * (back + again * there)))
     rows = [[(p.square, p.token, p.constant) for p in polynomials] for polynomials in (forward, backward)]
     windows = np.array([0, *(part.window(layer) for layer in range(part.num_layers)), 0], float)
     tables = [np.array(found) for found in rows]
