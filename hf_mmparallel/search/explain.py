@@ -9,6 +9,7 @@ from ..cost.stage_memory import GIB
 from .candidates import CandidateSpace
 from .problem import PlanningProblem, RankedPlan
 
+_FULL = 0.9  # of what tensors may fill: more is told of
 _AS_FAST = 5e-4  # what rounds to 0.0 %
 
 
@@ -26,7 +27,7 @@ def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
     text += (
         f". The fullest, rank {fullest}, needs {memory.total_gib:.3g}{limit} GiB, most of it {largest_part(memory)}."
     )
-    if problem.memory_bytes is not None and memory.total > 0.9 * problem.memory_bytes:
+    if problem.memory_bytes is not None and memory.total > _FULL * problem.memory_bytes:
         text += " Memory leaves no room for larger microbatches."
     return text
 
