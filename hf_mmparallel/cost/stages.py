@@ -91,12 +91,16 @@ class LayerTable:
 
     def sizes(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> NDArray:
         """`[3, num_layers + 2, ...]`: squared tokens that layers with a window attend to, tokens, and ones."""
+        attended, every = self._attended(tokens, squares)
+        return np.stack([attended / num_rows, every / num_rows, (every > 0).astype(float)])
+
+    def _attended(self, tokens: ArrayLike, squares: ArrayLike) -> tuple[NDArray, NDArray]:
+        """The first two of `sizes`, on one row."""
         tokens, squares = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(squares, float))
         attended = np.repeat(squares[None], len(self.windows), axis=0)
         for window in set(self.windows[self.windows > 0].tolist()):
             attended[self.windows == window] = windowed_squares(tokens, squares, window, self.is_causal)
-        every = np.broadcast_to(tokens, attended.shape)
-        return np.stack([attended / num_rows, every / num_rows, (every > 0).astype(float)])
+        return attended, np.broadcast_to(tokens, attended.shape)
 
     def times(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> tuple[NDArray, NDArray]:
         """Forward and backward of a chunk in each row `[num_layers + 2, ...]`, with launches that show."""
@@ -110,7 +114,7 @@ class LayerTable:
 
     def sample_ms(self, tokens: NDArray, squares: NDArray) -> tuple[NDArray, NDArray]:
         """Forward and backward `[samples]` of samples through all layers, without what each chunk costs."""
-        sizes, tables = self.sizes(tokens, squares)[:2], (self.forward, self.backward)
+        sizes, tables = np.stack(self._attended(tokens, squares)), (self.forward, self.backward)
         forward, backward = (np.einsum("rk,kr...->...", table[:, :2], sizes) for table in tables)
         return forward, backward
 

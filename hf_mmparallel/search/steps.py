@@ -42,7 +42,9 @@ class PlannedStep:
 
     Args:
         step (`StepPlan`): Which sample is where.
-        program (`Program`): The actions of every rank, or of those in the part of the rank that it was planned for.
+        program (`Program`):
+            The actions of every rank, or of those in the part of the rank that it was planned for; none if the step is
+            arranged only.
         sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
         workloads (`Workloads`): What the samples were arranged by.
     """
@@ -109,19 +111,43 @@ class StepPlanner:
                 that has to be compared: what it exchanges with others are gradient sums, in an order that no step
                 changes.
         """
+        arranged = self.arrange_draw(draw)
+        return replace(arranged, program=self.program(arranged.step, arranged.sizes, rank))
+
+    def arrange_draw(self, draw: Drawn) -> PlannedStep:
+        """Samples of a global batch in their microbatches, without a program."""
         sizes = draw.sizes
         if sizes is None and self.sizes is not None:
             sizes = self.sizes(draw.samples)
+        limits = self.limits if draw.limits is None else draw.limits
+        return self.arrange(draw.samples, sizes, limits, draw.epoch)
+
+    def arrange(
+        self,
+        samples: Sequence[int],
+        sizes: SampleSizes | None,
+        limits: Mapping[str, int] | None = None,
+        epoch: int = 0,
+    ) -> PlannedStep:
+        """
+        Samples in their microbatches, without a program.
+
+        Args:
+            samples (`Sequence[int]`): Dataset indices in the sampler's order.
+            sizes (`SampleSizes`, *optional*): Of each; without them all count the same.
+            limits (`Mapping[str, int]`, *optional*):
+                Module -> most tokens of a microbatch; without them they are found for these samples.
+            epoch (`int`, *optional*, defaults to 0): The epoch that they are drawn in.
+        """
         if sizes is None:
-            workloads = Workloads.alike(self.plan.modules, len(draw.samples))
+            workloads = Workloads.alike(self.plan.modules, len(samples))
         else:
-            limits = self.limits if draw.limits is None else draw.limits
             memory_bytes = self.memory_bytes if limits is None else None
             workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
             if limits is not None:
                 workloads = replace(workloads, max_tokens=limits)
-        step = arrange_step(self.plan, draw.samples, workloads, self.microbatch_size, self.method, draw.epoch)
-        return PlannedStep(step, self.program(step, sizes, rank), sizes, workloads)
+        step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.method, epoch)
+        return PlannedStep(step, Program({}), sizes, workloads)
 
     @cached_property
     def condensed(self) -> Condensed:
