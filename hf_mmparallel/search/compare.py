@@ -87,7 +87,7 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
         `tuple[ComparedPlan, ...]`: One of each; plans that do not fit the memory only where none of their kind does.
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
-    judge = _Judge(replace(problem, fixed={}), batches)
+    judge = _Judge(replace(problem, fixed={}, method="contiguous"), batches)
     return (
         judge.unaware(),
         judge.single_layout(),
@@ -166,9 +166,9 @@ class UnawareOptions(ModuleOptions):
         super().__init__(problem, name)
         self.assumed = assumed
 
-    def layer_ms(self, kind: Kind, num_samples: float):
+    def layer_ms(self, kind: Kind, num_samples: float, padded: bool = True):
         """See [`ModuleOptions`]."""
-        return self._layer_ms(self.assumed, kind, num_samples)
+        return self._layer_ms(self.assumed, kind, num_samples, padded)
 
 
 class _Judge:
@@ -182,7 +182,7 @@ class _Judge:
     def unaware(self) -> ComparedPlan:
         """The candidate that is fastest if all was trained."""
         spec = all_trained(self.problem.spec)
-        assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec), method="contiguous")
+        assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec))
         space = CandidateSpace(self.problem)
         space.options.update({name: UnawareOptions(self.problem, name, assumed.costs) for name in space.options})
         found = list(itertools.islice(unlike(space.expected_to_fit()), _TRIED)) or list(itertools.islice(space, 1))
