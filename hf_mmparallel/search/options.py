@@ -160,7 +160,7 @@ class ModuleOptions:
         """What the samples of a batch take in the whole module beside others and alone, the longest first."""
         table, layout = layer_table(self.problem.costs, self.name), self.microbatches.layout(1)
         found = (layout.of_samples(self.microbatches.batch, self.name, even) for even in (False, True))
-        beside, alone = (sum(table.sample_ms(own[1], own[0])) for own in found)
+        beside, alone = (np.add(*table.sample_ms(own[1], own[0])) for own in found)
         return sorted(beside.tolist(), reverse=True), sorted(alone.tolist(), reverse=True)
 
     def unevenness(self, num_parts: int) -> float:

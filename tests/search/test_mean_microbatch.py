@@ -14,7 +14,7 @@ from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.mean_microbatch import MeanMicrobatches
 from hf_mmparallel.search.options import Kind, ModuleOptions
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
-from hf_mmparallel.search.search import step_planner
+from hf_mmparallel.search.simulations import step_planner
 from tests.search.test_search import problem_of
 
 BATCH, DP, COUNT = 64, 2, 8

@@ -3,6 +3,7 @@
 import itertools
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,16 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
+from hf_mmparallel.cost.memory import state_per_rank
+from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.condense import on_all_ranks, predict_condensed
-from hf_mmparallel.search.explain import least_memory_bytes
+from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_layers
-from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
-from hf_mmparallel.search.search import search_plans, step_planner
+from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, draw_batch
+from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.search.simulations import AS_FAST, in_order, step_planner
 from tests.cost.models import LAYERS, PLAIN, model, module
 
 FROZEN = [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)]
@@ -207,7 +211,8 @@ def test_answers_keep_to_the_rules_of_the_engine(frozen):
     result = search_plans(problem)
     plans = [result.best, *result.runners_up]
     assert len(result.runners_up) == len(result.reasons) <= 3
-    assert [plan.step_ms for plan in plans] == sorted(plan.step_ms for plan in plans)
+    assert plans == in_order(plans)
+    assert result.best.step_ms <= AS_FAST * min(plan.step_ms for plan in plans)
     for plan in plans:
         check_plan(plan.plan, problem.spec)
         assert plan.plan.world_size == 6
@@ -291,9 +296,57 @@ def test_a_model_that_fits_no_plan_says_by_how_much_and_what_helps():
         search_plans(problem_of(3, 8, fixed={LANGUAGE_MODEL: {"tp_size": 3}}))
 
 
-def test_a_model_of_which_only_mean_microbatches_fit_says_so():
-    problem = problem_of(2, 8)
-    lean = least_memory_bytes(problem)
-    assert lean is not None
-    with pytest.raises(ValueError, match=r"fits every batch: .* for a mean microbatch"):
-        search_plans(replace(problem, memory_bytes=1.02 * lean))
+def with_a_large_sample(problem: PlanningProblem) -> PlanningProblem:
+    """The problem with one long text in each batch, in memory that all others fit but not this one."""
+    tokens, squares = (
+        {name: own[:8].copy() for name, own in d.items()} for d in (problem.sizes.tokens, problem.sizes.squares)
+    )
+    best = search_plans(replace(problem, sizes=SampleSizes(tokens, squares))).best
+    tokens[LANGUAGE_MODEL][3], squares[LANGUAGE_MODEL][3] = 40_000, 40_000.0**2
+    return replace(problem, sizes=SampleSizes(tokens, squares), memory_bytes=2 * best.peak_memory_bytes)
+
+
+def test_a_sample_that_no_plan_has_room_for_gets_a_microbatch_of_its_own_and_the_plan_says_so():
+    """As training does, which warns and goes on."""
+    problem = with_a_large_sample(problem_of(1, 8))
+    best = search_plans(problem).best
+    assert best.peak_memory_bytes > problem.memory_bytes
+    assert re.search(
+        r"samples of up to 40,000 tokens in `language_model`, where a microbatch may have [\d,]+:", best.bound
+    )
+    workloads = best.prediction.planned.workloads
+    for name, limit in workloads.max_tokens.items():
+        for replica in best.prediction.planned.step.microbatches[name]:
+            for slots in replica:
+                assert len(slots) == 1 or workloads.tokens[name][list(slots)].sum() <= limit
+    with pytest.raises(ValueError, match="fits"):  # the sampler's order keeps to no limit
+        search_plans(replace(problem, method="contiguous", microbatch_size=8))
+
+
+def test_state_that_does_not_fit_is_refused_however_large_samples_are():
+    problem = with_a_large_sample(problem_of(1, 8))
+    candidate = search_plans(problem).best.candidate
+    plan = candidate.plan(problem.spec)
+    state = max(own.total for own in state_per_rank(plan, stage_memories(problem.costs, plan)).values())
+    with pytest.raises(ValueError, match="fits"):
+        search_plans(replace(problem, memory_bytes=0.98 * state))
+
+
+def test_a_plan_that_fits_comes_before_one_that_a_large_sample_exceeds():
+    problem = with_a_large_sample(problem_of(1, 8))
+    leanest = search_plans(problem).best.peak_memory_bytes
+    roomy = search_plans(replace(problem, memory_bytes=1.2 * leanest)).best
+    assert roomy.peak_memory_bytes <= 1.2 * leanest and "microbatch of its own" not in roomy.bound
+
+
+def ranked(step_ms: float, peak: float) -> RankedPlan:
+    """A plan with a step and a peak."""
+    prediction = SimpleNamespace(step_ms=step_ms, peak_memory_bytes=peak)
+    return RankedPlan(CANDIDATES[0], None, (prediction,), step_ms)  # type: ignore[arg-type]
+
+
+def test_of_plans_that_are_as_fast_the_leanest_comes_first():
+    fat, lean, slow = ranked(1000.0, 71.1), ranked(1004.0, 54.5), ranked(1006.0, 10.0)
+    assert in_order([slow, fat, lean]) == [lean, fat, slow]
+    assert in_order([ranked(1000.0, 71.1), ranked(1005.1, 54.5)])[0].step_ms == 1000.0
+    assert reason_for(lean, ranked(1000.0, 71.1 * 2**30)).startswith("0.4% faster: its fullest rank needs 71.1 GiB")
