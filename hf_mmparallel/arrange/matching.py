@@ -50,7 +50,8 @@ def _can_match(allowed: NDArray) -> NDArray:
     """Whether each problem `[num_problems, size, size]` has a perfect matching of allowed pairs."""
     num_problems, size, _ = allowed.shape
     row, column = np.nonzero(allowed.reshape(num_problems * size, size))
-    starts = np.concatenate([[0], np.cumsum(allowed.sum(axis=2).ravel())])
-    columns = row // size * size + column
+    # scipy 1.13 matches graphs with indices of 32 bits only.
+    starts = np.concatenate([[0], np.cumsum(allowed.sum(axis=2).ravel())]).astype(np.int32)
+    columns = (row // size * size + column).astype(np.int32)
     graph = csr_array((np.ones(len(row), np.int8), columns, starts), shape=(num_problems * size,) * 2)
     return (maximum_bipartite_matching(graph, "column").reshape(num_problems, size) >= 0).all(axis=1)
