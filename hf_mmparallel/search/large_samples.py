@@ -30,10 +30,13 @@ def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...]
 
 def runs_large_samples_alone(prediction: Prediction) -> bool:
     """
-    Whether there are such microbatches, each of one sample, which no arrangement can make smaller, and most samples of
-    the step are not in them.
+    Whether there are such microbatches, each of one sample, which no arrangement can make smaller, and few of them:
+    less than half of the samples in the module that has fewest. (Modules on the same ranks share the memory by what
+    they have to do, so that large samples of one of them make the limit of the others small as well.)
     """
-    found = list(large_samples(prediction))
-    slots = {slot for _, own, _, _ in found for slot in own}
-    is_alone = all(len(own) == 1 for _, own, _, _ in found)
-    return bool(found) and is_alone and 2 * len(slots) < prediction.sizes.num_samples
+    counts = dict.fromkeys(prediction.planned.workloads.max_tokens, 0)
+    for name, slots, _, _ in large_samples(prediction):
+        if len(slots) > 1:
+            return False
+        counts[name] += 1
+    return any(counts.values()) and 2 * min(counts.values()) < prediction.sizes.num_samples
