@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan
+from .kept import MASKED_ATTENTION
 from .layers import PACKED_ATTENTION, CostModel
 
 ChunkKey = tuple[str, int, int, int]
@@ -43,12 +44,14 @@ class RowLayout:
         block (`int`, *optional*, defaults to 1): What the tokens of a chunk are rounded up to.
         causal (`bool`, *optional*, defaults to `False`): Whether the cost of a squared token is that of causal
             attention.
+        window (`int`, *optional*, defaults to 0): Tokens of the smallest sliding window of a layer, 0 for none.
     """
 
     attention: str
     padded: bool
     block: int = 1
     causal: bool = False
+    window: int = 0
 
     @classmethod
     def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
@@ -56,17 +59,20 @@ class RowLayout:
         The layout of a module in a plan: encoders compute real tokens; the rows of a language model are padded unless
         they are packed, and under context parallelism its ranks have equally many blocks of a packed row.
         """
-        attention = costs.spec.modules[name].attention
+        part = costs.spec.modules[name]
+        attention = part.attention
         if name != LANGUAGE_MODEL:
             return cls(attention, padded=False)
         if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
-        return cls(attention, padded=not costs.packs_rows, causal=True)
+        window = min(filter(None, part.windows), default=0)
+        return cls(attention, padded=not costs.packs_rows, causal=True, window=window)
 
     def sizes(self, count: NDArray, tokens: NDArray, squares: NDArray, longest: NDArray, even: NDArray) -> NDArray:
         """
-        What chunks compute. `"eager"` attention computes all pairs of tokens of a row, `"sdpa"` as well where rows are
-        padded, because their mask is a dense tensor; other functions skip padding and what causality hides.
+        What chunks compute. `"eager"` attention computes all pairs of tokens of a row; so do `"sdpa"` and
+        `"bitfield"`, which computes padded rows as that does, where the mask is a dense tensor: where rows are padded
+        or as long as a window. Other functions skip padding and what causality hides.
 
         Args:
             count (`np.ndarray` of shape `[chunks]`): Samples.
@@ -81,12 +87,13 @@ class RowLayout:
         rows = count * longest.astype(float) ** 2
         pairs = rows if self.padded else squares
         is_dense = np.full(len(count), self.attention == "eager")
-        if self.padded and self.attention == "sdpa":
-            is_dense = ~even
+        takes_mask = self.padded and self.attention in MASKED_ATTENTION
+        if takes_mask:
+            is_dense = ~even | ((longest >= self.window) & (self.window > 0))
         computed = -(-tokens // self.block) * self.block
         if self.padded:
             computed = count * longest
-            squares = rows if self.attention == "sdpa" else squares
+            squares = rows if takes_mask else squares
         if self.causal:
             squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs, squares)
         return np.stack([computed, squares, np.where(is_dense, pairs, 0.0)], axis=1).astype(float)
