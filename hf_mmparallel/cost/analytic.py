@@ -150,7 +150,7 @@ class AnalyticLayers:
         share = (0.5 if part.name == LANGUAGE_MODEL else 1.0) / split
         flops = share * 4.0 * part.attention_width
         if part.attention != "eager":
-            return flops / self.device.attention_flops_per_ms
+            return flops / self.device.attention_flops_per_ms(part.attention)
         scores = (FUSED_SCORE_BYTES if self.engine.fused else SCORE_BYTES) * precision.compute / 2
         moved = share * scores * part.num_heads
         return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms

@@ -52,7 +52,8 @@ _RANGES = {
     "node_link_gb_per_s": _Range(0.05, 1_000, "GB/s (10^9 bytes a second, one way)"),
     **dict.fromkeys(("node_size", "network_cards", "multiprocessors"), _COUNT),
     **dict.fromkeys(("link_latency_us", "node_link_latency_us", "launch_us"), _MICROSECONDS),
-    **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency"), _SHARE),
+    **dict.fromkeys(("masked_attention_share", "block_attention_share"), _Range(0.01, 10, "(of flash attention)")),
+    **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency", "overlap_efficiency"), _SHARE),
 }
 _BALANCE = _Range(0.5, 5_000, "operations for each byte of memory traffic")
 

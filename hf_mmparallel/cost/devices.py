@@ -39,9 +39,16 @@ class Hardware:
         link_latency_us (`float`, *optional*, defaults to 5): Of a message inside a node, in microseconds.
         node_link_latency_us (`float`, *optional*, defaults to 12): Of a message between nodes, in microseconds.
         launch_us (`float`, *optional*, defaults to 8): Time of the host to start one kernel in eager mode.
-        matmul_efficiency (`float`, *optional*, defaults to 0.7): Share of the peak that matrix products reach.
-        attention_efficiency (`float`, *optional*, defaults to 0.25): Share of the peak that attention reaches.
-        memory_efficiency (`float`, *optional*, defaults to 0.8): Share of the memory's rate that kernels reach.
+        matmul_efficiency (`float`, *optional*, defaults to 0.76): Share of the peak that matrix products reach.
+        attention_efficiency (`float`, *optional*, defaults to 0.25): Share of the peak that attention reaches in flash
+            kernels, which `"sdpa"` uses without a mask.
+        masked_attention_share (`float`, *optional*, defaults to 1): Of that, what `"sdpa"` reaches under a dense
+            mask, which its flash kernel does not take.
+        block_attention_share (`float`, *optional*, defaults to 0.86): Of that, what kernels reach that read their mask
+            for each block of tokens: `"bitfield"`, `"flex_attention"`.
+        memory_efficiency (`float`, *optional*, defaults to 0.72): Share of the memory's rate that kernels reach.
+        overlap_efficiency (`float`, *optional*, defaults to 0.6): Share of its speed that a device computes with while
+            a collective runs beside it, whose kernels take multiprocessors and memory's rate.
         dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in, a key of [`PEAK_OF_DTYPE`].
         aliases (`tuple[str, ...]`, *optional*): Other names, among them those that drivers report.
         source (`str`, *optional*): Where the numbers come from.
@@ -62,9 +69,12 @@ class Hardware:
     link_latency_us: float = 5.0
     node_link_latency_us: float = 12.0
     launch_us: float = 8.0
-    matmul_efficiency: float = 0.7
+    matmul_efficiency: float = 0.76
     attention_efficiency: float = 0.25
-    memory_efficiency: float = 0.8
+    masked_attention_share: float = 1.0
+    block_attention_share: float = 0.86
+    memory_efficiency: float = 0.72
+    overlap_efficiency: float = 0.6
     dtype: str = "bfloat16"
     aliases: tuple[str, ...] = ()
     source: str = ""
@@ -83,10 +93,11 @@ class Hardware:
         """Operations of matrix products that training reaches in a millisecond."""
         return self.peak_tflops * 1e9 * self.matmul_efficiency
 
-    @property
-    def attention_flops_per_ms(self) -> float:
-        """Operations of attention that training reaches in a millisecond."""
-        return self.peak_tflops * 1e9 * self.attention_efficiency
+    def attention_flops_per_ms(self, attention: str) -> float:
+        """Operations that an attention function without a dense mask reaches in a millisecond."""
+        is_block = any(kind in attention for kind in ("bitfield", "flex"))
+        share = self.block_attention_share if is_block else 1.0
+        return self.peak_tflops * 1e9 * self.attention_efficiency * share
 
     @property
     def memory_bytes_per_ms(self) -> float:

@@ -44,6 +44,8 @@ class RowLayout:
         block (`int`, *optional*, defaults to 1): What the tokens of a chunk are rounded up to.
         causal (`bool`, *optional*, defaults to `False`): Whether the cost of a squared token is that of causal
             attention.
+        masked_share (`float`, *optional*, defaults to 1.0): How fast attention is under a dense mask, of the speed by
+            which squares are charged.
         window (`int`, *optional*, defaults to 0): Tokens of the smallest sliding window of a layer, 0 for none.
     """
 
@@ -51,6 +53,7 @@ class RowLayout:
     padded: bool
     block: int = 1
     causal: bool = False
+    masked_share: float = 1.0
     window: int = 0
 
     @classmethod
@@ -66,7 +69,10 @@ class RowLayout:
         if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
         window = min(filter(None, part.windows), default=0)
-        return cls(attention, padded=not costs.packs_rows, causal=True, window=window)
+        share = costs.device.masked_attention_share
+        if attention == PACKED_ATTENTION:  # under a dense mask it is `"sdpa"`
+            share /= costs.device.block_attention_share
+        return cls(attention, padded=not costs.packs_rows, causal=True, masked_share=share, window=window)
 
     def sizes(self, count: NDArray, tokens: NDArray, squares: NDArray, longest: NDArray, even: NDArray) -> NDArray:
         """
@@ -95,7 +101,8 @@ class RowLayout:
             computed = count * longest
             squares = rows if takes_mask else squares
         if self.causal:
-            squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs, squares)
+            share = self.masked_share if takes_mask else 1.0
+            squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs / share, squares)
         return np.stack([computed, squares, np.where(is_dense, pairs, 0.0)], axis=1).astype(float)
 
     def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:

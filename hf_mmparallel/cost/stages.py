@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import StageKey
-from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
+from .analytic import ATTENTION_BACKWARD, active_elements
 from .kept import LayerShape, Matrix
 from .layers import CostModel, LayerCost, Polynomial
 
@@ -45,22 +45,6 @@ def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
         return sum(lookups) / len(lookups) if lookups else 0.0
     trained = sum(elements for use, elements in found if use.parameter.trainable)
     return trained / sum(elements for _, elements in found) if trained else 0.0
-
-
-def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
-    """
-    Operations of a module's forward and backward as the model defines them, nothing computed twice: for each token,
-    and for each squared token of a sequence.
-    """
-    per_token = per_square = 0.0
-    for index, needed in zip(
-        range(-1, spec.modules[module].num_layers + 1), data_gradients(spec)[module], strict=True
-    ):
-        tokens, squares = layer_flops(spec, module, index)
-        inner, attends = (1.0, True) if needed else inner_gradient_share(spec, module, index)
-        per_token += tokens * (1 + inner + trainable_share(spec, module, index))
-        per_square += squares * (1 + 2 * attends)
-    return per_token, per_square
 
 
 def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[float, bool]:

@@ -138,6 +138,7 @@ def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardwar
     base = find_device("cpu")
     if device.type != "cpu":  # messages between GPUs are not those between processes
         names = ("link_latency_us", "node_link_latency_us", "launch_us")
+        names += ("masked_attention_share", "block_attention_share")
         base = replace(base, **{name: getattr(Hardware, name) for name in names})
     return replace(
         base,

@@ -10,6 +10,7 @@ from .candidates import CandidateSpace
 from .large_samples import large_samples
 from .problem import PlanningProblem, RankedPlan
 
+_FULL = 0.9  # of what tensors may fill: more is told of
 _AS_FAST = 5e-4  # what rounds to 0.0 %
 
 
@@ -29,7 +30,7 @@ def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
     )
     if problem.memory_bytes is not None and memory.total > problem.memory_bytes:
         text += _large_samples_text(ranked)
-    elif problem.memory_bytes is not None and memory.total > 0.9 * problem.memory_bytes:
+    elif problem.memory_bytes is not None and memory.total > _FULL * problem.memory_bytes:
         text += " Memory leaves no room for larger microbatches."
     return text
 

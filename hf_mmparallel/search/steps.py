@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ..arrange import arrange_step
-from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, training_flops
+from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, model_flops
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
 from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
@@ -162,11 +162,8 @@ class StepPlanner:
 
     def utilisation(self, sizes: SampleSizes, step_ms: float) -> float:
         """Model FLOPs of the samples over what all ranks could do meanwhile."""
-        flops = 0.0
-        for name in self.plan.modules:
-            per_token, per_square = training_flops(self.costs.spec, name)
-            flops += per_token * sizes.tokens[name].sum() + per_square * sizes.squares[name].sum()
-        return flops / (1e9 * self.costs.device.peak_tflops * self.plan.world_size * step_ms)
+        peak_flops = 1e9 * self.costs.device.peak_tflops * self.plan.world_size * step_ms
+        return model_flops(self.costs.spec, sizes) / peak_flops
 
 
 @dataclass(frozen=True)

@@ -198,3 +198,13 @@ def test_measured_costs(model, text_model, tmp_path, run, fail):
     assert "were measured on one device" in fail(*arguments, "--what-if", "gpu_type=h100")
     assert "another model" in fail("plan", "--model", model, "--gpus", 2, "--profile", path)
     assert "does not exist" in fail("plan", "--model", model, "--gpus", 2, "--profile", tmp_path / "nothing.json")
+
+
+def test_what_is_left_to_the_allocator_has_a_line(found, run, text_model):
+    """One allowance, of which nothing is taken off twice: what must fit is the rest of the device."""
+    assert "Allocator 10% of the device, 7.91 of 79.1 GiB, are left to the caching allocator's rounding" in found.out
+    assert "of 71.19 GiB on the fullest rank" in found.out
+    plan = ("plan", "--model", text_model, "--gpus", 1, *SHORT[:2], "--effort", 1, "--global-batch-size", 2)
+    limited = run(*plan, "--memory-limit-gib", 4)
+    assert "of 4 GiB on the fullest rank" in limited and "Allocator nothing set aside: the limit is for" in limited
+    assert "Allocator" not in run(*plan, "--gpu-type", "cpu")
