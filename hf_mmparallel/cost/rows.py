@@ -122,6 +122,26 @@ class RowLayout:
         found = replace(self, block=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
         return found[:, [1, 0]].T
 
+    def of_groups(self, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
+        """
+        What groups of samples of a module compute, each on one rank.
+
+        Args:
+            sizes (`SampleSizes`): The samples.
+            name (`str`): The module.
+            groups (`Sequence`): The places of each group's samples; none is empty.
+
+        Returns:
+            `np.ndarray` of shape `[groups, 3]`: The columns of [`ChunkSize`].
+        """
+        count = np.fromiter(map(len, groups), np.int64)
+        starts = np.cumsum(count) - count
+        order = np.fromiter(chain.from_iterable(groups), np.int64)
+        tokens = sizes.tokens[name][order]
+        longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
+        squares = np.add.reduceat(sizes.squares[name][order], starts)
+        return self.sizes(count, np.add.reduceat(tokens, starts), squares, longest, longest == shortest)
+
 
 def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, ChunkSize]:
     """
@@ -146,7 +166,7 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
         }
         if not chunks:
             continue
-        found = _sizes(RowLayout.of(costs, name, plan.modules[name]), sizes, name, list(chunks.values()))
+        found = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))
         result.update(zip(chunks, map(ChunkSize._make, found.tolist()), strict=True))
     return result
 
@@ -156,16 +176,5 @@ def group_sizes(costs: CostModel, name: str, sizes: SampleSizes, groups: Sequenc
     result = np.zeros((len(groups), 3))
     some = [index for index, own in enumerate(groups) if len(own)]
     if some:
-        result[some] = _sizes(RowLayout.of(costs, name), sizes, name, [groups[index] for index in some])
+        result[some] = RowLayout.of(costs, name).of_groups(sizes, name, [groups[index] for index in some])
     return result[:, 0], result[:, 1]
-
-
-def _sizes(layout: RowLayout, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
-    """See [`RowLayout.sizes`]; no group is empty."""
-    count = np.fromiter(map(len, groups), np.int64)
-    starts = np.cumsum(count) - count
-    order = np.fromiter(chain.from_iterable(groups), np.int64)
-    tokens = sizes.tokens[name][order]
-    longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
-    squares = np.add.reduceat(sizes.squares[name][order], starts)
-    return layout.sizes(count, np.add.reduceat(tokens, starts), squares, longest, longest == shortest)

@@ -26,6 +26,7 @@ from hf_mmparallel.search.compare import (
     with_faster,
 )
 from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
+from hf_mmparallel.search.method_choice import KEEPING_LIMITS
 from hf_mmparallel.search.options import Kind, ModuleOptions
 from hf_mmparallel.search.problem import PlanningProblem, draw_batch
 from hf_mmparallel.search.ratio import RatioLayouts
@@ -109,6 +110,15 @@ class TestCompare:
         assert better.runners_up[0] == poor.best and "slower" in better.reasons[0] and better.best.bound
         check_plan(better.best.plan, question.spec)
         assert with_faster(better, others.values()) == better
+
+    def test_what_replaces_an_answer_keeps_to_the_memory_for_every_batch(self, answer):
+        """The rows have samples in the sampler's order, which keeps to no limit; their layouts may be taken."""
+        question, result, others = answer
+        poor = replace(result, problem=replace(question, memory_bytes=2.0**40))
+        better = with_faster(poor, others.values()).best
+        assert better.step_ms < poor.best.step_ms
+        assert better.candidate.method == better.plan.microbatch_assignment
+        assert better.candidate.method in KEEPING_LIMITS
 
     def test_what_is_set_binds_what_replaces_an_answer(self, answer):
         question, result, others = answer
