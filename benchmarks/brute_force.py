@@ -20,7 +20,7 @@ from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
-from hf_mmparallel.search.search import step_planner
+from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.search.steps import Prediction
 
 MOST_MICROBATCHES = 256

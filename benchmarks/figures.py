@@ -350,14 +350,27 @@ def sampler_reading() -> str:
 def memory_error() -> str:
     errors = result("memory_error")["errors"]
     rows = []
-    for key, words in (("named", "named"), ("random", "random, not looked at before")):
+    for key, words in (
+        ("named", "of every kind"),
+        ("padded", "with grouped keys, padded"),
+        ("packed", "with grouped keys, packed"),
+        ("random", "random, not looked at before"),
+    ):
         own = errors[key]
         of_any = own["largest_error_of_any_rank"]
         rows.append(
             f"| {own['plans']} {words} | {percent(own['median_error'])} % | {percent(own['largest_error'])} % "
-            f"| {own['ranks_within_goal']} of {own['ranks']} (largest {percent(of_any)} %) |"
+            f"| {own['ranks_within_goal']} of {own['ranks']} (largest {percent(of_any)} %) "
+            f"| {own['ranks_underestimated']} (median {percent(own['median_underestimate'])} %, "
+            f"largest {percent(own['largest_underestimate'])} %) |"
         )
-    return table("| plans | median error on the fullest rank | largest | ranks within 15 % |", rows)
+    columns = (
+        "median error on the fullest rank",
+        "largest",
+        "ranks within 15 %",
+        "ranks that hold more than predicted",
+    )
+    return table(f"| plans | {' | '.join(columns)} |", rows)
 
 
 def attention_times() -> str:

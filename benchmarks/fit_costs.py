@@ -15,7 +15,12 @@ import numpy as np
 from published_study import Run, predicted_ms, studies
 from scipy.optimize import least_squares
 
-CONSTANTS = {"matmul_efficiency": 0.6, "attention_efficiency": 0.3, "memory_efficiency": 0.7}
+CONSTANTS = {
+    "matmul_efficiency": 0.6,
+    "attention_efficiency": 0.3,
+    "memory_efficiency": 0.7,
+    "overlap_efficiency": 0.6,
+}
 
 
 def fitted_runs(device: str) -> list[tuple[Run, float]]:

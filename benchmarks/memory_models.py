@@ -18,9 +18,6 @@ LANGUAGE = {
     "hidden_size": 256,
     "intermediate_size": 704,
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
     "vocab_size": VOCABULARY,
     "pad_token_id": 0,
     "tie_word_embeddings": False,
@@ -70,19 +67,19 @@ class Family(NamedTuple):
     A model and what an item of its samples is.
 
     Args:
-        build (`Callable[[], Any]`): Makes it, always with the same weights.
+        build (`Callable[[Mapping[str, Any]], Any]`): Makes it with these settings of its language model.
         media (`Mapping[str, Medium]`): Module -> what an item of it is.
     """
 
-    build: Callable[[], Any]
+    build: Callable[[Mapping[str, Any]], Any]
     media: Mapping[str, Medium]
 
 
-def _llava() -> Any:
+def _llava(language: Mapping[str, Any], kind: str = "llama", **more: Any) -> Any:
     vision = {"model_type": "siglip_vision_model", "vision_use_head": False, **VISION}
     config = transformers.LlavaConfig(
         vision_config=vision,
-        text_config={"model_type": "llama", **LANGUAGE},
+        text_config={"model_type": kind, **language, **more},
         image_token_id=IMAGE,
         vision_feature_select_strategy="full",
         vision_feature_layer=-1,
@@ -90,12 +87,16 @@ def _llava() -> Any:
     return transformers.LlavaForConditionalGeneration(config)
 
 
-def _gemma() -> Any:
+def _mistral(language: Mapping[str, Any]) -> Any:
+    return _llava(language, "mistral", sliding_window=192)
+
+
+def _gemma(language: Mapping[str, Any]) -> Any:
     config = transformers.Gemma3Config(
         vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **VISION},
         text_config={
             "model_type": "gemma3_text",
-            **{**LANGUAGE, "tie_word_embeddings": True},
+            **{**language, "tie_word_embeddings": True},
             "layer_types": ["sliding_attention", "full_attention"] * 2,
             "sliding_window": 128,
         },
@@ -105,23 +106,25 @@ def _gemma() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def _qwen() -> Any:
+def _qwen(language: Mapping[str, Any]) -> Any:
     sizes = {"hidden_size": 256, "intermediate_size": 704, "depth": 4, "num_heads": 4, "patch_size": 8}
     vision = {**sizes, "out_hidden_size": 256, "spatial_merge_size": 2, "window_size": 64}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+    half = language["head_dim"] // 2
+    sections = [half // 4, 3 * half // 8, 3 * half // 8]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     config = transformers.Qwen2_5_VLConfig(
         vision_config={**vision, "fullatt_block_indexes": [1, 3]},
-        text_config={**LANGUAGE, "rope_parameters": rope, "tie_word_embeddings": True},
+        text_config={**language, "rope_parameters": rope, "tie_word_embeddings": True},
         image_token_id=IMAGE,
         video_token_id=VIDEO,
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def _composed() -> Any:
+def _composed(language: Mapping[str, Any]) -> Any:
     vision = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION))  # type: ignore[arg-type]
     hearing = transformers.WhisperModel(transformers.WhisperConfig(**AUDIO))  # type: ignore[arg-type]
-    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**LANGUAGE))  # type: ignore[arg-type]
+    decoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**language))  # type: ignore[arg-type]
     towers = {"vision": vision, "audio": hearing}
     return MultimodalModel.from_unimodal(towers, decoder, token_ids={"vision": IMAGE, "audio": CLIP})
 
@@ -130,6 +133,7 @@ _PIXELS = {"pixel_values": (1, 3, 128, 128)}
 _PATCHES = {"pixel_values": (256, 3 * 2 * 8 * 8), "image_grid_thw": torch.tensor([[1, 16, 16]])}
 FAMILIES = {
     "llava": Family(_llava, {"vision": Medium(IMAGE, 256, 256, _PIXELS)}),
+    "mistral": Family(_mistral, {"vision": Medium(IMAGE, 256, 256, _PIXELS)}),
     "gemma3": Family(_gemma, {"vision": Medium(IMAGE, 64, 256, _PIXELS)}),
     "qwen2_5_vl": Family(_qwen, {"vision": Medium(IMAGE, 64, 256, _PATCHES)}),
     "composed": Family(
@@ -142,11 +146,17 @@ FAMILIES = {
 }
 
 
-def build_model(family: str, dtype: torch.dtype) -> Any:
-    """The model of a family, always with the same weights."""
+def build_model(family: str, dtype: torch.dtype, heads: tuple[int, int]) -> Any:
+    """The model of a family, always with the same weights, and as many heads of queries, and of keys and values."""
+    queries, keys = heads
+    shape = {
+        "num_attention_heads": queries,
+        "num_key_value_heads": keys,
+        "head_dim": LANGUAGE["hidden_size"] // queries,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return FAMILIES[family].build().to(dtype)
+        return FAMILIES[family].build({**LANGUAGE, **shape}).to(dtype)
 
 
 def make_dataset(family: str, num_items: Sequence[int], text_tokens: Sequence[int]) -> list[dict[str, Any]]:

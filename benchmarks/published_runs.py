@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import ROOT, Shapes, machine, report
-from published_study import Run, Study, costs_of, predicted_ms, sizes_of, studies
+from published_study import Run, Study, predicted_ms, published_flops, studies
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from hf_mmparallel.cost import find_device, training_flops
+from hf_mmparallel.cost import find_device
 
 QUICK_TASKS = 3000
 
@@ -29,7 +30,7 @@ QUICK_TASKS = 3000
 def run_record(run: Run) -> dict[str, Any]:
     """A run with what is predicted for it."""
     predicted = predicted_ms(run)
-    flops = model_flops(run)
+    flops = published_flops(run)
     peak = 1e9 * run.gpus * find_device(run.study.data["device"]).bf16_tflops
     return {
         "name": run.name,
@@ -42,17 +43,6 @@ def run_record(run: Run) -> dict[str, Any]:
     }
 
 
-def model_flops(run: Run) -> float:
-    """Operations of a step as the model defines them, causal attention as half of all pairs."""
-    costs = costs_of(run)
-    sizes = sizes_of(run, run.batch)
-    found = 0.0
-    for name in costs.spec.modules:
-        per_token, per_square = training_flops(costs.spec, name)
-        found += per_token * float(sizes.tokens[name].sum()) + per_square * float(sizes.squares[name].sum())
-    return found
-
-
 def rank_correlation(runs: list[dict[str, Any]], quantity: str) -> float:
     """Spearman's, of what is predicted and what was measured."""
     predicted, measured = ([run[f"{kind}_{quantity}"] for run in runs] for kind in ("predicted", "measured"))
@@ -60,19 +50,28 @@ def rank_correlation(runs: list[dict[str, Any]], quantity: str) -> float:
     return round(float(found[0]), 3)
 
 
-def study_record(study: Study, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far off the predictions of a study are."""
+def how_far_off(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Rank correlations over all runs, errors of those that are judged."""
     errors = [abs(run["ratio"] - 1) for run in runs if run["use"] == "judge"]
-    best = max(runs, key=lambda run: run["measured_mfu"])
     return {
-        "study": study.data["study"],
-        "source": study.data["source"],
-        "runs": runs,
         "rank_correlation": rank_correlation(runs, "ms"),
         "rank_correlation_mfu": rank_correlation(runs, "mfu"),
         "median_error": round(statistics.median(errors), 3),
         "largest_error": round(max(errors), 3),
         "num_judged": len(errors),
+    }
+
+
+def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """How far off the predictions of a study are, and those without what is assumed of it alone."""
+    best = max(runs, key=lambda run: run["measured_mfu"])
+    return {
+        "study": study.data["study"],
+        "source": study.data["source"],
+        "checked": study.data["checked"],
+        "runs": runs,
+        **how_far_off(runs),
+        **({"without_assumptions": how_far_off(plain)} if plain else {}),
         "best_mfu": best["measured_mfu"],
         "best_mfu_predicted": max(run["predicted_mfu"] for run in runs),
         "notes": study.data.get("notes", []),
@@ -89,7 +88,8 @@ def main() -> None:
     records = {}
     for study in studies():
         runs = [run for run in study.runs if not options.quick or run.num_tasks <= QUICK_TASKS]
-        records[study.key] = study_record(study, list(map(run_record, runs)))
+        plain = [replace(run, study=study.without_assumptions) for run in runs if study.data.get("assumed")]
+        records[study.key] = study_record(study, list(map(run_record, runs)), list(map(run_record, plain)))
     judged = [abs(run["ratio"] - 1) for own in records.values() for run in own["runs"] if run["use"] == "judge"]
     table = Table(title="predicted over published step times", title_justify="left")
     for name in ("study", "runs", "judged", "rank correlation", "median error", "largest error", "MFU", "predicted"):

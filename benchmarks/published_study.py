@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
+from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device, training_flops
 from hf_mmparallel.cost.engine import Engine
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
@@ -121,6 +121,14 @@ class Study:
         return Engine(**known)
 
     @property
+    def without_assumptions(self) -> Study:
+        """The same runs without what was set by hand to them (`assumed`): launches and links as of any other study."""
+        assumed = set(self.data.get("assumed", ()))
+        parts = ("engine", "device_changes")
+        kept = {part: {k: v for k, v in self.data.get(part, {}).items() if k not in assumed} for part in parts}
+        return replace(self, data={**self.data, **kept})
+
+    @property
     def is_fsdp(self) -> bool:
         return self.key != "nanotron_1b"
 
@@ -172,6 +180,7 @@ def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
         )
     fused = run.values.get("fused")
     engine = study.engine if fused is None else replace(study.engine, fused=fused, fused_loss=fused)
+    engine = replace(engine, wide_sums=run.values.get("wide_sums", engine.wide_sums))
     return analytic_costs(model_spec(study.key, run.model), device, 2, engine)
 
 
@@ -182,6 +191,24 @@ def sizes_of(run: Run, num_samples: int) -> SampleSizes:
         for name in model_spec(run.study.key, run.model).modules
     }
     return SampleSizes.uniform(tokens, num_samples)
+
+
+def published_flops(run: Run) -> float:
+    """
+    Operations of a step by the definition that publications share (Chowdhery et al., appendix B; equation 7 of
+    Korthikanti et al.): all pairs of tokens, those too that causality hides, which our own MFU leaves out; and the
+    embeddings or positions where a study counts them as parameters that multiply (`mfu_counts`).
+    """
+    spec, sizes = model_spec(run.study.key, run.model), sizes_of(run, run.batch)
+    config = run.study.data["models"][run.model]
+    counted = {"positions": run.seq_len, "embeddings": config.get("vocab_size", 0)}
+    rows = sum(counted[what] for what in run.study.data.get("mfu_counts", ()))
+    found = 6.0 * rows * config.get("hidden_size", 0) * float(sizes.tokens[LANGUAGE_MODEL].sum())
+    for name in spec.modules:
+        per_token, per_square = training_flops(spec, name)
+        pairs = 2 if name == LANGUAGE_MODEL else 1
+        found += per_token * float(sizes.tokens[name].sum()) + pairs * per_square * float(sizes.squares[name].sum())
+    return found
 
 
 def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:

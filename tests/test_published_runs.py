@@ -8,19 +8,33 @@ from typing import Any
 import pytest
 from scipy.stats import spearmanr
 
+from hf_mmparallel.cost import find_device
+
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from published_study import predicted_ms, studies  # noqa: E402
+from published_study import predicted_ms, published_flops, studies  # noqa: E402
 
 MOST_TASKS = 20_000  # simulated in a few seconds
+CHECKED = ("original", "copy", "unread")
 STUDIES = {study.key: study for study in studies()}
 
 
 def test_every_run_is_complete_and_every_study_judges():
     for study in STUDIES.values():
-        assert study.data["source"] and study.data["machine"]
+        assert study.data["source"] and study.data["machine"] and study.data["read"]
+        assert study.data["checked"] in CHECKED
         assert all(run.step_ms > 0 and run.gpus % (run.tp * run.pp * run.cp) == 0 for run in study.runs)
         assert sum(not run.is_fitted for run in study.runs) >= len(study.runs) / 2
+
+
+@pytest.mark.parametrize("key", [key for key, study in STUDIES.items() if "mfu" in study.data["columns"]])
+def test_sizes_and_times_give_the_mfu_that_is_published(key):
+    """A wrong size of a model, number of GPUs, batch or time would show."""
+    runs = [run for run in STUDIES[key].runs if run.mfu is not None]
+    assert len(runs) >= 4
+    for run in runs:
+        peak_flops = 1e9 * find_device(run.study.data["device"]).bf16_tflops * run.gpus * run.step_ms
+        assert 100 * published_flops(run) / peak_flops == pytest.approx(run.mfu, rel=0.015), run.name
 
 
 @pytest.mark.slow

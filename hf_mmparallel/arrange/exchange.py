@@ -15,6 +15,12 @@ _PROGRESS, _PATIENCE = 0.005, 3  # the least that counts, as a share of the sum 
 _CLOSE = 1e-3  # of the target; nearer is not worth a round
 
 
+def stable_order(numbers: NDArray, limit: int) -> NDArray:
+    """The places of whole numbers from 0 below `limit` in ascending order, equal ones as they stand."""
+    small = numbers.astype(np.uint16) if limit <= 1 << 16 else numbers  # which NumPy sorts by radix
+    return np.argsort(small, kind="stable")
+
+
 def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
     """
     The items of each bin side by side.
@@ -29,7 +35,7 @@ def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
         of items.
     """
     counts = np.bincount(bins, minlength=num_bins)
-    items = np.argsort(bins, kind="stable")
+    items = stable_order(bins, num_bins)
     place = np.arange(len(bins)) - np.repeat(np.cumsum(counts) - counts, counts)
     members = np.full((num_bins, int(counts.max(initial=0)) + spare), len(bins))
     members[bins[items], place] = items

@@ -7,7 +7,7 @@ model takes some of them one microbatch later, so that its microbatches are even
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
 from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
-from .lengths import NUM_ORDERS, group_by_length, possible_orders
+from .length_arrangement import arrange_by_length
 from .replicas import assign_replicas
 from .sizes import LARGEST, Sizes, best_count, best_sizes
 from .tracks import Track, cut, generator_tracks, microbatch_counts, tracks_of
@@ -97,13 +97,13 @@ class Batch:
         if len(members) == self.dp_size:
             return self, np.arange(len(self.replica))
         chosen = np.flatnonzero(np.isin(self.replica, members))
-        part = self._with_replicas(np.searchsorted(members, self.replica[chosen]))
+        part = self.with_replicas(np.searchsorted(members, self.replica[chosen]))
         part.members = members
         part.language, part.work, part.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
         part.workloads = self.workloads.take(chosen)
         return part, chosen
 
-    def _with_replicas(self, replica: NDArray) -> Batch:
+    def with_replicas(self, replica: NDArray) -> Batch:
         """A copy in which samples have other replicas."""
         result = copy(self)
         for name in ("totals", "mean_ms"):
@@ -185,66 +185,16 @@ class Batch:
         if (counts < self.fewest).any():
             raise NoRoomError
         if self.workloads.row_ms is not None:
-            return self._arranged_by_length(counts, taper, spread)
+            return arrange_by_length(self, counts, taper, spread)
         bins, microbatch = np.zeros((2, len(self.replica)), np.int64)
         wanted = {}
         for own in np.unique(counts).tolist():
             part, chosen = self.part(np.flatnonzero(counts == own))
             wanted[own] = part.sizes(own) if taper else Sizes.even(own)
             bins[chosen], microbatch[chosen] = part.divide(wanted[own], 1.0 if taper else _LANGUAGE_EVEN, spread)
-        return self._placed(bins, microbatch, counts, wanted)
+        return self.placed(bins, microbatch, counts, wanted)
 
-    def _arranged_by_length(self, counts: NDArray, taper: bool, spread: bool) -> Placement:
-        """
-        See [`Batch.arrange`], where rows are padded: the microbatches of the language model come first, each of
-        samples of similar length, and encoders compute samples a microbatch earlier where that evens them out.
-        """
-        wanted = {own: self.sizes(own) if taper else Sizes.even(own) for own in np.unique(counts).tolist()}
-        sizes = [np.array(wanted[own].language) for own in counts.tolist()]
-        tokens, limit = self.workloads.tokens[LANGUAGE_MODEL], self.limits.get(LANGUAGE_MODEL)
-        replica, microbatch = group_by_length(self.language, tokens, sizes, self.work, limit)
-        batch = self._with_replicas(replica)
-        orders = np.tile(microbatch, (1 if spread else NUM_ORDERS, 1))
-        for own in wanted:
-            part, chosen = batch.part(np.flatnonzero(counts == own))
-            bins = microbatch[chosen]
-            orders[:, chosen] = (
-                part._spread(bins, own)
-                if spread
-                else possible_orders(
-                    part.replica, bins, part.microbatch_ms(LANGUAGE_MODEL, bins, own), part.work, wanted[own]
-                )
-            )
-        placements = [batch._placed(bins, bins, counts, wanted) for bins in orders]
-        return placements[int(batch.estimates_ms(placements).argmin())]
-
-    def microbatch_ms(self, module: str, microbatch: NDArray, count: int) -> NDArray:
-        """Forward of each microbatch `[replicas, count]` of each sample's replica of the language model."""
-        places = self.replica * count + microbatch
-        times = self.workloads.microbatch_ms(module, np.arange(len(places)), places, self.dp_size * count)
-        return times.reshape(-1, count)
-
-    def estimates_ms(self, placements: Sequence[Placement]) -> NDArray:
-        """
-        The time of a step `[placements]` with all samples where they are placed: that of the slowest replica, see
-        [`Pipeline`]. All placements have the same replicas.
-        """
-        slowest, counts = np.zeros(len(placements)), placements[0].counts
-        for own in np.unique(counts).tolist():
-            part, chosen = self.part(np.flatnonzero(counts == own))
-            rows: dict[str, list[NDArray]] = {name: [] for name in self.plan.modules}
-            for placement in placements:
-                turns = dict.fromkeys(rows, placement.microbatch)
-                for track, turn in zip(self.tracks, placement.encoder, strict=True):
-                    turns |= dict.fromkeys(track.modules, np.minimum(turn, own - 1))
-                for name, module in self.plan.modules.items():
-                    scale = self.all_replicas / module.dp_size
-                    rows[name].append(scale * part.microbatch_ms(name, turns[name][chosen], own))
-            times = self.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in rows.items()})
-            slowest = np.maximum(slowest, times.reshape(len(placements), -1).max(axis=1))
-        return slowest
-
-    def _placed(self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]) -> Placement:
+    def placed(self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]) -> Placement:
         """
         Divides what encoders and generators have to do among their microbatches and replicas.
 
@@ -284,7 +234,7 @@ class Batch:
         encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
         count = len(encoder_sizes)
         bins = self._stratified(encoder_sizes, language_sizes, language_weight)
-        bins = self._spread(bins, count) if spread else self._ordered(bins, encoder_sizes, language_sizes)
+        bins = self.spread_out(bins, count) if spread else self._ordered(bins, encoder_sizes, language_sizes)
         targets = self.totals[:, :1] * language_sizes / count
         nothing = np.zeros(len(bins), dtype=bool)
         room = _as_one(self.room([LANGUAGE_MODEL, *(name for track in self.generators for name in track.modules)]))
@@ -350,7 +300,7 @@ class Batch:
         np.put_along_axis(place, order, np.broadcast_to(full, order.shape), 1)
         return place[self.replica, bins]
 
-    def _spread(self, bins: NDArray, count: int) -> NDArray:
+    def spread_out(self, bins: NDArray, count: int) -> NDArray:
         """
         The same microbatches in an order where those of replicas that share an encoder or a generator fit beside each
         other: the largest first, each to the place where these have most room.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,35 +54,45 @@ def subset_sums(weights: NDArray, max_sums: int, extra: NDArray | None = None) -
         [`SubsetSums`]: For each set. Subsets hold at most the first 62 items.
     """
     num_sets, num_items = weights.shape
-    extra = np.zeros_like(weights) if extra is None else extra
-    sums, subsets, extras = np.zeros((num_sets, 1)), np.zeros((num_sets, 1), np.int64), np.zeros((num_sets, 1))
+    added = [weights] if extra is None else [weights, extra]
+    subsets, tables = np.zeros((num_sets, 1), np.int64), [np.zeros((num_sets, 1)) for _ in added]
     width = np.maximum(weights.sum(axis=1), 1e-300) / (max_sums - 1)
     in_cells = False
     for item in range(min(num_items, MAX_ITEMS)):
-        more, beside, bit = weights[:, item : item + 1], extra[:, item : item + 1], np.int64(1 << item)
-        if 2 * sums.shape[1] <= max_sums:
-            sums = np.concatenate([sums, sums + more], axis=1)
+        more, bit = [own[:, item : item + 1] for own in added], np.int64(1 << item)
+        if 2 * subsets.shape[1] <= max_sums:
             subsets = np.concatenate([subsets, subsets | bit], axis=1)
-            extras = np.concatenate([extras, extras + beside], axis=1)
+            tables = [np.concatenate([own, own + one], axis=1) for own, one in zip(tables, more, strict=True)]
             continue
-        grow = np.flatnonzero(more[:, 0] > 0)
+        grow = np.flatnonzero(more[0][:, 0] > 0)
         if not len(grow):
             continue
-        without = sums[grow], subsets[grow], extras[grow]
-        added = without[0] + more[grow], without[1] | bit, without[2] + beside[grow]
+        without = [own[grow] for own in tables], subsets[grow]
+        within = [own + one[grow] for own, one in zip(without[0], more, strict=True)], without[1] | bit
         cells = without
         if not in_cells:
-            cells = np.full_like(without[0], np.inf), np.zeros_like(without[1]), np.zeros_like(without[2])
+            empty = np.full_like(without[0][0], np.inf)
+            cells = [empty, *map(np.zeros_like, without[0][1:])], np.zeros_like(without[1])
             _put_into_cells(cells, without, width[grow])
             in_cells = True
-        _put_into_cells(cells, added, width[grow])
-        sums[grow], subsets[grow], extras[grow] = cells
-    return SubsetSums(sums, subsets, extras)
+        _put_into_cells(cells, within, width[grow])
+        subsets[grow] = cells[1]
+        for own, one in zip(tables, cells[0], strict=True):
+            own[grow] = one
+    return SubsetSums(tables[0], subsets, tables[1] if extra is not None else np.zeros_like(tables[0]))
 
 
-def _put_into_cells(cells: Sequence[NDArray], found: Sequence[NDArray], width: NDArray) -> None:
-    """Puts sums, and what belongs to them, into their cells in place of what is there; the last of several is kept."""
-    row, column = np.nonzero(np.isfinite(found[0]))
-    cell = (found[0][row, column] / width[row] + 1e-9).astype(np.int64)
-    for values, own in zip(cells, found, strict=True):
-        values[row, cell] = own[row, column]
+def _put_into_cells(
+    cells: tuple[list[NDArray], NDArray], found: tuple[list[NDArray], NDArray], width: NDArray
+) -> None:
+    """
+    Puts sums, and what belongs to them, into their cells in place of what is there; the last of several is kept. All
+    are tables of one shape: sums, other sums, and subsets.
+    """
+    sums, count = found[0][0], found[1].shape[1]
+    place = np.flatnonzero(np.isfinite(sums))
+    row = place // count
+    cell = (sums.ravel()[place] / width[row] + 1e-9).astype(np.int64)
+    cell += row * count
+    for table, own in zip((*cells[0], cells[1]), (*found[0], found[1]), strict=True):
+        table.ravel()[cell] = own.ravel()[place]

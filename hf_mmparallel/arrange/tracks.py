@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of, generators_of
 from ..plan.step_plan import Slots, turn_of
 from .estimate import stage_share
-from .exchange import Room, exchange
+from .exchange import Room, exchange, stable_order
 from .greedy import fill_bins
 from .replicas import replica_counts
 
@@ -133,7 +133,7 @@ def cut(slots: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray) 
     """Replica -> microbatch -> slots, ascending; `counts` are the microbatches of each replica."""
     ends = np.cumsum(counts)
     places = (ends - counts)[replica] + microbatch
-    flat = slots[np.argsort(places, kind="stable")].tolist()
+    flat = slots[stable_order(places, int(ends[-1]))].tolist()
     stops = np.cumsum(np.bincount(places, minlength=ends[-1])).tolist()
     found = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
     return tuple(tuple(found[end - count : end]) for end, count in zip(ends.tolist(), counts.tolist(), strict=True))

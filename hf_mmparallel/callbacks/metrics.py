@@ -99,7 +99,7 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
 def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflops: float) -> float:
     """
     Model FLOPs per second over the peak of all ranks (MFU): operations that the model defines on the tokens of
-    samples, neither on padding nor a second time where activations are recomputed.
+    samples, neither on padding nor a second time where activations are recomputed; see [`model_flops`].
 
     Args:
         spec (`ModelSpec`): The model, with what is frozen.

@@ -33,9 +33,9 @@ def add_calibrate_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="correct costs by the logs of runs, for `--profile` of the other commands",
-        description="Fits factors of the times of each module's forwards and backwards, and of the memory of "
-        "activations, to what runs took. Half of the logged windows are fitted and the others judged by; then all are "
-        "fitted. Needs no GPU and no model.",
+        description="Fits factors of the times of each module's forwards and backwards, of launches, and of the "
+        "memory of activations, to what runs took. Half of the logged windows are fitted and the others judged by; "
+        "then all are fitted. Needs no GPU and no model.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -113,14 +113,15 @@ def scale_table(calibration: Calibration) -> Table:
 
     table = Table(title="Factors of costs, by all windows", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in ("of tokens", "of squares", "ms a layer besides"):
+    for name in ("of tokens", "of squares", "ms a layer besides", "of launches"):
         table.add_column(name, justify="right", no_wrap=True)
     for module, scales in calibration.scales.items():
         for kind, scale in scales.items():
-            cells = f"{scale.token:.3g}", f"{scale.square:.3g}", f"{scale.layer_ms:.3g}" if scale.layer_ms else "-"
-            table.add_row(f"{module}, {kind}", *cells)
+            besides = f"{scale.layer_ms:.3g}" if scale.layer_ms else "-"
+            launch = "-" if scale.launch is None else f"{scale.launch:.3g}"
+            table.add_row(f"{module}, {kind}", f"{scale.token:.3g}", f"{scale.square:.3g}", besides, launch)
     if calibration.activations is not None:
-        table.add_row("activations", f"{calibration.activations:.3g}", "-", "-")
+        table.add_row("activations", f"{calibration.activations:.3g}", "-", "-", "-")
     return table
 
 
@@ -134,6 +135,18 @@ def notes(result: CalibrationResult) -> list[str]:
     lines = []
     if result.calibration.activations is None:
         lines.append("Memory is not calibrated: it was not measured, which needs CUDA.")
+    untold = [
+        f"`{module}` ({kind})"
+        for module, scales in result.calibration.scales.items()
+        for kind, scale in scales.items()
+        if scale.launch is None
+    ]
+    if result.has_launches and untold:
+        lines.append(
+            f"Launches of {', '.join(untold)} keep their predicted time (a factor of 1): the log can't tell them from "
+            "what is computed. It takes tasks of different sizes, some so small that the host launches them no faster "
+            "than the device computes."
+        )
     share = result.outside_share
     lines.append(
         f"With its tasks as measured, a step is predicted {abs(share):.1%} {'shorter' if share >= 0 else 'longer'} "

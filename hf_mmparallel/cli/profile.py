@@ -19,10 +19,14 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 examples:
   hf-mmparallel profile --model ./my-vlm --device cuda --dtype bfloat16 --tp 1,2,4 --output h100.json
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint node0:29500 --rdzv-backend c10d --no-python \\
+      hf-mmparallel profile --model ./my-vlm --output h100.json
   hf-mmparallel profile --model ./my-vlm/config.json --lengths 64,256,1024 --output laptop.json
   hf-mmparallel plan --model ./my-vlm --gpus 64 --profile h100.json
 
 One layer of each kind is made with random weights at a time, so that a model which fits on no GPU can be measured.
+Under torchrun the links between its ranks are measured too, inside a node and between nodes: start one process for
+each GPU of each node. Then the first rank measures layers and writes the file, and the others leave.
 A profile holds no weights and no data: share it with those who plan for the same model and the same GPUs.
 """
 DTYPES = ("bfloat16", "float16", "float32")
@@ -70,7 +74,15 @@ def add_profile_parser(commands: Any) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> None:
-    """Runs `hf-mmparallel profile`."""
+    """
+    Runs `hf-mmparallel profile`.
+
+    Args:
+        args (`argparse.Namespace`): Its arguments.
+
+    Raises:
+        `ValueError`: For a device, lengths or a model that can't be measured.
+    """
     import torch
     from rich.console import Console
 
@@ -97,15 +109,36 @@ def run_profile(args: argparse.Namespace) -> None:
         attention=args.attention,
         limit_s=args.max_seconds,
     )
+    links = _links(device)
+    if links is None:
+        return
     with Console(stderr=True).status("Building the model") as status:
         profile = profile_layers(config, settings, report=status.update)
         status.update("Measuring the device")
         kind = getattr(torch, profile.autocast or profile.dtype)
-        constants = measured_constants(torch.device(device), kind)
+        constants = measured_constants(torch.device(device), kind) | links
     profile = replace(profile, model=_name(args.model), constants=constants)
     profile.save(args.output)
     report(Console(width=None if Console().is_terminal else WIDTH), profile)
     print(f"Profile written to {args.output}")
+
+
+def _links(device: str) -> dict[str, float] | None:
+    """The links of the ranks that were launched, which part after that; `None` on all but the first."""
+    from .._environment import launched_processes
+
+    if launched_processes()[0] == 1:
+        return {}
+    import torch
+    from accelerate import PartialState
+
+    from ..runtime.links import link_constants
+    from ..world import World
+
+    state = PartialState(cpu=device == "cpu")
+    found = link_constants(World(state.device or torch.device(device)))
+    state.destroy_process_group()
+    return found if state.is_main_process else None
 
 
 def report(console: Console, profile: LayerProfile) -> None:
@@ -141,10 +174,31 @@ def constants_text(constants: Mapping[str, float]) -> str:
             ("memory_efficiency", "element-wise work (of the memory's rate)"),
         )
     )
-    latency = constants.get("link_latency_us")
-    told = "not measured, it takes two GPUs" if latency is None else f"{latency:.1f} us"
     launch = f"a launch takes {constants['launch_us']:.1f} us"
-    return f"Device: {launch}; of the peak reach {shares}; latency of a link {told}."
+    return f"Device: {launch}; of the peak reach {shares}.\n{links_text(constants)}"
+
+
+def links_text(constants: Mapping[str, float]) -> str:
+    """
+    What was measured of links, in a line, and what was not.
+
+    Args:
+        constants (`Mapping[str, float]`): Fields of [`Hardware`].
+    """
+    told = []
+    for where, prefix, needed in (("in a node", "", "two ranks"), ("between nodes", "node_", "ranks on two nodes")):
+        latency, sums = constants.get(f"{prefix}link_latency_us"), constants.get(f"{prefix}collective_latency_us")
+        rates = [constants.get(f"{prefix}{kind}_gb_per_s") for kind in ("link", "message")]
+        if latency is None:
+            told.append(f"{where} not measured, which takes {needed} under torchrun: the device table's figures count")
+        elif sums is None:
+            told.append(f"{where} {latency:.1f} us for a copy; rates are the device table's")
+        else:
+            told.append(
+                f"{where} {rates[0]:.3g} GB/s in sums and {rates[1]:.3g} GB/s in messages, {sums:.1f} us for each "
+                f"step of a sum and {latency:.1f} us for a message"
+            )
+    return f"Links: {'; '.join(told)}."
 
 
 def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:

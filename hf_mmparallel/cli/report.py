@@ -75,6 +75,8 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
         ("Bubble", f"{prediction.simulation.bubble_fraction:.1%} of the ranks' time"),
         ("Memory", memory_text(answer)),
     ]
+    if answer.settings.allocator_text:
+        lines.append(("Allocator", answer.settings.allocator_text))
     bound = "" if result is None else result.best.bound
     return [*lines, ("Bound", bound)] if bound else lines
 

@@ -114,6 +114,20 @@ class Settings:
         return f"{self.memory_gib:.4g} GiB, {MEMORY_SHARE:.0%} of the memory of {self.gpu_type}"
 
     @property
+    def allocator_text(self) -> str:
+        """What of the device is left to what predictions do not see; empty where its memory is not known."""
+        if self.memory_limit_gib is not None:
+            return "nothing set aside: the limit is for tensors, of which a caching allocator reserves more"
+        total = self.device.memory_gib
+        if total is None:
+            return ""
+        share = 1 - MEMORY_SHARE
+        return (
+            f"{share:.0%} of the device, {share * total:.3g} of {total:.4g} GiB, are left to the caching allocator's "
+            "rounding and fragmentation, CUDA and its libraries; the memory above is that of tensors"
+        )
+
+    @property
     def packs_rows(self) -> bool | None:
         """Whether rows are packed; `None` where the model's own attention function decides."""
         chosen = self.plugin.modules.get(LANGUAGE_MODEL, ModulePlugin()).attn_implementation

@@ -3,12 +3,13 @@
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
 from .device_table import device_from, device_table, find_device, recognize_device
 from .devices import Hardware
+from .flops import model_flops, module_model_flops, training_flops
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
 from .limits import MEMORY_SHARE, eager_caps, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
-from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs, training_flops
+from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs
 from .step import StepCost
 from .workloads import batch_workloads
 
@@ -38,7 +39,9 @@ __all__ = [
     "layer_table",
     "memory_per_rank",
     "memory_timeline",
+    "model_flops",
     "module_flops",
+    "module_model_flops",
     "recognize_device",
     "stage_costs",
     "training_flops",

@@ -107,6 +107,7 @@ class AnalyticLayers:
         kept, frozen = (
             layer_kept(part, with_trainable(uses, trained), index, precision, tp_size) for trained in (True, False)
         )
+        launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
         return LayerCost(
             forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms) + forward_sums,
             data_gradient=Polynomial(
@@ -116,7 +117,7 @@ class AnalyticLayers:
             weight_gradient=Polynomial(0.0, products_ms, written_ms),
             activations=kept,
             frozen_activations=frozen,
-            launch_ms=work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0,
+            launch_ms=(launch_ms, launch_ms),
         )
 
     def _products_ms(
@@ -150,7 +151,7 @@ class AnalyticLayers:
         share = (0.5 if part.name == LANGUAGE_MODEL else 1.0) / split
         flops = share * 4.0 * part.attention_width
         if part.attention != "eager":
-            return flops / self.device.attention_flops_per_ms
+            return flops / self.device.attention_flops_per_ms(part.attention)
         scores = (FUSED_SCORE_BYTES if self.engine.fused else SCORE_BYTES) * precision.compute / 2
         moved = share * scores * part.num_heads
         return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms

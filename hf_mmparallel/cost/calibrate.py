@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,18 @@ MIN_WINDOWS = 4
 _FOLDS = 5
 _WORTH = 0.9  # of the error of a plainer form; one with more coefficients has to stay below
 _LEAST_ACTIVATIONS = 0.05
-_FORMS: tuple[tuple[str, ...], ...] = (("base",), ("base", "layers"), ("tokens", "squares", "layers"))
+_FORMS: tuple[tuple[str, ...], ...] = (
+    ("base",),
+    ("base", "launches"),
+    ("base", "layers"),
+    ("tokens", "squares", "layers"),
+    ("tokens", "squares", "launches"),
+)
+_LAUNCHED = ("base", "launches")
+"""The plainest form where launches are expected to take longer than what some tasks compute."""
+_SPLITS = 12  # of tasks into those that launches take and those that a device computes, at most
+_MEASURED, _TOKENS, _SQUARES, _LAYERS, _RECOMPUTED, _LAUNCHES = range(6)
+"""Columns of [`_rows`]."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class CalibrationResult:
         calibration ([`Calibration`]): Fitted on all windows, with the errors of a fit on the first half of them.
         fitted (`int`): Windows that the judged fit was made from.
         judged (`int`): Windows that it was judged by.
+        has_launches (`bool`): Whether the device takes time to launch what the tasks compute.
         outside_share (`float`): Of the measured steps of the judged windows, the share that neither tasks nor
             predicted messages and sums explain; below 0 where these are predicted to take longer than they do.
     """
@@ -38,6 +50,7 @@ class CalibrationResult:
     calibration: Calibration
     fitted: int
     judged: int
+    has_launches: bool
     outside_share: float
 
 
@@ -81,7 +94,8 @@ def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = N
         package=header.package,
     )
     outside = sum(window.step_ms - window.replayed_ms for window in judged) / sum(w.step_ms for w in judged)
-    return CalibrationResult(calibration, len(first), len(judged), outside)
+    has_launches = any(group.launch_ms for window in windows for group in window.groups)
+    return CalibrationResult(calibration, len(first), len(judged), has_launches, outside)
 
 
 def _check_alike(header: RunHeader, other: RunHeader) -> None:
@@ -139,8 +153,7 @@ class _Fit:
         """The time of some tasks as corrected."""
         own = self.scales.get(group.module, {})
         scale, forward = own.get(group.kind, TimeScale()), own.get("forward", TimeScale())
-        passed = group.layers * group.tasks
-        return _scaled(scale, group.base_ms, group.squares_ms, passed) + _recomputed_ms(group, forward)
+        return float(_predicted(scale, np.array([_row(group, forward)]))[0])
 
     def task_ms(self, window: LoggedWindow, module: str, kind: Kind) -> float:
         """The time of a window's tasks of a kind as corrected."""
@@ -178,33 +191,49 @@ def _recomputed_ms(group: TaskGroup, forward: TimeScale) -> float:
 
 def _rows(window: LoggedWindow, module: str, kind: Kind, forward: TimeScale) -> NDArray:
     """
-    A window's tasks of a kind `[groups, 4]`: measured time, without what is recomputed; time by the base costs that
-    grows with tokens and with squares; layers that chunks pass.
+    A window's tasks of a kind `[groups, 6]`: measured time; time by the base costs that grows with tokens and with
+    squares; layers that chunks pass; time of what is recomputed, as corrected; launches by the base costs.
     """
-    rows = [
-        (
-            group.measured_ms - _recomputed_ms(group, forward),
-            group.base_ms - group.squares_ms,
-            group.squares_ms,
-            group.layers * group.tasks,
-        )
-        for group in window.groups
-        if (group.module, group.kind) == (module, kind)
-    ]
-    return np.array(rows, float).reshape(-1, 4)
+    rows = [_row(group, forward) for group in window.groups if (group.module, group.kind) == (module, kind)]
+    return np.array(rows, float).reshape(-1, 6)
+
+
+def _row(group: TaskGroup, forward: TimeScale) -> tuple[float, ...]:
+    """A row of [`_rows`]."""
+    return (
+        group.measured_ms,
+        group.base_ms - group.squares_ms,
+        group.squares_ms,
+        group.layers * group.tasks,
+        _recomputed_ms(group, forward),
+        group.launch_ms,
+    )
+
+
+def _predicted(scale: TimeScale, rows: NDArray) -> NDArray:
+    """The times of tasks as corrected `[groups]`: what is computed, or its launches where they take longer."""
+    factors = np.array([scale.token, scale.square, scale.layer_ms])
+    computed = rows[:, [_TOKENS, _SQUARES, _LAYERS]] @ factors + rows[:, _RECOMPUTED]
+    return np.maximum(computed, scale.launches * rows[:, _LAUNCHES])
 
 
 def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     """
     The correction with the fewest coefficients that predicts windows left out of its fit about as well as those with
-    more: a factor; with a constant for each layer; with a factor of squares of its own. `None` without any times.
+    more: a factor; with one of launches, or a constant for each layer; with a factor of squares of its own. Where
+    launches are expected to take longer than what some tasks compute, it begins with both. `None` without any times.
     """
-    windows = [rows[(rows[:, 0] > 0) & (rows[:, 1:3].sum(axis=1) > 0)] for rows in windows]
+    windows = [
+        rows[(rows[:, _MEASURED] > rows[:, _RECOMPUTED]) & (rows[:, [_TOKENS, _SQUARES]].sum(axis=1) > 0)]
+        for rows in windows
+    ]
     windows = [rows for rows in windows if len(rows)]
     if not windows:
         return None
-    chosen, least = _FORMS[0], _left_out_error(windows, _FORMS[0])
-    for form in _FORMS[1:]:
+    hidden = any((_computed_shares(rows) < 1).any() for rows in windows)
+    chosen = _LAUNCHED if hidden else _FORMS[0]
+    least = _left_out_error(windows, chosen)
+    for form in _FORMS:
         error = _left_out_error(windows, form)
         if error < _WORTH * least:
             chosen, least = form, error
@@ -212,8 +241,40 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
 
 
 def _fit_form(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
+    """
+    A correction, with the tasks split into those that take the time of their launches and those that take what they
+    compute: as the costs expect it, unless another split predicts them clearly better.
+    """
+    rows = rows[np.argsort(_computed_shares(rows), kind="stable")]
+    expected = int((_computed_shares(rows) < 1).sum())
+    counts = np.unique(np.linspace(0, (rows[:, _LAUNCHES] > 0).sum(), _SPLITS).astype(int))
+    scale = _fit_split(rows, expected, form)
+    best = min((_fit_split(rows, count, form) for count in counts), key=lambda own: _relative_error(own, rows))
+    return best if _relative_error(best, rows) < _WORTH * _relative_error(scale, rows) else scale
+
+
+def _computed_shares(rows: NDArray) -> NDArray:
+    """Of each row, what is computed over its launches, by the costs; infinite without launches."""
+    computed, launches = rows[:, [_TOKENS, _SQUARES, _RECOMPUTED]].sum(axis=1), rows[:, _LAUNCHES]
+    return np.divide(computed, launches, out=np.full(len(rows), np.inf), where=launches > 0)
+
+
+def _fit_split(rows: NDArray, count: int, form: tuple[str, ...]) -> TimeScale:
+    """The correction by which the first tasks take the time of their launches, and the others what they compute."""
+    launch = None
+    if count and "launches" in form:
+        launched = rows[:count]
+        launch = _weighted_median(launched[:, _MEASURED] / launched[:, _LAUNCHES], launched[:, _LAUNCHES])
+    coefficients = tuple(name for name in form if name != "launches")
+    if len(rows) - count < len(coefficients):
+        return TimeScale(launch=launch)
+    return replace(_fit_computed(rows[count:], coefficients), launch=launch)
+
+
+def _fit_computed(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
     """Least squares of relative errors with coefficients from 0; of a factor alone, the median, for outliers."""
-    measured, tokens, squares, layers = rows.T
+    measured, tokens, squares, layers, recomputed, _ = rows.T
+    measured = measured - recomputed
     columns = {"base": tokens + squares, "tokens": tokens, "squares": squares, "layers": layers}
     if form == ("base",):
         factor = _weighted_median(measured / columns["base"], columns["base"])
@@ -237,9 +298,18 @@ def _left_out_error(windows: Sequence[NDArray], form: tuple[str, ...]) -> float:
             return np.inf
         scale = _fit_form(np.concatenate(fitted), form)
         rows = np.concatenate([rows for index, rows in enumerate(windows) if index % folds == fold])
-        predicted = rows[:, 1:] @ np.array([scale.token, scale.square, scale.layer_ms])
-        errors.append(np.abs(predicted - rows[:, 0]) / rows[:, 0])
+        errors.append(_relative_errors(scale, rows))
     return float(np.mean(np.concatenate(errors)))
+
+
+def _relative_errors(scale: TimeScale, rows: NDArray) -> NDArray:
+    """Of each row, how far off the corrected time is, as a share of what was measured without what is recomputed."""
+    return np.abs(_predicted(scale, rows) - rows[:, _MEASURED]) / (rows[:, _MEASURED] - rows[:, _RECOMPUTED])
+
+
+def _relative_error(scale: TimeScale, rows: NDArray) -> float:
+    """The mean of [`_relative_errors`]."""
+    return float(_relative_errors(scale, rows).mean())
 
 
 def _weighted_median(values: NDArray, weights: NDArray) -> float:

@@ -23,18 +23,26 @@ CALIBRATION_VERSION = 1
 @dataclass(frozen=True)
 class TimeScale:
     """
-    A correction of the times of one kind of tasks: each coefficient of a layer's polynomial times a factor, and a time
-    for each chunk that passes a layer.
+    A correction of the times of one kind of tasks: each coefficient of a layer's polynomial times a factor, a time for
+    each chunk that passes a layer, and a factor of the launches, behind which all of that may hide.
 
     Args:
         token (`float`, *optional*, defaults to 1.0): Factor of what grows with tokens, and of constants.
         square (`float`, *optional*, defaults to 1.0): Factor of what grows with squared lengths.
         layer_ms (`float`, *optional*, defaults to 0.0): Milliseconds of a chunk in each layer besides.
+        launch (`float`, *optional*):
+            Factor of the time in which the host launches kernels; `None` where runs don't tell, which stands for 1.
     """
 
     token: float = 1.0
     square: float = 1.0
     layer_ms: float = 0.0
+    launch: float | None = None
+
+    @property
+    def launches(self) -> float:
+        """The factor of launches, 1 where it is unknown."""
+        return 1.0 if self.launch is None else self.launch
 
     @property
     def is_plausible(self) -> bool:
@@ -215,7 +223,7 @@ class CalibratedLayers:
             forward=forward(cost.forward, is_layer),
             data_gradient=backward(cost.data_gradient, is_layer),
             weight_gradient=backward(cost.weight_gradient, is_layer=False),
-            launch_ms=cost.launch_ms * forward.token,
+            launch_ms=(cost.launch_ms[0] * forward.launches, cost.launch_ms[1] * backward.launches),
             activations=cost.activations * memory,
             frozen_activations=cost.frozen_activations * memory,
         )

@@ -40,6 +40,6 @@ def all_gather(device: Hardware, num_bytes: float, ranks: Sequence[int]) -> Poly
     count = len(ranks)
     if count < 2:
         return Polynomial()
-    latency_ms = (count - 1).bit_length() * device.latency_us(ranks) / 1e3
+    latency_ms = (count - 1).bit_length() * device.step_latency_us(ranks) / 1e3
     travels = (count - 1) / count * num_bytes / device.link_bytes_per_ms(ranks)
     return Polynomial(0.0, travels, latency_ms)

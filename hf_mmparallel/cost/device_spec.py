@@ -51,8 +51,12 @@ _RANGES = {
     "link_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),
     "node_link_gb_per_s": _Range(0.05, 1_000, "GB/s (10^9 bytes a second, one way)"),
     **dict.fromkeys(("node_size", "network_cards", "multiprocessors"), _COUNT),
+    "message_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),
+    "node_message_gb_per_s": _Range(0.05, 1_000, "GB/s (10^9 bytes a second, one way)"),
     **dict.fromkeys(("link_latency_us", "node_link_latency_us", "launch_us"), _MICROSECONDS),
-    **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency"), _SHARE),
+    **dict.fromkeys(("collective_latency_us", "node_collective_latency_us"), _MICROSECONDS),
+    **dict.fromkeys(("masked_attention_share", "block_attention_share"), _Range(0.01, 10, "(of flash attention)")),
+    **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency", "overlap_efficiency"), _SHARE),
 }
 _BALANCE = _Range(0.5, 5_000, "operations for each byte of memory traffic")
 

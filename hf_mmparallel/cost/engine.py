@@ -32,6 +32,8 @@ class Engine:
             Rates of messages of stages in a node and between nodes, where they are not those of the links.
         sharded_optimizer (`bool`, *optional*, defaults to `False`):
             Whether each replica steps its share of the parameters (ZeRO).
+        wide_sums (`bool`, *optional*, defaults to `False`):
+            Whether FSDP adds up gradients in float32 (`reduce_dtype`), not in the dtype of the parameters.
     """
 
     fused: bool = False
@@ -42,6 +44,7 @@ class Engine:
     blocking_messages: bool = False
     message_gb_per_s: tuple[float, float] | None = None
     sharded_optimizer: bool = False
+    wide_sums: bool = False
 
     def message_bytes_per_ms(self, device: Hardware, ranks: Sequence[int]) -> float:
         """Of a message between two stages on `ranks`, for each rank of the smaller one."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
-from .layers import Polynomial
+from .layers import PACKED_ATTENTION, Polynomial
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -28,6 +28,8 @@ DTYPE_BYTES = {
 }
 FULL = 4
 """Bytes of float32, in which RMS norms, softmax and the loss compute whatever the precision is."""
+MASKED_ATTENTION = ("sdpa", PACKED_ATTENTION)
+"""The attention functions that take a dense mask where rows are padded."""
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 _ADAPTER = re.compile(r"\.lora_([AB])\.\w+\.weight$")
 _WRAPPED = re.compile(r"(\.base_layer)?\.weight$")
@@ -199,7 +201,7 @@ def layer_kept(
     if not 0 <= index < part.num_layers:
         return _kept_behind(shape, precision) if index >= 0 else _kept_before(shape, uses, precision)
     split = tp_size if is_split(shape.attention) else 1
-    kept = _kept_by_attention(shape, precision) * (1 / split)
+    kept = _kept_by_attention(shape, precision) * (1 / split) + _kept_mask(shape, precision)
     kept += Polynomial(token=sum(_kept_by_norm(shape, norm, precision, split) for norm in shape.norms))
     for group in [shape.attention, *shape.feed_forwards]:
         kept += Polynomial(token=_kept_inputs(shape.part, group, precision))
@@ -208,13 +210,20 @@ def layer_kept(
     return kept + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
 
 
-def grouped_copies(part: ModuleSpec) -> int:
+def grouped_copies(part: ModuleSpec, uses: Sequence[ParameterUse] = (), tp_size: int = 1) -> int:
     """
     Values of a token that attention keeps besides where its mask is a dense tensor: keys and values are then repeated
-    for each head that shares them. One that all heads share is a view.
+    for each head that shares them. One that all heads of a rank share is a view.
+
+    Args:
+        part (`ModuleSpec`): The module.
+        uses (`Sequence[ParameterUse]`, *optional*): The parameters that are read in a layer.
+        tp_size (`int`, *optional*, defaults to 1): Ranks that share the matrices.
     """
-    is_copied = part.attention == "sdpa" and 1 < part.num_kv_heads < part.num_heads
-    return 2 * (part.num_heads - part.num_kv_heads) * part.head_width if is_copied else 0
+    split = tp_size if is_split(LayerShape.of(part, uses).attention) else 1
+    heads, kv_heads = part.num_heads // split, part.num_kv_heads // split
+    is_copied = part.attention in MASKED_ATTENTION and 1 < kv_heads < heads
+    return 2 * (heads - kv_heads) * part.head_width if is_copied else 0
 
 
 def with_trainable(uses: Sequence[ParameterUse], trainable: bool) -> list[ParameterUse]:
@@ -264,8 +273,13 @@ def _kept_by_attention(shape: LayerShape, precision: Precision) -> Polynomial:
     values = sum(matrix.width_out(part.hidden_size) for matrix in inner) + width
     if len(inner) == 1:
         values += 2 / 3 * inner[0].width_out(part.hidden_size)  # rotated queries and keys beside the whole it gave
-    mask = precision.compute if part.attention == "sdpa" and part.name == LANGUAGE_MODEL else 0
-    return Polynomial(mask, values * precision.compute + FULL * part.num_heads)
+    return Polynomial(token=values * precision.compute + FULL * part.num_heads)
+
+
+def _kept_mask(shape: LayerShape, precision: Precision) -> Polynomial:
+    """A dense mask, which attention adds to the scores of all heads: each tensor-parallel rank has all of it."""
+    takes_mask = shape.attention and shape.part.name == LANGUAGE_MODEL and shape.part.attention in MASKED_ATTENTION
+    return Polynomial(float(precision.compute)) if takes_mask else Polynomial()
 
 
 def _kept_by_norm(shape: LayerShape, norm: Norm, precision: Precision, split: int) -> float:
@@ -388,7 +402,8 @@ def layer_working(part: ModuleSpec, uses: Sequence[ParameterUse], precision: Pre
         wide = last.width_in(part.hidden_size) / tp_size * precision.compute
         gated = sum(matrix.width_out(part.hidden_size) for matrix in inner) >= 2 * last.width_in(part.hidden_size)
         forwards.append(Polynomial(token=wide * (3 if gated else 2)))
-        backwards.append(Polynomial(token=wide * (2 if gated else 1)))
+        # The gradient behind the activation function and those before it; what the last matrix kept is freed by then.
+        backwards.append(Polynomial(token=wide * ((3 if gated else 2) - last.keeps_input(precision))))
     if shape.attention:
         split = tp_size if is_split(shape.attention) else 1
         *inner, last = shape.attention

@@ -61,9 +61,9 @@ class LayerCost:
         weight_gradient (`Polynomial`): Milliseconds of the gradients of all of its weights, `B_w`.
         activations (`Polynomial`): Bytes kept for the backward where the weights are trained, without those of a loss.
         frozen_activations (`Polynomial`): Bytes kept where only a gradient of the input is wanted.
-        launch_ms (`float`, *optional*, defaults to 0.0):
-            Time in which the host launches the kernels of the forward, or those of the backward, which are more but
-            come from autograd. A device that computes longer hides it. 0 where measured times have it in them.
+        launch_ms (`tuple[float, float]`, *optional*):
+            Times in which the host launches the kernels of the forward, and those of the backward, which are more but
+            come from autograd. A device that computes longer hides them. 0 where measured times have them in them.
     """
 
     forward: Polynomial
@@ -71,7 +71,7 @@ class LayerCost:
     weight_gradient: Polynomial
     activations: Polynomial
     frozen_activations: Polynomial
-    launch_ms: float = 0.0
+    launch_ms: tuple[float, float] = (0.0, 0.0)
 
 
 class LayerCosts(Protocol):

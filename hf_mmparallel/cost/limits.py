@@ -14,7 +14,11 @@ from .memory import StepUse, sample_features, state_per_rank
 from .stage_memory import GIB, StageMemory, stage_memories
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory, what a plan may fill by estimate; the rest is the allocator's and the kernels'."""
+"""
+Of a device's memory, what the tensors of a plan may fill. The rest is the only allowance for what predictions leave
+out: what a caching allocator reserves beyond its tensors (sizes rounded up, free blocks that nothing fits), and what
+CUDA and the workspaces of its libraries hold.
+"""
 
 
 def usable_bytes(device: Hardware, limit_gib: float | None = None) -> float | None:

@@ -29,9 +29,13 @@ def held_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Samp
     For each chunk, `[stored pairs of tokens, tokens, 1]` of what its stages compute, see [`chunk_sizes`]. Where a mask
     is stored, so are repeated keys and values, of which each value takes as much as a pair of the mask.
     """
-    result = {}
+    spec, result = costs.spec, {}
+    own = {
+        name: grouped_copies(spec.modules[name], spec.uses.get((name, 0), ()), module.tp_size)
+        for name, module in plan.modules.items()
+    }
     for key, size in chunk_sizes(costs, plan, step, sizes).items():
-        copies = grouped_copies(costs.spec.modules[key[0]]) if size.scores else 0
+        copies = own[key[0]] if size.scores else 0
         result[key] = np.array([size.scores + copies * size.tokens, size.tokens, float(size.tokens > 0)])
     return result
 

@@ -13,16 +13,20 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from ..plan import ModelSpec
+from ..plan import LANGUAGE_MODEL, ModelSpec
 from .analytic import DTYPE_BYTES, AnalyticLayers
 from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
+from .stages import windowed_squares
 
 PROFILE_VERSION = 2
 FIT_TOLERANCE = 0.15
 """A curve that is further than this share from one of its points does not fit."""
 CURVES = tuple(own.name for own in fields(LayerCost) if own.name != "launch_ms")
-_CONSTANTS = {own.name for own in fields(Hardware) if own.type == "float"}
+TIMES = ("forward", "data_gradient", "weight_gradient")
+"""The curves that are times; the others are bytes."""
+_CONSTANTS = {own.name for own in fields(Hardware) if own.type in ("float", "float | None")}
+_CONSTANTS |= {"node_size", "network_cards"}
 _REMEDY = "Write one with `hf-mmparallel profile --output`."
 _ADAPTER = re.compile(r"\.(lora_|base_layer|original_module|modules_to_save)")
 
@@ -79,7 +83,23 @@ class Curve:
         return self.worst_error <= FIT_TOLERANCE
 
 
-def fit_curve(points: Sequence[MeasuredPoint], name: str) -> Curve:
+def attended_squares(point: MeasuredPoint, name: str, window: int, is_causal: bool) -> float:
+    """
+    The squares that a quantity of a layer grows with: of times those within its window, of bytes all of them, as plans
+    count both.
+
+    Args:
+        point (`MeasuredPoint`): A chunk.
+        name (`str`): The quantity, a field of [`LayerCost`].
+        window (`int`): Tokens that a token attends to; 0 for all of its sequence.
+        is_causal (`bool`): Whether these lie before it.
+    """
+    if not window or name not in TIMES:
+        return point.squares
+    return float(windowed_squares(point.tokens, point.squares, window, is_causal))
+
+
+def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_causal: bool = False) -> Curve:
     """
     Fits `a s + b x + c`, for one sequence `a x^2 + b x + c` (Entrain, section 4.4.1), by least squares of the relative
     errors with coefficients from 0. Where all sequences have one length, as the images of an encoder may, squares are
@@ -89,10 +109,14 @@ def fit_curve(points: Sequence[MeasuredPoint], name: str) -> Curve:
         points (`Sequence[MeasuredPoint]`): At least one.
         name (`str`): The quantity, a field of [`LayerCost`]. What trained weights add counts relative to the whole
             backward, of which it is the difference.
+        window (`int`, *optional*, defaults to 0): See [`attended_squares`].
+        is_causal (`bool`, *optional*, defaults to `False`): The same.
     """
     values = np.array([getattr(point, name) for point in points])
     scales = values + (np.array([point.data_gradient for point in points]) if name == "weight_gradient" else 0.0)
-    sizes = np.array([(point.squares, point.tokens, 1.0) for point in points])
+    sizes = np.array(
+        [(attended_squares(point, name, window, is_causal), point.tokens, 1.0) for point in points], float
+    )
     if np.ptp(sizes[:, 0] / sizes[:, 1]) == 0:
         sizes[:, 0] = 0.0
     weights = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
@@ -122,6 +146,7 @@ class MeasuredLayer:
         tp_size (`int`): Ranks that share its matrices.
         points (`tuple[MeasuredPoint, ...]`): In the order of measurement.
         curves (`Mapping[str, Curve]`): Field of [`LayerCost`] -> the curve through the points.
+        window (`int`, *optional*, defaults to 0): Tokens that a token attends to; 0 for all of its sequence.
     """
 
     module: str
@@ -131,15 +156,33 @@ class MeasuredLayer:
     tp_size: int
     points: tuple[MeasuredPoint, ...]
     curves: Mapping[str, Curve]
+    window: int = 0
 
     @classmethod
     def fitted(
-        cls, module: str, kind: str, layers: Iterable[int], shapes: str, tp_size: int, points: Iterable[MeasuredPoint]
+        cls,
+        module: str,
+        kind: str,
+        layers: Iterable[int],
+        shapes: str,
+        tp_size: int,
+        points: Iterable[MeasuredPoint],
+        window: int = 0,
     ) -> MeasuredLayer:
         """With curves through its points."""
         found = tuple(points)
-        curves = {name: fit_curve(found, name) for name in CURVES}
-        return cls(module, kind, tuple(layers), shapes, tp_size, found, curves)
+        curves = {name: fit_curve(found, name, window, module == LANGUAGE_MODEL) for name in CURVES}
+        return cls(module, kind, tuple(layers), shapes, tp_size, found, curves, window)
+
+    def within(self, window: int) -> MeasuredLayer:
+        """The same with curves for another window, such as one that the plan's attention function does not skip."""
+        if window == self.window:
+            return self
+        return self.fitted(self.module, self.kind, self.layers, self.shapes, self.tp_size, self.points, window)
+
+    def squares(self, point: MeasuredPoint, name: str) -> float:
+        """The squares of a chunk that a quantity grows with, see [`attended_squares`]."""
+        return attended_squares(point, name, self.window, self.module == LANGUAGE_MODEL)
 
     @property
     def cost(self) -> LayerCost:
@@ -315,15 +358,17 @@ class MeasuredLayers:
     another layout, else its module, else all of it.
 
     Args:
+        spec (`ModelSpec`): The model.
         profile ([`LayerProfile`]): The measurements.
         fallback ([`LayerCosts`]): Costs of all layers, with links.
         unlinked ([`LayerCosts`]): The same where links take no time.
     """
 
-    def __init__(self, profile: LayerProfile, fallback: LayerCosts, unlinked: LayerCosts):
-        self.profile, self.fallback, self.unlinked = profile, fallback, unlinked
+    def __init__(self, spec: ModelSpec, profile: LayerProfile, fallback: LayerCosts, unlinked: LayerCosts):
+        self.spec, self.profile, self.fallback, self.unlinked = spec, profile, fallback, unlinked
+        self._layers = [layer.within(window_of(spec, layer.module, layer.layers[0])) for layer in profile.layers]
         self._measured = {
-            (layer.module, index, layer.tp_size): layer for layer in profile.layers for index in layer.layers
+            (layer.module, index, layer.tp_size): layer for layer in self._layers for index in layer.layers
         }
         self._known: dict[tuple[str, int, int], LayerCost] = {}
         self._missing: dict[tuple[str, int], str] = {}
@@ -335,7 +380,7 @@ class MeasuredLayers:
 
     def starting_at(self, first_rank: int) -> MeasuredLayers:
         """See [`LayerCosts`]."""
-        placed = MeasuredLayers(self.profile, self.fallback.starting_at(first_rank), self.unlinked)
+        placed = MeasuredLayers(self.spec, self.profile, self.fallback.starting_at(first_rank), self.unlinked)
         placed._missing = self._missing
         return placed
 
@@ -373,13 +418,13 @@ class MeasuredLayers:
 
     def _nearest(self, module: str, index: int) -> Iterator[tuple[str, list[MeasuredLayer]]]:
         """What a ratio can be taken from, nearest first; the last one is everything."""
-        own = self.profile.of_module(module)
+        own = [layer for layer in self._layers if layer.module == module]
         same = [layer for layer in own if index in layer.layers]
         if same:
             yield f"tp {', '.join(str(layer.tp_size) for layer in same)}", same
         if own:
             yield f"`{module}`", own
-        yield "the other modules", list(self.profile.layers)
+        yield "the other modules", self._layers
 
     def _ratio(self, layers: Iterable[MeasuredLayer], name: str) -> float | None:
         """Measured over counted costs of all points of some layers; None if nothing is counted."""
@@ -387,8 +432,21 @@ class MeasuredLayers:
         for layer in layers:
             polynomial = getattr(self.unlinked.layer(layer.module, layer.layers[0], layer.tp_size), name)
             measured += sum(getattr(point, name) for point in layer.points)
-            counted += sum(polynomial(point.tokens, point.squares) for point in layer.points)
+            counted += sum(polynomial(point.tokens, layer.squares(point, name)) for point in layer.points)
         return measured / counted if counted else None
+
+
+def window_of(spec: ModelSpec, module: str, index: int) -> int:
+    """
+    Tokens that a token attends to in a layer, 0 for all of its sequence.
+
+    Args:
+        spec (`ModelSpec`): The model.
+        module (`str`): The layer's module; one that the model lacks has no windows.
+        index (`int`): As in [`~LayerCosts.layer`].
+    """
+    part = spec.modules.get(module)
+    return part.window(index) if part is not None and 0 <= index < part.num_layers else 0
 
 
 def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> CostModel:
@@ -397,8 +455,8 @@ def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> 
 
     Args:
         spec (`ModelSpec`): The model, with what is frozen.
-        device (`Hardware`): What each rank is: its links and its memory; how fast it computes, and how long a launch
-            takes, is in the profile.
+        device (`Hardware`): What each rank is: its memory, and its links as far as the profile has none; how fast it
+            computes, and how long a launch takes, is in the profile.
         profile ([`LayerProfile`]): The measurements.
 
     Raises:
@@ -406,8 +464,11 @@ def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> 
     """
     profile.check(spec)
     device = replace(device, **profile.constants)
-    unlinked = replace(device, link_gb_per_s=float("inf"), node_link_gb_per_s=float("inf"))
+    no_rates = dict.fromkeys(("link_gb_per_s", "node_link_gb_per_s"), float("inf"))
+    no_latencies = dict.fromkeys(("collective_latency_us", "node_collective_latency_us"), 0.0)
+    unlinked = replace(device, **no_rates, **no_latencies)
     layers = MeasuredLayers(
+        spec,
         profile,
         AnalyticLayers(spec, device, profile.value_bytes),
         AnalyticLayers(spec, unlinked, profile.value_bytes),

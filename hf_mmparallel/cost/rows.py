@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan
+from .kept import MASKED_ATTENTION
 from .layers import PACKED_ATTENTION, CostModel
 
 ChunkKey = tuple[str, int, int, int]
@@ -43,12 +44,17 @@ class RowLayout:
         block (`int`, *optional*, defaults to 1): What the tokens of a chunk are rounded up to.
         causal (`bool`, *optional*, defaults to `False`): Whether the cost of a squared token is that of causal
             attention.
+        masked_share (`float`, *optional*, defaults to 1.0): How fast attention is under a dense mask, of the speed by
+            which squares are charged.
+        window (`int`, *optional*, defaults to 0): Tokens of the smallest sliding window of a layer, 0 for none.
     """
 
     attention: str
     padded: bool
     block: int = 1
     causal: bool = False
+    masked_share: float = 1.0
+    window: int = 0
 
     @classmethod
     def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
@@ -56,17 +62,23 @@ class RowLayout:
         The layout of a module in a plan: encoders compute real tokens; the rows of a language model are padded unless
         they are packed, and under context parallelism its ranks have equally many blocks of a packed row.
         """
-        attention = costs.spec.modules[name].attention
+        part = costs.spec.modules[name]
+        attention = part.attention
         if name != LANGUAGE_MODEL:
             return cls(attention, padded=False)
         if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
-        return cls(attention, padded=not costs.packs_rows, causal=True)
+        window = min(filter(None, part.windows), default=0)
+        share = costs.device.masked_attention_share
+        if attention == PACKED_ATTENTION:  # under a dense mask it is `"sdpa"`
+            share /= costs.device.block_attention_share
+        return cls(attention, padded=not costs.packs_rows, causal=True, masked_share=share, window=window)
 
     def sizes(self, count: NDArray, tokens: NDArray, squares: NDArray, longest: NDArray, even: NDArray) -> NDArray:
         """
-        What chunks compute. `"eager"` attention computes all pairs of tokens of a row, `"sdpa"` as well where rows are
-        padded, because their mask is a dense tensor; other functions skip padding and what causality hides.
+        What chunks compute. `"eager"` attention computes all pairs of tokens of a row; so do `"sdpa"` and
+        `"bitfield"`, which computes padded rows as that does, where the mask is a dense tensor: where rows are padded
+        or as long as a window. Other functions skip padding and what causality hides.
 
         Args:
             count (`np.ndarray` of shape `[chunks]`): Samples.
@@ -81,14 +93,16 @@ class RowLayout:
         rows = count * longest.astype(float) ** 2
         pairs = rows if self.padded else squares
         is_dense = np.full(len(count), self.attention == "eager")
-        if self.padded and self.attention == "sdpa":
-            is_dense = ~even
+        takes_mask = self.padded and self.attention in MASKED_ATTENTION
+        if takes_mask:
+            is_dense = ~even | ((longest >= self.window) & (self.window > 0))
         computed = -(-tokens // self.block) * self.block
         if self.padded:
             computed = count * longest
-            squares = rows if self.attention == "sdpa" else squares
+            squares = rows if takes_mask else squares
         if self.causal:
-            squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs, squares)
+            share = self.masked_share if takes_mask else 1.0
+            squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs / share, squares)
         return np.stack([computed, squares, np.where(is_dense, pairs, 0.0)], axis=1).astype(float)
 
     def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:
@@ -107,6 +121,26 @@ class RowLayout:
         ones = np.ones_like(tokens)
         found = replace(self, block=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
         return found[:, [1, 0]].T
+
+    def of_groups(self, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
+        """
+        What groups of samples of a module compute, each on one rank.
+
+        Args:
+            sizes (`SampleSizes`): The samples.
+            name (`str`): The module.
+            groups (`Sequence`): The places of each group's samples; none is empty.
+
+        Returns:
+            `np.ndarray` of shape `[groups, 3]`: The columns of [`ChunkSize`].
+        """
+        count = np.fromiter(map(len, groups), np.int64)
+        starts = np.cumsum(count) - count
+        order = np.fromiter(chain.from_iterable(groups), np.int64)
+        tokens = sizes.tokens[name][order]
+        longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
+        squares = np.add.reduceat(sizes.squares[name][order], starts)
+        return self.sizes(count, np.add.reduceat(tokens, starts), squares, longest, longest == shortest)
 
 
 def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, ChunkSize]:
@@ -132,7 +166,7 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
         }
         if not chunks:
             continue
-        found = _sizes(RowLayout.of(costs, name, plan.modules[name]), sizes, name, list(chunks.values()))
+        found = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))
         result.update(zip(chunks, map(ChunkSize._make, found.tolist()), strict=True))
     return result
 
@@ -142,16 +176,5 @@ def group_sizes(costs: CostModel, name: str, sizes: SampleSizes, groups: Sequenc
     result = np.zeros((len(groups), 3))
     some = [index for index, own in enumerate(groups) if len(own)]
     if some:
-        result[some] = _sizes(RowLayout.of(costs, name), sizes, name, [groups[index] for index in some])
+        result[some] = RowLayout.of(costs, name).of_groups(sizes, name, [groups[index] for index in some])
     return result[:, 0], result[:, 1]
-
-
-def _sizes(layout: RowLayout, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
-    """See [`RowLayout.sizes`]; no group is empty."""
-    count = np.fromiter(map(len, groups), np.int64)
-    starts = np.cumsum(count) - count
-    order = np.fromiter(chain.from_iterable(groups), np.int64)
-    tokens = sizes.tokens[name][order]
-    longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
-    squares = np.add.reduceat(sizes.squares[name][order], starts)
-    return layout.sizes(count, np.add.reduceat(tokens, starts), squares, longest, longest == shortest)

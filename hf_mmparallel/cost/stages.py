@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import StageKey
-from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
+from .analytic import ATTENTION_BACKWARD, active_elements
 from .kept import LayerShape, Matrix
 from .layers import CostModel, LayerCost, Polynomial
 
@@ -45,22 +45,6 @@ def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
         return sum(lookups) / len(lookups) if lookups else 0.0
     trained = sum(elements for use, elements in found if use.parameter.trainable)
     return trained / sum(elements for _, elements in found) if trained else 0.0
-
-
-def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
-    """
-    Operations of a module's forward and backward as the model defines them, nothing computed twice: for each token,
-    and for each squared token of a sequence.
-    """
-    per_token = per_square = 0.0
-    for index, needed in zip(
-        range(-1, spec.modules[module].num_layers + 1), data_gradients(spec)[module], strict=True
-    ):
-        tokens, squares = layer_flops(spec, module, index)
-        inner, attends = (1.0, True) if needed else inner_gradient_share(spec, module, index)
-        per_token += tokens * (1 + inner + trainable_share(spec, module, index))
-        per_square += squares * (1 + 2 * attends)
-    return per_token, per_square
 
 
 def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[float, bool]:
@@ -107,12 +91,16 @@ class LayerTable:
 
     def sizes(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> NDArray:
         """`[3, num_layers + 2, ...]`: squared tokens that layers with a window attend to, tokens, and ones."""
+        attended, every = self._attended(tokens, squares)
+        return np.stack([attended / num_rows, every / num_rows, (every > 0).astype(float)])
+
+    def _attended(self, tokens: ArrayLike, squares: ArrayLike) -> tuple[NDArray, NDArray]:
+        """The first two of `sizes`, on one row."""
         tokens, squares = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(squares, float))
         attended = np.repeat(squares[None], len(self.windows), axis=0)
         for window in set(self.windows[self.windows > 0].tolist()):
             attended[self.windows == window] = windowed_squares(tokens, squares, window, self.is_causal)
-        every = np.broadcast_to(tokens, attended.shape)
-        return np.stack([attended / num_rows, every / num_rows, (every > 0).astype(float)])
+        return attended, np.broadcast_to(tokens, attended.shape)
 
     def times(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> tuple[NDArray, NDArray]:
         """Forward and backward of a chunk in each row `[num_layers + 2, ...]`, with launches that show."""
@@ -126,7 +114,7 @@ class LayerTable:
 
     def sample_ms(self, tokens: NDArray, squares: NDArray) -> tuple[NDArray, NDArray]:
         """Forward and backward `[samples]` of samples through all layers, without what each chunk costs."""
-        sizes, tables = self.sizes(tokens, squares)[:2], (self.forward, self.backward)
+        sizes, tables = np.stack(self._attended(tokens, squares)), (self.forward, self.backward)
         forward, backward = (np.einsum("rk,kr...->...", table[:, :2], sizes) for table in tables)
         return forward, backward
 
@@ -209,7 +197,8 @@ def layer_table(
         forward.append(layer.forward)
         backward.append(backward_of(layer, data_gradient, share, again, inner))
         runs_back = data_gradient or share > 0
-        launches.append((layer.launch_ms, runs_back * layer.launch_ms * (1 + again)))
+        there, back = layer.launch_ms
+        launches.append((there, runs_back * (back + again * there)))
     rows = [[(p.square, p.token, p.constant) for p in polynomials] for polynomials in (forward, backward)]
     windows = np.array([0, *(part.window(layer) for layer in range(part.num_layers)), 0], float)
     tables = [np.array(found) for found in rows]

@@ -58,9 +58,15 @@ class BadSample:
         where = f" ({self.file})" if self.file else ""
         return f"Sample {self.index}{where} can't be read: {self.reason}."
 
-    def error(self) -> BadSampleError:
-        """The error that ends a run because of it."""
-        result = BadSampleError(f'{self} Remove it, or use `on_bad_sample="skip"`.')
+    def error(self, rank: int | None = None) -> BadSampleError:
+        """
+        The error that ends a run because of it.
+
+        Args:
+            rank (`int`, *optional*): The rank that could not read it, where there are several.
+        """
+        who = "" if rank is None else f" Rank {rank} met it."
+        result = BadSampleError(f'{self}{who} Remove it, or use `on_bad_sample="skip"`.')
         result.__cause__ = _ReadingError(f"\n{self.details}")
         return result
 

@@ -21,6 +21,8 @@ from .size_sources import KnownSizes
 logger = logging.get_logger(__name__)
 
 _WORKERS, _AHEAD = 2, 4  # processes of a rank that measure, and draws that each of them is ahead
+_KEPT_FROM = 256  # samples that are worth writing to a file
+_GROWTH = 8  # a file grows by an eighth of its samples or more at a time
 
 
 class Exchange(Protocol):
@@ -113,6 +115,8 @@ class SizedDraws(DrawSampler):
         world_size (`int`): Ranks.
         num_workers (`int`, *optional*, defaults to 0): Processes of the loader that takes the draws.
         context (*optional*): How processes are started, see `multiprocessing_context` of a `DataLoader`.
+        keeps (`bool`, *optional*, defaults to `False`):
+            Whether this rank writes what all have measured to the cache of `source`, for later runs.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class SizedDraws(DrawSampler):
         world_size: int,
         num_workers: int = 0,
         context: Any = None,
+        keeps: bool = False,
     ):
         super().__init__(draws.sampler, draws.batch_size, draws.drop_last)
         self.known = KnownSizes(len(source), list(unknown.tokens))
@@ -133,6 +138,9 @@ class SizedDraws(DrawSampler):
         self.exchange = exchange
         self.rank = rank
         self.world_size = world_size
+        self._source = source
+        self._kept = 0
+        self._unkept: list[np.ndarray] | None = [] if keeps and hasattr(source, "keep") else None
         self._loader: Any = DataLoader(
             PartReader(source, dataset),
             batch_sampler=_Parts(self),  # type: ignore[arg-type]
@@ -146,8 +154,11 @@ class SizedDraws(DrawSampler):
 
     def __iter__(self) -> Iterator[Draw]:
         # Begins with the first draw: loaders make iterators that they do not use, and samplers count their epochs.
-        for part in self._loader:
-            yield self.with_limits(self._sized(part))
+        try:
+            for part in self._loader:
+                yield self.with_limits(self._sized(part))
+        finally:
+            self._keep(1)
 
     def parts(self) -> Iterator[DrawPart]:
         """What this rank measures of each draw."""
@@ -176,6 +187,8 @@ class SizedDraws(DrawSampler):
         for found in parts:
             if found.sizes is not None:
                 self.known.put(found.indices, found.sizes)
+                if self._unkept is not None:
+                    self._unkept.append(np.array(found.indices, dtype=np.int64))
             if found.unknown:
                 logger.warning_once(
                     "Samples of which nothing says the size count like the median one of those that were measured at "
@@ -183,8 +196,18 @@ class SizedDraws(DrawSampler):
                 )
                 self.known.put(found.unknown, self.unknown.take(np.zeros(len(found.unknown), np.int64)))
             bad |= found.bad
+        self._keep(max(_KEPT_FROM, self._kept // _GROWTH))
         slots = {slot: bad[index] for slot, index in enumerate(draw.samples) if index in bad}
         return replace(draw, sizes=self.known.sizes.take(draw.samples), bad=slots)
+
+    def _keep(self, at_least: int) -> None:
+        """Writes what was measured since the last time, if that is of enough samples."""
+        if self._unkept is None or sum(map(len, self._unkept)) < at_least:
+            return
+        indices = np.concatenate(self._unkept)
+        self._kept += len(indices)
+        done = self._source.keep(indices, self.known.sizes.take(indices))
+        self._unkept = [] if done else None  # what could not be written once is not tried again and again
 
 
 class _Parts:

@@ -17,6 +17,7 @@ from .chat_collator import ChatCollator
 from .defaults import default_collator
 from .image_sizes import UnknownSizeError
 from .loader import seeded
+from .size_cache import SizeCache
 from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, OrOne, SampleMeasure, TokenMeasure
 from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
 from .streams import StreamSizes, StreamWindow, is_stream
@@ -53,9 +54,9 @@ def size_source(
     Samples of a `datasets.Dataset` are measured once, with `Dataset.map`, on rows in which media are not decoded, if
     that is a matter of microseconds (1 and 4) or there are at most 5,000. The sizes are kept in memory, and beside a
     dataset on disk in its cache, by fingerprints of dataset and measure. Other samples are measured when they are
-    first asked for. A `Subset` and a `ConcatDataset` have the sizes of what they
-    are made of. Samples that only the dataset's own code can make (of a plain torch dataset, or with a transform from
-    `set_transform`) are not read for 4 and 5.
+    first asked for; those of a large dataset on disk are read from what earlier runs have kept, see [`SizeCache`]. A
+    `Subset` and a `ConcatDataset` have the sizes of what they are made of. Samples that only the dataset's own code
+    can make (of a plain torch dataset, or with a transform from `set_transform`) are not read for 4 and 5.
 
     Nothing is fetched or decoded. A conversation that does not say its size, with an image behind a URL say, or whose
     file can't be read, counts like the median one of its `datasets.Dataset`, which is unknown if all are such; of a
@@ -129,7 +130,8 @@ class _Choice:
                 return None
             if len(dataset) > PARALLEL_FROM and not isinstance(measure, (ColumnMeasure, TokenMeasure)):
                 view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
-                return LazySizes(len(dataset), _StoredReader(view, measure), modules, measure.counts_rows)
+                cache = SizeCache.of(view, measure)
+                return LazySizes(len(dataset), _StoredReader(view, measure), modules, measure.counts_rows, cache)
             return _measured_table(dataset, measure, modules, self.num_proc)
         measure = self.given
         if isinstance(dataset, Sequence) and len(dataset) and isinstance(dataset[0], Mapping):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..plan import SampleSizes
+from .size_cache import SizeCache
 from .size_measures import Lengths
 
 NUM_SPREAD = 1024
@@ -198,12 +199,23 @@ class LazySizes:
         read (`Callable[[int], Lengths]`): Index -> lengths of the sample.
         modules (`Sequence[str]`): Modules of the model.
         counts_rows (`bool`): Whether lengths in encoders are rows of features.
+        cache ([`SizeCache`], *optional*): Sizes that earlier runs have measured.
     """
 
     is_table = False
 
-    def __init__(self, num_samples: int, read: Callable[[int], Lengths], modules: Sequence[str], counts_rows: bool):
+    def __init__(
+        self,
+        num_samples: int,
+        read: Callable[[int], Lengths],
+        modules: Sequence[str],
+        counts_rows: bool,
+        cache: SizeCache | None = None,
+    ):
         self.read = read
+        self.cache = cache
+        self._is_loaded = cache is None
+        self._is_kept = np.zeros(0 if cache is None else num_samples, dtype=bool)  # in the cache
         self.counts_rows = counts_rows
         self.layers: Mapping[str, LayerTokens] = {}
         self.modules = list(modules)
@@ -213,6 +225,8 @@ class LazySizes:
         return len(self.known.is_known)
 
     def __call__(self, indices: Sequence[int]) -> SampleSizes:
+        if not self._is_loaded:
+            self._load()
         chosen = np.asarray(indices, dtype=np.int64)
         new = np.unique(chosen[~self.known.are_known(chosen)])
         if len(new):
@@ -221,11 +235,33 @@ class LazySizes:
             self.known.put(new, sizes_of(lengths, self.layers))
         return self.known(chosen)
 
+    def _load(self) -> None:
+        """Takes in what earlier runs have measured."""
+        found = None if self.cache is None else self.cache.load(self.modules)
+        if found is not None:
+            self.known.put(*found)
+            self._is_kept[found[0]] = True
+        self._is_loaded = True
+
+    def keep(self, indices: np.ndarray, sizes: SampleSizes) -> bool:
+        """Writes sizes of samples to the cache, if there is one and they are not in it; whether that was possible."""
+        if self.cache is None:
+            return True
+        if not self._is_loaded:
+            self._load()
+        new = np.flatnonzero(~self._is_kept[indices])
+        if not len(new):
+            return True
+        done = self.cache.add(indices[new], sizes.take(new))
+        self._is_kept[indices[new]] |= done
+        return done
+
     def with_layers(self, layers: Mapping[str, LayerTokens]) -> LazySizes:
         """The same in tokens of the encoders' layers."""
         if not self.counts_rows:
             return self
-        result = LazySizes(len(self), self.read, self.modules, True)
+        cache = None if self.cache is None else self.cache.with_layers(layers)
+        result = LazySizes(len(self), self.read, self.modules, True, cache)
         result.layers = layers
         return result
 
@@ -244,6 +280,10 @@ class SubsetSizes:
 
     def __call__(self, indices: Sequence[int]) -> SampleSizes:
         return self.source(self.indices[np.asarray(indices, dtype=np.int64)])
+
+    def keep(self, indices: np.ndarray, sizes: SampleSizes) -> bool:
+        """See [`LazySizes.keep`]."""
+        return self.is_table or self.source.keep(self.indices[indices], sizes)
 
     def with_layers(self, layers: Mapping[str, LayerTokens]) -> SubsetSizes:
         """The same in tokens of the encoders' layers."""
@@ -275,6 +315,16 @@ class ConcatSizes:
             {name: np.concatenate([part.tokens[name] for part in parts])[back] for name in parts[0].tokens},
             {name: np.concatenate([part.squares[name] for part in parts])[back] for name in parts[0].squares},
         )
+
+    def keep(self, indices: np.ndarray, sizes: SampleSizes) -> bool:
+        """See [`LazySizes.keep`]."""
+        part_of = np.searchsorted(self.ends, indices, side="right")
+        done = True
+        for part, (source, end) in enumerate(zip(self.sources, self.ends, strict=True)):
+            own = np.flatnonzero(part_of == part)
+            if len(own) and not source.is_table:
+                done &= source.keep(indices[own] - (end - len(source)), sizes.take(own))
+        return done
 
     def with_layers(self, layers: Mapping[str, LayerTokens]) -> ConcatSizes:
         """The same in tokens of the encoders' layers."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest
+from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest, window_of
 from .hollow import hidden_of
 from .layer_runs import Clock, CudaClock, Forward, HostClock, Inputs, ModuleRuns, Skeleton
 
@@ -177,8 +177,9 @@ class _Profiler:
         found = []
         for kind, indices in kinds:
             points = self.points(kind, indices[0])
-            digest = shape_digest(self.runs.skeleton.spec, name, indices[0])
-            found.append(MeasuredLayer.fitted(name, kind, indices, digest, self.tp_size, points))
+            spec = self.runs.skeleton.spec
+            digest, window = shape_digest(spec, name, indices[0]), window_of(spec, name, indices[0])
+            found.append(MeasuredLayer.fitted(name, kind, indices, digest, self.tp_size, points, window))
         return found
 
     def points(self, kind: str, index: int) -> list[MeasuredPoint]:

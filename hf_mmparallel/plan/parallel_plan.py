@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -121,7 +122,12 @@ class ModulePlan:
     @property
     def _grid(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of the first stage; in a part of a plan other replicas, or all of them, have no stages."""
-        return next((stages[0].ranks for stages in self.replicas if stages), ((0,),))
+        return self.replicas[self.with_stages[0]][0].ranks if self.with_stages else ((0,),)
+
+    @cached_property
+    def with_stages(self) -> tuple[int, ...]:
+        """The replicas that have stages: in a part of a plan its own ones only."""
+        return tuple(compress(range(self.dp_size), self.replicas))
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
         """Yields (replica, index of the stage, stage)."""
@@ -130,7 +136,7 @@ class ModulePlan:
     @cached_property
     def _stages(self) -> list[tuple[int, int, Stage]]:
         """What is yielded; a part of a plan has many replicas without stages, and is asked often."""
-        return [(d, index, stage) for d, stages in enumerate(self.replicas) for index, stage in enumerate(stages)]
+        return [(d, index, stage) for d in self.with_stages for index, stage in enumerate(self.replicas[d])]
 
 
 @dataclass(frozen=True)

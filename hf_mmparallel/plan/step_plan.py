@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -37,12 +37,15 @@ class StepPlan:
             Module -> replica -> microbatch -> the slots it takes.
         targets (`Mapping[str, tuple[str, ...]]`): Module -> the modules that take its features.
         epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
+        whole (`StepPlan`, *optional*):
+            Of a part ([`~StepPlan.part`]), the step that it belongs to, which knows where its slots are.
     """
 
     samples: tuple[int, ...]
     microbatches: Mapping[str, tuple[tuple[Slots, ...], ...]]
     targets: Mapping[str, tuple[str, ...]]
     epoch: int = 0
+    whole: StepPlan | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def _counts(self) -> dict[str, NDArray]:
@@ -51,7 +54,12 @@ class StepPlan:
 
     @cached_property
     def locations(self) -> dict[str, tuple[NDArray, NDArray]]:
-        """Module -> the replica and the microbatch of every slot, int64 `[num_samples]`; -1 where it has none."""
+        """
+        Module -> the replica and the microbatch of every slot, int64 `[num_samples]`; -1 where it has none. Of a part,
+        those of the whole step.
+        """
+        if self.whole is not None:
+            return self.whole.locations
         return {module: self._locations(replicas) for module, replicas in self.microbatches.items()}
 
     def _locations(self, replicas: tuple[tuple[Slots, ...], ...]) -> tuple[NDArray, NDArray]:
@@ -88,12 +96,12 @@ class StepPlan:
         used = takers >= 0
         if not used.any():
             return {}
-        counts = self._counts[target][takers[used]]
+        counts = (self.whole or self)._counts[target][takers[used]]
         turns = turn_of(indices[used], counts, counts.max())
         return dict(zip(np.array(given)[used].tolist(), turns.tolist(), strict=True))
 
     @cached_property
-    def chunks(self) -> Mapping[tuple[str, int, int], tuple[Slots, ...]]:
+    def chunks(self) -> _Chunks:
         """
         (module, replica, microbatch) -> its chunks, each with a forward and a backward of its own.
 
@@ -101,19 +109,26 @@ class StepPlan:
         no chunks. The language model's microbatches are one chunk each. Those of a replica are cut when one of them
         is first asked for.
         """
-        return _Chunks(self)
+        return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
+
+    def replicas(self, module: str) -> list[int]:
+        """The replicas of a module that have microbatches: of a part its own ones only."""
+        own = self.microbatches[module]
+        return list(compress(range(len(own)), own))
 
     def part(self, members: Collection[tuple[str, int]]) -> StepPlan:
         """
         The step with the microbatches of some replicas only; numbers of replicas and slots stay the same.
 
         Args:
-            members (`Collection[tuple[str, int]]`): (module, replica) of those.
+            members (`Collection[tuple[str, int]]`):
+                (module, replica) of those, with all that they exchange tensors with.
         """
         few: dict[str, list[tuple[Slots, ...]]] = {name: [()] * len(own) for name, own in self.microbatches.items()}
         for name, replica in members:
             few[name][replica] = self.microbatches[name][replica]
-        return replace(self, microbatches={name: tuple(own) for name, own in few.items()})
+        microbatches = {name: tuple(own) for name, own in few.items()}
+        return replace(self, microbatches=microbatches, whole=self.whole or self)
 
     @property
     def structure(self) -> tuple:
@@ -170,20 +185,25 @@ class _Places(Mapping[tuple[str, int], tuple[int, int]]):
 class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
     """(module, replica, microbatch) -> chunks of a step, cut replica by replica as they are asked for."""
 
-    def __init__(self, step: StepPlan):
+    def __init__(self, step: StepPlan, known: dict[tuple[str, int], tuple[tuple[Slots, ...], ...]]):
         self._step = step
-        self._known: dict[tuple[str, int], tuple[tuple[Slots, ...], ...]] = {}
+        self.known = known
 
     def __getitem__(self, key: tuple[str, int, int]) -> tuple[Slots, ...]:
         module, replica, index = key
-        if (module, replica) not in self._known:
-            self._known[module, replica] = self._cut(module, replica)
-        if index >= len(self._known[module, replica]):
+        found = self.of_replica(module, replica)
+        if index >= len(found):
             raise KeyError(key)
-        return self._known[module, replica][index]
+        return found[index]
+
+    def of_replica(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
+        """The chunks of each microbatch of a replica."""
+        if (module, replica) not in self.known:
+            self.known[module, replica] = self._cut(module, replica)
+        return self.known[module, replica]
 
     def _cut(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
-        """The chunks of each microbatch of a replica."""
+        """Cuts the microbatches of a replica."""
         step = self._step
         targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
         turns = [step.takers(module, replica, target) for target in targets]
@@ -198,8 +218,8 @@ class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         for module, replicas in self._step.microbatches.items():
-            for replica, microbatches in enumerate(replicas):
-                for index in range(len(microbatches)):
+            for replica in self._step.replicas(module):
+                for index in range(len(replicas[replica])):
                     yield module, replica, index
 
     def __len__(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..cost.devices import PEAK_OF_DTYPE
+from ..kernels.bitfield_attention import bitfield_attention, encode_words
 from .devices import known_device, measure_device
 from .timing import run_seconds, synchronize
 
@@ -34,7 +35,8 @@ def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float
     Returns:
         `dict[str, float]`: Fields of [`Hardware`]: peaks and the memory's rate as in the table of devices, or measured
         where it is not in it; `launch_us`; the shares of them that a large product, causal attention with its backward
-        and an addition reach; `link_latency_us` where there are two GPUs.
+        and an addition reach; what of that attention under a dense mask and `"bitfield"` reach; `link_latency_us`
+        where there are two GPUs.
     """
     known = known_device(device) if device.type == "cuda" else None
     hardware = known or measure_device(device)
@@ -42,7 +44,10 @@ def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float
     found = {field: float(getattr(hardware, field)) for field in (*PEAK_OF_DTYPE.values(), "memory_gb_per_s")}
     found["launch_us"] = _launch_us(device)
     found["matmul_efficiency"] = _share(_product_flops(device, dtype, budget_s), 1e12 * hardware.peak_tflops)
-    found["attention_efficiency"] = _share(_attention_flops(device, dtype, budget_s), 1e12 * hardware.peak_tflops)
+    rates = {form: _attention_flops(device, dtype, budget_s, form) for form in ("flash", "masked", "block")}
+    found["attention_efficiency"] = _share(rates["flash"], 1e12 * hardware.peak_tflops)
+    for form in ("masked", "block"):
+        found[f"{form}_attention_share"] = round(rates[form] / rates["flash"], 4)
     found["memory_efficiency"] = _share(_moved_bytes(device, dtype, budget_s), 1e9 * hardware.memory_gb_per_s)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
         found["link_latency_us"] = _latency_us()
@@ -75,19 +80,29 @@ def _product_flops(device: torch.device, dtype: torch.dtype, budget_s: float) ->
     return 2 * side**3 / _seconds(lambda: left @ right, device, budget_s)
 
 
-def _attention_flops(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:
-    """Operations a second of causal attention and its backward."""
+def _attention_flops(device: torch.device, dtype: torch.dtype, budget_s: float, form: str) -> float:
+    """
+    Operations a second of causal attention and its backward: of a flash kernel, of one under a dense mask, which
+    computes what the mask hides too, or of one that reads its mask for each block of tokens.
+    """
     tokens, heads, width = _TOKENS[device.type], 16, 128
     shape = (1, heads, tokens, width)
     inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     query, key, value = inputs
     gradient = torch.randn(shape, device=device, dtype=dtype)
 
+    mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril() if form == "masked" else None
+    words = encode_words(torch.ones(1, tokens, dtype=torch.long, device=device))
+
     def run() -> None:
-        output = scaled_dot_product_attention(query, key, value, is_causal=True)
+        if form == "block":
+            output = bitfield_attention(query, key, value, words)
+        else:
+            output = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         torch.autograd.grad(output, inputs, gradient)
 
-    return 3.5 * 2 * heads * width * tokens**2 / _seconds(run, device, budget_s)
+    pairs = tokens**2 if form == "masked" else tokens**2 / 2
+    return 3.5 * 4 * heads * width * pairs / _seconds(run, device, budget_s)
 
 
 def _moved_bytes(device: torch.device, dtype: torch.dtype, budget_s: float) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import time
 from collections import Counter
@@ -13,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 
 from ..cost import Hardware, find_device, recognize_device
 from ..cost.devices import PEAK_OF_DTYPE
 from ..world import World
-from .timing import run_seconds, synchronize
+from .links import measured_links
+from .timing import run_seconds
 
 logger = get_logger(__name__)
 
@@ -31,7 +30,6 @@ _PRODUCT_SHARE = 0.8  # of the peak that a large matrix product reaches (8192 x 
 _LONGEST_SIDE = 8192
 _RUNS = 3  # of what is timed, with the one that does not count
 _COPY_BYTES = 2**28
-_LINK_BYTES = 2**26
 _TIMED = {
     "bfloat16": (torch.bfloat16, "ieee"),
     "float16": (torch.float16, "ieee"),
@@ -139,6 +137,7 @@ def measure_device(device: torch.device, budget_s: float = _BUDGET_S) -> Hardwar
     base = find_device("cpu")
     if device.type != "cpu":  # messages between GPUs are not those between processes
         names = ("link_latency_us", "node_link_latency_us", "launch_us")
+        names += ("masked_attention_share", "block_attention_share")
         base = replace(base, **{name: getattr(Hardware, name) for name in names})
     return replace(
         base,
@@ -194,56 +193,6 @@ def products_in(precision: str) -> Iterator[None]:
         yield
     finally:
         matmul.fp32_precision = before
-
-
-def measured_links(hardware: Hardware, world: World) -> Hardware:
-    """
-    A device with its links as sums over the ranks take them. Collective. On one rank links stay what they are.
-
-    Args:
-        hardware (`Hardware`): The device, the same on all ranks.
-        world ([`World`]): The ranks.
-    """
-    if world.size == 1:
-        return hardware
-    hosts = world.all_gather(socket.gethostname(), "comparing the hosts of the ranks")
-    nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-    node_size = min(map(len, nodes))
-    rates = []
-    groups: list[Any] = [world.group] if len(nodes) == 1 else [world.new_group(node) for node in nodes]
-    for node, group in zip(nodes, groups, strict=True):
-        if world.rank in node and len(node) > 1:
-            rates.append(_sum_gb_per_s(world.device, group, len(node)))
-        if len(nodes) > 1 and world.rank in node:
-            world.end_group(group)
-    whole = None if len(nodes) == 1 else _sum_gb_per_s(world.device, world.group, len(hosts))
-    mine = (rates[0] if rates else None, whole)
-    told = world.all_gather(mine, "comparing measured links")
-    inside = min((rate for rate, _ in told if rate is not None), default=hardware.link_gb_per_s)
-    between = min((rate for _, rate in told if rate is not None), default=inside * node_size)
-    # A sum over all ranks uses the network cards of all devices of a node.
-    return replace(
-        hardware,
-        link_gb_per_s=max(inside, between / node_size),
-        node_size=node_size,
-        node_link_gb_per_s=between / node_size,
-        network_cards=node_size,
-    )
-
-
-def _sum_gb_per_s(device: torch.device, group: Any, count: int) -> float:
-    """Bytes that each rank sends in a second while some sum a tensor (bus bandwidth of a ring), in 10^9."""
-    tensor = torch.ones(_LINK_BYTES // 4 if device.type != "cpu" else _LINK_BYTES // 64, device=device)
-    times = []
-    for _ in range(6):  # ranks need the same number of sums
-        synchronize(device)
-        start = time.perf_counter()
-        dist.all_reduce(tensor, group=group)
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-        tensor.fill_(1.0)
-    num_bytes = tensor.numel() * tensor.element_size()
-    return 2 * (count - 1) / count * num_bytes / min(times[1:]) / 1e9
 
 
 def power_limits(device: torch.device) -> tuple[float, float] | None:

@@ -159,6 +159,7 @@ class ParallelEngine(nn.Module):
         self.asked_s = 0.0  # when the Trainer asked for the batch of the last step
         self.data_ms = 0.0  # how long this rank waited for it
         self.planner: StepPlanner | None = None  # of the training steps
+        self.account: MemoryAccount | None = None
         self.current_step: StepPlan | None = None
         self.current_sizes: SampleSizes | None = None
         self.current_workloads: Workloads | None = None

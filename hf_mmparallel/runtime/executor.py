@@ -390,7 +390,7 @@ class _Step(MessageGeometry):
         if task.module != LANGUAGE_MODEL:
             return counting_layers(stage.own_layers, self.spec.modules[task.module].num_layers, work)
         if task.stage == 0:
-            work.add(*language_work(self.whole_batch(task)))
+            work.add(*language_work(self.whole_batch(task), self.spec.language_model.windows))
         return nullcontext()
 
     def features_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from ..cost.stage_memory import GIB
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule.actions import Action, Task
 from ..search.steps import PlannedStep, StepPlanner
+from .gradients import local
+
+_STEPPING = "_hf_mmparallel_stepping"
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,47 @@ class MemoryAccount:
             error (`Exception`): What the allocator raised.
             device (`torch.device`): Where it computes.
         """
-        reason = str(error).partition("\n")[0].rstrip(". ")
-        said = f"Rank {self.rank} ran out of memory in {self._where(action)}: {reason}."
+        said = f"Rank {self.rank} ran out of memory in {self._where(action)}: {_reason(error)}."
         predicted = self.predicted()
         if predicted is not None:
             said += f" {_prediction(predicted)}{self._limit()}."
         if device.type == "cuda":
             said += f" At most {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB were allocated."
         return f"{said} {self._remedy(action.task, predicted)}"
+
+    def optimizer_sentence(self, optimizer: torch.optim.Optimizer, error: BaseException, device: torch.device) -> str:
+        """
+        What all ranks are told where the step of the optimizer does not fit.
+
+        Args:
+            optimizer (`torch.optim.Optimizer`): This rank's.
+            error (`Exception`): What the allocator raised.
+            device (`torch.device`): Where it computes.
+        """
+        held = [f"`{name}` (layers {first}-{stop - 1})" for name, (first, stop) in self._stages()]
+        said = (
+            f"Rank {self.rank} ran out of memory in the optimizer's step of {' and '.join(held)}: {_reason(error)}. "
+            f"It has {_held_text(optimizer)}"
+        )
+        predicted = self.predicted()
+        said += f". {_prediction(predicted)}." if predicted is not None else "."
+        if device.type == "cuda":
+            said += f" At most {torch.cuda.max_memory_allocated(device) / GIB:.1f} GiB were allocated."
+        names = " or ".join(dict.fromkeys(f"`{name}`" for name, _ in self._stages()))
+        return (
+            f"{said} Use an optimizer with a smaller state or smaller temporary tensors "
+            '(`optim="adamw_torch_fused"`, `"adafactor"`, `"adamw_bnb_8bit"`), raise `pp_size` or `tp_size` of '
+            f"{names}, or freeze a part of it. Smaller microbatches help only where activations fragment the memory."
+        )
+
+    def _stages(self) -> list[tuple[str, tuple[int, int]]]:
+        """The modules of this rank, each with the layers of a stage."""
+        return [
+            (name, (stage.layers[0], stage.layers[1]))
+            for name, module in self.plan.modules.items()
+            for _, _, stage in module.stages()
+            if self.rank in stage.all_ranks
+        ]
 
     def predicted(self) -> RankMemory | None:
         """Memory of this rank by estimate; `None` where sizes of samples are unknown."""
@@ -96,6 +133,63 @@ class MemoryAccount:
         if task is not None and not self.plan.modules[task.module].activation_checkpointing:
             smaller += f", or set `activation_checkpointing` of `{task.module}`"
         return f"{smaller[0].upper()}{smaller[1:]}."
+
+
+@contextlib.contextmanager
+def told_in_optimizer(
+    optimizer: Callable[[], torch.optim.Optimizer | None],
+    account: Callable[[], MemoryAccount | None],
+    device: torch.device,
+) -> Iterator[None]:
+    """
+    A block in which an optimizer steps; where its step runs out of memory, the error says so.
+
+    Args:
+        optimizer (`Callable`): Returns this rank's optimizer, once there is one.
+        account (`Callable`): Returns what is known of the last step's memory.
+        device (`torch.device`): Where it computes.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        own, known = optimizer(), account()
+        if own is None or known is None or not getattr(own, _STEPPING, False):
+            raise
+        raise torch.OutOfMemoryError(known.optimizer_sentence(own, error, device)) from error
+
+
+def mark_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Lets [`told_in_optimizer`] know when an optimizer steps."""
+    optimizer.register_step_pre_hook(lambda own, *_: setattr(own, _STEPPING, True))
+    optimizer.register_step_post_hook(lambda own, *_: setattr(own, _STEPPING, False))
+
+
+def _reason(error: BaseException) -> str:
+    """The first sentence of what the allocator says."""
+    return str(error).partition("\n")[0].rstrip(". ")
+
+
+def _held_text(optimizer: torch.optim.Optimizer) -> str:
+    """What an optimizer's parameters, their gradients and its state take on this rank."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shares = [
+        f"{sum(map(_num_bytes, tensors)) / GIB:.3g} GiB of {name}"
+        for name, tensors in (
+            ("trained weights", parameters),
+            ("gradients", gradients),
+            ("optimizer state", [value for value in states if isinstance(value, torch.Tensor)]),
+        )
+    ]
+    missing = sum(1 for parameter in parameters if not optimizer.state.get(parameter))
+    text = f"{shares[0]}, {shares[1]} and {shares[2]}"
+    return f"{text}, which {missing} of {len(parameters)} parameters still lack" if missing else text
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of what a rank has of a tensor."""
+    return local(tensor).numel() * tensor.element_size()
 
 
 def _prediction(memory: RankMemory) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,8 @@ class ModuleWork:
             Tokens that its layers saw: those of samples in the language model, without padding; those that entered
             the first layer of an encoder, before anything merges or pools them.
         squares (`float` or `torch.Tensor`, *optional*, defaults to 0.0):
-            Sum of the squared lengths of the sequences that attend to themselves, the mean over the layers.
+            Sum of the squared lengths of the sequences that attend to themselves, the mean over the layers; in layers
+            with a window what attention needs of them.
     """
 
     tokens: Any = 0.0
@@ -42,12 +44,13 @@ class ModuleWork:
         return ModuleWork(float(self.tokens), float(self.squares))
 
 
-def language_work(batch: Mapping[str, Any]) -> tuple[Tensor | float, Tensor | float]:
+def language_work(batch: Mapping[str, Any], windows: Sequence[int] = ()) -> tuple[Tensor | float, Tensor | float]:
     """
     Tokens and squares of the samples of a batch of the language model, without padding.
 
     Args:
         batch (`Mapping[str, Any]`): The whole batch, with `attention_words` if its rows are packed.
+        windows (`Sequence[int]`, *optional*): Tokens that a token attends to in each layer, 0 for all before it.
     """
     ids, words, mask = batch["input_ids"], batch.get(WORDS), batch.get("attention_mask")
     if isinstance(words, Tensor):
@@ -57,8 +60,19 @@ def language_work(batch: Mapping[str, Any]) -> tuple[Tensor | float, Tensor | fl
     elif isinstance(mask, Tensor) and mask.dim() == 2:
         lengths = (mask != 0).sum(-1)
     else:
-        return float(ids.numel()), float(ids.numel() * ids.shape[-1])
-    return lengths.sum(), lengths.double().square().sum()
+        return float(ids.numel()), ids.shape[:-1].numel() * float(_attended(torch.tensor(ids.shape[-1]), windows))
+    return lengths.sum(), _attended(lengths, windows)
+
+
+def _attended(lengths: Tensor, windows: Sequence[int]) -> Tensor:
+    """Squares of causal sequences that attention needs in the mean layer, see [`attended_squares`]."""
+    lengths = lengths.double()
+    whole = lengths.square()
+    count, total = max(len(windows), 1), torch.zeros_like(whole)
+    for window, layers in Counter(windows or [0]).items():
+        needed = whole - (lengths - window).clamp(min=0).square() if window else whole
+        total += layers / count * needed
+    return total.sum()
 
 
 @contextmanager

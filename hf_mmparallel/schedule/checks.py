@@ -183,7 +183,8 @@ class _Checker:
                 counts[rank] += 1
         for rank, count in enumerate(counts):
             if count != len(self.program.actions[rank]):
-                missing = next(a for a in self._expected(rank) if a not in set(self.program.actions[rank]))
+                done = set(self.program.actions[rank])
+                missing = next(action for action in self._expected(rank) if action not in done)
                 raise ProgramError(f"Rank {rank} never does `{missing}`. Add it.")
 
     def _expected(self, rank: int) -> Iterable[Action]:

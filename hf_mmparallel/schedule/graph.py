@@ -25,7 +25,7 @@ class GradientFlow:
         self._input: dict[StageKey, bool] = {}
         self._features: dict[str, bool] = {}
         for name, module in plan.modules.items():
-            replicas = [(replica, stages) for replica, stages in enumerate(module.replicas) if stages]
+            replicas = [(replica, module.replicas[replica]) for replica in module.with_stages]
             for replica, stages in replicas:
                 taking = {
                     index
@@ -131,10 +131,11 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> tuple[list[Task], dict[tupl
     place: dict[tuple[str, int, int, int, int], int] = {}
     chunks = step.chunks
     for name, module in plan.modules.items():
-        for replica, stages in enumerate(module.replicas):
-            for microbatch in range(len(step.microbatches[name][replica])):
-                for chunk in range(len(chunks[name, replica, microbatch])):
-                    for stage in range(len(stages)):
+        for replica in module.with_stages:
+            num_stages = len(module.replicas[replica])
+            for microbatch, own in enumerate(chunks.of_replica(name, replica)):
+                for chunk in range(len(own)):
+                    for stage in range(num_stages):
                         task = Task("fwd", name, replica, stage, microbatch, chunk)
                         place[task.key] = len(tasks)
                         tasks.append(task)
@@ -149,19 +150,17 @@ def _links(
     takers: dict[tuple[str, int], tuple[int, int, int]] = {}
     entries = {}
     for edge in edges:
-        for replica, microbatches in enumerate(step.microbatches[edge.target]):
-            if not microbatches:
-                continue
+        for replica in step.replicas(edge.target):
             entries[edge.target, replica] = tuple(plan.edge_stages(edge, replica))
-            for microbatch in range(len(microbatches)):
-                for chunk, slots in enumerate(step.chunks[edge.target, replica, microbatch]):
+            for microbatch, chunks in enumerate(step.chunks.of_replica(edge.target, replica)):
+                for chunk, slots in enumerate(chunks):
                     for slot in slots:
                         takers[edge.target, slot] = (replica, microbatch, chunk)
     links = []
-    for replica, stages in enumerate(plan.modules[name].replicas):
-        last = len(stages) - 1
-        for microbatch in range(len(step.microbatches[name][replica])):
-            for chunk, slots in enumerate(step.chunks[name, replica, microbatch]):
+    for replica in plan.modules[name].with_stages:
+        last = len(plan.modules[name].replicas[replica]) - 1
+        for microbatch, chunks in enumerate(step.chunks.of_replica(name, replica)):
+            for chunk, slots in enumerate(chunks):
                 first = place[name, replica, 0, microbatch, chunk]
                 links.extend((first + stage, first + stage + 1) for stage in range(last))
                 for edge in edges:

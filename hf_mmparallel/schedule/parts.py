@@ -17,7 +17,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..plan import ModulePlan, ParallelPlan, StepPlan, SyncGroup
+from ..plan import ModulePlan, ParallelPlan, Stage, StepPlan, SyncGroup
 from .actions import Action, Program, StageKey
 
 Member = tuple[str, int]
@@ -251,10 +251,10 @@ def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
 
 def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
     """A module whose stages are each on one row of the ranks with other numbers."""
-    replicas = (
-        tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in stages) if stages else ()
-        for stages in module.replicas
-    )
+    replicas: list[tuple[Stage, ...]] = [()] * module.dp_size
+    for replica in module.with_stages:
+        stages = module.replicas[replica]
+        replicas[replica] = tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in stages)
     return replace(module, replicas=tuple(replicas))
 
 

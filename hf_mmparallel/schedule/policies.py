@@ -85,9 +85,8 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     caps: dict[StageKey, float] = {}
     for name in reversed(list(plan.modules)):
         targets = [edge.target for edge in plan.edges if edge.source == name]
-        for replica, stages in enumerate(plan.modules[name].replicas):
-            if not stages:  # of another part
-                continue
+        for replica in plan.modules[name].with_stages:
+            stages = plan.modules[name].replicas[replica]
             indices = {slot: i for i, slots in enumerate(step.microbatches[name][replica]) for slot in slots}
             behind = 0
             for target in targets:

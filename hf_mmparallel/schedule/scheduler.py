@@ -60,10 +60,15 @@ class _Scheduler:
     """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
 
     def __init__(
-        self, plan: ParallelPlan, graph: TaskGraph, cost: Cost, caps: Mapping[StageKey, float], alternate: bool = False
+        self,
+        plan: ParallelPlan,
+        graph: TaskGraph,
+        times_ms: Sequence[float],
+        caps: Mapping[StageKey, float],
+        alternate: bool = False,
     ):
         self.tasks = graph.tasks
-        self.cost = cost
+        self.times_ms = times_ms
         self.alternate = alternate
         self.stages: list[_Stage] = []
         by_key: dict[StageKey, _Stage] = {}
@@ -145,7 +150,7 @@ class _Scheduler:
         while True:
             best = None
             for stage in stages:
-                if any(self.busy[rank] for rank in stage.ranks):
+                if any(map(self.busy.__getitem__, stage.ranks)):
                     continue
                 candidate = self._candidate(stage)
                 if candidate is not None and (best is None or candidate < best):
@@ -168,7 +173,7 @@ class _Scheduler:
         self.started[index] = self.events
         self.events += 1
         self.start_ms[index] = self.now
-        self.end_ms[index] = self.now + self.cost(self.tasks[index])
+        self.end_ms[index] = self.now + self.times_ms[index]
         heapq.heappush(self.running, (self.end_ms[index], index))
 
     def _finish(self, index: int, dirty: set[int]) -> None:
@@ -197,6 +202,9 @@ class _Phases:
 
     def __init__(self, plan: ParallelPlan, tasks: Sequence[Task], ranks: Sequence[tuple[int, ...]]):
         phases = task_phases(plan)
+        self.is_single = not any(phases.values())
+        if self.is_single:
+            return
         self.of_task = [phases[task.module, task.kind] for task in tasks]
         self.ranks = ranks
         self.left = [[0] * (1 + max(phases.values())) for _ in range(plan.world_size)]
@@ -206,13 +214,16 @@ class _Phases:
 
     def is_due(self, index: int) -> bool:
         """Whether all earlier phases of the task's ranks are done."""
+        if self.is_single:
+            return True
         phase = self.of_task[index]
         return not phase or not any(any(self.left[rank][:phase]) for rank in self.ranks[index])
 
     def finish(self, index: int) -> None:
         """Counts a task as done."""
-        for rank in self.ranks[index]:
-            self.left[rank][self.of_task[index]] -= 1
+        if not self.is_single:
+            for rank in self.ranks[index]:
+                self.left[rank][self.of_task[index]] -= 1
 
 
 def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
@@ -273,5 +284,7 @@ def schedule_tasks(
         `Timeline`: When each task runs.
     """
     cost, caps = cost or default_cost, caps or {}
-    tries = [_Scheduler(plan, graph, cost, caps, waits).run() for waits in ((False, True) if alternate else (False,))]
+    times_ms = [cost(task) for task in graph.tasks]
+    ways = (False, True) if alternate else (False,)
+    tries = [_Scheduler(plan, graph, times_ms, caps, waits).run() for waits in ways]
     return min((found for found in tries if found is not None), key=lambda found: max(found.end_ms, default=0.0))

@@ -103,7 +103,7 @@ class _Block:
     num_microbatches: int
     combinations: Combinations
     step_ms: NDArray
-    fits: NDArray
+    memory_bytes: NDArray
     num_estimated: int
     num_too_large: int
 
@@ -145,18 +145,22 @@ class CandidateSpace:
 
     def __iter__(self) -> Iterator[Estimated]:
         """All candidates, fastest first."""
-        return self._in_order(np.ones(len(self), bool))
+        return self._in_order(self._step_ms, np.ones(len(self), bool))
 
     def __len__(self) -> int:
-        return len(self._fits)
+        return len(self._step_ms)
+
+    def leanest_first(self) -> Iterator[Estimated]:
+        """All candidates, those with the least estimate of memory first."""
+        return self._in_order(self._memory_bytes, np.ones(len(self), bool))
 
     def expected_to_fit(self) -> Iterator[Estimated]:
         """Those whose estimate of memory is within the limit, fastest first."""
-        return self._in_order(self._fits)
+        return self._in_order(self._step_ms, self._fits)
 
     def doubtful(self) -> Iterator[Estimated]:
         """Those whose estimate of memory is above the limit, fastest first."""
-        return self._in_order(~self._fits)
+        return self._in_order(self._step_ms, ~self._fits)
 
     @property
     def num_estimated(self) -> int:
@@ -172,11 +176,11 @@ class CandidateSpace:
         """Candidates whose slowest rank computes less than that in a step, at least."""
         return sum(int((block.combinations.least_ms < step_ms).sum()) for block in self._blocks)
 
-    def _in_order(self, chosen: NDArray) -> Iterator[Estimated]:
-        """Some of the candidates, fastest first."""
+    def _in_order(self, score: NDArray, chosen: NDArray) -> Iterator[Estimated]:
+        """Some of the candidates, those with the least score first."""
         places = np.flatnonzero(chosen)
-        starts = np.cumsum([0, *(len(block.fits) for block in self._blocks)])
-        for place in places[np.argsort(self._step_ms[places], kind="stable")].tolist():
+        starts = np.cumsum([0, *(len(block.step_ms) for block in self._blocks)])
+        for place in places[np.argsort(score[places], kind="stable")].tolist():
             block = int(np.searchsorted(starts, place, "right")) - 1
             yield self._blocks[block].estimated(place - int(starts[block]))
 
@@ -185,8 +189,13 @@ class CandidateSpace:
         return np.concatenate([np.empty(0), *(block.step_ms for block in self._blocks)])
 
     @cached_property
+    def _memory_bytes(self) -> NDArray:
+        return np.concatenate([np.empty(0), *(block.memory_bytes for block in self._blocks)])
+
+    @property
     def _fits(self) -> NDArray:
-        return np.concatenate([np.empty(0, bool), *(block.fits for block in self._blocks)])
+        limit = self.problem.memory_bytes
+        return self._memory_bytes <= (np.inf if limit is None else limit)
 
     @cached_property
     def _blocks(self) -> list[_Block]:
@@ -213,17 +222,16 @@ class CandidateSpace:
             combined = combined.take(np.flatnonzero(combined.mean_bytes <= limit))
         num_too_large = num_estimated - len(combined)
         step_ms = combined.fill_ms + (count - 1) * combined.bottleneck_ms
-        fits = np.ones(len(combined), bool)
-        if limit is not None:
-            columns = {name: _Column(tables[name], rows) for name, rows in combined.rows.items()}
-            fits = needed_bytes(self.problem, columns, hosts, count) <= limit
+        columns = {name: _Column(tables[name], rows) for name, rows in combined.rows.items()}
+        memory_bytes = needed_bytes(self.problem, columns, hosts, count)
         if len(combined) > _ALL:
+            fits = memory_bytes <= (np.inf if limit is None else limit)
             fastest = np.argsort(step_ms, kind="stable")[:_FASTEST]
             fitting = first_of_groups(fits.astype(int), step_ms, _FASTEST)
             family = first_of_groups(2 * combined.family + fits, step_ms, 1)
             kept = np.unique(np.concatenate([fastest, fitting, family]))
-            combined, step_ms, fits = combined.take(kept), step_ms[kept], fits[kept]
-        return _Block(tables, hosts, count, combined, step_ms, fits, num_estimated, num_too_large)
+            combined, step_ms, memory_bytes = combined.take(kept), step_ms[kept], memory_bytes[kept]
+        return _Block(tables, hosts, count, combined, step_ms, memory_bytes, num_estimated, num_too_large)
 
     def _microbatch_counts(self, dp_size: int) -> list[int]:
         """Numbers of microbatches of a replica."""

@@ -57,12 +57,14 @@ class LayoutTable:
         num_samples (`np.ndarray`): Of a microbatch of one copy, on average.
         bottleneck_ms (`np.ndarray`): Forward and backward of a microbatch on the slowest stage.
         fill_ms (`np.ndarray`): The same through all stages one after the other, with the sum of gradients.
-        least_ms (`np.ndarray`): What the slowest rank computes in a step at least, with perfectly even microbatches.
-        mean_ms (`np.ndarray`): What a rank computes in a step on average.
+        least_ms (`np.ndarray`):
+            What the slowest rank computes in a step at least, with perfectly even microbatches without padding.
+        mean_ms (`np.ndarray`): What a rank computes in a step on average, without padding.
         state_bytes, last_state_bytes (`np.ndarray`): Of the first and of the last stage beside activations, about.
         running_bytes, last_running_bytes (`np.ndarray`): What a task on them needs besides, about.
         kept_bytes (`np.ndarray`): Activations of a microbatch on a stage, about.
-        mean_bytes (`np.ndarray`): State and activations of one microbatch, on average over the stages.
+        mean_bytes (`np.ndarray`):
+            State and activations of one microbatch without padding, on average over the stages.
     """
 
     kinds: Sequence[Kind]
@@ -126,11 +128,13 @@ def _columns(
     placed = (kind, options.over_nodes(kind))
     bottleneck, slow = (options.bottlenecks_ms(own, num_samples)[pp_size - 1] for own in placed)
     whole, slow_whole = (float(options.layer_ms(own, num_samples).sum()) for own in placed)
+    least = options.bottlenecks_ms(kind, num_samples, padded=False)[pp_size - 1]
+    least_whole = float(options.layer_ms(kind, num_samples, padded=False).sum())
     slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
     uneven, of_replicas = (options.unevenness(parts) for parts in (dp_size * count, dp_size))
     sums = np.array([options.sync_ms(kind, dp_size, int(stages)) for stages in pp_size])
     running = options.running_bytes(kind, num_samples)
-    kept = num_samples * options.kept_bytes(kind) / pp_size
+    kept, least_kept = (options.kept_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
     alike = {
         "kind": kind_index,
         "dp_size": dp_size,
@@ -145,12 +149,12 @@ def _columns(
         "bottleneck_ms": of_replicas * slowest,
         # On the slowest stage a replica has what all of its microbatches have; the other stages wait for the largest.
         "fill_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
-        "least_ms": count * bottleneck,
-        "mean_ms": count * whole / pp_size,
+        "least_ms": count * least,
+        "mean_ms": count * least_whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size),
         "last_state_bytes": options.state_bytes(kind, pp_size, last=True),
         "kept_bytes": uneven * kept,
-        "mean_bytes": options.state_bytes(kind, 1) / pp_size + kept,
+        "mean_bytes": options.state_bytes(kind, 1) / pp_size + least_kept,
     }
 
 

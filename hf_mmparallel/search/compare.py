@@ -20,7 +20,7 @@ from .options import Kind, ModuleOptions
 from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
 from .ratio import RatioLayouts
 from .replicated import ReplicatedEncoders
-from .search import step_planner
+from .simulations import step_planner
 from .single_layout import SingleLayouts, even_layers
 from .strategy_space import ModuleDemand, Role
 
@@ -87,7 +87,7 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
         `tuple[ComparedPlan, ...]`: One of each; plans that do not fit the memory only where none of their kind does.
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
-    judge = _Judge(replace(problem, fixed={}), batches)
+    judge = _Judge(replace(problem, fixed={}, method="contiguous"), batches)
     return (
         judge.unaware(),
         judge.single_layout(),
@@ -131,16 +131,21 @@ def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
         return None
     if problem.schedule not in (None, candidate.schedule) or problem.method not in (None, candidate.method):
         return None
-    planner = step_planner(problem, candidate)
-    condensed = condense(planner.plan, tuple(planner.groups))
+    # An arrangement that does not keep to the memory for every batch is no answer, though its layout may be.
+    methods = (candidate.method,) if candidate.method in problem.methods else problem.methods
+    found = [_on_batches(result, replace(candidate, method=method)) for method in methods]
+    return min((own for own in found if own is not None), key=lambda own: own.step_ms, default=None)
+
+
+def _on_batches(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
+    """A candidate on the batches of a search, `None` if one of them does not fit."""
+    limit, planner = result.problem.memory_bytes, step_planner(result.problem, candidate)
     try:
-        predictions = [
-            on_all_ranks(predict_condensed(planner, condensed, own.sizes)) for own in result.best.predictions
-        ]
-    except ValueError:  # a sample does not fit
+        found = [predict_condensed(planner, planner.condensed, own.sizes) for own in result.best.predictions]
+    except ValueError:  # its state leaves no room
         return None
-    ranked = RankedPlan(candidate, planner.plan, tuple(predictions), result.best.estimate_ms)
-    return ranked if problem.memory_bytes is None or _peak_bytes(ranked) <= problem.memory_bytes else None
+    ranked = RankedPlan(candidate, planner.plan, tuple(map(on_all_ranks, found)), result.best.estimate_ms)
+    return ranked if limit is None or ranked.peak_memory_bytes <= limit else None
 
 
 def all_trained(spec: ModelSpec) -> ModelSpec:
@@ -166,9 +171,9 @@ class UnawareOptions(ModuleOptions):
         super().__init__(problem, name)
         self.assumed = assumed
 
-    def layer_ms(self, kind: Kind, num_samples: float):
+    def layer_ms(self, kind: Kind, num_samples: float, padded: bool = True):
         """See [`ModuleOptions`]."""
-        return self._layer_ms(self.assumed, kind, num_samples)
+        return self._layer_ms(self.assumed, kind, num_samples, padded)
 
 
 class _Judge:
@@ -182,7 +187,7 @@ class _Judge:
     def unaware(self) -> ComparedPlan:
         """The candidate that is fastest if all was trained."""
         spec = all_trained(self.problem.spec)
-        assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec), method="contiguous")
+        assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec))
         space = CandidateSpace(self.problem)
         space.options.update({name: UnawareOptions(self.problem, name, assumed.costs) for name in space.options})
         found = list(itertools.islice(unlike(space.expected_to_fit()), _TRIED)) or list(itertools.islice(space, 1))
@@ -361,20 +366,20 @@ class _Judge:
         for candidate in candidates:
             ranked = self._evaluated(candidate, method, 1)
             thought = ranked if assumed is None else self._evaluated(candidate, method, 1, assumed)
-            over = _peak_bytes(ranked) > self._limit_bytes
-            found.append((over, _peak_bytes(ranked) if over else thought.step_ms, candidate))
+            over = ranked.peak_memory_bytes > self._limit_bytes
+            found.append((over, ranked.peak_memory_bytes if over else thought.step_ms, candidate))
             num_tasks += candidate.num_tasks
             if num_tasks > _MOST_TASKS or sum(not own[0] for own in found) == _SIMULATED or len(found) == _TRIED:
                 break
         tried = []
         for _, _, candidate in sorted(found, key=lambda own: own[:2]):
             ranked = self._evaluated(candidate, method)
-            if _peak_bytes(ranked) <= self._limit_bytes:
+            if ranked.peak_memory_bytes <= self._limit_bytes:
                 return ranked
             tried.append(ranked)
             if len(tried) == _CHECKED:
                 break
-        return min(tried, key=_peak_bytes)
+        return min(tried, key=lambda own: own.peak_memory_bytes)
 
     def _excess(self, needed_bytes: float) -> str:
         """By how much a plan does not fit, nothing if it does."""
@@ -384,7 +389,7 @@ class _Judge:
     def _compared(self, name: str, ranked: RankedPlan, note: str) -> ComparedPlan:
         """A plan and its figures, of all ranks that there are."""
         share = ranked.plan.world_size / self.problem.num_ranks
-        peak = _peak_bytes(ranked)
+        peak = ranked.peak_memory_bytes
         busy = _mean(1 - on_all_ranks(own).simulation.bubble_fraction for own in ranked.predictions)
         utilisation = _mean(own.flops_utilisation for own in ranked.predictions)
         words = "; ".join(part for part in (note, self._excess(peak)) if part)
@@ -399,10 +404,6 @@ class _Judge:
 
     def _none(self, name: str, why: str) -> ComparedPlan:
         return ComparedPlan(name, None, "", math.nan, math.nan, math.nan, math.nan, why)
-
-
-def _peak_bytes(ranked: RankedPlan) -> float:
-    return max(prediction.peak_memory_bytes for prediction in ranked.predictions)
 
 
 def _mean(values: Iterable[float]) -> float:

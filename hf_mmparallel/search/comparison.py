@@ -12,8 +12,10 @@ from ..arrange.draw import number_text
 from ..cost import StepCost
 from ..cost.calibration import uncalibrated
 from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
+from ..cost.stages import StageCost
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule import Task, simulate
+from ..schedule.actions import StageKey
 from .steps import PlannedStep, Prediction, StepPlanner
 
 _GROUPS = 4  # of the tasks of a kind of stages, by their size
@@ -167,23 +169,28 @@ class _TaskCosts:
         self.predicted = StepCost(costs, plan, step, sizes)
         self.base = StepCost(comparer.base, plan, step, sizes)
         self.plain = StepCost(comparer.base, comparer.plain_plan, step, sizes)
+        self.stages, self.plain_stages = (
+            {key: replace(stage, launch_ms=(0.0, 0.0)) for key, stage in cost.stages.items()}
+            for cost in (self.base, self.plain)
+        )
 
     def of(self, task: Task) -> tuple[float, ...]:
         """
-        Tokens and squares; time as predicted; time by the base costs without a recomputation, what of it grows with
-        squares, the recomputation, what of that grows with squares.
+        Tokens and squares; time as predicted; by the base costs what the device computes without a recomputation, what
+        of it grows with squares, the recomputation, what of that grows with squares; the launches of all of it.
         """
         chunk = self.plain.chunks[task.module, task.replica, task.microbatch, task.chunk]
         tokens, squares = chunk.tokens, chunk.squares
-        base, of_squares = self._parts(self.plain, task, tokens, squares)
-        whole, all_of_squares = self._parts(self.base, task, tokens, squares)
+        base, of_squares = self._parts(self.plain_stages, task, tokens, squares)
+        whole, all_of_squares = self._parts(self.stages, task, tokens, squares)
         again = max(0.0, whole - base), max(0.0, all_of_squares - of_squares)
-        return tokens, squares, self.predicted(task), base, of_squares, *again
+        launched = self.base.stages[task.stage_key].launch_ms[task.kind == "bwd"]
+        return tokens, squares, self.predicted(task), base, of_squares, *again, launched
 
     @staticmethod
-    def _parts(cost: StepCost, task: Task, tokens: float, squares: float) -> tuple[float, float]:
-        """The time of a task, and what of it grows with squares."""
-        stage = cost.stages[task.stage_key]
+    def _parts(stages: Mapping[StageKey, StageCost], task: Task, tokens: float, squares: float) -> tuple[float, float]:
+        """What the device computes of a task, and what of it grows with squares."""
+        stage = stages[task.stage_key]
         time = stage.forward_ms if task.kind == "fwd" else stage.backward_ms
         whole = time(tokens, squares)
         return whole, max(0.0, whole - time(tokens, 0.0))

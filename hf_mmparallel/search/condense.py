@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..arrange import arrange_step
-from ..cost import StepCost, batch_workloads, eager_caps, memory_per_rank
+from ..cost import StepCost, eager_caps, memory_per_rank
 from ..cost.optimizer import optimizer_ms
-from ..plan import SampleSizes
-from ..schedule import Condensed, Span, SumSpan, condensed_program, condensed_ranks, simulate
+from ..plan import ParallelPlan, SampleSizes
+from ..schedule import Condensed, Simulation, Span, SumSpan, condensed_program, condensed_ranks, simulate
 from .steps import PlannedStep, Prediction, StepPlanner
 
 
@@ -20,7 +19,11 @@ def on_all_ranks(prediction: Prediction) -> Prediction:
     Args:
         prediction ([`Prediction`]): From [`predict_condensed`].
     """
-    plan, simulation = prediction.plan, prediction.simulation
+    return replace(prediction, simulation=_on_all_ranks(prediction.simulation, prediction.plan))
+
+
+def _on_all_ranks(simulation: Simulation, plan: ParallelPlan) -> Simulation:
+    """A simulation of condensed ranks as one of those of the whole plan."""
     tasks = {span.task: span for span in simulation.spans}
     spans = [
         Span(rank, task, span.start_ms, span.end_ms)
@@ -31,8 +34,7 @@ def on_all_ranks(prediction: Prediction) -> Prediction:
     few = _by_rank(simulation.sums)
     sums = [replace(span, rank=rank) for rank, number in condensed_ranks(plan).items() for span in few.get(number, ())]
     sums.sort(key=lambda span: (span.start_ms, span.rank))
-    whole = replace(simulation, spans=ordered, num_ranks=plan.world_size, sums=tuple(sums))
-    return replace(prediction, simulation=whole)
+    return replace(simulation, spans=ordered, num_ranks=plan.world_size, sums=tuple(sums))
 
 
 def _by_rank(sums: Sequence[SumSpan]) -> dict[int, list[SumSpan]]:
@@ -53,15 +55,48 @@ def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleS
         condensed ([`Condensed`]): Its plan.
         sizes (`SampleSizes`): Of the samples of the batch.
     """
-    costs, plan = planner.costs, planner.plan
-    workloads = batch_workloads(costs, plan, sizes, planner.max_tokens, planner.memory_bytes)
-    step = arrange_step(plan, range(sizes.num_samples), workloads, planner.microbatch_size, planner.method)
+    return predict_arranged(planner, condensed, planner.arrange(range(sizes.num_samples), sizes))
+
+
+def predict_arranged(
+    planner: StepPlanner, condensed: Condensed, arranged: PlannedStep, sizes: SampleSizes | None = None
+) -> Prediction:
+    """
+    [`predict_condensed`] of a step that is arranged already.
+
+    Args:
+        planner ([`StepPlanner`]): Of the whole plan.
+        condensed ([`Condensed`]): Its plan.
+        arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`].
+        sizes (`SampleSizes`, *optional*): Of its samples, if it was arranged without them: the program does not
+            depend on them then.
+    """
+    costs, plan, step = planner.costs, planner.plan, arranged.step
+    known = arranged.sizes
+    sizes = known if sizes is None else sizes
+    assert sizes is not None
     cost = StepCost(costs, plan, step, sizes, condensed.whole_groups)
-    caps = eager_caps(costs, plan, step, sizes, planner.memory_bytes) if plan.schedule == "eager" else None
-    program = condensed_program(condensed.parts(step), cost, caps=caps, check=False)
+    caps = None
+    if known is not None and plan.schedule == "eager" and planner.training:
+        caps = eager_caps(costs, plan, step, known, planner.memory_bytes)
+    program_cost = None if known is None else cost if known is sizes else StepCost(costs, plan, step, known)
+    program = condensed_program(condensed.parts(step), program_cost, planner.training, caps, check=False)
     simulation = simulate(condensed.plan, program, cost, cost.message_ms, cost.sync_ms)
     memory = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
-    planned = PlannedStep(step, program, sizes, workloads)
     update_ms = optimizer_ms(planner.costs, plan) if planner.training else 0.0
     utilisation = planner.utilisation(sizes, simulation.iteration_ms + update_ms)
+    planned = replace(arranged, program=program)
     return Prediction(plan, planned, sizes, simulation, memory, utilisation, update_ms)
+
+
+def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation:
+    """
+    A replay on all ranks where nothing is known of the samples: a forward counts 1 ms and a backward 2 ms.
+
+    Args:
+        planner ([`StepPlanner`]): Of the whole plan.
+        arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`].
+    """
+    condensed = planner.condensed
+    program = condensed_program(condensed.parts(arranged.step), None, planner.training, check=False)
+    return _on_all_ranks(simulate(condensed.plan, program), planner.plan)

@@ -7,8 +7,10 @@ from dataclasses import replace
 from ..cost import RankMemory
 from ..cost.stage_memory import GIB
 from .candidates import CandidateSpace
+from .large_samples import large_samples
 from .problem import PlanningProblem, RankedPlan
 
+_FULL = 0.9  # of what tensors may fill: more is told of
 _AS_FAST = 5e-4  # what rounds to 0.0 %
 
 
@@ -26,9 +28,23 @@ def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
     text += (
         f". The fullest, rank {fullest}, needs {memory.total_gib:.3g}{limit} GiB, most of it {largest_part(memory)}."
     )
-    if problem.memory_bytes is not None and memory.total > 0.9 * problem.memory_bytes:
+    if problem.memory_bytes is not None and memory.total > problem.memory_bytes:
+        text += _large_samples_text(ranked)
+    elif problem.memory_bytes is not None and memory.total > _FULL * problem.memory_bytes:
         text += " Memory leaves no room for larger microbatches."
     return text
+
+
+def _large_samples_text(ranked: RankedPlan) -> str:
+    """Which samples are larger than a microbatch may be, and what becomes of them."""
+    found = [own for prediction in ranked.predictions for own in large_samples(prediction)]
+    if not found:
+        return ""
+    name, _, tokens, limit = max(found, key=lambda own: own[2] / max(own[3], 1))
+    return (
+        f" That is for samples of up to {tokens:,} tokens in `{name}`, where a microbatch may have {limit:,}: each "
+        "gets a microbatch of its own, and training warns of them."
+    )
 
 
 def busiest(ranked: RankedPlan) -> tuple[float, int]:
@@ -59,8 +75,9 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     """Why another plan is slower than the best, a sentence."""
     slower = other.step_ms / best.step_ms - 1
     if slower < _AS_FAST:
-        needs = [max(own.peak_memory_bytes for own in plan.predictions) / GIB for plan in (best, other)]
-        return f"As fast: its fullest rank needs {needs[1]:.3g} GiB instead of {needs[0]:.3g}."
+        needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
+        words = f"{-slower:.1%} faster" if slower < -_AS_FAST else "As fast"
+        return f"{words}: its fullest rank needs {needs[1]:.3g} GiB instead of {needs[0]:.3g}."
     computes, waits = zip(*(_mean_busy_and_idle_ms(plan) for plan in (best, other)), strict=True)
     if computes[1] - computes[0] >= waits[1] - waits[0]:
         what = f"ranks compute {computes[1] / computes[0] - 1:.1%} longer"

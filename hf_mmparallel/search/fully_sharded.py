@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import layer_table, training_flops
+from ..cost import layer_table, model_flops
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.collectives import all_gather, all_reduce
 from ..cost.optimizer import update_bytes
@@ -84,7 +84,7 @@ class _Estimate:
     def of(self, batches: Sequence[SampleSizes]) -> FullySharded:
         times = np.array([self._step(batch) for batch in batches])
         step_ms, computed_ms = times.mean(axis=0)
-        flops = np.mean([self._flops(batch) for batch in batches])
+        flops = np.mean([model_flops(self.costs.spec, batch) for batch in batches])
         ranks = self.problem.num_ranks
         return FullySharded(
             self.num_shards,
@@ -95,13 +95,6 @@ class _Estimate:
             max(self._memory_bytes(batch) for batch in batches),
             float(flops / (1e9 * self.costs.device.peak_tflops * ranks * step_ms)),
         )
-
-    def _flops(self, batch: SampleSizes) -> float:
-        found = 0.0
-        for name in self.problem.spec.modules:
-            per_token, per_square = training_flops(self.costs.spec, name)
-            found += per_token * batch.tokens[name].sum() + per_square * batch.squares[name].sum()
-        return found
 
     def _rounds(self, batch: SampleSizes) -> Iterator[list[NDArray]]:
         """The samples of each rank, microbatch by microbatch."""
@@ -116,7 +109,8 @@ class _Estimate:
         for slots in self._rounds(batch):
             modules = [self._module(name, batch, slots) for name in self.problem.spec.modules]
             forward, backward, gathers, again, mean_ms = map(np.concatenate, zip(*modules, strict=True))
-            step_ms += _overlapped(forward, gathers) + _overlapped(backward[::-1], again[::-1])
+            beside = self.costs.device.overlap_efficiency
+            step_ms += _overlapped(forward, gathers, beside) + _overlapped(backward[::-1], again[::-1], beside)
             computed_ms += float(mean_ms.sum())
         return step_ms, computed_ms
 
@@ -144,7 +138,10 @@ class _Estimate:
         weights, gradients = np.zeros(count), np.zeros(count)
         for parameter in self.problem.spec.modules[name].parameters:
             weights[parameter.layer + 1] += _bytes(parameter)
-            gradients[parameter.layer + 1] += _bytes(parameter) if parameter.trainable else 0.0
+            if parameter.trainable:
+                own = _bytes(parameter)
+                wide = self.costs.engine.wide_sums
+                gradients[parameter.layer + 1] += max(own, _GRADIENT_BYTES * parameter.num_elements) if wide else own
         return weights, gradients
 
     def _sums_over_nodes_ms(self) -> float:
@@ -174,9 +171,13 @@ class _Estimate:
         return state / self.num_shards + 2 * layers + kept
 
 
-def _overlapped(compute_ms: NDArray, gather_ms: NDArray) -> float:
-    """Layers one after the other, each with the gather of the next beside it."""
-    return float(gather_ms[0] + np.maximum(compute_ms, np.append(gather_ms[1:], 0.0)).sum())
+def _overlapped(compute_ms: NDArray, gather_ms: NDArray, efficiency: float) -> float:
+    """
+    Layers one after the other, each with the gather of the next beside it, which leaves the computation `efficiency`
+    of its speed as long as it runs.
+    """
+    beside = np.append(gather_ms[1:], 0.0)
+    return float(gather_ms[0] + np.maximum(beside, compute_ms + (1 - efficiency) * beside).sum())
 
 
 def _bytes(parameter: ParameterSpec) -> float:

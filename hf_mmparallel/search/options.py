@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from ..cost import CostModel, Polynomial, layer_table
 from ..cost.collectives import all_reduce
-from ..cost.kept import DTYPE_BYTES, FULL
+from ..cost.kept import DTYPE_BYTES, FULL, grouped_copies
 from ..cost.optimizer import update_bytes
 from ..cost.stage_memory import RankMemory, StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
+from .mean_microbatch import MeanMicrobatches
 from .partition import partition_all
-from .problem import Layout, PlanningProblem, draw_batch
+from .problem import Layout, PlanningProblem
 
 _MIN_ROW_TOKENS = 1024
 """Fewest tokens of a sample on each row of ranks for which context parallelism is tried."""
@@ -59,9 +60,9 @@ class ModuleOptions:
     def __init__(self, problem: PlanningProblem, name: str):
         self.problem, self.name = problem, name
         self.part: ModuleSpec = problem.spec.modules[name]
-        self.tokens = float(problem.sizes.tokens[name].mean())
-        self.squares = float(problem.sizes.squares[name].mean())
-        self._bottlenecks: dict[tuple[Kind, float], NDArray] = {}
+        self.microbatches = MeanMicrobatches(problem, name)
+        self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
+        self._bottlenecks: dict[tuple[Kind, float, bool], NDArray] = {}
         self._unevenness: dict[int, float] = {}
         self._memories: dict[tuple[Kind, int, int], StageMemory] = {}
         self._sums: dict[tuple[int, int], Polynomial] = {}
@@ -106,14 +107,30 @@ class ModuleOptions:
         """Whether a layer of the stack has a backward, before which it could compute again."""
         return bool(layer_table(self.problem.costs, self.name).backward[1:-1].any())
 
-    def layer_ms(self, kind: Kind, num_samples: float) -> NDArray:
-        """float64 `[num_layers]`: forward and backward of a microbatch of mean samples."""
-        return self._layer_ms(self.problem.costs, kind, num_samples)
+    def layer_ms(self, kind: Kind, num_samples: float, padded: bool = True) -> NDArray:
+        """
+        Forward and backward of a mean microbatch in each layer.
 
-    def _layer_ms(self, costs: CostModel, kind: Kind, num_samples: float) -> NDArray:
+        Args:
+            kind (`Kind`): How layers are shared.
+            num_samples (`float`): Of the microbatch.
+            padded (`bool`, *optional*, defaults to `True`):
+                Whether rows are padded where the language model's are; without it, what no arrangement can be below.
+
+        Returns:
+            `np.ndarray` of shape `[num_layers]`: Milliseconds.
+        """
+        return self._layer_ms(self.problem.costs, kind, num_samples, padded)
+
+    def _layer_ms(self, costs: CostModel, kind: Kind, num_samples: float, padded: bool) -> NDArray:
         """See [`~ModuleOptions.layer_ms`]."""
         table = layer_table(costs, self.name, kind.tp_size, kind.checkpointing, kind.first_rank)
-        return table.step_ms(num_samples * self.tokens, num_samples * self.squares, kind.cp_size)
+        tokens, squares, _ = self._sizes(kind, num_samples, padded)
+        return table.step_ms(tokens, squares, kind.cp_size)
+
+    def _sizes(self, kind: Kind, num_samples: float, padded: bool = True) -> NDArray:
+        """`[tokens, squared tokens, stored pairs]` of a mean microbatch."""
+        return self.microbatches.sizes(kind.cp_size, num_samples, padded)
 
     def ranks_within_nodes(self, kind: Kind) -> float:
         """The most consecutive ranks of which none that share a matrix are on two nodes."""
@@ -125,11 +142,11 @@ class ModuleOptions:
         within = self.ranks_within_nodes(kind)
         return kind if within == float("inf") else replace(kind, first_rank=int(within))
 
-    def bottlenecks_ms(self, kind: Kind, num_samples: float) -> NDArray:
-        """float64 `[max_stages]`: a microbatch on the slowest of 1, 2, ... stages."""
-        key = (kind, num_samples)
+    def bottlenecks_ms(self, kind: Kind, num_samples: float, padded: bool = True) -> NDArray:
+        """float64 `[max_stages]`: a microbatch on the slowest of 1, 2, ... stages, see [`~ModuleOptions.layer_ms`]."""
+        key = (kind, num_samples, padded and self.microbatches.grows(kind.cp_size))
         if key not in self._bottlenecks:
-            costs = self.layer_ms(kind, num_samples)
+            costs = self.layer_ms(kind, num_samples, padded)
             self._bottlenecks[key] = partition_all(costs, self.max_stages).bottlenecks_ms
         return self._bottlenecks[key]
 
@@ -139,18 +156,18 @@ class ModuleOptions:
         return Layout(layers, dp_size, kind.cp_size, kind.tp_size, kind.checkpointing)
 
     @cached_property
-    def _sample_ms(self) -> list[float]:
-        """What the samples of a batch take in the whole module, the longest first."""
-        table = layer_table(self.problem.costs, self.name)
-        batch = draw_batch(self.problem, 0)
-        forward, backward = table.sample_ms(batch.tokens[self.name], batch.squares[self.name])
-        return sorted((forward + backward).tolist(), reverse=True)
+    def _sample_ms(self) -> tuple[list[float], list[float]]:
+        """What the samples of a batch take in the whole module beside others and alone, the longest first."""
+        table, layout = layer_table(self.problem.costs, self.name), self.microbatches.layout(1)
+        found = (layout.of_samples(self.microbatches.batch, self.name, even) for even in (False, True))
+        beside, alone = (np.add(*table.sample_ms(own[1], own[0])) for own in found)
+        return sorted(beside.tolist(), reverse=True), sorted(alone.tolist(), reverse=True)
 
     def unevenness(self, num_parts: int) -> float:
         """The largest part over the mean when a batch is divided by the longest-processing-time rule."""
         if num_parts not in self._unevenness:
             loads = [0.0] * num_parts
-            for time_ms in self._sample_ms:
+            for time_ms in self._sample_ms[num_parts >= self.microbatches.batch.num_samples]:
                 heapq.heapreplace(loads, loads[0] + time_ms)
             mean = sum(loads) / num_parts
             self._unevenness[num_parts] = max(loads) / mean if mean else 1.0
@@ -196,15 +213,16 @@ class ModuleOptions:
 
     def running_bytes(self, kind: Kind, num_samples: float) -> tuple[float, float]:
         """What a task on the first and on the last stage needs beside activations that wait, about."""
-        held = num_samples * self._sizes_held(kind) / np.array([kind.cp_size, kind.cp_size, 1.0])
+        held = self._sizes_held(kind, num_samples) / np.array([kind.cp_size, kind.cp_size, 1.0])
         held[2] = 1.0
         first, last = (max(float((memory.extras @ held).max()) for memory in pair) for pair in self._ends(kind))
         return first, last
 
-    def _sizes_held(self, kind: Kind) -> NDArray:
-        """`[squared tokens, tokens, 0]` of a mean sample, as memory counts them."""
-        counts_pairs = self.part.attention == "eager" and kind.cp_size == 1
-        return np.array([self.squares if counts_pairs else 0.0, self.tokens, 0.0])
+    def _sizes_held(self, kind: Kind, num_samples: float, padded: bool = True) -> NDArray:
+        """`[stored pairs of tokens, tokens, 0]` of a mean microbatch, see [`held_sizes`]."""
+        tokens, _, scores = self._sizes(kind, num_samples, padded)
+        copies = grouped_copies(self.part) if scores else 0
+        return np.array([scores + copies * tokens, tokens, 0.0])
 
     @cached_property
     def _trained_bytes(self) -> float:
@@ -224,9 +242,10 @@ class ModuleOptions:
         sums = self._sums[key]
         return sums.token * num_bytes + sums.constant + update_ms
 
-    def kept_bytes(self, kind: Kind) -> float:
-        """What all layers keep of a mean sample on each rank."""
-        return self._memory(kind, 0, self.part.num_layers).kept_bytes(self._sizes_held(kind))
+    def kept_bytes(self, kind: Kind, num_samples: float = 1.0, padded: bool = True) -> float:
+        """What all layers keep of a mean microbatch on each rank."""
+        held = self._sizes_held(kind, num_samples, padded)
+        return self._memory(kind, 0, self.part.num_layers).kept_bytes(held)
 
 
 def divisors(number: int) -> list[int]:

@@ -228,6 +228,11 @@ class RankedPlan:
         return sum(prediction.step_ms for prediction in self.predictions) / len(self.predictions)
 
     @property
+    def peak_memory_bytes(self) -> float:
+        """Of the fullest rank, over the batches."""
+        return max(prediction.peak_memory_bytes for prediction in self.predictions)
+
+    @property
     def prediction(self) -> Prediction:
         return self.predictions[0]
 
@@ -251,7 +256,7 @@ class SearchResult:
 
     Args:
         problem (`PlanningProblem`): The question.
-        best (`RankedPlan`): The plan that is expected to be fastest.
+        best (`RankedPlan`): The plan that is expected to be fastest, the leanest of those that are as fast.
         runners_up (`tuple[RankedPlan, ...]`): The next best ones, of other sizes or another placement.
         reasons (`tuple[str, ...]`): For each runner-up, why it is slower.
         rejected (`Mapping[str, int]`): Reason -> how many candidates were left out for it.

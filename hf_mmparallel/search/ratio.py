@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ..cost import training_flops
+from ..cost import module_model_flops
 from .allocation import proportional_allocation
 from .candidates import CandidateSpace, Estimated
 from .combinations import Combinations, LayoutTable, side_by_side
@@ -30,8 +30,7 @@ class RatioLayouts(CandidateSpace):
         super().__init__(problem)
         self.work = {}
         for name, options in self.options.items():
-            per_token, per_square = training_flops(problem.spec, name)
-            self.work[name] = per_token * options.tokens + per_square * options.squares
+            self.work[name] = float(module_model_flops(problem.spec, name, options.tokens, options.squares))
 
     def ranks(self, dp_size: int) -> dict[str, int]:
         """Module -> its ranks beside so many copies of the language model; empty if these have too few."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..arrange import contiguous_step
-from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, training_flops
+from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
 from ..schedule import Task, condense, condensed_program, simulate
 from .options import Kind, ModuleOptions, divisors
@@ -128,7 +128,7 @@ class ReplicatedEncoders:
         times, memories = zip(*(self._simulated(found, plan, language, batch) for batch in batches), strict=True)
         step_ms, bubble = (float(np.mean(values)) for values in zip(*times, strict=True))
         peak = 1e9 * self.problem.costs.device.peak_tflops * self.problem.num_ranks
-        utilisation = float(np.mean([self._flops(batch) for batch in batches])) / (peak * step_ms)
+        utilisation = float(np.mean([model_flops(self.spec, batch) for batch in batches])) / (peak * step_ms)
         return ReplicatedStep(found, step_ms, bubble, max(memories), utilisation)
 
     def _language_plan(self, found: Replicated) -> tuple[ParallelPlan, ModelSpec]:
@@ -187,13 +187,6 @@ class ReplicatedEncoders:
             kept = options.kept_bytes(kind) * largest / max(options.tokens, 1.0)
             total += options.state_bytes(kind, 1) + kept * (in_flight if tables[name].backward.any() else 1.0)
         return total
-
-    def _flops(self, batch: SampleSizes) -> float:
-        flops = 0.0
-        for name in self.spec.modules:
-            per_token, per_square = training_flops(self.spec, name)
-            flops += per_token * batch.tokens[name].sum() + per_square * batch.squares[name].sum()
-        return flops
 
 
 def _with_encoders(

@@ -134,7 +134,7 @@ class SingleLayouts:
     def _choice(self, name: str, kind: Kind, dp_size: int, pp_size: int, num_samples: float) -> Choice:
         own = self.options[name]
         first, last = (float(own.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
-        kept = num_samples * own.kept_bytes(kind) / pp_size
+        kept = own.kept_bytes(kind, num_samples) / pp_size
         return Choice(kind, dp_size, pp_size, num_samples, first, last, *own.running_bytes(kind, num_samples), kept)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cost import CostModel, layer_table
+from ..cost.rows import RowLayout
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes
 from .stability import StabilityReport, draw_from, minimum_stable_batch
 
@@ -47,8 +48,8 @@ def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
     """
     work = {}
     for name in costs.spec.modules:
-        table = layer_table(costs, name, 1, False)
-        work[name] = sum(table.sample_ms(sizes.tokens[name], sizes.squares[name]))
+        squares, tokens = RowLayout.of(costs, name).of_samples(sizes, name, even=True)
+        work[name] = sum(layer_table(costs, name, 1, False).sample_ms(tokens, squares))
     return work
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ..arrange import arrange_step
-from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, training_flops
+from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, model_flops
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
 from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
@@ -42,7 +42,9 @@ class PlannedStep:
 
     Args:
         step (`StepPlan`): Which sample is where.
-        program (`Program`): The actions of every rank, or of those in the part of the rank that it was planned for.
+        program (`Program`):
+            The actions of every rank, or of those in the part of the rank that it was planned for; none if the step is
+            arranged only.
         sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
         workloads (`Workloads`): What the samples were arranged by.
     """
@@ -109,19 +111,43 @@ class StepPlanner:
                 that has to be compared: what it exchanges with others are gradient sums, in an order that no step
                 changes.
         """
+        arranged = self.arrange_draw(draw)
+        return replace(arranged, program=self.program(arranged.step, arranged.sizes, rank))
+
+    def arrange_draw(self, draw: Drawn) -> PlannedStep:
+        """Samples of a global batch in their microbatches, without a program."""
         sizes = draw.sizes
         if sizes is None and self.sizes is not None:
             sizes = self.sizes(draw.samples)
+        limits = self.limits if draw.limits is None else draw.limits
+        return self.arrange(draw.samples, sizes, limits, draw.epoch)
+
+    def arrange(
+        self,
+        samples: Sequence[int],
+        sizes: SampleSizes | None,
+        limits: Mapping[str, int] | None = None,
+        epoch: int = 0,
+    ) -> PlannedStep:
+        """
+        Samples in their microbatches, without a program.
+
+        Args:
+            samples (`Sequence[int]`): Dataset indices in the sampler's order.
+            sizes (`SampleSizes`, *optional*): Of each; without them all count the same.
+            limits (`Mapping[str, int]`, *optional*):
+                Module -> most tokens of a microbatch; without them they are found for these samples.
+            epoch (`int`, *optional*, defaults to 0): The epoch that they are drawn in.
+        """
         if sizes is None:
-            workloads = Workloads.alike(self.plan.modules, len(draw.samples))
+            workloads = Workloads.alike(self.plan.modules, len(samples))
         else:
-            limits = self.limits if draw.limits is None else draw.limits
             memory_bytes = self.memory_bytes if limits is None else None
             workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
             if limits is not None:
                 workloads = replace(workloads, max_tokens=limits)
-        step = arrange_step(self.plan, draw.samples, workloads, self.microbatch_size, self.method, draw.epoch)
-        return PlannedStep(step, self.program(step, sizes, rank), sizes, workloads)
+        step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.method, epoch)
+        return PlannedStep(step, Program({}), sizes, workloads)
 
     @cached_property
     def condensed(self) -> Condensed:
@@ -162,11 +188,8 @@ class StepPlanner:
 
     def utilisation(self, sizes: SampleSizes, step_ms: float) -> float:
         """Model FLOPs of the samples over what all ranks could do meanwhile."""
-        flops = 0.0
-        for name in self.plan.modules:
-            per_token, per_square = training_flops(self.costs.spec, name)
-            flops += per_token * sizes.tokens[name].sum() + per_square * sizes.squares[name].sum()
-        return flops / (1e9 * self.costs.device.peak_tflops * self.plan.world_size * step_ms)
+        peak_flops = 1e9 * self.costs.device.peak_tflops * self.plan.world_size * step_ms
+        return model_flops(self.costs.spec, sizes) / peak_flops
 
 
 @dataclass(frozen=True)

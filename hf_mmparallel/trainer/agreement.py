@@ -60,17 +60,17 @@ class SampleAgreement:
             return None
         if not self.skip:
             for bad in batch.bad.values():
-                raise bad.error()
+                raise bad.error(self.world.rank if self.world.size > 1 else None)
             return batch
         while slots := self._bad_slots(batch):
             found = self._exchange(batch)
             if len(slots) == len(batch.drawn.samples):
                 raise BadSampleError(
                     f"None of the last {len(slots)} samples of a global batch can be read, the first because of: "
-                    f"{found[slots[0]]} Check the files and the collator."
+                    f"{found[slots[0]][1]} Check the files and the collator."
                 )
             for slot in slots:
-                self._report(found[slot])
+                self._report(*found[slot])
             self.num_skipped += len(slots)
             batch = dataset.again(batch, slots)
         return batch
@@ -118,17 +118,18 @@ class SampleAgreement:
                     "it on all ranks."
                 )
 
-    def _exchange(self, batch: StepBatch) -> dict[int, BadSample]:
-        """Slot -> what the first rank that met it says."""
+    def _exchange(self, batch: StepBatch) -> dict[int, tuple[int, BadSample]]:
+        """Slot -> the first rank that met it, and what it says."""
         every = self.world.all_gather(batch.bad, "comparing which samples can be read")
-        return {slot: bad for found in reversed(every) for slot, bad in found.items()}
+        ranks = reversed(list(enumerate(every)))
+        return {slot: (rank, bad) for rank, found in ranks for slot, bad in found.items()}
 
-    def _report(self, bad: BadSample) -> None:
-        """Logs a sample once, on rank 0."""
+    def _report(self, rank: int, bad: BadSample) -> None:
+        """Logs a sample that a rank met once, on rank 0."""
         sentence = str(bad)
         if sentence not in self._reported:
             self._reported.add(sentence)
-            logger.warning(f"{sentence} It is left out.")
+            logger.warning(f"{sentence} Rank {rank} met it. It is left out.")
 
 
 class TargetCount:

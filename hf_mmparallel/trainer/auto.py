@@ -300,7 +300,7 @@ def report_search(search: AutoSearch, folder: Path) -> None:
     if answer is None or result is None:
         return
     lines = dict([*origins(answer), *summary(answer)])
-    kept = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Bound")
+    kept = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Allocator", "Bound")
     print_labelled(console, [(label, lines[label]) for label in kept if label in lines])
     print_runners_up(console, result, explain=True)
     with not_worth_a_run("The plan"):

@@ -82,6 +82,7 @@ def _sized(trainer: MultimodalParallelTrainer, dataset: Any, draws: DrawSampler,
         engine.plan.world_size,
         args.dataloader_num_workers,
         args.dataloader_multiprocessing_context,
+        keeps=args.local_process_index == 0,
     )
 
 

@@ -22,8 +22,9 @@ from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan
-from ..schedule import Simulation, simulate
+from ..schedule import Simulation
 from ..schedule.draw import gantt_png
+from ..search.condense import on_all_ranks, predict_arranged, simulate_arranged
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
 from ..search.split import split_stability, too_small
 from ..search.steps import PlannedStep, StepPlanner
@@ -105,7 +106,7 @@ def mean_tokens(trainer: MultimodalParallelTrainer, window: StreamWindow | None 
 
 def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport]:
     """Simulates a step with a full global batch, as the planner of training steps arranges it."""
-    plan, stream = trainer._engine.plan, is_stream(trainer.train_dataset)
+    stream = is_stream(trainer.train_dataset)
     window = StreamWindow(trainer.train_dataset, trainer.args.seed) if stream else None
     dataset = trainer.train_dataset if window is None else window
     source = start = None
@@ -120,25 +121,25 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
     if trainer.args.microbatch_assignment is None and sizes is not None and sizes.known:
         choice = trainer.method_choice = choose_method(planner, [sizes])
         planner = replace(planner, method=choice.method)
-    planned = planner(draw)
+    planned = planner.arrange_draw(draw)
     if sizes is None or not sizes.known:
         tokens = mean_tokens(trainer)
         if tokens is None:
-            return planner, StepReport(planned, simulate(plan, planned.program), None)
+            return planner, StepReport(planned, simulate_arranged(planner, planned), None)
         return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(draw.samples)))
-    before = replace(planner, method="contiguous")(draw)
+    before = replace(planner, method="contiguous").arrange_draw(draw)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
-    before_ms = _costed(planner, before, sizes).simulation.iteration_ms
+    before_ms = predict_arranged(planner, planner.condensed, before).simulation.iteration_ms
     large = None
     if start is not None and planner.limits and planner.method in KEEPING_LIMITS:
         large = LargeSamples.of(start, planner.limits)
-    report = _costed(planner, planned, sizes)
+    report = _costed(planner, planned)
     return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice, large=large)
 
 
-def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes) -> StepReport:
-    """A step with costs from sizes of its samples."""
-    prediction = planner.predict(planned, sizes)
+def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes | None = None) -> StepReport:
+    """A step with costs from sizes of its samples, or others in their place."""
+    prediction = on_all_ranks(predict_arranged(planner, planner.condensed, planned, sizes))
     return StepReport(planned, prediction.simulation, prediction.memory)
 
 

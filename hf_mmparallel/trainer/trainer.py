@@ -31,6 +31,7 @@ from ..runtime import optimizer_checkpoint
 from ..runtime.atomic import atomic_folder, save_errors, sync_file
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizers import prepare_optimizer
+from ..runtime.out_of_memory import mark_steps, told_in_optimizer
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice
 from ..world import ACTIVITY, World, shared_failure
 from .agreement import SampleAgreement, TargetCount
@@ -236,6 +237,7 @@ class MultimodalParallelTrainer(Trainer):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if training and optimizer is not self._prepared_optimizer:  # just made, by whatever `create_optimizer`
             with shared_failure("preparing the optimizer"):
+                mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
                 prepare_optimizer(optimizer, self._engine.holds_all_trained, self.world)
             self._prepared_optimizer = optimizer
         return self._engine
@@ -360,7 +362,9 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        with shared_failure("optimizer, callbacks or log"):
+        engine = self._engine
+        steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
+        with shared_failure("optimizer, callbacks or log"), steps:
             return super().train(*args, **kwargs)
 
     @planned

@@ -175,18 +175,18 @@ class World:
         """Sends a tensor that lies anywhere to a rank that calls [`World.receive`]."""
         if tensor.numel():
             with _waiting(None):
-                dist.send(tensor.detach().contiguous().to(self._wire_device), self.processes[target], self.group)
+                dist.send(tensor.detach().contiguous().to(self.wire_device), self.processes[target], self.group)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
         """A tensor that a rank sends with [`World.send`], in host memory."""
-        tensor = torch.empty(tuple(shape), dtype=dtype, device=self._wire_device)
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=self.wire_device)
         if tensor.numel():
             with _waiting(None):
                 dist.recv(tensor, self.processes[source], self.group)
         return tensor.cpu()
 
     @property
-    def _wire_device(self) -> torch.device:
+    def wire_device(self) -> torch.device:
         """Where tensors of the group of all ranks travel."""
         return self.device if self.on_device else CPU
 

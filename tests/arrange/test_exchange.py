@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange.exchange import Room, exchange, padded
+from hf_mmparallel.arrange.exchange import Room, exchange, padded, stable_order
 
 
 def squares(bins, weights, targets) -> np.ndarray:
@@ -67,3 +67,10 @@ def test_the_same_inputs_give_the_same_bins(seed):
     bins, weights, targets = make(seed, 3, 5, 2, 90)
     weights = np.round(weights)  # with ties
     assert exchange(bins, weights, targets, 20).tolist() == exchange(bins, weights, targets, 20).tolist()
+
+
+@pytest.mark.parametrize("limit", [1, 7, 1 << 16, (1 << 16) + 1, 1 << 20])
+def test_whole_numbers_are_put_in_order_and_equal_ones_stay(limit):
+    numbers = np.random.default_rng(0).integers(0, limit, 5000)
+    numbers[:3] = limit - 1
+    assert stable_order(numbers, limit).tolist() == np.argsort(numbers, kind="stable").tolist()

@@ -78,3 +78,49 @@ def test_sets_without_items_reach_nothing():
     table = subset_sums(np.array([[0.0, 0.0], [2.0, 3.0]]), 4)
     assert set(table.sums[0]) == {0.0} and set(table.sums[1]) == {0.0, 2.0, 3.0, 5.0}
     assert table.take(np.array([1])).sums.tolist() == table.sums[1:].tolist()
+
+
+def plain_subset_sums(weights: np.ndarray, max_sums: int, extra: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The same with all tables at every item, and cells by row and column."""
+    width = np.maximum(weights.sum(axis=1), 1e-300) / (max_sums - 1)
+    tables = [np.zeros((len(weights), 1)), np.zeros((len(weights), 1), np.int64), np.zeros((len(weights), 1))]
+    in_cells = False
+    for item in range(min(weights.shape[1], MAX_ITEMS)):
+        more, beside, bit = weights[:, item : item + 1], extra[:, item : item + 1], np.int64(1 << item)
+        after = [tables[0] + more, tables[1] | bit, tables[2] + beside]
+        if 2 * tables[0].shape[1] <= max_sums:
+            tables = [np.concatenate(both, axis=1) for both in zip(tables, after, strict=True)]
+            continue
+        grow = np.flatnonzero(more[:, 0] > 0)
+        if not len(grow):
+            continue
+        parts = [[own[grow] for own in after]]
+        cells = [own[grow] for own in tables]
+        if not in_cells:
+            parts.insert(0, cells)
+            cells = [np.full_like(cells[0], np.inf), np.zeros_like(cells[1]), np.zeros_like(cells[2])]
+            in_cells = True
+        for part in parts:
+            row, column = np.nonzero(np.isfinite(part[0]))
+            cell = (part[0][row, column] / width[grow][row] + 1e-9).astype(np.int64)
+            for table, own in zip(cells, part, strict=True):
+                table[row, cell] = own[row, column]
+        for table, own in zip(tables, cells, strict=True):
+            table[grow] = own
+    return tuple(tables)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 24), st.sampled_from([2, 8, 32]), st.booleans())
+def test_tables_are_those_of_plain_loops(seed, num_sets, num_items, max_sums, is_whole):
+    rng = np.random.default_rng(seed)
+    weights = rng.random((num_sets, num_items)) * (rng.random((num_sets, num_items)) < 0.8)
+    weights = np.rint(9 * weights) if is_whole else weights
+    extra = rng.random((num_sets, num_items))
+    sums, subsets, extras = plain_subset_sums(weights, max_sums, extra)
+    found = subset_sums(weights, max_sums, extra)
+    assert found.sums.tolist() == sums.tolist() and found.subsets.tolist() == subsets.tolist()
+    assert found.extra.tolist() == extras.tolist()
+    alone = subset_sums(weights, max_sums)
+    assert alone.sums.tolist() == sums.tolist() and alone.subsets.tolist() == subsets.tolist()
+    assert not alone.extra.any() and alone.extra.shape == sums.shape

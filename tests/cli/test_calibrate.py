@@ -33,7 +33,10 @@ def test_calibrate_says_how_far_off_it_was_and_writes_what_plan_reads(model, log
 
     plan = ["plan", "--model", str(model), "--module", "vision:dp=2", "--module", "language_model:pp=2"]
     steps = {}
-    for name, extra in (("counted", []), ("calibrated", ["--profile", str(path)])):
+    # The log says nothing of launches, which would hide what so small a model computes.
+    (tmp_path / "gpu.yaml").write_text("{like: h100, name: h100, launch_us: 0}")
+    spec = ["--gpu-spec", str(tmp_path / "gpu.yaml")]
+    for name, extra in (("counted", spec), ("calibrated", [*spec, "--profile", str(path)])):
         assert main([*plan, "--global-batch-size", "8", *extra, "--json", str(tmp_path / f"{name}_plan.json")]) == 0
         steps[name] = json.loads((tmp_path / f"{name}_plan.json").read_text())
         printed = " ".join(capsys.readouterr().out.split())

@@ -1,19 +1,25 @@
 """`hf-mmparallel profile`: a table, a file that the other commands read, errors in one line."""
 
+import contextlib
+import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 import transformers
 from rich.console import Console
 
 from hf_mmparallel.cli.main import main
-from hf_mmparallel.cli.profile import misfits, report
+from hf_mmparallel.cli.profile import links_text, misfits, report
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec, layer_profile
 from hf_mmparallel.modeling.layer_profile import Chunk
 from hf_mmparallel.modeling.loading import build_on_meta
+from hf_mmparallel.runtime import links
+from tests.distributed import run_distributed
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +94,47 @@ def test_what_does_not_fit_is_said(capsys):
     report(Console(width=200), profile)
     out = " ".join(capsys.readouterr().out.split())
     assert line in out and "Left out: `audio`: no inputs." in out and "4x256" in out and "│ no │" in out
+
+
+def _profile_on_two_hosts(arguments: list[str]) -> tuple[int, bool, str]:
+    """Profiles on ranks of which every other believes to be on another host."""
+    rank = dist.get_rank()
+    links.socket = SimpleNamespace(gethostname=lambda: f"host{rank % 2}")  # type: ignore[assignment]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        code = main(arguments)
+    return code, dist.is_initialized(), output.getvalue()
+
+
+@pytest.mark.distributed
+def test_under_torchrun_links_are_measured_and_the_first_rank_writes(model, tmp_path):
+    path = tmp_path / "profile.json"
+    arguments = ["profile", "--model", str(model), "--lengths", "8", "--module", "vision", "--device", "cpu"]
+    ranks = run_distributed(_profile_on_two_hosts, 4, [*arguments, "--output", str(path)])
+    assert all(own[:2] == (0, False) for own in ranks)  # layers are measured when no rank waits any more
+    out = " ".join(ranks[0][2].split())
+    assert "Links: in a node " in out and "; between nodes " in out and "not measured" not in out
+    assert [own[2] for own in ranks[1:]] == ["", "", ""]
+    constants = LayerProfile.load(path).constants
+    device = measured_costs(
+        build_model_spec(build_on_meta(model)), find_device("h100"), LayerProfile.load(path)
+    ).device
+    assert device.node_size == constants["node_size"] == 2
+    assert 1e6 * constants["node_message_gb_per_s"] == device.message_bytes_per_ms([1, 2])
+    assert 1e6 * constants["link_gb_per_s"] == device.link_bytes_per_ms([0, 1])
+
+
+def test_links_that_were_not_measured_are_said():
+    inside = {"link_gb_per_s": 3.0, "message_gb_per_s": 2.0, "collective_latency_us": 20.0, "link_latency_us": 30.0}
+    table = "under torchrun: the device table's figures count"
+    assert links_text(inside) == (
+        "Links: in a node 3 GB/s in sums and 2 GB/s in messages, 20.0 us for each step of a sum and 30.0 us for a "
+        f"message; between nodes not measured, which takes ranks on two nodes {table}."
+    )
+    assert links_text({}).startswith(
+        f"Links: in a node not measured, which takes two ranks {table}; between nodes not"
+    )
+    assert "in a node 9.0 us for a copy; rates are the device table's" in links_text({"link_latency_us": 9.0})
 
 
 @pytest.mark.parametrize(

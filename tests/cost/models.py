@@ -23,6 +23,8 @@ PLAIN = replace(
     node_link_latency_us=0.0,
     matmul_efficiency=0.4,
     attention_efficiency=0.4,
+    masked_attention_share=1.0,
+    block_attention_share=1.0,
     memory_efficiency=1.0,
 )
 """An H100 without launches and latencies, so that what is worked out by hand is operations and bytes."""

@@ -247,7 +247,7 @@ class TestFiles:
         path.write_text(OWN)
         device = device_from("h100", str(path))
         assert device.name == "my-gpu" and device.peak_tflops == 400 and device.memory_gib == 63.5
-        assert device.network_gb_per_s == 12.5 and device.matmul_efficiency == 0.7
+        assert device.network_gb_per_s == 12.5 and device.matmul_efficiency == 0.76
 
     def test_a_device_like_another(self, tmp_path):
         path = tmp_path / "slow-h100.yaml"

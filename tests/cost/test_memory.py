@@ -1,10 +1,13 @@
 """The bound of a rank's memory, worked out by hand on a small model in bfloat16."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, memory_per_rank, memory_timeline, stage_memory
+from hf_mmparallel.cost.kept import Precision, layer_working
 from hf_mmparallel.cost.memory import held_sizes
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
@@ -109,6 +112,39 @@ def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
     assert cp.kept_bytes(held) == alone.kept_bytes(held) / 2 and cp.state == alone.state
 
 
+def with_heads(num_kv_heads, attention="sdpa"):
+    spec = model(tied=False)
+    language = replace(spec.language_model, num_kv_heads=num_kv_heads, attention=attention)
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+
+
+@pytest.mark.parametrize(("attention", "whole"), [("sdpa", True), ("bitfield", True), ("eager", False)])
+def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attention, whole):
+    spec = with_heads(4, attention)
+    of_pair = 2 if whole else 4 * (4 + 2)  # a mask in bfloat16; scores of four heads in float32, and cast
+    for tp_size in (1, 2):
+        plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
+        kept = stage_memories(h100(spec), plan)[LANGUAGE_MODEL, 0, 0].kept[:, 0].sum()
+        assert kept == LAYERS * of_pair / (1 if whole else tp_size)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "tp_size", "copied_heads"),
+    [
+        (2, 1, 2 * (4 - 2)),  # keys and values of two heads, repeated for four
+        (2, 2, 0),  # two heads of queries share the only one of keys, which is a view
+        (1, 1, 0),
+        (4, 2, 0),
+    ],
+)
+def test_each_tensor_parallel_rank_repeats_the_keys_of_its_own_heads(num_kv_heads, tp_size, copied_heads):
+    spec = with_heads(num_kv_heads)
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
+    held = held_sizes(h100(spec), plan, STEP, LENGTHS)[LANGUAGE_MODEL, 0, 1, 0]
+    tokens = 3 * 20  # three rows, padded to the longest
+    assert held.tolist() == [3 * 20**2 + copied_heads * HIDDEN // 4 * tokens, tokens, 1]
+
+
 LENGTHS = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [7]]})
 STEP = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]]]})
 
@@ -154,3 +190,22 @@ def test_the_bound_is_one(schedule, plugins, frozen):
     for rank, (times, num_bytes) in memory_timeline(h100(spec), plan, step, sizes, simulation.spans).items():
         assert (np.diff(times) >= 0).all() and num_bytes.max() <= bound[rank].total * (1 + 1e-9)
         assert num_bytes.max() >= bound[rank].weights + bound[rank].optimizer
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_frozen_layer_has_nothing_to_free_while_its_activation_function_runs_back(gated):
+    found = {}
+    for frozen in ((), (LANGUAGE_MODEL,)):
+        spec = model(frozen)
+        language, uses = spec.language_model, spec.uses[LANGUAGE_MODEL, 0]
+        if gated:
+            up = next(use for use in uses if "mlp.up" in use.parameter.name)
+            gate = replace(up, parameter=replace(up.parameter, name=up.parameter.name.replace("up", "gate")))
+            uses = (*uses[: uses.index(up)], gate, *uses[uses.index(up) :])
+        found[frozen] = layer_working(language, uses, Precision(2, 2), 1).backward.token
+    # Of a token, in bfloat16: the gradient behind the function and that before it, or those of both factors of a gate.
+    # A trained last matrix has freed its input by then, a frozen one had none. Attention needs less: 2 * 4 * HIDDEN.
+    gradients = 3 if gated else 2
+    outside = 2 * 2 * HIDDEN  # before and behind the layer
+    assert found[(LANGUAGE_MODEL,)] == gradients * 2 * WIDE + outside
+    assert found[()] == (gradients - 1) * 2 * WIDE + outside

@@ -11,6 +11,7 @@ from hf_mmparallel.cost import CostModel, LayerCost, Polynomial, analytic_costs,
 from hf_mmparallel.cost.profile import (
     CURVES,
     FIT_TOLERANCE,
+    TIMES,
     LayerProfile,
     MeasuredLayer,
     MeasuredLayers,
@@ -206,16 +207,16 @@ def test_constants_of_the_device_are_what_is_missing_is_counted_by():
     costs = measured_costs(spec, H100, profile)
     assert costs.device.flops_per_ms == 500e9 * 0.2 and costs.device.link_gb_per_s == H100.link_gb_per_s
     assert isinstance(costs.layers, MeasuredLayers)
-    assert costs.layers.fallback.layer(LANGUAGE_MODEL, 0, 1).launch_ms == pytest.approx(
-        5 * analytic_costs(spec, replace(H100, launch_us=8.0)).layers.layer(LANGUAGE_MODEL, 0, 1).launch_ms
-    )
+    plain = analytic_costs(spec, replace(H100, launch_us=8.0)).layers.layer(LANGUAGE_MODEL, 0, 1)
+    found = costs.layers.fallback.layer(LANGUAGE_MODEL, 0, 1)
+    assert found.launch_ms == pytest.approx(tuple(5 * own for own in plain.launch_ms))
 
 
 def test_sums_over_tensor_parallel_ranks_are_added():
     spec = models.model()
     costs = measured_costs(spec, H100, profile_of(spec, LAYERS, tp_sizes=(1, 2)))
     layer, counted = costs.layers.layer(LANGUAGE_MODEL, 1, 2), analytic_costs(spec, H100).layers
-    unlinked = analytic_costs(spec, replace(H100, link_gb_per_s=float("inf"))).layers
+    unlinked = analytic_costs(spec, replace(H100, link_gb_per_s=float("inf"), collective_latency_us=0.0)).layers
     with_links, without = (source.layer(LANGUAGE_MODEL, 1, 2) for source in (counted, unlinked))
     sums = with_links.forward.token - without.forward.token
     backward_sums = with_links.data_gradient.token - without.data_gradient.token
@@ -224,15 +225,78 @@ def test_sums_over_tensor_parallel_ranks_are_added():
     assert layer.forward.token == pytest.approx(own.forward.token + sums)
     assert layer.data_gradient.token == pytest.approx(own.data_gradient.token + backward_sums)
     assert layer.weight_gradient.token == pytest.approx(own.weight_gradient.token)
+    # One message there and one back for each of two sums: latencies are no part of what is measured.
+    assert layer.forward.constant == pytest.approx(own.forward.constant + 2 * 2 * H100.link_latency_us / 1e3)
     assert missing(costs) == []
+
+
+def windowed(spec: ModelSpec, window: int, attention: str = "bitfield") -> ModelSpec:
+    """The model with a window in all layers of its language model but the first."""
+    windows = (0, *[window] * (models.LAYERS - 1))
+    module = replace(spec.language_model, windows=windows, attention=attention)
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: module})
+
+
+def seen(tokens: float, squares: float, window: int) -> float:
+    """Twice the pairs within a causal window, as plans count them, of sequences of one length."""
+    length = squares / tokens
+    return squares if length <= window else tokens * (2 * window - window**2 / length)
+
+
+def windowed_points(cost: LayerCost, window: int) -> tuple[MeasuredPoint, ...]:
+    """What a layer with a window takes, whose bytes grow with all squares."""
+    found = []
+    for point in points(cost):
+        times_of = {
+            name: getattr(cost, name)(point.tokens, seen(point.tokens, point.squares, window)) for name in TIMES
+        }
+        found.append(replace(point, **times_of))
+    return tuple(found)
+
+
+def test_curves_of_layers_with_a_window_are_of_the_squares_that_plans_count():
+    spec, window = windowed(models.model(), 128), 128
+    found = windowed_points(times(3.0), window)
+    digest = shape_digest(spec, LANGUAGE_MODEL, 2)
+    layer = MeasuredLayer.fitted(LANGUAGE_MODEL, "Layer", (2,), digest, 1, found, window)
+    assert not layer.misfits
+    profile = replace(profile_of(spec, {}), layers=(layer,))
+    for known in (profile, replace(profile, layers=(layer.within(0),))):  # an older file knows no windows
+        table = layer_table(measured_costs(spec, H100, known), LANGUAGE_MODEL)
+        for point in found:
+            forward, _ = table.times(point.tokens, point.squares)
+            assert forward[3] == pytest.approx(point.forward, rel=1e-6)
+    # An attention function that computes all pairs has no windows, whatever was measured.
+    whole = windowed(models.model(), 128, "sdpa")
+    assert measured_costs(whole, H100, profile).layers.layer(LANGUAGE_MODEL, 2, 1).forward == (
+        layer.within(0).curves["forward"].polynomial
+    )
+
+
+def test_layers_with_a_window_scale_others_by_what_they_attend_to():
+    """A machine three times as slow as counted gives a factor of three, also where windows were measured."""
+    spec, window = windowed(models.model(), 128), 128
+    unlinked = replace(H100, link_gb_per_s=float("inf"), collective_latency_us=0.0)
+    counted = analytic_costs(spec, unlinked).layers
+    own = counted.layer(LANGUAGE_MODEL, 2, 1)
+    slow = replace(own, **{name: getattr(own, name) * 3 for name in TIMES})
+    found = [replace(point, activations=1.0, frozen_activations=1.0) for point in windowed_points(slow, window)]
+    digest = shape_digest(spec, LANGUAGE_MODEL, 2)
+    layer = MeasuredLayer.fitted(LANGUAGE_MODEL, "Layer", (2,), digest, 1, found, window)
+    costs = measured_costs(spec, unlinked, replace(profile_of(spec, {}), layers=(layer,)))
+    for module, index, tp_size in ((LANGUAGE_MODEL, 0, 1), (LANGUAGE_MODEL, 2, 2), ("vision", 1, 1)):
+        scaled, plain = (layers.layer(module, index, tp_size) for layers in (costs.layers, counted))
+        for name in TIMES:
+            assert getattr(scaled, name)(4096, 4096**2) == pytest.approx(3 * getattr(plain, name)(4096, 4096**2))
 
 
 def test_what_is_missing_is_counted_and_scaled():
     spec = models.model()
-    counted = analytic_costs(spec, replace(H100, link_gb_per_s=float("inf"))).layers
+    unlinked = replace(H100, link_gb_per_s=float("inf"), collective_latency_us=0.0)
+    counted = analytic_costs(spec, unlinked).layers
     inner = {key: factor for key, factor in LAYERS.items() if 0 <= key[1] < models.LAYERS}
     profile = profile_of(spec, inner)
-    costs = measured_costs(spec, replace(H100, link_gb_per_s=float("inf")), profile)
+    costs = measured_costs(spec, unlinked, profile)
 
     def taken(layer, name: str) -> float:
         """Of all of the measured chunks."""

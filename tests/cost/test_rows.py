@@ -34,7 +34,7 @@ def with_attention(attention: str, packing: bool | None = None):
         ("eager", None, (40, 2 * 2 * 20**2, 2 * 20**2)),
         ("flash_attention_2", None, (40, 20**2 + 12**2, 0)),  # padding is left out of attention only
         ("bitfield", None, (32, 20**2 + 12**2, 0)),
-        ("bitfield", False, (40, 20**2 + 12**2, 0)),
+        ("bitfield", False, (40, 2 * 2 * 20**2, 2 * 20**2)),  # without words it takes the same mask
         ("sdpa", True, (32, 20**2 + 12**2, 0)),
     ],
 )
@@ -53,6 +53,17 @@ def test_rows_of_one_length_need_no_dense_mask():
     assert found["vision", 0, 1, 0] == (0, 0, 0)  # encoders compute what they are given
     eager = chunk_sizes(with_attention("eager"), plan, EVEN, SIZES)
     assert eager[LANGUAGE_MODEL, 0, 2, 0] == (24, 2 * 2 * 12**2, 2 * 12**2)
+
+
+@pytest.mark.parametrize(("window", "masked"), [(0, ()), (20, (0,)), (12, (0, 2)), (5, (0, 1, 2)), (21, ())])
+def test_rows_as_long_as_a_window_have_a_dense_mask(window, masked):
+    costs = with_attention("sdpa")
+    language = replace(costs.spec.language_model, windows=(window, 0) * 2)
+    costs = replace(costs, spec=replace(costs.spec, modules={**costs.spec.modules, LANGUAGE_MODEL: language}))
+    found = chunk_sizes(costs, resolve_plan(costs.spec, {}), EVEN, SIZES)
+    pairs = {0: 20**2, 1: 5**2, 2: 2 * 12**2}  # rows of 20, of 5, and two of 12 tokens, none of them padded
+    for index, expected in pairs.items():
+        assert found[LANGUAGE_MODEL, 0, index, 0].scores == (expected if index in masked else 0)
 
 
 def test_ranks_that_share_rows_have_whole_blocks():

@@ -15,6 +15,7 @@ from hf_mmparallel.cost.engine import Engine
 from hf_mmparallel.cost.kept import grouped_copies
 from hf_mmparallel.cost.memory import held_sizes
 from hf_mmparallel.cost.optimizer import optimizer_ms
+from hf_mmparallel.cost.rows import chunk_sizes
 from hf_mmparallel.cost.stages import windowed_squares
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
@@ -96,6 +97,31 @@ class TestNarrowMatrices:
         one, four = (costs.layers.layer(LANGUAGE_MODEL, 0, size).weight_gradient.token for size in (1, 4))
         inputs = 2 * 6 * HIDDEN / PLAIN.memory_bytes_per_ms  # of six matrices each rank reads or writes it whole
         assert four == pytest.approx(one / 4 + inputs * 3 / 4)
+
+
+class TestForms:
+    def test_each_form_of_attention_has_its_own_speed(self):
+        device = replace(PLAIN, masked_attention_share=0.5, block_attention_share=0.8)
+        flash, block, flex = (
+            analytic_costs(text_model(attention=attention), device).layers.layer(LANGUAGE_MODEL, 0, 1).forward.square
+            for attention in ("flash_attention_2", "bitfield", "flex_attention")
+        )
+        assert flash == pytest.approx(2 * HIDDEN / (1e9 * 989.4 * 0.4))
+        assert block == flex == pytest.approx(flash / 0.8)
+
+    def test_a_dense_mask_takes_the_slow_kernel_and_all_pairs(self):
+        """
+        Samples of 30 and 20 tokens: two rows of 30, both halves of each, at half the speed. Without padding there is
+        no mask.
+        """
+        spec = text_model(attention="sdpa")
+        slow = analytic_costs(spec, replace(PLAIN, masked_attention_share=0.5))
+        for lengths, squares in (((30, 20), 2 * 2 * 900 / 0.5), ((30, 30), 2 * 900)):
+            tokens = np.array(lengths)
+            sizes = SampleSizes({LANGUAGE_MODEL: tokens}, {LANGUAGE_MODEL: tokens.astype(float) ** 2})
+            plan, step, _ = step_of(slow, sizes, 2)
+            (size,) = chunk_sizes(slow, plan, step, sizes).values()
+            assert size.squares == squares
 
 
 class TestWindows:

@@ -12,6 +12,7 @@ def test_constants_of_the_cpu_are_fields_of_a_device_and_shares():
     assert set(found) <= set(Hardware.__dataclass_fields__) and "link_latency_us" not in found
     for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
         assert 0 < found[name] <= 1
+    assert all(0.01 < found[f"{form}_attention_share"] < 10 for form in ("masked", "block"))
     assert 0 < found["launch_us"] < 10_000 and found["fp32_tflops"] > 0 < found["memory_gb_per_s"]
 
 

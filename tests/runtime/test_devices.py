@@ -191,23 +191,6 @@ def test_unlike_devices_and_low_power_limits_are_said():
     assert "unlike devices (1 x h100, 1 x h100-pcie)" in said[1]
 
 
-def _hosts_of_two() -> Hardware:
-    """Links as on two hosts with two ranks each."""
-    devices.socket = SimpleNamespace(gethostname=lambda: f"host{dist.get_rank() // 2}")  # type: ignore[assignment]
-    rates = {2: 8.0, 4: 3.0}  # ranks of a sum -> GB/s
-    devices._sum_gb_per_s = lambda device, group, count: rates[count] + 0.1 * dist.get_rank()
-    return measured_links(find_device("h100"), World())
-
-
-@pytest.mark.distributed
-def test_links_in_a_node_and_between_nodes_are_told_apart():
-    found = run_distributed(_hosts_of_two, 4)
-    assert all(own == found[0] for own in found)
-    assert found[0].node_size == 2 and found[0].link_gb_per_s == 8.0
-    assert found[0].link_bytes_per_ms(range(4)) == pytest.approx(3.0e6)  # the slowest rank's
-    assert found[0].network_gb_per_s == pytest.approx(1.5)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpu_reaches_most_of_the_peaks_of_the_table():

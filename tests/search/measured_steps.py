@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,11 @@ def counted() -> CostModel:
     return analytic_costs(SPEC, CPU)
 
 
-def calibration(scales: dict[str, dict[Any, TimeScale]], **changes: Any) -> Calibration:
+def calibration(scales: Mapping[str, Mapping[Any, TimeScale]], **changes: Any) -> Calibration:
     return Calibration(module_digests(SPEC), "cpu", "a CPU", "bfloat16", 2, scales, **changes)
 
 
-def corrected(costs: CostModel, scales: dict[str, dict[Any, TimeScale]], **changes: Any) -> CostModel:
+def corrected(costs: CostModel, scales: Mapping[str, Mapping[Any, TimeScale]], **changes: Any) -> CostModel:
     """Costs as the machine really has them."""
     return replace(costs, layers=CalibratedLayers(costs.layers, SPEC, calibration(scales, **changes)))
 

@@ -13,6 +13,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import PlanningProblem
 from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.search.simulations import AS_FAST
 from tests.search.test_search import problem_of
 
 SLOWER = 1.01
@@ -83,7 +84,7 @@ def test_the_search_estimates_all_layouts_that_brute_force_lists():
 def test_open_schedules_and_arrangements_are_never_slower(num_ranks, batch):
     problem = problem_of(num_ranks, batch, seed=1)
     best, plain = search_plans(problem).best, search_plans(named(problem)).best
-    assert best.step_ms <= plain.step_ms
+    assert best.step_ms <= AS_FAST * plain.step_ms
     assert best.plan.schedule == best.candidate.schedule
 
 

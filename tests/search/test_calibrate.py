@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_mmparallel.cost import StepCost, memory_per_rank
+from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, memory_per_rank
 from hf_mmparallel.cost.calibrate import MIN_WINDOWS, calibrate_logs
 from hf_mmparallel.cost.calibration import (
     Calibration,
@@ -20,7 +21,7 @@ from hf_mmparallel.cost.calibration import (
     uncalibrated,
 )
 from hf_mmparallel.cost.profile import measured_costs
-from hf_mmparallel.cost.run_log import read_run_log
+from hf_mmparallel.cost.run_log import KINDS, LoggedWindow, read_run_log
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.search.comparison import StepComparer
 from tests.cost import models
@@ -38,6 +39,10 @@ from .measured_steps import (
     planner,
     write_log,
 )
+
+
+def windows_of(path: Path) -> list[LoggedWindow]:
+    return [window for run in read_run_log(path) for window in run.windows]
 
 
 @pytest.fixture
@@ -106,6 +111,55 @@ def test_a_factor_alone_stays_a_factor_alone(tmp_path):
             assert (scale.token, scale.square, scale.layer_ms) == pytest.approx((factor, factor, 0.0), rel=1e-4)
 
 
+LAUNCHING = replace(CPU, launch_us=150.0)
+"""A device of which small tasks take the time of their launches, and large ones what they compute."""
+
+
+def launching(device: Hardware = LAUNCHING) -> CostModel:
+    return analytic_costs(SPEC, device)
+
+
+@pytest.mark.parametrize(("launch", "forward", "backward"), [(1.6, 2.0, 1.0), (0.5, 1.0, 0.5)])
+def test_launches_have_a_factor_of_their_own(tmp_path, launch, forward, backward):
+    scales: dict[str, dict[Any, TimeScale]] = {
+        "vision": {
+            "forward": TimeScale(forward, forward, launch=launch),
+            "backward": TimeScale(backward, backward, launch=launch),
+        }
+    }
+    truth = corrected(launching(), scales)
+    path = write_log(tmp_path / "log.jsonl", launching(), truth)
+    for kind, wanted in scales["vision"].items():
+        groups = [g for window in windows_of(path) for g in window.groups if (g.module, g.kind) == ("vision", kind)]
+        shown = sum(launch * group.launch_ms > wanted.token * group.base_ms for group in groups)
+        assert 0.2 < shown / len(groups) < 0.9, "the log must have tasks of both kinds"
+    result = calibrate_logs([path])
+    assert result.has_launches
+    for kind, wanted in scales["vision"].items():
+        found = result.calibration.scales["vision"][kind]
+        assert (found.launch, found.token, found.square) == pytest.approx(
+            (launch, wanted.token, wanted.square), rel=0.05
+        )
+    for found in result.calibration.scales[LANGUAGE_MODEL].values():  # as predicted
+        assert (found.launches, found.token) == pytest.approx((1.0, 1.0), rel=0.01)
+    errors = result.calibration.errors
+    assert errors is not None
+    for kind in KINDS:
+        own = errors[f"vision/{kind}"]
+        assert own["after"].worst < 0.03 < 0.1 < own["before"].median
+
+
+def test_launches_that_no_task_shows_keep_their_time(tmp_path):
+    quick = launching(replace(CPU, launch_us=0.01))
+    truth = corrected(quick, {name: {kind: TimeScale(3.0, 3.0) for kind in KINDS} for name in SPEC.modules})
+    result = calibrate_logs([write_log(tmp_path / "log.jsonl", quick, truth)])
+    assert result.has_launches
+    for scale in (scale for kinds in result.calibration.scales.values() for scale in kinds.values()):
+        assert scale.launch is None and scale.token == pytest.approx(3.0, rel=1e-4)
+    own = corrected(quick, result.calibration.scales).layers.layer("vision", 1, 1)
+    assert own.launch_ms == quick.layers.layer("vision", 1, 1).launch_ms
+
+
 def test_a_run_by_calibrated_costs_is_calibrated_anew(tmp_path):
     truth = corrected(counted(), SCALES)
     half = corrected(counted(), {"vision": {"forward": TimeScale(1.7, 1.7)}})
@@ -136,13 +190,15 @@ def test_a_profile_goes_into_the_file(tmp_path):
 
 
 def test_every_cost_of_a_layer_is_corrected():
-    twice = TimeScale(2.0, 2.0)
+    twice = TimeScale(2.0, 2.0, launch=2.0)
     scales = {name: {"forward": twice, "backward": twice} for name in SPEC.modules}
     base, costs = counted(), corrected(counted(), scales, activations=2.0)
     for module, index in (("vision", 1), (LANGUAGE_MODEL, -1), (LANGUAGE_MODEL, models.LAYERS)):
         before, after = (own.layers.layer(module, index, 1) for own in (base, costs))
         for field in fields(before):
-            assert getattr(after, field.name) == getattr(before, field.name) * 2, field.name
+            plain, changed = getattr(before, field.name), getattr(after, field.name)
+            wanted = tuple(2 * own for own in plain) if field.name == "launch_ms" else plain * 2
+            assert changed == wanted, field.name
     placed, started = (own.layers.starting_at(1).layer("vision", 1, 2) for own in (base, costs))
     assert started.forward == placed.forward * 2
 
@@ -207,7 +263,7 @@ def test_a_log_holds_runs_one_after_the_other(log):
     for content, complaint in (
         ("", "is empty"),
         ("a picture", r"is no log of steps \(line 1\)"),
-        (text.replace('"version": 1', '"version": 7'), "is a log of version 7"),
+        (text.replace('"version": 2', '"version": 7'), "is a log of version 7"),
         (text.replace('"tasks"', '"jobs"'), "is a log with fields missing in line 2"),
     ):
         log.write_text(content)

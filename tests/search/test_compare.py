@@ -10,6 +10,7 @@ import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
+from hf_mmparallel.cost.engine import Engine
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.compare import (
@@ -25,6 +26,7 @@ from hf_mmparallel.search.compare import (
     with_faster,
 )
 from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
+from hf_mmparallel.search.method_choice import KEEPING_LIMITS
 from hf_mmparallel.search.options import Kind, ModuleOptions
 from hf_mmparallel.search.problem import PlanningProblem, draw_batch
 from hf_mmparallel.search.ratio import RatioLayouts
@@ -108,6 +110,15 @@ class TestCompare:
         assert better.runners_up[0] == poor.best and "slower" in better.reasons[0] and better.best.bound
         check_plan(better.best.plan, question.spec)
         assert with_faster(better, others.values()) == better
+
+    def test_what_replaces_an_answer_keeps_to_the_memory_for_every_batch(self, answer):
+        """The rows have samples in the sampler's order, which keeps to no limit; their layouts may be taken."""
+        question, result, others = answer
+        poor = replace(result, problem=replace(question, memory_bytes=2.0**40))
+        better = with_faster(poor, others.values()).best
+        assert better.step_ms < poor.best.step_ms
+        assert better.candidate.method == better.plan.microbatch_assignment
+        assert better.candidate.method in KEEPING_LIMITS
 
     def test_what_is_set_binds_what_replaces_an_answer(self, answer):
         question, result, others = answer
@@ -271,7 +282,24 @@ class TestSingleLayout:
 class TestFullySharded:
     def test_overlap(self):
         """The first gather is waited for, of the others what is longer than the layer before."""
-        assert _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0])) == 3 + 4 + 5 + 2
+        assert _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0]), 1.0) == 3 + 4 + 5 + 2
+
+    def test_what_runs_beside_a_gather_is_slower(self):
+        """At half the speed the first layer has one of its four ms behind it when the gather of two ms is over."""
+        found = _overlapped(np.array([4.0, 1.0, 2.0]), np.array([3.0, 2.0, 5.0]), 0.5)
+        assert found == 3 + (2 + 3) + 5 + 2
+
+    def test_gradients_may_be_summed_in_float32(self):
+        """Two bytes more for each trained element where links are so slow that nothing else counts."""
+        question = problem(num_ranks=8, microbatch_size=1, checkpointing={"vision": False, LANGUAGE_MODEL: False})
+        device = replace(question.costs.device, link_gb_per_s=1e-3, node_size=8, link_latency_us=0.0)
+        times = []
+        for wide in (False, True):
+            costs = analytic_costs(question.spec, device, engine=Engine(wide_sums=wide))
+            found = fully_sharded(replace(question, costs=costs), [question.sizes.take(range(BATCH))])
+            times.append(next(own.step_ms for own in found if own.num_shards == 8))
+        trained = sum(p.num_elements for p in question.spec.parameters.values() if p.trainable)
+        assert times[1] - times[0] == pytest.approx(BATCH // 8 * 2 * trained * 7 / 8 / 1e3)
 
     def test_one_rank_only_computes(self):
         question = problem(num_ranks=1, microbatch_size=1, checkpointing={"vision": False, LANGUAGE_MODEL: False})

@@ -19,7 +19,8 @@ from hf_mmparallel.schedule.draw import gantt_text
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
-from hf_mmparallel.search.search import search_plans, step_planner
+from hf_mmparallel.search.search import search_plans
+from hf_mmparallel.search.simulations import step_planner
 from tests.cost.models import HIDDEN, PLAIN, model, module
 from tests.search.test_search import Exhaustive, problem_of
 

@@ -42,7 +42,7 @@ from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.search import options
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
-from hf_mmparallel.search.search import step_planner
+from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import saved_plan, training_samples
 from hf_mmparallel.trainer.build import PreparedModel, compute_dtype, prepare_context, prepare_model

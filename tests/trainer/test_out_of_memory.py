@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from typing import Any
 
@@ -63,3 +64,41 @@ def test_an_evaluation_says_it_without_a_prediction():
         full_at, 3, "model.vision_tower", 0, False, True, match="of unknown size: CUDA out of memory"
     )
     assert "Predicted" not in message and "Lower `per_device_train_batch_size`" in message
+
+
+def full_in_optimizer(beside: bool) -> None:
+    """Runs out of memory on rank 1 in the optimizer's second step, or right before it."""
+    trainer: Any = runs.make_trainer("llava", LAYOUT, max_steps=3, optim="adamw_torch")
+
+    def full() -> None:
+        if dist.get_rank() == 1 and trainer.state.global_step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nMore words.")
+
+    place, name = (trainer, "_clip_grad_norm") if beside else (importlib.import_module("torch.optim.adam"), "adam")
+    plain = getattr(place, name)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        full()
+        return plain(*args, **kwargs)
+
+    setattr(place, name, checked)
+    trainer.train()
+
+
+def test_in_the_step_of_an_optimizer_it_says_what_is_there():
+    messages = assert_ranks_raise(
+        full_in_optimizer, 3, False, match="Rank 1 ran out of memory in the optimizer's step"
+    )
+    own = messages[1]
+    assert "step of `language_model` (layers 0-1): CUDA out of memory. Tried to allocate 3.00 GiB. It has " in own
+    found = re.search(r"([\d.e-]+) GiB of trained weights, ([\d.e-]+) GiB of gradients and ([\d.e-]+) GiB of opt", own)
+    assert found is not None
+    weights, gradients, state = map(float, found.groups())
+    assert gradients == weights > 0 and state == pytest.approx(2 * weights, rel=0.01)  # of Adam, after one step
+    assert "Predicted are " in own and '"adafactor"' in own and "`pp_size` or `tp_size` of `language_model`" in own
+    assert "still lack" not in own and "More words" not in own
+
+
+def test_beside_the_step_of_an_optimizer_it_says_nothing_of_it():
+    for message in assert_ranks_raise(full_in_optimizer, 3, True, match="Tried to allocate 3.00 GiB"):
+        assert "optimizer's step" not in message

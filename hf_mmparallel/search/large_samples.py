@@ -1,0 +1,42 @@
+"""Samples that are larger than a microbatch is predicted to hold, which run in a microbatch of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .steps import Prediction
+
+
+def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    """
+    The microbatches of a step that are larger than the memory is predicted to allow.
+
+    Args:
+        prediction ([`Prediction`]): The step.
+
+    Returns:
+        `Iterator[tuple[str, tuple[int, ...], int, int]]`: Module, the slots of the samples, their tokens, and the most
+        tokens of a microbatch there.
+    """
+    workloads = prediction.planned.workloads
+    for name, limit in workloads.max_tokens.items():
+        tokens = workloads.tokens[name]
+        for replica in prediction.planned.step.microbatches.get(name, ()):
+            for slots in replica:
+                total = int(tokens[list(slots)].sum())
+                if total > limit:
+                    yield name, tuple(slots), total, limit
+
+
+def runs_large_samples_alone(prediction: Prediction) -> bool:
+    """
+    Whether there are such microbatches, each of one sample, which no arrangement can make smaller, and few of them:
+    less than half of the samples in the module that has fewest. (Modules on the same ranks share the memory by what
+    they have to do, so that large samples of one of them make the limit of the others small as well.)
+    """
+    counts = dict.fromkeys(prediction.planned.workloads.max_tokens, 0)
+    for name, slots, _, _ in large_samples(prediction):
+        if len(slots) > 1:
+            return False
+        counts[name] += 1
+    return any(counts.values()) and 2 * min(counts.values()) < prediction.sizes.num_samples

@@ -1,0 +1,106 @@
+"""The size of a mean microbatch is what batches compute in their arrangement, padding included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from hf_mmparallel.cost.rows import chunk_sizes
+from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
+from hf_mmparallel.search.candidates import CandidateSpace
+from hf_mmparallel.search.condense import predict_condensed
+from hf_mmparallel.search.mean_microbatch import MeanMicrobatches
+from hf_mmparallel.search.options import Kind, ModuleOptions
+from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
+from hf_mmparallel.search.simulations import step_planner
+from tests.search.test_search import problem_of
+
+BATCH, DP, COUNT = 64, 2, 8
+
+
+def question(method: str, attention: str = "sdpa", packing: bool = False) -> PlanningProblem:
+    problem = problem_of(DP, BATCH, method=method)
+    language = replace(problem.spec.language_model, attention=attention)
+    spec = replace(problem.spec, modules={**problem.spec.modules, LANGUAGE_MODEL: language})
+    problem = replace(problem, costs=replace(problem.costs.with_spec(spec), packing=packing))
+    return replace(problem, sizes=draw_batch(problem, 0))  # all batches are these samples
+
+
+def arranged(problem: PlanningProblem, cp_size: int = 1) -> np.ndarray:
+    """Tokens, squared tokens and stored pairs of a mean microbatch of the batch as it is arranged."""
+    layouts = {"vision": Layout((4,), DP), LANGUAGE_MODEL: Layout((4,), DP, cp_size)}
+    candidate = Candidate(layouts, {}, COUNT, "1f1b", problem.first_method)
+    planner = step_planner(problem, candidate)
+    batch = draw_batch(problem, 0)
+    step = predict_condensed(planner, planner.condensed, batch).planned.step
+    sizes = chunk_sizes(problem.costs, planner.plan, step, batch)
+    return np.sum([own for key, own in sizes.items() if key[0] == LANGUAGE_MODEL], axis=0) / (DP * COUNT)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize(
+    "method, packing, near",
+    [("contiguous", False, 1e-9), ("hierarchical", False, 0.1), ("tapered", False, 0.1), ("hierarchical", True, 1e-9)],
+)
+def test_a_mean_microbatch_computes_what_arranged_ones_do(method, packing, near, attention):
+    problem = question(method, attention, packing)
+    found = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(1, BATCH / DP / COUNT)
+    wanted = arranged(problem)
+    assert found == pytest.approx(wanted, rel=near)
+    real = problem.sizes.tokens[LANGUAGE_MODEL].sum() / (DP * COUNT)
+    assert (found[0] > 1.01 * real) == (not packing)
+
+
+def test_under_context_parallelism_rows_are_packed_and_rounded_up():
+    problem = question("contiguous")
+    found = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(2, BATCH / DP / COUNT)
+    assert found == pytest.approx(arranged(problem, 2), rel=1e-9)
+
+
+def test_encoders_and_single_samples_have_no_padding():
+    problem = question("contiguous")
+    for name, count in (("vision", 4.0), ("vision", 0.5), (LANGUAGE_MODEL, 1.0)):
+        tokens, squares, _ = MeanMicrobatches(problem, name).sizes(1, count)
+        assert tokens == pytest.approx(count * problem.sizes.tokens[name].mean())
+        assert squares == pytest.approx(count * problem.sizes.squares[name].mean())
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_without_padding_nothing_is_above_any_arrangement(cp_size):
+    for method in ("contiguous", "hierarchical"):
+        for attention in ("sdpa", "eager"):
+            problem = question(method, attention)
+            least = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(cp_size, BATCH / DP / COUNT, padded=False)
+            assert (least <= arranged(problem, cp_size) * (1 + 1e-9)).all()
+
+
+def test_padding_is_in_the_closed_form_and_in_the_memory_that_a_microbatch_keeps():
+    padded, packed = (question("contiguous", packing=packing) for packing in (False, True))
+    kind = Kind(1, 1, False)
+    own = [ModuleOptions(problem, LANGUAGE_MODEL) for problem in (padded, packed)]
+    times = [options.layer_ms(kind, 4.0).sum() for options in own]
+    assert times[0] > 1.1 * times[1]
+    assert own[0].kept_bytes(kind, 4.0) > 1.1 * own[1].kept_bytes(kind, 4.0)
+    assert own[0].layer_ms(kind, 4.0, padded=False) == pytest.approx(own[1].layer_ms(kind, 4.0))
+
+
+@pytest.mark.parametrize("method", ["contiguous", "hierarchical"])
+def test_the_closed_form_ranks_as_steps_do(method):
+    """Samples of very different lengths: with padding, few large microbatches are slower than the closed form said."""
+    rng = np.random.default_rng(0)
+    lengths = np.rint(300 * np.exp(1.2 * rng.standard_normal(64))).astype(int) + 1
+    tokens = {"vision": [[20]] * 64, LANGUAGE_MODEL: [[int(n)] for n in lengths]}
+    problem = replace(problem_of(2, 32, method=method), sizes=SampleSizes.of_sequences(tokens))
+    space = CandidateSpace(problem)
+    closed, simulated = [], []
+    for own in space:
+        sizes = {name: (c.dp_size, c.pp_size, c.kind.tp_size) for name, c in own.choices.items()}
+        if set(sizes.values()) == {(2, 1, 1)} and not any(c.kind.checkpointing for c in own.choices.values()):
+            planner = step_planner(problem, space.candidate(own))
+            simulated.append(predict_condensed(planner, planner.condensed, draw_batch(problem, 0)).step_ms)
+            closed.append(own.step_ms)
+    assert len(closed) == 5  # 1 to 16 microbatches
+    assert np.array(closed) == pytest.approx(np.array(simulated), rel=0.15)
+    assert simulated[int(np.argmin(closed))] <= 1.03 * min(simulated)
