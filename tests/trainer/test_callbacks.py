@@ -96,7 +96,7 @@ def test_forwards_of_all_ranks_are_summed_by_microbatch(monkeypatch: pytest.Monk
     steps = [RanStep(StepResult(), counts, np.arange(5.0)), RanStep(StepResult(), {LM: (1,)}, np.array([7.0]))]
     monkeypatch.setattr(
         World, "all_reduce", lambda _, tensor, what: tensor.mul_(2)
-    )  # two ranks that measured the same
+    )  # as of two ranks
     first, second = measure(steps, World())
     assert [times.tolist() for times in first.forward_ms[VISION]] == [[0, 2], [4]]
     assert [times.tolist() for times in first.forward_ms[LM]] == [[6, 8]]
