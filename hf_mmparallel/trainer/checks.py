@@ -13,14 +13,14 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
 from .._environment import is_switched_on, launched_processes
-from ..modeling import check_decoder_only
+from ..modeling import check_supported
 from .argument_table import check_trainer_arguments
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises `ValueError` for encoder-decoder models, and where a loss or norm is no sum over samples."""
+    """Raises `ValueError` for models that no plan describes, and where a loss or norm is no sum over samples."""
     if isinstance(model, PreTrainedModel):
-        check_decoder_only(model)
+        check_supported(model)
     for config in {id(c): c for c in _configs(model)}.values():
         if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
             raise ValueError(
