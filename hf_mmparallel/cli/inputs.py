@@ -63,7 +63,13 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
     from ..modeling.adapters import add_adapters
     from ..modeling.loading import build_on_meta
 
-    model = build_on_meta(source)
+    try:
+        model = build_on_meta(source)
+    except OSError as error:  # of `from_pretrained`, which does not know where the name comes from
+        raise ValueError(
+            f"`--model {source}` is no folder here, and no configuration could be read from the Hub: "
+            f"{str(error).partition(chr(10))[0]} Give a folder, a config.json or a model id."
+        ) from error
     check_supported(model)
     spec = build_model_spec(model)
     adapters = {name: plugin.peft_config for name, plugin in plugins.items() if plugin.peft_config is not None}

@@ -1,5 +1,7 @@
 """Images of known sizes become as many tokens as the model's own code and processor make of them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,9 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
-SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-TEXT = {**SMALL, "hidden_size": 64, "vocab_size": 200}
-TOKEN = {"image_token_id": 199}
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+TEXT: dict[str, Any] = {**SMALL, "hidden_size": 64, "vocab_size": 200}
+TOKEN: dict[str, Any] = {"image_token_id": 199}
 QWEN = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 4}
 SIZES = np.array([448, 900, 250]), np.array([448, 1800, 1000])
 
@@ -54,7 +56,7 @@ CONFIGS = {  # the encoders' images, patches and poolings are the published chec
     ),
 }
 
-IDEFICS = {
+IDEFICS: dict[str, Any] = {
     "vision_config": {**SMALL, "image_size": 56, "patch_size": 14},
     "text_config": part("llama", **TEXT),
     **TOKEN,

@@ -1,6 +1,7 @@
 """Models that a plan can't describe are refused with what they have and what to do."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests import tiny
 
 torch.set_num_threads(1)
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-IMAGES = {"image_size": 16, "patch_size": 8}
-AUDIO = {"d_model": 32, "encoder_layers": 3, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGES: dict[str, Any] = {"image_size": 16, "patch_size": 8}
+AUDIO: dict[str, Any] = {"d_model": 32, "encoder_layers": 3, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
 
 
 def mllama() -> PretrainedConfig:
