@@ -360,6 +360,16 @@ def test_encoder_decoder_models_are_refused(make: Callable[[], Any]):
         check_model(model)
 
 
+def test_models_with_layers_in_no_module_are_refused():
+    """As text-only ones their encoders' features would never be computed."""
+    from hf_mmparallel.trainer.checks import check_model
+
+    model = tiny.FAMILIES["voxtral"]()
+    model.config.audio_token_id = None
+    with pytest.raises(ValueError, match="has layers that are in no module of a plan.*`model.audio_tower.layers`"):
+        check_model(model)
+
+
 @pytest.mark.parametrize(
     "make", [encoder_decoders.with_whisper, encoder_decoders.bart_decoder, tiny.FAMILIES["voxtral"]]
 )
