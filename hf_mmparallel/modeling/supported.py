@@ -18,7 +18,7 @@ _COMPOSE = "`MultimodalModel.from_unimodal`"
 
 def check_supported(model: PreTrainedModel) -> None:
     """
-    Refuses models whose modules or loss a plan can't describe.
+    Refuses models whose step can't be predicted.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The whole model, on any device.
@@ -27,19 +27,27 @@ def check_supported(model: PreTrainedModel) -> None:
         `ValueError`: For an encoder-decoder model or one whose language model is one; for a model that is trained on
             masked tokens; for one with layers that are neither in an encoder nor in the language model's stack.
     """
-    _check_decoder_only(model)
+    check_decoder_only(model)
     _check_causal(model)
+    text = unknown_layers_text(model)
+    if text:
+        raise ValueError(
+            f"{text} {_how_encoders_are_found(model)} Give the model a method `multimodal_parts` that names its "
+            f"encoders, or compose them with a causal language model by {_COMPOSE}."
+        )
+
+
+def unknown_layers_text(model: PreTrainedModel) -> str:
+    """A sentence about the layers of [`unknown_stacks`]; empty without any."""
     parts = module_parts(model)
     unknown = unknown_stacks(model, parts)
     if not unknown:
-        return
+        return ""
     stacks = ", ".join(f"`{name}` ({len(layers)} `{type(layers[0]).__name__}`)" for name, layers in unknown.items())
     known = " and ".join(f"`{name}`" for name in parts)
-    raise ValueError(
-        f"`{type(model).__name__}` has layers that are in no module of a plan, which would neither time nor run them "
-        f"as what they are: {stacks}; modules: {known}. {_how_encoders_are_found(model)} Give the model a method "
-        f"`multimodal_parts` that names its encoders, compose them with a causal language model by {_COMPOSE}, or "
-        "train it without `parallel`."
+    return (
+        f"`{type(model).__name__}` has layers that are in no module of a plan, so that their time and activations are "
+        f"not predicted and they have no layout of their own: {stacks}; modules: {known}."
     )
 
 
@@ -50,8 +58,9 @@ def unknown_stacks(model: PreTrainedModel, parts: Mapping[str, ModulePart]) -> d
     known.append(find_stack(model, parts[LANGUAGE_MODEL].tower))
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        is_list = isinstance(module, nn.ModuleList) and _are_layers(module)
-        if is_list and not any(inside(name, prefix) for prefix in (*known, *found)):
+        if not isinstance(module, nn.ModuleList) or not _are_layers(module):
+            continue
+        if not any(inside(name, prefix) for prefix in (*known, *found)):
             found[name] = module
     return found
 
@@ -80,8 +89,13 @@ def _how_encoders_are_found(model: PreTrainedModel) -> str:
     return "Encoders are found by `get_image_features`, `get_video_features` and `get_audio_features`."
 
 
-def _check_decoder_only(model: PreTrainedModel) -> None:
-    """Refuses decoders that attend to the states of an encoder, for which a plan has neither inputs nor a loss."""
+def check_decoder_only(model: PreTrainedModel) -> None:
+    """
+    Refuses models whose decoder attends to the states of an encoder, for which a plan has neither inputs nor a loss.
+
+    Raises:
+        `ValueError`: For an encoder-decoder model, or one whose language model is one.
+    """
     config: Any = model.config
     if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
         raise ValueError(
