@@ -100,6 +100,16 @@ def test_reported_devices_are_recognized_with_their_own_memory(name, gib, units,
     assert device.memory_gib == pytest.approx(gib, abs=1e-6)
 
 
+def test_an_h20_is_told_by_its_memory():
+    """Drivers call that with 141 GB the same."""
+    large = recognize_device("NVIDIA H20", int(139.8 * GIB), 78)
+    assert large is not None and (large.name, large.memory_gb_per_s) == ("h20-3e", 4800)
+    small = recognize_device("NVIDIA H20", int(95 * GIB), 78)
+    assert small is not None and (small.name, small.memory_gb_per_s) == ("h20", 4000)
+    none_fits = recognize_device("NVIDIA H20", 120 * GIB, 78)
+    assert none_fits is not None and none_fits == replace(find_device("h20"), memory_gib=120)
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_devices_of_another_name_are_unknown(name):
     assert recognize_device(name, 40 * GIB, 108) is None
@@ -172,6 +182,9 @@ class TestNames:
             ("rtx", r"may be any of .*`rtx-4090`"),
             ("mi250x/mi250", r"may be any of `mi250`, `mi250x`"),
             ("h10", r"is not in the table of devices. Did you mean `h100`.*gpu_spec"),
+            ("v100-32gb", r"may be any of `v100-pcie-32gb`, `v100-sxm2-32gb`"),
+            ("h100-96gb", r"is not in the table of devices. Did you mean `gh200`"),
+            ("h100-30gb", r"is not in the table of devices. Known: h100"),
             ("", r"is not in the table of devices. Known: h100"),
         ],
     )
