@@ -150,7 +150,9 @@ class _PartReplay:
         if not forwards:
             return {}
         stage, microbatch, place = np.array(forwards).T
-        _, same, counts = np.unique(stage * (microbatch.max() + 1) + microbatch, return_inverse=True, return_counts=True)
+        _, same, counts = np.unique(
+            stage * (microbatch.max() + 1) + microbatch, return_inverse=True, return_counts=True
+        )
         share = 1 / counts[same]
         times = np.concatenate([np.array(self.start_ms)[place], np.array(self.end_ms)[np.array(last)[place]]])
         changes, stage = np.concatenate([share, -share]), np.concatenate([stage, stage])
