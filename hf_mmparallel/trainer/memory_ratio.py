@@ -75,7 +75,7 @@ class MemoryRatio:
             return
         self._num_steps += 1
         allocated = self.measure()
-        if allocated is not None and self._num_steps >= FIRST:
+        if allocated is not None and self._num_steps >= FIRST and engine.account is not None:
             predicted = engine.account.predicted()
             if predicted is not None:
                 self._largest = max(self._largest, allocated / predicted.total)
