@@ -139,7 +139,7 @@ def quotes_of_papers() -> Iterator[str]:
     ours, other = (cases["chartqa, llama3-1b, 16 A40"][key] for key in ("step_ms", "others"))
     yield f"{ours:,.0f} ms, the same search in the sampler's order {other['frozen-unaware']['step_ms']:,.0f} ms"
     slower = [case["others"]["frozen-unaware"]["times_slower"] for case in cases.values()]
-    yield f"{sum(value < 1 for value in slower)} of {len(slower)} cases"
+    yield f"in {sum(value < 1 for value in slower)} of {len(slower)} cases"
     distribution = [arranging("1,920 over 120", method) for method in ("disttrain", "hierarchical")]
     yield f"DistTrain's order {distribution[0]:.1f} ms, `hierarchical` {distribution[1]:.1f} ms"
     waits: dict[int, list[float]] = {0: [], 1: []}

@@ -20,9 +20,12 @@ def published_runs() -> str:
         counts = f"{len(own['runs'])} / {own['num_judged']}"
         ranks = f"{own['rank_correlation']:.2f} / {own['rank_correlation_mfu']:.2f}"
         errors = f"{percent(own['median_error'])} / {percent(own['largest_error'])} %"
-        shares = f"{percent(own['best_mfu'])} / {percent(own['best_mfu_predicted'])} %"
+        shares = (
+            " / ".join(percent(own[key]) for key in ("best_mfu", "best_mfu_predicted"))
+            + f" / {percent(own['best_plan']['mfu'])} %"
+        )
         rows.append(f"| {own['study']} | {counts} | {ranks} | {errors} | {shares} | {CHECKED[own['checked']]} |")
-    kinds = "rank correlation: step, MFU | error: median / largest | best MFU: published / predicted"
+    kinds = "rank correlation: step, MFU | error: median / largest | best MFU: published / predicted / best plan found"
     return table(f"| study | runs / judged | {kinds} | checked against |", rows)
 
 

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from common import ROOT, Shapes, machine, report
-from published_study import Run, Study, predicted_ms, published_flops, studies
+from published_ceilings import best_plan, best_run, mfu_of
+from published_study import Run, Study, predicted_ms, studies
 from rich.table import Table
 from scipy.stats import spearmanr
-
-from hf_mmparallel.cost import find_device
 
 QUICK_TASKS = 3000
 
@@ -30,16 +29,15 @@ QUICK_TASKS = 3000
 def run_record(run: Run) -> dict[str, Any]:
     """A run with what is predicted for it."""
     predicted = predicted_ms(run)
-    flops = published_flops(run)
-    peak = 1e9 * run.gpus * find_device(run.study.data["device"]).bf16_tflops
     return {
         "name": run.name,
+        "dtype": run.dtype,
         "use": "fit" if run.is_fitted else "judge",
         "measured_ms": round(run.step_ms, 1),
         "predicted_ms": round(predicted, 1),
         "ratio": round(predicted / run.step_ms, 3),
-        "measured_mfu": round(flops / peak / run.step_ms, 4),
-        "predicted_mfu": round(flops / peak / predicted, 4),
+        "measured_mfu": round(mfu_of(run, run.step_ms), 4),
+        "predicted_mfu": round(mfu_of(run, predicted), 4),
     }
 
 
@@ -64,7 +62,7 @@ def how_far_off(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
     """How far off the predictions of a study are, and those without what is assumed of it alone."""
-    best = max(runs, key=lambda run: run["measured_mfu"])
+    own = [run for run in runs if run["dtype"] != "float8"]
     return {
         "study": study.data["study"],
         "source": study.data["source"],
@@ -72,8 +70,9 @@ def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str,
         "runs": runs,
         **how_far_off(runs),
         **({"without_assumptions": how_far_off(plain)} if plain else {}),
-        "best_mfu": best["measured_mfu"],
-        "best_mfu_predicted": max(run["predicted_mfu"] for run in runs),
+        "best_mfu": max(run["measured_mfu"] for run in own),
+        "best_mfu_predicted": max(run["predicted_mfu"] for run in own),
+        "best_plan": best_plan(best_run(study)),
         "notes": study.data.get("notes", []),
     }
 
@@ -92,10 +91,21 @@ def main() -> None:
         records[study.key] = study_record(study, list(map(run_record, runs)), list(map(run_record, plain)))
     judged = [abs(run["ratio"] - 1) for own in records.values() for run in own["runs"] if run["use"] == "judge"]
     table = Table(title="predicted over published step times", title_justify="left")
-    for name in ("study", "runs", "judged", "rank correlation", "median error", "largest error", "MFU", "predicted"):
+    for name in (
+        "study",
+        "runs",
+        "judged",
+        "rank correlation",
+        "median error",
+        "largest error",
+        "MFU",
+        "predicted",
+        "plan",
+    ):
         table.add_column(name, justify="left" if name == "study" else "right")
     for own in records.values():
         shares = [f"{own[key]:.1%}" for key in ("median_error", "largest_error", "best_mfu", "best_mfu_predicted")]
+        shares.append(f"{own['best_plan']['mfu']:.1%}")
         counts = (str(len(own["runs"])), str(own["num_judged"]), f"{own['rank_correlation']:.2f}")
         table.add_row(own["study"], *counts, *shares)
     note = f"{len(judged)} judged runs: median {statistics.median(judged):.1%}, largest {max(judged):.1%}"

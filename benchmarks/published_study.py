@@ -27,7 +27,7 @@ from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.fully_sharded import FullySharded, fully_sharded
 from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.search.steps import Prediction, StepPlanner
 
 FOLDER = Path(__file__).parent / "published"
 RECOMPUTED = {"none": (False,), "full": (True,), "selective": (False, True)}
@@ -121,6 +121,10 @@ class Study:
         return Engine(**known)
 
     @property
+    def device(self) -> Hardware:
+        return replace(find_device(self.data["device"]), **self.data.get("device_changes", {}))
+
+    @property
     def without_assumptions(self) -> Study:
         """The same runs without what was set by hand to them (`assumed`): launches and links as of any other study."""
         assumed = set(self.data.get("assumed", ()))
@@ -146,8 +150,8 @@ def studies() -> tuple[Study, ...]:
 
 
 @cache
-def model_spec(study_key: str, model: str) -> ModelSpec:
-    """A model of a study in bfloat16, with what of it is frozen."""
+def published_model(study_key: str, model: str) -> ModelSpec:
+    """A model of a study in bfloat16, with what of it is frozen, and the attention function that it has by default."""
     import torch
     from transformers import AutoConfig
 
@@ -163,17 +167,26 @@ def model_spec(study_key: str, model: str) -> ModelSpec:
         }
     spec = build_model_spec(build_on_meta(AutoConfig.for_model(kind, **config), torch.bfloat16))
     frozen = study.data.get("defaults", {}).get("freeze", {})
-    modules = {name: part.with_frozen(frozen.get(name, False)) for name, part in spec.modules.items()}
-    if study.data["engine"].get("attention") == "dense":
-        modules[LANGUAGE_MODEL] = replace(modules[LANGUAGE_MODEL], attention="eager")
-    return replace(spec, modules=modules)
+    return replace(
+        spec, modules={name: own.with_frozen(frozen.get(name, False)) for name, own in spec.modules.items()}
+    )
+
+
+@cache
+def model_spec(study_key: str, model: str) -> ModelSpec:
+    """The same with the attention of the study's engine."""
+    spec, study = published_model(study_key, model), next(own for own in studies() if own.key == study_key)
+    if study.data["engine"].get("attention") != "dense":
+        return spec
+    return replace(
+        spec, modules={**spec.modules, LANGUAGE_MODEL: replace(spec.modules[LANGUAGE_MODEL], attention="eager")}
+    )
 
 
 def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
     """The costs of a run on its machine; `changes` are fields of the device."""
     study = run.study
-    device: Hardware = find_device(study.data["device"])
-    device = replace(device, **{**study.data.get("device_changes", {}), **(changes or {})})
+    device = replace(study.device, **(changes or {}))
     if run.dtype == "float8":  # linear layers at twice the rate, attention at that of bfloat16
         device = replace(
             device, bf16_tflops=2 * device.bf16_tflops, attention_efficiency=device.attention_efficiency / 2
@@ -215,7 +228,7 @@ def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
     """What the planner predicts a step to take."""
     costs = costs_of(run, changes)
     answers = [
-        (_sharded(run, costs, again).step_ms if run.is_sharded else _planned_ms(run, costs, again))
+        (_sharded(run, costs, again).step_ms if run.is_sharded else planned(run, costs, again).step_ms)
         for again in RECOMPUTED[run.recompute]
     ]
     return sum(answers) / len(answers)
@@ -235,7 +248,7 @@ def _sharded(run: Run, costs: CostModel, again: bool) -> FullySharded:
     return next(own for own in fully_sharded(problem, [sizes]) if own.num_shards == run.dp_size)
 
 
-def _planned_ms(run: Run, costs: CostModel, again: bool) -> float:
+def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
     """A plan of the run's sizes, as `hf-mmparallel plan` predicts it."""
     plugin = ModulePlugin(
         dp_size=run.dp_size,
@@ -250,7 +263,7 @@ def _planned_ms(run: Run, costs: CostModel, again: bool) -> float:
     groups = sync_groups(costs.spec, plan)
     sizes = sizes_of(run, run.batch)
     planner = StepPlanner(costs, plan, groups, run.microbatch)
-    return predict_condensed(planner, condense(plan, groups), sizes).step_ms
+    return predict_condensed(planner, condense(plan, groups), sizes)
 
 
 def stages_outermost(plan: ParallelPlan) -> ParallelPlan:

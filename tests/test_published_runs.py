@@ -1,5 +1,6 @@
 """Predictions against published runs: who is faster than whom, and how far off the runs are that fitted nothing."""
 
+import json
 import statistics
 import sys
 from pathlib import Path
@@ -12,10 +13,14 @@ from hf_mmparallel.cost import find_device
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+from published_ceilings import best_plan, best_run  # noqa: E402
 from published_study import predicted_ms, published_flops, studies  # noqa: E402
 
+KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "published_runs.json"
 MOST_TASKS = 20_000  # simulated in a few seconds
 CHECKED = ("original", "copy", "unread")
+REACHED = {"llava_a100"}
+"""Studies whose best published MFU a plan of hf_mmparallel's own engine reaches."""
 STUDIES = {study.key: study for study in studies()}
 
 
@@ -47,3 +52,19 @@ def test_predictions_rank_runs_as_they_were_measured(key):
     assert found[0] >= 0.9
     errors = [abs(ms / run.step_ms - 1) for ms, run in zip(predicted, runs, strict=True) if not run.is_fitted]
     assert statistics.median(errors) <= 0.15 and max(errors) <= 0.4
+
+
+def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
+    kept = json.loads(KEPT.read_text())["studies"]
+    assert kept.keys() == STUDIES.keys()
+    for key, own in kept.items():
+        found = own["best_plan"]
+        assert found["run"] == best_run(STUDIES[key]).name and found["measured_mfu"] == own["best_mfu"]
+        assert (found["mfu"] >= own["best_mfu"]) == (key in REACHED), key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", STUDIES)
+def test_a_plan_reaches_the_best_published_mfu_where_it_is_said(key):
+    found = best_plan(best_run(STUDIES[key]))
+    assert (found["mfu"] >= found["measured_mfu"]) == (key in REACHED)

@@ -55,17 +55,22 @@ def group_by_length(
 
 def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None) -> list[int]:
     """Where each group of samples in falling order ends, for the smallest cost of a group of size 1."""
-    costs, wanted = row_ms.tolist(), sizes.tolist()
+    costs, wanted, count = row_ms.tolist(), sizes.tolist(), len(row_ms)
     most = [len(costs)] * len(costs) if limit is None else (limit // np.maximum(tokens, 1)).astype(int).tolist()
 
     def stops_for(cost: float) -> list[int] | None:
         stops, place = [], 0
-        for size in wanted:
-            if place < len(costs):
-                fits = int(cost * size / costs[place]) if costs[place] else len(costs)
-                place += max(1, min(fits, most[place], len(costs) - place))
+        for size in wanted:  # comparisons, since this is where large batches spend their time
+            if place < count:
+                row = costs[place]
+                fits = int(cost * size / row) if row else count
+                if fits > most[place]:
+                    fits = most[place]
+                place = place + fits if fits > 1 else place + 1
+                if place > count:
+                    place = count
             stops.append(place)
-        return stops if place == len(costs) else None
+        return stops if place == count else None
 
     high = sum(costs) / sum(wanted)
     best, low = stops_for(high), 0.0  # below the mean, where single samples are above it

@@ -23,6 +23,12 @@ settings of `--module` (any field of `ModulePlugin`, the short names are the sam
   layers              layers of each stage, such as 10/12/12
   colocate            another module whose ranks this one shares
   checkpointing       true to recompute activations in the backward
+  cp_method, cp_mode, cp_block
+                      with cp above 1: how tokens are handed out (lpt, zigzag, contiguous, random), what is gathered
+                      (auto, row, segments), and tokens that stay together (128)
+  attn_implementation attention function of the module, such as sdpa, flash_attention_2 or bitfield
+  zero_stage          optimizer sharding; only 0 is built
+  peft_config         adapters of the module; a dict, so in a file for --parallel only
 
 what `--what-if` may change, separated by commas:
   frozen, trainable   a module, as in --freeze
@@ -78,7 +84,8 @@ def add_plan_parser(commands: Any) -> None:
     answers.add_argument(
         "--compare",
         action="store_true",
-        help="show what is chosen if freezing is ignored, one layout for all modules, FSDP, and DistTrain's plan",
+        help="show six others beside the plan: frozen-unaware (what is chosen if freezing is ignored), single layout "
+        "for all modules, FSDP-like, DistTrain's plan, ratio-based (GPUs by operations), encoders replicated",
     )
     answers.add_argument(
         "--what-if",

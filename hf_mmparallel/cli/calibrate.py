@@ -39,7 +39,12 @@ def add_calibrate_parser(commands: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("logs", nargs="+", metavar="LOG", help="trainer_log.jsonl of a run; more of the same model")
+    parser.add_argument(
+        "logs",
+        nargs="+",
+        metavar="LOG",
+        help="trainer_log.jsonl of a run, or its output folder; more of the same model",
+    )
     parser.add_argument("--output", metavar="FILE", help="write the calibration as JSON")
     parser.add_argument(
         "--profile", metavar="FILE", help="what the runs had as `layer_profile`, if `hf-mmparallel profile` wrote it"
@@ -61,11 +66,11 @@ def run_calibrate(args: argparse.Namespace) -> None:
     from ..cost.calibration import Calibration, read_costs
     from .report import new_console
 
-    for path in [*args.logs, *([args.profile] if args.profile else [])]:
-        if not Path(path).is_file():
-            raise ValueError(f"`{path}` does not exist. Give the `trainer_log.jsonl` of a run's output folder.")
+    logs = [log_file(path) for path in args.logs]
+    if args.profile and not Path(args.profile).is_file():
+        raise ValueError(f"`--profile {args.profile}` is no file. Give what `hf-mmparallel profile --output` wrote.")
     source = None if args.profile is None else read_costs(args.profile)
-    result = calibrate_logs(args.logs, source.profile if isinstance(source, Calibration) else source)
+    result = calibrate_logs(logs, source.profile if isinstance(source, Calibration) else source)
     console = new_console()
     calibration = result.calibration
     console.print(
@@ -79,6 +84,29 @@ def run_calibrate(args: argparse.Namespace) -> None:
     if args.output:
         calibration.save(args.output)
         console.print(f"Calibration written to {args.output}", highlight=False, soft_wrap=True)
+
+
+def log_file(path: str) -> Path:
+    """
+    The log of a run.
+
+    Args:
+        path (`str`): The log, or the output folder of the run.
+
+    Raises:
+        `ValueError`: If there is none.
+    """
+    from ..cost.run_log import RUN_LOG
+
+    found = Path(path) / RUN_LOG if Path(path).is_dir() else Path(path)
+    if found.is_file():
+        return found
+    if Path(path).is_dir():
+        raise ValueError(
+            f"`{path}` is a folder without a `{RUN_LOG}`. A run under a plan writes one into its output folder with "
+            "every `logging_steps`."
+        )
+    raise ValueError(f"`{path}` does not exist. Give the `{RUN_LOG}` of a run's output folder.")
 
 
 def error_table(result: CalibrationResult) -> Table:

@@ -59,12 +59,18 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
         raise ValueError(f"`--model {source}` does not exist. Give a folder, a config.json or a model id.")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"`--model {source}` is a folder without a config.json. Give the folder of a saved model.")
-    from ..modeling import build_model_spec, check_decoder_only
+    from ..modeling import build_model_spec, check_supported
     from ..modeling.adapters import add_adapters
     from ..modeling.loading import build_on_meta
 
-    model = build_on_meta(source)
-    check_decoder_only(model)
+    try:
+        model = build_on_meta(source)
+    except OSError as error:  # of `from_pretrained`, which does not know where the name comes from
+        raise ValueError(
+            f"`--model {source}` is no folder here, and no configuration could be read from the Hub: "
+            f"{str(error).partition(chr(10))[0]} Give a folder, a config.json or a model id."
+        ) from error
+    check_supported(model)
     spec = build_model_spec(model)
     adapters = {name: plugin.peft_config for name, plugin in plugins.items() if plugin.peft_config is not None}
     if adapters:

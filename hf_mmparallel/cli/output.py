@@ -240,7 +240,7 @@ def page_of(
             for number, (ranked, why) in enumerate(others, start=2)
         ],
         comparison=[
-            *(PlanChoice(own.name, own.layout, _finite(own.step_ms), own.note) for own in comparison),
+            *(PlanChoice(own.title, own.layout, _finite(own.step_ms), own.note) for own in comparison),
             *(PlanChoice(f"what if {text}", plan_line(own.plan), own.step_ms) for text, own in what_ifs),
         ],
         step_ms=answer.step_ms,

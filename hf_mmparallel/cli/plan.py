@@ -138,7 +138,7 @@ def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:
             slower = f"{own.step_ms / answer.step_ms - 1:+.1%}"
             numbers = [f"{own.bubble_fraction:.1%}", f"{own.peak_memory_gib:.3g}", f"{own.flops_utilisation:.1%}"]
             cells = [ms_text(own.step_ms), slower, *numbers]
-        text = "\n".join(part for part in (own.name, own.layout.replace("; ", "\n"), own.note) if part)
+        text = "\n".join(part for part in (own.title, own.layout.replace("; ", "\n"), own.note) if part)
         table.add_row(text, *cells, end_section=True)
     return table
 

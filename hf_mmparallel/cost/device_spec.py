@@ -15,23 +15,25 @@ _NUMBERS = {
 }
 _FIELDS = (*_NUMBERS, "aliases", "source")
 _NEEDED = tuple(name for name, field in _NUMBERS.items() if field.default is MISSING)
+_FACTORS = {1000: "1,000", 2**20: "2^20", 1e6: "10^6", 2**30: "2^30", 1e9: "10^9", 1e12: "10^12"}
+"""By which units are mistaken for each other."""
 
 
 @dataclass(frozen=True)
 class _Range:
-    """What a number of a device may be, and its unit."""
+    """What a number of a device may be, its unit, and whether 0 is allowed as well."""
 
     least: float
     most: float
     unit: str
+    or_zero: bool = False
 
     def check(self, what: str, value: float) -> None:
         """Raises `ValueError` with the factor by which the unit seems to be wrong."""
-        if self.least <= value <= self.most:
+        if self.least <= value <= self.most or self.or_zero and value == 0:
             return
-        factors = {1000: "1,000", 2**20: "2^20", 1e6: "10^6", 2**30: "2^30", 1e9: "10^9", 1e12: "10^12"}
-        fits = [text for factor, text in factors.items() if self.least <= value / factor <= self.most]
-        raised = [text for factor, text in factors.items() if self.least <= value * factor <= self.most]
+        fits = [text for factor, text in _FACTORS.items() if self.least <= value / factor <= self.most]
+        raised = [text for factor, text in _FACTORS.items() if self.least <= value * factor <= self.most]
         hint = "Correct it."
         if value > self.most and fits:
             hint = f"If the unit is another one, divide by {fits[0]}."
@@ -41,15 +43,15 @@ class _Range:
 
 
 _TFLOPS = _Range(0.01, 20_000, "10^12 operations a second (dense)")
-_MICROSECONDS = _Range(0, 10_000, "microseconds")
-_SHARE = _Range(0.001, 1, "(a share of the peak)")
+_MICROSECONDS = _Range(0.3, 1000, "microseconds; 0 leaves it out", or_zero=True)
+_SHARE = _Range(0.005, 1, "(a share of the peak)")
 _COUNT = _Range(1, 2048, "(a number of them)")
 _RANGES = {
     **dict.fromkeys(PEAK_OF_DTYPE.values(), _TFLOPS),
-    "memory_gib": _Range(0.25, 2048, "GiB (2^30 bytes)"),
+    "memory_gib": _Range(1, 2048, "GiB (2^30 bytes)"),
     "memory_gb_per_s": _Range(5, 50_000, "GB/s (10^9 bytes a second)"),
     "link_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),
-    "node_link_gb_per_s": _Range(0.05, 1_000, "GB/s (10^9 bytes a second, one way)"),
+    "node_link_gb_per_s": _Range(0.11, 1_000, "GB/s (10^9 bytes a second, one way)"),
     **dict.fromkeys(("node_size", "network_cards", "multiprocessors"), _COUNT),
     "message_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),
     "node_message_gb_per_s": _Range(0.05, 1_000, "GB/s (10^9 bytes a second, one way)"),
@@ -58,7 +60,18 @@ _RANGES = {
     **dict.fromkeys(("masked_attention_share", "block_attention_share"), _Range(0.01, 10, "(of flash attention)")),
     **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency", "overlap_efficiency"), _SHARE),
 }
-_BALANCE = _Range(0.5, 5_000, "operations for each byte of memory traffic")
+_MOST_UNLIKE = 100
+"""How many times a number may be that of the device of `like`."""
+_RATIOS = {
+    ("fp16_tflops", "bf16_tflops"): (0.05, 50),
+    ("tf32_tflops", "bf16_tflops"): (0.02, 10),
+    ("fp32_tflops", "bf16_tflops"): (0.003, 10),
+    ("bf16_tflops", "memory_gb_per_s"): (0.0005, 2),
+    ("memory_gb_per_s", "memory_gib"): (0.01, 2_000),
+    ("link_gb_per_s", "memory_gb_per_s"): (0.0005, 1),
+    ("message_gb_per_s", "link_gb_per_s"): (0.003, 10),
+}
+"""Two fields -> between what the ratio of the first to the second is, of all devices that there are."""
 
 
 def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str) -> Hardware:
@@ -86,6 +99,7 @@ def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str
         device = Hardware(**given)
     else:
         base = find(str(like))
+        _check_like(given, base, where)
         if "node_size" in given and "network_cards" not in given:  # what each device has of the network stays
             given["network_cards"] = max(1, round(base.network_cards * given["node_size"] / base.node_size))
         device = replace(base, **given)
@@ -121,14 +135,35 @@ def _check_together(device: Hardware, where: str) -> None:
                 f"{where}: `{field}={getattr(device, field):g}` is above the {peak:g} of 16-bit products. Correct one "
                 "of them; all are of dense products, in 10^12 operations a second."
             )
-    rate = f"`memory_gb_per_s={device.memory_gb_per_s:g}`"
-    what = f"{where}: the ratio of `bf16_tflops={device.bf16_tflops:g}` to {rate}"
-    _BALANCE.check(what, 1e3 * device.bf16_tflops / device.memory_gb_per_s)
-    if device.link_gb_per_s > device.memory_gb_per_s:
-        raise ValueError(
-            f"{where}: `link_gb_per_s={device.link_gb_per_s:g}` is faster than the memory, "
-            f"`memory_gb_per_s={device.memory_gb_per_s:g}`. Both are in GB/s; 8 Gb/s are 1 GB/s."
-        )
+    for field in ("link_gb_per_s", "node_link_gb_per_s"):
+        if getattr(device, field) > device.memory_gb_per_s:
+            raise ValueError(
+                f"{where}: `{field}={getattr(device, field):g}` is faster than the memory, "
+                f"`memory_gb_per_s={device.memory_gb_per_s:g}`. Both are in GB/s; 8 Gb/s are 1 GB/s."
+            )
+    for (one, other), (least, most) in _RATIOS.items():
+        first, second = getattr(device, one), getattr(device, other)
+        if first is not None and second is not None and not least <= first / second <= most:
+            raise ValueError(
+                f"{where}: the ratio of `{one}={first:g}` to `{other}={second:g}`, {first / second:.3g}, is not "
+                f"between {least:g} and {most:g} as that of other devices. Correct the unit of one of them."
+            )
+
+
+def _check_like(given: Mapping[str, Any], base: Hardware, where: str) -> None:
+    """Raises `ValueError` for a number that is far from that of the device of `like`."""
+    for field, value in given.items():
+        theirs = getattr(base, field)
+        if "float" not in str(getattr(_NUMBERS.get(field), "type", "")) or not value or not theirs:
+            continue
+        times = max(value / theirs, theirs / value)
+        if times > _MOST_UNLIKE:
+            factor = _FACTORS[min(_FACTORS, key=lambda known: max(known / times, times / known))]
+            direction, remedy = ("above", "divide") if value > theirs else ("below", "multiply")
+            raise ValueError(
+                f"{where}: `{field}={value:g}` is {times:,.0f} times {direction} the {theirs:g} of `{base.name}`. If "
+                f"the unit is another one, {remedy} by {factor}; if it is right, describe the device without `like`."
+            )
 
 
 def read_device_file(path: str, find: Callable[[str], Hardware]) -> Hardware:

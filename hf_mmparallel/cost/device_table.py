@@ -17,6 +17,7 @@ _TABLE = Path(__file__).with_name("devices.yaml")
 _MAKERS = ("nvidia", "amd", "tesla", "quadro", "geforce", "instinct")
 _PART = re.compile(r"\s+MIG\s+\S+.*$")  # NVIDIA H100 80GB HBM3 MIG 1g.10gb
 _MOST_OF_A_PART = 0.75  # of the multiprocessors, where the name does not say so; chips differ by a few
+_SAME_MEMORY = 0.05
 _HOST_LINK_GB_PER_S = 16.0  # parts of a device reach each other through the host's memory
 _GIB = 2**30
 
@@ -63,13 +64,31 @@ def find_device(name: str) -> Hardware:
     if len(keys) == 1:
         return device_table()[keys[0]]
     keys = keys or sorted({key for alias, own in names.items() if alias.startswith(f"{wanted}-") for key in own})
+    words = set(wanted.split("-"))
+    keys = keys or sorted({key for alias, own in names.items() if words <= set(alias.split("-")) for key in own})
     if wanted and len(keys) > 1:
         raise ValueError(f"`gpu_type={name}` may be any of {', '.join(f'`{key}`' for key in keys)}. Name one of them.")
-    near = keys or [key for alias in difflib.get_close_matches(wanted, names, n=1) for key in names[alias]]
+    near = keys or _similar(wanted)
     hint = f"Did you mean `{near[0]}`?" if near else f"Known: {', '.join(device_table())}."
     raise ValueError(
         f"`gpu_type={name}` is not in the table of devices. {hint} Others are described in a file for `gpu_spec`."
     )
+
+
+def _similar(wanted: str) -> list[str]:
+    """The devices of the most similar name, of those with the memory that the name says, if it does."""
+    size = re.search(r"(\d+)gb$", wanted)
+    names = {
+        alias: keys
+        for alias, keys in _names().items()
+        if size is None or any(_has_memory(device_table()[key], float(size[1])) for key in keys)
+    }
+    return [key for alias in difflib.get_close_matches(wanted, names, n=1) for key in names[alias]]
+
+
+def _has_memory(device: Hardware, memory_gib: float) -> bool:
+    """Whether a device has so much memory, within what drivers and makers name differently."""
+    return device.memory_gib is not None and abs(memory_gib / device.memory_gib - 1) < _SAME_MEMORY
 
 
 def device_from(gpu_type: str, gpu_spec: str | None = None) -> Hardware:
@@ -100,6 +119,8 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
     if len(known) != 1:
         return None
     (device,) = known
+    if not _PART.search(reported):
+        device = _with_memory(device, normalized_name(reported), memory_bytes / _GIB)
     memory_gib, whole = memory_bytes / _GIB, device.multiprocessors
     if not _PART.search(reported) and (whole is None or multiprocessors > _MOST_OF_A_PART * whole):
         return replace(device, memory_gib=memory_gib)
@@ -116,3 +137,16 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
         link_gb_per_s=min(device.link_gb_per_s, _HOST_LINK_GB_PER_S),
         multiprocessors=multiprocessors,
     )
+
+
+def _with_memory(device: Hardware, name: str, memory_gib: float) -> Hardware:
+    """
+    The device of a longer name that has the memory which is reported, where `device` has another one: drivers name an
+    H20 with 141 GB as they name one with 96. `device` itself where there is none.
+    """
+    if _has_memory(device, memory_gib):
+        return device
+    keys = {key for alias, own in _names().items() if alias.startswith(f"{name}-") for key in own}
+    others = [device_table()[key] for key in keys]
+    fitting = [o for o in others if o.multiprocessors == device.multiprocessors and _has_memory(o, memory_gib)]
+    return fitting[0] if len(fitting) == 1 else device

@@ -157,13 +157,10 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
         `dict[tuple[str, int, int, int], ChunkSize]`: (module, replica, microbatch, chunk) -> its size.
     """
     result: dict[ChunkKey, ChunkSize] = {}
-    for name in step.microbatches:
-        chunks = {
-            (*key, number): slots
-            for key, found in step.chunks.items()
-            if key[0] == name
-            for number, slots in enumerate(found)
-        }
+    by_module: dict[str, dict[ChunkKey, Sequence[int]]] = {}
+    for key, found in step.chunks.items():
+        by_module.setdefault(key[0], {}).update(((*key, number), slots) for number, slots in enumerate(found))
+    for name, chunks in by_module.items():
         if not chunks:
             continue
         found = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))

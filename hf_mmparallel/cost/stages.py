@@ -275,6 +275,8 @@ class StageCost:
 
     def _windowed_ms(self, tokens: float, squares: float, place: int) -> float:
         """Attention of the layers with a window."""
+        if not self.windows:
+            return 0.0
         return sum(
             own[place] * float(windowed_squares(tokens, squares, own[0], self.is_causal)) for own in self.windows
         )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
 from ..schedule import Task
-from ..schedule.actions import Message
+from ..schedule.actions import Message, StageKey
 from .collectives import all_reduce
 from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
@@ -42,6 +42,8 @@ class StepCost:
         self.costs, self.plan, self.step, self.sizes, self.groups = costs, plan, step, sizes, groups
         self.stages = stage_costs(costs, plan)
         self.chunks = chunk_sizes(costs, plan, step, sizes)
+        self._links: dict[tuple[StageKey, StageKey], tuple[float, float]] = {}
+        self._crossing: dict[tuple, int] = {}
 
     def __call__(self, task: Task) -> float:
         cost = self.stages[task.module, task.replica, task.stage]
@@ -59,13 +61,28 @@ class StepCost:
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
         part = self.costs.spec.modules[before.module]
         if message.crosses_boundary:
-            num_tokens, part = message_tokens(self.step, self.sizes, before, after), self.costs.spec.language_model
+            num_tokens, part = self._crossing_tokens(before, after), self.costs.spec.language_model
         num_bytes = self.costs.value_bytes * num_tokens * part.hidden_size
-        grids = [self.plan.stage(*task.stage_key).all_ranks for task in (before, after)]
+        ends = before.stage_key, after.stage_key
+        if ends not in self._links:
+            self._links[ends] = self._link(*ends)
+        latency_ms, rate = self._links[ends]
+        return latency_ms + num_bytes / rate
+
+    def _link(self, before: StageKey, after: StageKey) -> tuple[float, float]:
+        """Latency in ms and bytes/ms of all links between two stages."""
+        grids = [self.plan.stage(*key).all_ranks for key in (before, after)]
         ranks = list(chain(*grids))
-        latency_ms = self.costs.device.latency_us(ranks) / 1e3
         rate = self.costs.engine.message_bytes_per_ms(self.costs.device, ranks)
-        return latency_ms + num_bytes / min(map(len, grids)) / rate
+        return self.costs.device.latency_us(ranks) / 1e3, rate * min(map(len, grids))
+
+    def _crossing_tokens(self, before: Task, after: Task) -> int:
+        """[`message_tokens`], which is the same for all stages that take a chunk, and for its gradient."""
+        key = (before.module, before.replica, before.microbatch, before.chunk)
+        key += (after.module, after.replica, after.microbatch, after.chunk)
+        if key not in self._crossing:
+            self._crossing[key] = message_tokens(self.step, self.sizes, before, after)
+        return self._crossing[key]
 
     def sync_ms(self, index: int) -> float:
         """Time of a gradient sum."""
@@ -97,5 +114,5 @@ def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task
     slots = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
     taken = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
     shared = sorted(set(slots) & set(taken))
-    ends = {before.module, LANGUAGE_MODEL}
-    return int(np.min([sizes.tokens[name][shared] for name in ends], axis=0).sum())
+    own, language = (sizes.tokens[name][shared] for name in (before.module, LANGUAGE_MODEL))
+    return int(np.minimum(own, language).sum())

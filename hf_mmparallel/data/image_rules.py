@@ -19,6 +19,7 @@ from ..modeling.spec import ModulePart, find_stack, layers_of, module_parts
 from ..plan import ModelSpec
 
 IMAGE = "image"
+_SPLITTING = ("do_image_splitting", "split_image", "slice_mode")  # of image processors that cut by rules of their own
 FITTING = "models with one image size (Llava, Gemma3, PaliGemma), the tiles of InternVL, or the patches of Qwen-VL"
 
 
@@ -36,7 +37,7 @@ def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
     """
     part = module_parts(model)[name]
     tower = model.get_submodule(part.tower)
-    if "image_grid_thw" in part.input_names(IMAGE):
+    if "image_grid_thw" in part.input_names(IMAGE) and hasattr(tower.config, "spatial_merge_size"):
         return _patch_grid(tower.config, spec.modules[name].num_layers)
     required = [
         parameter.name
@@ -47,16 +48,34 @@ def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
     ]
     image_size = getattr(tower.config, "image_size", None)
     varies = len(required) > 1 or "image_sizes" in inspect.signature(tower.forward).parameters
-    if image_size is None or varies:
-        raise ValueError(
-            f"How `{type(model).__name__}` cuts images of different sizes is its processor's matter and not in its "
-            f"configuration. Published sizes fit {FITTING}; give a dataset of your own, or `--seq-len` and "
-            "`--image-tokens`."
-        )
+    if image_size is None or varies or _cuts_by_own_rule(model.config.model_type):
+        raise _unknown_cut(model)
     height, width = image_size if isinstance(image_size, (list, tuple)) else (image_size, image_size)
     feature = next(feature for feature in spec.modules[name].features if feature.modality == IMAGE)
-    tokens, rows = _run_once(model, part, feature.field, (height, width))
+    try:
+        tokens, rows = _run_once(model, part, feature.field, (height, width))
+    except Exception as error:  # of a model's own code, for inputs of another shape than one image
+        text = str(error).partition("\n")[0].rstrip(".")
+        raise _unknown_cut(model, f" Its encoder can't be run on one image of {height} x {width}: {text}.") from error
     return Crops(tokens, rows, _tiles(model.config.model_type, height, width))
+
+
+def _unknown_cut(model: PreTrainedModel, reason: str = "") -> ValueError:
+    """What to raise for a model whose configuration does not say into what an image is cut."""
+    return ValueError(
+        f"How `{type(model).__name__}` cuts images of different sizes is its processor's matter and not in its "
+        f"configuration.{reason} Published sizes fit {FITTING}; give a dataset of your own, or `--seq-len` and "
+        "`--image-tokens`."
+    )
+
+
+def _cuts_by_own_rule(model_type: str) -> bool:
+    """Whether the model's processor cuts images by default in another way than [`_tiles`] counts, or may do so."""
+    classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type) or {}
+    if classes and "pil" not in classes:
+        return True  # what it does by default can't be read without torchvision
+    processor = _named(classes.get("pil"))
+    return any(getattr(processor, name, False) for name in _SPLITTING)
 
 
 def _patch_grid(config: Any, num_layers: int) -> PatchGrid:
@@ -69,7 +88,9 @@ def _run_once(model: PreTrainedModel, part: ModulePart, field: str, size: tuple[
     seen: list[int] = []
 
     def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append(hidden_of(args, kwargs).shape[-2])
+        seen.append(
+            hidden_of(args, kwargs)[..., 0].numel()
+        )  # of `[1, tokens, hidden]` or `[1, rows, columns, hidden]`
 
     layer = layers_of(model, find_stack(model, part.tower))[0]
     handle = layer.register_forward_pre_hook(look, with_kwargs=True)

@@ -68,23 +68,6 @@ def inside(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
-def check_decoder_only(model: PreTrainedModel) -> None:
-    """
-    Refuses models whose decoder attends to the states of an encoder, for which a plan has neither inputs nor a loss.
-
-    Raises:
-        `ValueError`: For an encoder-decoder model, or one whose language model is one.
-    """
-    config: Any = model.config
-    if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
-        raise ValueError(
-            f"`{type(model).__name__}` is an encoder-decoder model: its decoder has inputs of its own and attends to "
-            "the encoder's states, and its labels are not shifted. A plan needs a decoder that reads text and media "
-            "as one sequence. Train it without `parallel`, or compose its encoder with a causal language model by "
-            "`MultimodalModel.from_unimodal`."
-        )
-
-
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
     """
     The modules of a model: encoders first, the language model last.
@@ -116,10 +99,12 @@ def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[i
     found: dict[str, dict[str, Any]] = {}
     for modality, name in ENCODER_OF_MODALITY.items():
         owner = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
-        token_id = _placeholder_token(model.config, modality)
+        token_id = placeholder_token(model.config, modality)
         if owner is None or token_id is None:
             continue
         tower = model.get_encoder(modality=modality)
+        if tower is None:  # a configuration without this encoder (Gemma 4 without audio)
+            continue
         if tower is model or tower is base or tower is decoder:
             raise ValueError(
                 f"`{type(model).__name__}` has `get_{modality}_features`, but `get_encoder('{modality}')` finds no "
@@ -167,7 +152,7 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
             yield from _code_names(constant)
 
 
-def _placeholder_token(config: Any, modality: str) -> int | None:
+def placeholder_token(config: Any, modality: str) -> int | None:
     """Id of the token that stands for one feature row of the modality."""
     return _setting(config, f"{modality}_token_id", f"{modality}_token_index")
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,16 @@ _TIMED = {
     "float32": (torch.float32, "ieee"),
 }
 """Key of [`PEAK_OF_DTYPE`] -> dtype of the tensors, and torch's setting for products of float32."""
+_SMALLEST = ("memory_gb_per_s", "link_gb_per_s", "overlap_efficiency")
+_SMALLEST += ("masked_attention_share", "block_attention_share")
+_LONGEST = ("link_latency_us", "node_link_latency_us", "launch_us")
+_DEFAULTS: Mapping[str, Callable[[Hardware], float]] = {
+    "message_gb_per_s": lambda device: device.link_gb_per_s,
+    "node_message_gb_per_s": lambda device: min(device.link_gb_per_s, device.network_gb_per_s),
+    "collective_latency_us": lambda device: device.link_latency_us,
+    "node_collective_latency_us": lambda device: device.node_link_latency_us,
+}
+"""What of a device may be left out -> what counts in its place."""
 
 
 def known_device(device: torch.device) -> Hardware | None:
@@ -56,8 +66,9 @@ def reported_name(device: torch.device) -> str:
 
 def device_of_ranks(world: World) -> Hardware:
     """
-    The device of the ranks, the same on all of them. Collective. Of unlike ranks each number is that of the slowest.
-    Where a rank has a device that is not in the table all measure theirs, which takes about two seconds.
+    The device of the ranks, the same on all of them. Collective. Of unlike ranks each number is that of the slowest,
+    see [`slowest`]. Where a rank has a device that is not in the table all measure theirs, which takes about two
+    seconds.
 
     Args:
         world ([`World`]): The ranks.
@@ -92,14 +103,50 @@ def device_of_ranks(world: World) -> Hardware:
 
 
 def slowest(devices: Sequence[Hardware]) -> Hardware:
-    """The smallest peaks, memories and rates of several devices, under the name of the first."""
-    fields = (*PEAK_OF_DTYPE.values(), "memory_gb_per_s", "link_gb_per_s", "node_link_gb_per_s")
+    """
+    The slowest of each number of several devices, under the name of the first: the smallest peaks, memories, rates,
+    shares of the network and nodes, the longest latencies, and efficiencies by which nothing is faster than on the
+    slowest.
+    """
+    if len(set(devices)) == 1:
+        return devices[0]
+    peaks = tuple(PEAK_OF_DTYPE.values())
+    network = min(devices, key=lambda device: device.network_gb_per_s)
+    node_size = min(device.node_size for device in devices)
     memories = [device.memory_gib for device in devices if device.memory_gib is not None]
     return replace(
         devices[0],
-        **{field: min(getattr(device, field) for device in devices) for field in fields},
+        **{field: min(getattr(device, field) for device in devices) for field in (*peaks, *_SMALLEST)},
+        **{field: max(getattr(device, field) for device in devices) for field in _LONGEST},
+        **{
+            field: _slowest_efficiency(devices, field, peaks)
+            for field in ("matmul_efficiency", "attention_efficiency")
+        },
+        memory_efficiency=_slowest_efficiency(devices, "memory_efficiency", ["memory_gb_per_s"]),
         memory_gib=min(memories, default=None),
+        node_size=node_size,
+        network_cards=network.network_cards,
+        node_link_gb_per_s=network.node_link_gb_per_s * node_size / network.node_size,
+        **{field: _slowest_of_set(devices, field) for field in _DEFAULTS},
     )
+
+
+def _slowest_efficiency(devices: Sequence[Hardware], field: str, peaks: Iterable[str]) -> float:
+    """The share of the smallest of each peak with which no device is slower than that, in any of the peaks."""
+    return min(
+        min(getattr(device, peak) * getattr(device, field) for device in devices)
+        / min(getattr(device, peak) for device in devices)
+        for peak in peaks
+    )
+
+
+def _slowest_of_set(devices: Sequence[Hardware], field: str) -> float | None:
+    """The slowest of a number that may be left out, where any device has it."""
+    if all(getattr(device, field) is None for device in devices):
+        return None
+    default = _DEFAULTS[field]
+    values = [default(device) if (own := getattr(device, field)) is None else own for device in devices]
+    return max(values) if field.endswith("_us") else min(values)
 
 
 def summary(device: Hardware) -> str:

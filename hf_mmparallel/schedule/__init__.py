@@ -6,6 +6,7 @@ from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, condensed_program, lower, receive_ahead
 from .parts import Condensed, Part, condense, condensed_ranks
 from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
+from .replay import simulate_parts
 from .scheduler import Timeline, default_cost, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
@@ -40,5 +41,6 @@ __all__ = [
     "receive_ahead",
     "schedule_tasks",
     "simulate",
+    "simulate_parts",
     "stage_depths",
 ]

@@ -87,7 +87,7 @@ def _summary(timeline: Timeline) -> str:
     """Length and idle share of a timeline, in words."""
     spans = _spans(timeline)
     if isinstance(timeline, Simulation):
-        return f"{_ms(timeline.iteration_ms)}, bubble {timeline.bubble_fraction:.1%}"
+        return f"{_ms(timeline.iteration_ms)} without the optimizer's step, bubble {timeline.bubble_fraction:.1%}"
     if not spans:
         return "no tasks"
     length = max(s.end_ms for s in spans) - min(s.start_ms for s in spans)

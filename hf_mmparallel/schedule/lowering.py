@@ -12,7 +12,7 @@ from .checks import verify
 from .graph import TaskGraph, build_graph
 from .parts import Part, condense
 from .policies import may_alternate, policy_caps
-from .scheduler import Cost, Timeline, schedule_tasks
+from .scheduler import Cost, Timeline, default_cost, order_tasks
 
 
 def build_program(
@@ -65,9 +65,7 @@ def condensed_program(
     times: dict[Task, tuple[float, float]] = {}
     for part in parts:
         groups = part.groups if training else ()
-        graph = build_graph(part.plan, part.step, training)
-        own_caps = policy_caps(part.plan, part.step, caps)
-        timeline = schedule_tasks(part.plan, graph, cost, own_caps, training and may_alternate(part.plan))
+        graph, _, timeline = order_part(part, cost or default_cost, training, caps)
         program = lower(part.plan, graph, timeline, groups)
         if check:
             verify(part.plan, graph, groups, program, is_part=True)
@@ -75,6 +73,24 @@ def condensed_program(
         actions.update(program.actions)
         times.update(program.times_ms)
     return Program(actions, times)
+
+
+def order_part(
+    part: Part, cost: Cost, training: bool, caps: Mapping[StageKey, float] | None
+) -> tuple[TaskGraph, list[float], Timeline]:
+    """
+    The tasks of a part, what each takes, and their order.
+
+    Args:
+        part (`Part`): The part.
+        cost (`Callable[[Task], float]`): Task -> milliseconds.
+        training (`bool`): Whether there are backwards.
+        caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`build_program`].
+    """
+    graph = build_graph(part.plan, part.step, training)
+    times_ms = [cost(task) for task in graph.tasks]
+    own_caps = policy_caps(part.plan, part.step, caps)
+    return graph, times_ms, order_tasks(part.plan, graph, times_ms, own_caps, training and may_alternate(part.plan))
 
 
 def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> Program:
@@ -116,7 +132,7 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequ
     runs = [Action.run(task) for task in graph.tasks]
     sends = [Action("send", message=message) for message in graph.messages]
     recvs = [Action("recv", message=message) for message in graph.messages]
-    syncs = _sync_instants(plan, graph, timeline, groups)
+    syncs = _syncs_of_ranks(plan, graph, timeline, groups)
     actions: dict[int, tuple[Action, ...]] = {}
     for rank in range(plan.world_size):
         lanes = _Lanes(incoming[rank], graph, ranks)
@@ -177,10 +193,15 @@ def _ranks(plan: ParallelPlan, graph: TaskGraph) -> list[tuple[int, ...]]:
     return [by_stage[task.stage_key] for task in graph.tasks]
 
 
-def _sync_instants(
-    plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]
-) -> list[list[tuple[float, int]]]:
-    """For each rank, (instant, group) of its gradient sums in order; idle groups come with the next one."""
+def sync_instants(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> list[int]:
+    """
+    For each gradient sum, the event of a timeline behind which it comes; idle groups come with the next one.
+
+    Args:
+        graph (`TaskGraph`): The tasks.
+        timeline (`Timeline`): Their order.
+        groups (`Sequence[SyncGroup]`): The gradient sums.
+    """
     last: dict[StageKey, int] = {}
     for index, task in enumerate(graph.tasks):
         if task.kind == "bwd":
@@ -189,8 +210,15 @@ def _sync_instants(
     following = 2 * len(graph.tasks)
     for number in reversed(range(len(groups))):
         following = instants[number] = following if instants[number] < 0 else instants[number]
+    return list(accumulate(instants, max))
+
+
+def _syncs_of_ranks(
+    plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]
+) -> list[list[tuple[float, int]]]:
+    """For each rank, (instant, group) of its gradient sums in order."""
     result: list[list[tuple[float, int]]] = [[] for _ in range(plan.world_size)]
-    for number, instant in enumerate(accumulate(instants, max)):
+    for number, instant in enumerate(sync_instants(graph, timeline, groups)):
         for rank in groups[number].ranks:
             result[rank].append((instant, number))
     return result

@@ -66,10 +66,12 @@ class _Scheduler:
         times_ms: Sequence[float],
         caps: Mapping[StageKey, float],
         alternate: bool = False,
+        limit_ms: float = math.inf,
     ):
         self.tasks = graph.tasks
         self.times_ms = times_ms
-        self.alternate = alternate
+        self.alternate, self.limit_ms = alternate, limit_ms
+        self.could_wait = False  # whether a stage took another backward, for which it would wait where it alternates
         self.stages: list[_Stage] = []
         by_key: dict[StageKey, _Stage] = {}
         for name, module in plan.modules.items():
@@ -78,6 +80,7 @@ class _Scheduler:
                 by_key[key] = _Stage(len(self.stages), stage.all_ranks, caps.get(key, math.inf))
                 self.stages.append(by_key[key])
         self.islands = _islands(self.stages)
+        self.in_turn = [len({stage.ranks for stage in island}) == 1 for island in self.islands]
         self.stage_of = [by_key[task.stage_key] for task in self.tasks]
         self._read(graph)
         self.phases = _Phases(plan, self.tasks, [stage.ranks for stage in self.stage_of])
@@ -106,12 +109,17 @@ class _Scheduler:
                 self.backwards_left[key] = self.backwards_left.get(key, 0) + 1
 
     def run(self) -> Timeline | None:
-        """Simulates until every task is done; `None` if stages that alternate wait for each other in a circle."""
+        """
+        Simulates until every task is done; `None` if stages that alternate wait for each other in a circle, or if it
+        takes no less than the limit.
+        """
         left = len(self.tasks)
         for island in range(len(self.islands)):
             self._dispatch(island)
         while left:
             if self.alternate and not self.running:
+                return None
+            if self.running and self.running[0][0] >= self.limit_ms:
                 return None
             assert self.running, "caps below those of `live_caps` leave nothing to run"
             dirty: set[int] = set()
@@ -141,12 +149,15 @@ class _Scheduler:
         if stage.backwards and not waits:
             index = stage.backwards[0]
             if self.phases.is_due(index):
+                self.could_wait |= stage.forward_due and fits
                 return (0, self.tasks[index].microbatch, self.tasks[index].chunk, stage.number, index)
         return forward
 
     def _dispatch(self, island: int) -> None:
         """Starts tasks on the island's free ranks, the best first, until none can start."""
         stages = self.islands[island]
+        if self.in_turn[island] and self.busy[stages[0].ranks[0]]:
+            return
         while True:
             best = None
             for stage in stages:
@@ -158,6 +169,8 @@ class _Scheduler:
             if best is None:
                 return
             self._start(best[-1])
+            if self.in_turn[island]:  # all stages are on the same ranks
+                return
 
     def _start(self, index: int) -> None:
         stage = self.stage_of[index]
@@ -283,8 +296,22 @@ def schedule_tasks(
     Returns:
         `Timeline`: When each task runs.
     """
-    cost, caps = cost or default_cost, caps or {}
-    times_ms = [cost(task) for task in graph.tasks]
-    ways = (False, True) if alternate else (False,)
-    tries = [_Scheduler(plan, graph, times_ms, caps, waits).run() for waits in ways]
-    return min((found for found in tries if found is not None), key=lambda found: max(found.end_ms, default=0.0))
+    times_ms = [(cost or default_cost)(task) for task in graph.tasks]
+    return order_tasks(plan, graph, times_ms, caps or {}, alternate)
+
+
+def order_tasks(
+    plan: ParallelPlan,
+    graph: TaskGraph,
+    times_ms: Sequence[float],
+    caps: Mapping[StageKey, float],
+    alternate: bool = False,
+) -> Timeline:
+    """[`schedule_tasks`] with the time of each task of the graph."""
+    scheduler = _Scheduler(plan, graph, times_ms, caps)
+    found = scheduler.run()
+    assert found is not None
+    if alternate and scheduler.could_wait:
+        end_ms = max(found.end_ms, default=0.0)
+        found = _Scheduler(plan, graph, times_ms, caps, True, end_ms).run() or found
+    return found

@@ -25,6 +25,7 @@ from .single_layout import SingleLayouts, even_layers
 from .strategy_space import ModuleDemand, Role
 
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
+ORDERED = "sampler's order"  # of the first of these, where nothing is frozen
 RATIO, REPLICATED = "ratio-based", "encoders replicated"
 _SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: those that fit, all, and with all batches
 _MOST_TASKS = 50_000  # of these together
@@ -48,6 +49,7 @@ class ComparedPlan:
         flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks (MFU).
         note (`str`, *optional*): What else there is to say, such as by how much it does not fit.
         candidate (`Candidate`, *optional*): Its sizes, where the engine has its plan.
+        label (`str`, *optional*): What it is called in tables, where that is not its name.
     """
 
     name: str
@@ -59,6 +61,11 @@ class ComparedPlan:
     flops_utilisation: float
     note: str = ""
     candidate: Candidate | None = None
+    label: str = ""
+
+    @property
+    def title(self) -> str:
+        return self.label or self.name
 
     @property
     def peak_memory_gib(self) -> float:
@@ -71,7 +78,7 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
     do not bind them.
 
     - `"frozen-unaware"`: our search and partition with the costs of a model in which all is trained, microbatches in
-      the sampler's order.
+      the sampler's order. Where nothing is frozen its costs are ours, and it is labelled by what is left, that order.
     - `"single layout"`: one data-, tensor- and pipeline-parallel size for all modules, the encoders as first stages,
       even layers, in the manner of Megatron-LM.
     - `"FSDP-like"`: every rank data-parallel, parameters gathered layer by layer, in closed form.
@@ -194,9 +201,12 @@ class _Judge:
         if not found:
             return self._none(UNAWARE, self._excess(least_memory_bytes(self.problem) or 0.0))
         ranked = self._best(map(space.candidate, found), "contiguous", assumed)
-        return self._compared(
-            UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
-        )
+        if any(not p.trainable for module in self.problem.spec.modules.values() for p in module.parameters):
+            return self._compared(
+                UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
+            )
+        note = "nothing is frozen: our search and costs, but samples in the sampler's order"
+        return replace(self._compared(UNAWARE, ranked, note), label=ORDERED)
 
     def single_layout(self) -> ComparedPlan:
         """The fastest of its kind."""

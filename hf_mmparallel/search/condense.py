@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..cost import StepCost, eager_caps, memory_per_rank
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes
-from ..schedule import Condensed, Simulation, Span, SumSpan, condensed_program, condensed_ranks, simulate
+from ..schedule import Condensed, Simulation, Span, SumSpan, condensed_ranks, default_cost, simulate_parts
 from .steps import PlannedStep, Prediction, StepPlanner
 
 
@@ -47,8 +47,8 @@ def _by_rank(sums: Sequence[SumSpan]) -> dict[int, list[SumSpan]]:
 
 def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleSizes) -> Prediction:
     """
-    [`StepPlanner.predict`] of a batch with one rank for all that run the same list, many times faster. Its spans are
-    of these ranks; its memory is of all.
+    [`StepPlanner.predict`] of a batch with one rank for all that run the same list, many times faster, and without a
+    program. Its spans are of these ranks; its memory is of all.
 
     Args:
         planner ([`StepPlanner`]): Of the whole plan.
@@ -79,14 +79,21 @@ def predict_arranged(
     caps = None
     if known is not None and plan.schedule == "eager" and planner.training:
         caps = eager_caps(costs, plan, step, known, planner.memory_bytes)
-    program_cost = None if known is None else cost if known is sizes else StepCost(costs, plan, step, known)
-    program = condensed_program(condensed.parts(step), program_cost, planner.training, caps, check=False)
-    simulation = simulate(condensed.plan, program, cost, cost.message_ms, cost.sync_ms)
+    order_cost = default_cost if known is None else cost if known is sizes else StepCost(costs, plan, step, known)
+    simulation = simulate_parts(
+        condensed,
+        condensed.parts(step),
+        cost,
+        cost.message_ms,
+        cost.sync_ms,
+        order_cost=order_cost,
+        training=planner.training,
+        caps=caps,
+    )
     memory = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
     update_ms = optimizer_ms(planner.costs, plan) if planner.training else 0.0
     utilisation = planner.utilisation(sizes, simulation.iteration_ms + update_ms)
-    planned = replace(arranged, program=program)
-    return Prediction(plan, planned, sizes, simulation, memory, utilisation, update_ms)
+    return Prediction(plan, arranged, sizes, simulation, memory, utilisation, update_ms)
 
 
 def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation:
@@ -98,5 +105,5 @@ def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation
         arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`].
     """
     condensed = planner.condensed
-    program = condensed_program(condensed.parts(arranged.step), None, planner.training, check=False)
-    return _on_all_ranks(simulate(condensed.plan, program), planner.plan)
+    found = simulate_parts(condensed, condensed.parts(arranged.step), training=planner.training)
+    return _on_all_ranks(found, planner.plan)

@@ -16,6 +16,9 @@ CHOICES = (*KEEPING_LIMITS, "entrain", "batch_rebalance", "disttrain", "contiguo
 DEFAULT_METHOD = CHOICES[0]
 """Where nothing can be predicted, since sizes of samples are unknown."""
 
+AS_FAST = 0.001
+"""Steps whose predicted times differ by no more than that share are told to be as fast."""
+
 
 @dataclass(frozen=True)
 class MethodChoice:
@@ -32,9 +35,18 @@ class MethodChoice:
 
     def __str__(self) -> str:
         """Why, in words."""
+        own_ms = self.step_ms[self.method]
         others = sorted((ms, name) for name, ms in self.step_ms.items() if name != self.method)
-        compared = ", ".join(f"`{name}` {ms:,.4g}" for ms, name in others)
-        return f"predicted to be fastest, {self.step_ms[self.method]:,.4g} ms a step ({compared})"
+        slower = [(ms, name) for ms, name in others if ms > own_ms * (1 + AS_FAST)]
+        told = ", ".join(f"`{name}` {ms:,.4g}" for ms, name in slower or others)
+        if others and not slower:
+            return (
+                f"all are predicted to take {own_ms:,.4g} ms a step within {100 * AS_FAST:g} %, so that it hardly "
+                f"matters which ({told})"
+            )
+        equal = ", ".join(f"`{name}`" for _, name in others[: len(others) - len(slower)])
+        also = f", {equal} as fast within {100 * AS_FAST:g} %" if equal else ""
+        return f"predicted to be fastest, {own_ms:,.4g} ms a step{also} ({told})"
 
 
 def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> MethodChoice:

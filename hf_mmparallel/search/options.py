@@ -64,7 +64,7 @@ class ModuleOptions:
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
         self._bottlenecks: dict[tuple[Kind, float, bool], NDArray] = {}
         self._unevenness: dict[int, float] = {}
-        self._memories: dict[tuple[Kind, int, int], StageMemory] = {}
+        self._memories: dict[tuple[int, int, bool, int, int], StageMemory] = {}
         self._sums: dict[tuple[int, int], Polynomial] = {}
 
     @property
@@ -175,8 +175,7 @@ class ModuleOptions:
 
     def _memory(self, kind: Kind, first: int, stop: int) -> StageMemory:
         """Of a stage with these layers."""
-        kind = replace(kind, first_rank=0)
-        key = (kind, first, stop)
+        key = (kind.cp_size, kind.tp_size, kind.checkpointing, first, stop)
         if key not in self._memories:
             rows = tuple(tuple(range(row, row + kind.tp_size)) for row in range(0, kind.num_ranks, kind.tp_size))
             stage = Stage((first, stop), rows)
@@ -230,6 +229,11 @@ class ModuleOptions:
         trained = (p for p in self.part.parameters if p.trainable)
         return float(sum(p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL) for p in trained))
 
+    @cached_property
+    def _update_bytes(self) -> float:
+        """What the optimizer's step reads and writes of the whole module."""
+        return update_bytes(self.state(1, 1))
+
     def sync_ms(self, kind: Kind, dp_size: int, pp_size: int) -> float:
         """Time of the sum of a stage's gradients over its copies, and of the optimizer's step."""
         copies = dp_size * kind.cp_size
@@ -238,7 +242,7 @@ class ModuleOptions:
             self._sums[key] = all_reduce(self.problem.costs.device, 1.0, range(0, math.prod(key), key[1]))
         num_bytes = self._trained_bytes / pp_size / kind.tp_size
         device = self.problem.costs.device
-        update_ms = update_bytes(self.state(1, 1)) / pp_size / kind.tp_size / device.memory_bytes_per_ms
+        update_ms = self._update_bytes / pp_size / kind.tp_size / device.memory_bytes_per_ms
         sums = self._sums[key]
         return sums.token * num_bytes + sums.constant + update_ms
 

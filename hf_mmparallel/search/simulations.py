@@ -20,7 +20,8 @@ from .large_samples import runs_large_samples_alone
 from .problem import Candidate, PlanningProblem, RankedPlan, draw_batch
 from .steps import Prediction, StepPlanner
 
-_NUM_BATCHES = 3
+_NUM_BATCHES, _FEWER_BATCHES = 3, 2
+_MANY_SAMPLES = 4096  # of a batch, beside which others are so alike that fewer are enough
 _LEAST_RANKS = 64
 _SMALL_STEP = 1024  # tasks: no need for a slice
 _FEW_RANKS, _FEW_CANDIDATES = 8, 1024
@@ -31,7 +32,7 @@ _ORDERED_LAYOUTS, _ORDERS = 3, 2
 _MUCH_SLOWER = 1.15  # than the best, with which other schedules and arrangements are not tried
 _KEPT = 8  # of the fastest simulated steps, whose spans are not simulated again
 _ALIKE = 2  # finalists of the same sizes
-_PROMISING = 1.02  # times the best: what slices may say of another order that is then simulated whole
+_PROMISING = 1.02  # times the best: what slices, or a batch, may say of another order that is then simulated further
 AS_FAST = 1.005
 """Times the fastest step: plans within it count as equally fast, and the leanest of them comes first."""
 
@@ -66,7 +67,8 @@ class Simulations:
 
     def __init__(self, space: CandidateSpace):
         self.space, self.problem = space, space.problem
-        self.batches = [draw_batch(self.problem, number) for number in range(_NUM_BATCHES)]
+        count = _NUM_BATCHES if self.problem.global_batch_size < _MANY_SAMPLES else _FEWER_BATCHES
+        self.batches = [draw_batch(self.problem, number) for number in range(count)]
         self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks)  # in tasks
         self._tried: dict[str, _Tried] = {}  # what fits so far
         self._too_large: dict[str, Candidate] = {}
@@ -280,7 +282,8 @@ class Simulations:
         for own in self._whole():
             if len(unlike_sizes(result)) >= least and num_tasks >= share * self.effort:
                 break
-            if sum(_sizes(other.candidate) == _sizes(own.candidate) for other in result) == _ALIKE:
+            num_alike = sum(_sizes(other.candidate) == _sizes(own.candidate) for other in result)
+            if num_alike == _ALIKE or (num_alike and own.step_ms > _PROMISING * self.best_ms):
                 continue
             num_tasks += 2 * own.candidate.num_tasks
             plan = self._over_batches(own.candidate, own.estimated.step_ms, own.prediction)

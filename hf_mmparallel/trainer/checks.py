@@ -7,20 +7,26 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
 from .._environment import is_switched_on, launched_processes
-from ..modeling import check_decoder_only
+from ..modeling import check_decoder_only, unknown_layers_text
 from .argument_table import check_trainer_arguments
+
+logger = get_logger(__name__)
 
 
 def check_model(model: nn.Module) -> None:
     """Raises `ValueError` for encoder-decoder models, and where a loss or norm is no sum over samples."""
     if isinstance(model, PreTrainedModel):
         check_decoder_only(model)
+        text = unknown_layers_text(model)
+        if text:
+            logger.warning(f"{text} They run with the language model, as parts of it.")
     for config in {id(c): c for c in _configs(model)}.values():
         if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
             raise ValueError(

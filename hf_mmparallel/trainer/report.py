@@ -47,9 +47,9 @@ _WIDTH = 120  # of the table in a file or a pipe
 @dataclass(frozen=True)
 class StepReport:
     """
-    What is expected of one full step. Where sizes of samples are known, also its balance in the sampler's order and as
-    arranged, what it would take in the sampler's order, and why it is arranged like this where nobody said; where
-    microbatches have limits, which samples are larger.
+    What is expected of one full step, and what of it is the optimizer's. Where sizes of samples are known, also its
+    balance in the sampler's order and as arranged, what it would take in the sampler's order with the optimizer's
+    step, and why it is arranged like this where nobody said; where microbatches have limits, which samples are larger.
     """
 
     planned: PlannedStep
@@ -59,6 +59,12 @@ class StepReport:
     before_ms: float | None = None
     choice: MethodChoice | None = None
     large: LargeSamples | None = None
+    optimizer_ms: float = 0.0
+
+    @property
+    def step_ms(self) -> float:
+        """With the optimizer's step, as arrangements and plans are compared."""
+        return self.simulation.iteration_ms + self.optimizer_ms
 
 
 def sample_tokens(
@@ -129,7 +135,7 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
         return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(draw.samples)))
     before = replace(planner, method="contiguous").arrange_draw(draw)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
-    before_ms = predict_arranged(planner, planner.condensed, before).simulation.iteration_ms
+    before_ms = predict_arranged(planner, planner.condensed, before).step_ms
     large = None
     if start is not None and planner.limits and planner.method in KEEPING_LIMITS:
         large = LargeSamples.of(start, planner.limits)
@@ -140,7 +146,7 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
 def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes | None = None) -> StepReport:
     """A step with costs from sizes of its samples, or others in their place."""
     prediction = on_all_ranks(predict_arranged(planner, planner.condensed, planned, sizes))
-    return StepReport(planned, prediction.simulation, prediction.memory)
+    return StepReport(planned, prediction.simulation, prediction.memory, optimizer_ms=prediction.optimizer_ms)
 
 
 def size_origin(trainer: MultimodalParallelTrainer) -> str:
@@ -165,19 +171,20 @@ def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[
             "`token_columns`, or `sample_tokens` to the Trainer."
         ]
     old, new = ({name: number_text(own.std_ms(name)) for name in own.forward_ms} for own in prediction.balances)
-    step_ms, before_ms = number_text(prediction.simulation.iteration_ms), number_text(prediction.before_ms or 0.0)
+    step_ms, before_ms = number_text(prediction.step_ms), number_text(prediction.before_ms or 0.0)
     deviation = "standard deviation of a microbatch's forward"
     reason = "" if prediction.choice is None else f": {prediction.choice}"
     if method == "contiguous":
         spread = ", ".join(f"{name} {std} ms" for name, std in new.items())
         return [
             f"Samples are in the sampler's order, `contiguous`{reason}.",
-            f"Predicted by sizes from {origin}: a step {step_ms} ms; {deviation} {spread}.",
+            f"Predicted by sizes from {origin}: a step {step_ms} ms, the optimizer's with it; {deviation} {spread}.",
         ]
     spread = ", ".join(f"{name} {old[name]} -> {std} ms" for name, std in new.items())
     return [
         f"Samples are arranged by `{method}`, with sizes from {origin}{reason}.",
-        f"Predicted, in the sampler's order -> arranged: a step {before_ms} -> {step_ms} ms; {deviation} {spread}. "
+        f"Predicted, in the sampler's order -> arranged: a step {before_ms} -> {step_ms} ms, the optimizer's with it; "
+        f"{deviation} {spread}. "
         f"{prediction.balances[1].deferred_fraction:.0%} of samples are deferred.",
     ]
 

@@ -47,6 +47,17 @@ def test_calibrate_says_how_far_off_it_was_and_writes_what_plan_reads(model, log
     assert "corrects costs of `h100` (a CPU), not of `a100`" in capsys.readouterr().err
 
 
+def test_a_run_is_named_by_its_folder_too(log, tmp_path, capsys):
+    assert log.parent == tmp_path
+    assert main(["calibrate", str(tmp_path)]) == 0
+    assert "8 windows of vision, language_model" in " ".join(capsys.readouterr().out.split())
+    (tmp_path / "empty").mkdir()
+    assert main(["calibrate", str(tmp_path / "empty")]) == 2
+    assert "empty` is a folder without a `trainer_log.jsonl`. A run under a plan" in capsys.readouterr().err
+    assert main(["calibrate", str(log), "--profile", str(tmp_path)]) == 2
+    assert f"`--profile {tmp_path}` is no file" in capsys.readouterr().err
+
+
 def test_errors_are_one_line(log, tmp_path, capsys):
     (tmp_path / "short.jsonl").write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     (tmp_path / "other.jsonl").write_text("{}\n")

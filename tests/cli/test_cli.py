@@ -1,6 +1,8 @@
 """The command: help without torch, versions, and plans whose sizes are given."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +11,9 @@ import pytest
 import transformers
 
 from hf_mmparallel.cli.main import main
-from hf_mmparallel.plan import MultimodalParallelPlugin, ParallelPlan
+from hf_mmparallel.cli.settings import SHORT_NAMES
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
+from hf_mmparallel.search.compare import DISTTRAIN, RATIO, REPLICATED, SHARDED, SINGLE, UNAWARE
 
 LAYOUT = ["--module", "vision:dp=2", "--module", "language_model:pp=2,tp=2"]
 
@@ -177,3 +181,32 @@ def test_the_stability_of_a_split_is_printed_where_there_is_one(model, run):
     split, shared = (run(*arguments, *layout) for layout in layouts)
     assert "(95% confidence, error 5%)" in split
     assert "the split of 4 GPUs by work" in split and "the split of" not in shared
+
+
+def test_help_names_all_that_can_be_given(capsys):
+    """Settings of `--module` by their long or short names, and the rows of `--compare`."""
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    settings = out.partition("settings of `--module`")[2].partition("what `--what-if` may change")[0]
+    short = {name: key for key, name in SHORT_NAMES.items()}
+    fields = {field.name for field in dataclasses.fields(ModulePlugin)} - {"named"}
+    assert {name for name in fields if not re.search(rf"\b{short.get(name, name)}\b", settings)} == set()
+    rows = out.partition("show six others beside the plan")[2]
+    assert all(name in rows for name in (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED))
+
+
+def test_a_model_that_is_not_found_is_named(monkeypatch, fail):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    error = fail("plan", "--model", "nope", "--gpus", 2)
+    assert error.startswith(
+        "error: `--model nope` is no folder here, and no configuration could be read from the Hub: "
+    )
+    assert error.endswith("Give a folder, a config.json or a model id.\n")
+
+
+def test_models_that_no_plan_describes_are_refused(tmp_path, fail):
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.BertConfig(**sizes, architectures=["BertForMaskedLM"])
+    config.save_pretrained(tmp_path)
+    assert "`BertForMaskedLM` is a model of masked tokens" in fail("plan", "--model", tmp_path, "--gpus", 2)

@@ -29,13 +29,12 @@ def described(folder, text: str):
     return path
 
 
-# Products only: a device whose memory and links take no time.
-PRODUCTS = "like: h100\nname: products\nbf16_tflops: 1.0\nfp16_tflops: 1.0\ntf32_tflops: 0.5\nfp32_tflops: 0.1\n"
-PRODUCTS += "memory_gb_per_s: 1000\n"
+# A device whose products are slow.
+PRODUCTS = "like: h100\nname: products\nbf16_tflops: 10\nfp16_tflops: 10\ntf32_tflops: 5\nfp32_tflops: 1\n"
 
 
 def test_each_dtype_takes_its_own_time(step_ms, tmp_path):
-    path = described(tmp_path, PRODUCTS)
+    path = described(tmp_path, PRODUCTS + "memory_gb_per_s: 10000\n")
     times = {dtype: step_ms("--gpu-spec", path, "--dtype", dtype) for dtype in ("bfloat16", "tf32", "float32")}
     assert times["float32"] > 2 * times["tf32"] > 3 * times["bfloat16"]
 
@@ -55,7 +54,7 @@ def test_a_described_device_is_planned_for(text_model, tmp_path, run, figures):
 
 
 def test_a_what_if_may_name_a_device_of_the_table(text_model, tmp_path, figures):
-    path = described(tmp_path, PRODUCTS)
+    path = described(tmp_path, PRODUCTS + "memory_gb_per_s: 1000\n")
     asked = ["--gpus", 2, "--seq-len", 64, "--effort", 1, "--global-batch-size", 4]
     found = figures("plan", "--model", text_model, *asked, "--gpu-spec", path, "--what-if", "gpu_type=h200")
     assert found["gpu_type"] == "products" and found["what_if"]["gpu_type=h200"]["gpu_type"] == "h200"

@@ -90,7 +90,18 @@ def test_what_is_printed(found):
     assert "Next best plans" in out and ("% slower: " in out or "As fast: " in out) and "Not simulated" in out
     assert "What if" in out and f"{data['what_if']['gpus=4,frozen=vision']['tokens_per_second']:,.0f}" in out
     assert "Beside other methods" in out and "DistTrain" in out
+    assert "frozen-unaware" in out and "nothing is frozen" not in out
+    assert "without the optimizer's step, bubble" in out
     assert "the split of" not in out  # two ranks for two modules, or shared by them: there is nothing to split
+
+
+def test_without_frozen_parameters_only_the_order_of_samples_is_left(model, run, tmp_path):
+    """What ignores freezing then has our costs, and is not called by that."""
+    files = ["--json", tmp_path / "figures.json", "--html", tmp_path / "page.html"]
+    out = run("plan", "--model", model, "--gpus", 2, "--effort", 1, "--compare", *files)
+    assert "│ sampler's order │" in out and "nothing is frozen: our search and costs" in out and "unaware" not in out
+    assert json.loads((tmp_path / "figures.json").read_text())["comparison"][0]["name"] == "frozen-unaware"
+    assert "frozen-unaware" not in (tmp_path / "page.html").read_text()
 
 
 def test_published_sizes_need_one_encoder_of_images(text_model, fail):

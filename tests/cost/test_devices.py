@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from hf_mmparallel.cost import device_from, device_table, find_device, recognize_device
+from hf_mmparallel.cost.device_spec import device_of
 
 GIB = 2**30
 # What `torch.cuda.get_device_properties` reports: name, GiB of memory, multiprocessors -> the device, its GiB.
@@ -100,6 +101,16 @@ def test_reported_devices_are_recognized_with_their_own_memory(name, gib, units,
     assert device.memory_gib == pytest.approx(gib, abs=1e-6)
 
 
+def test_an_h20_is_told_by_its_memory():
+    """Drivers call that with 141 GB the same."""
+    large = recognize_device("NVIDIA H20", int(139.8 * GIB), 78)
+    assert large is not None and (large.name, large.memory_gb_per_s) == ("h20-3e", 4800)
+    small = recognize_device("NVIDIA H20", int(95 * GIB), 78)
+    assert small is not None and (small.name, small.memory_gb_per_s) == ("h20", 4000)
+    none_fits = recognize_device("NVIDIA H20", 120 * GIB, 78)
+    assert none_fits is not None and none_fits == replace(find_device("h20"), memory_gib=120)
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_devices_of_another_name_are_unknown(name):
     assert recognize_device(name, 40 * GIB, 108) is None
@@ -172,6 +183,9 @@ class TestNames:
             ("rtx", r"may be any of .*`rtx-4090`"),
             ("mi250x/mi250", r"may be any of `mi250`, `mi250x`"),
             ("h10", r"is not in the table of devices. Did you mean `h100`.*gpu_spec"),
+            ("v100-32gb", r"may be any of `v100-pcie-32gb`, `v100-sxm2-32gb`"),
+            ("h100-96gb", r"is not in the table of devices. Did you mean `gh200`"),
+            ("h100-30gb", r"is not in the table of devices. Known: h100"),
             ("", r"is not in the table of devices. Known: h100"),
         ],
     )
@@ -257,6 +271,20 @@ class TestFiles:
         )
         assert device_from("h200", str(path)) == expected
 
+    @pytest.mark.parametrize("name", device_table())
+    @pytest.mark.parametrize("factor", [1000, 1 / 1000])
+    @pytest.mark.parametrize("in_full", [False, True])
+    def test_a_unit_wrong_by_a_thousand_is_refused_in_every_field(self, name, factor, in_full):
+        numbers = {key: value for key, value in asdict(find_device(name)).items() if isinstance(value, int | float)}
+        right = {"memory_gib": None} | numbers if in_full else {"like": name}
+        device_of("gpu", right, find_device, "here")
+        for field in numbers.keys() - {"node_size", "network_cards", "multiprocessors"}:
+            with pytest.raises(ValueError, match=f"here: .*`{field}="):
+                device_of("gpu", right | {field: numbers[field] * factor}, find_device, "here")
+
+    def test_zero_leaves_launches_out(self):
+        assert device_of("gpu", {"like": "h100", "launch_us": 0}, find_device, "here").launch_us == 0
+
     def test_network_cards_go_with_the_size_of_a_node(self, tmp_path):
         path = tmp_path / "gpu.yaml"
         path.write_text("like: h100\nnode_size: 4\n")
@@ -284,9 +312,23 @@ class TestFiles:
             ("like: h100\nlink_gb_per_s: 3600", r"`link_gb_per_s=3600` is faster than the memory.*8 Gb/s are 1 GB/s"),
             ("like: h100\nlink_gb_per_s: 450000", r"divide by 1,000"),
             ("like: h100\nnode_link_gb_per_s: 50000", r"divide by 1,000"),
-            ("like: h100\nmatmul_efficiency: 40", r"`matmul_efficiency=40` is not between 0.001 and 1"),
+            ("like: h100\nmatmul_efficiency: 40", r"`matmul_efficiency=40` is not between 0.005 and 1"),
             ("like: h100\nlink_latency_us: -1", r"`link_latency_us=-1` is not between"),
             ("like: h100\nfp32_tflops: 1979", r"`fp32_tflops=1979` is above the 989.4 of 16-bit products"),
+            (
+                "like: h100\nlink_gb_per_s: 0.45",
+                r"1,000 times below the 450 of `h100`.*multiply by 1,000.*without `like`",
+            ),
+            ("like: h100\nfp16_tflops: 0.9894", r"`fp16_tflops=0.9894` is 1,000 times below the 989.4 of `h100`"),
+            ("like: cpu\nbf16_tflops: 50", r"`bf16_tflops=50` is 500 times above the 0.1 of `cpu`.*divide by 1,000"),
+            ("like: h100\nlaunch_us: 8000", r"`launch_us=8000` is not between 0.3 and 1000.*divide by 1,000"),
+            ("like: h100\nlink_latency_us: 0.005", r"`link_latency_us=0.005` is not between.*multiply by 1,000"),
+            (OWN + "message_gb_per_s: 0.2", r"ratio of `message_gb_per_s=0.2` to `link_gb_per_s=200`, 0.001, is not"),
+            (OWN.replace("fp16_tflops: 400", "fp16_tflops: 0.4"), r"ratio of `fp16_tflops=0.4` to `bf16_tflops=400`"),
+            (
+                OWN.replace("_per_s: 1600", "_per_s: 300").replace("_per_s: 25", "_per_s: 900"),
+                r"`node_link_gb_per_s=900` is faster",
+            ),
             ("- h100", r"must hold `key: value` lines"),
             ("like: [", r"is no valid YAML"),
             ("name: 5\nlike: h100", r"`name=5` must be a text"),

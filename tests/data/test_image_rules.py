@@ -1,5 +1,7 @@
 """Images of known sizes become as many tokens as the model's own code and processor make of them."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,9 +13,9 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
-SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
-TEXT = {**SMALL, "hidden_size": 64, "vocab_size": 200}
-TOKEN = {"image_token_id": 199}
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+TEXT: dict[str, Any] = {**SMALL, "hidden_size": 64, "vocab_size": 200}
+TOKEN: dict[str, Any] = {"image_token_id": 199}
 QWEN = {"depth": 4, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 64, "num_heads": 4}
 SIZES = np.array([448, 900, 250]), np.array([448, 1800, 1000])
 
@@ -53,6 +55,28 @@ CONFIGS = {  # the encoders' images, patches and poolings are the published chec
         **TOKEN,
     ),
 }
+
+IDEFICS: dict[str, Any] = {
+    "vision_config": {**SMALL, "image_size": 56, "patch_size": 14},
+    "text_config": part("llama", **TEXT),
+    **TOKEN,
+}
+CUT_BY_PROCESSORS = {
+    "idefics2": transformers.Idefics2Config(**IDEFICS),
+    "idefics3": transformers.Idefics3Config(**IDEFICS, scale_factor=2),
+    "smolvlm": transformers.SmolVLMConfig(**IDEFICS, scale_factor=2),
+    "cohere2_vision": transformers.Cohere2VisionConfig(
+        vision_config=part("siglip_vision_model", **SMALL, image_size=56, patch_size=14),
+        text_config=part("cohere2", **TEXT),
+        **TOKEN,
+    ),
+}
+CONFIGS |= CUT_BY_PROCESSORS
+CONFIGS["got_ocr2"] = transformers.GotOcr2Config(
+    vision_config={**SMALL, "image_size": 1024, "patch_size": 16, "output_channels": 32, "global_attn_indexes": [1]},
+    text_config=part("qwen2", **TEXT),
+    **TOKEN,
+)
 
 
 def rule_of(family, folder):
@@ -96,6 +120,28 @@ def test_patches_by_the_model_s_own_sides(tmp_path):
 def test_what_the_configuration_does_not_say_is_refused(tmp_path):
     with pytest.raises(ValueError, match="How `LlavaNext.*is its processor's matter.*fit models with one image size"):
         rule_of("llava_next", tmp_path)
+
+
+@pytest.mark.parametrize("family", CUT_BY_PROCESSORS)
+def test_images_that_only_a_processor_can_cut_are_refused(family, tmp_path):
+    """Some take `[batch, images, channels, height, width]`, others one tile; all get as many tiles as they cut."""
+    with pytest.raises(ValueError, match="How `.*is its processor's matter.*`--seq-len` and `--image-tokens`"):
+        rule_of(family, tmp_path)
+
+
+def test_an_encoder_that_fails_is_told_of(tmp_path):
+    CONFIGS["llava"].save_pretrained(tmp_path)
+    model = build_on_meta(str(tmp_path))
+    spec = build_model_spec(model)
+    model.config.vision_feature_layer = model.model.config.vision_feature_layer = 7
+    with pytest.raises(ValueError, match="can't be run on one image of 336 x 336: .*Published sizes fit"):
+        image_rule(model, spec, VISION)
+
+
+def test_layers_that_see_rows_and_columns(tmp_path):
+    """The encoder of GOT-OCR takes `[1, 64, 64, hidden]`."""
+    found = rule_of("got_ocr2", tmp_path)(*SIZES)
+    assert found.tokens.tolist() == [64 * 64] * 3 and found.rows.tolist() == [256] * 3
 
 
 def test_published_samples_keep_their_texts_in_every_model(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import stat
 from dataclasses import replace
 from types import SimpleNamespace
@@ -114,8 +115,39 @@ def test_of_unlike_devices_each_number_is_the_slowest():
     a40, l4 = find_device("a40"), find_device("l4")
     found = slowest([a40, l4])
     assert found.name == "a40" and found.bf16_tflops == l4.bf16_tflops and found.memory_gib == l4.memory_gib
-    assert found.link_gb_per_s == l4.link_gb_per_s and found.node_link_gb_per_s == l4.node_link_gb_per_s
+    assert found.link_gb_per_s == l4.link_gb_per_s and found.network_gb_per_s == l4.network_gb_per_s
+    assert found.node_size == a40.node_size  # the smaller nodes
     assert slowest([a40]) == a40 and slowest([find_device("cpu")] * 2) == find_device("cpu")
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(["h100", "h100-pcie", "a100", "l4"], 2)))
+def test_nothing_of_unlike_devices_is_faster_than_on_the_slowest(names):
+    """A device of its own for each: what a group of ranks takes is what it takes on one of the devices."""
+    first, second = (replace(find_device(name), launch_us=8.0 + len(name)) for name in names)
+    second = replace(second, link_latency_us=9.0, node_collective_latency_us=40.0, node_message_gb_per_s=1.0)
+    both, found = (first, second), slowest([first, second])
+    for ranks in (range(4), range(4, 12), [0, 64], range(64)):
+        assert found.message_bytes_per_ms(ranks) == min(own.message_bytes_per_ms(ranks) for own in both)
+        assert found.link_bytes_per_ms(ranks) <= min(own.link_bytes_per_ms(ranks) for own in both)
+        assert found.latency_us(ranks) == max(own.latency_us(ranks) for own in both)
+        assert found.step_latency_us(ranks) == max(own.step_latency_us(ranks) for own in both)
+    assert found.network_gb_per_s == min(own.network_gb_per_s for own in both)
+    assert found.launch_us == max(own.launch_us for own in both)
+    for dtype in PEAK_OF_DTYPE:
+        own, theirs = found.computing_in(dtype), [device.computing_in(dtype) for device in both]
+        assert own.flops_per_ms <= min(device.flops_per_ms for device in theirs) * (1 + 1e-9)
+        for attention in ("sdpa", "bitfield"):
+            rates = [device.attention_flops_per_ms(attention) for device in theirs]
+            assert own.attention_flops_per_ms(attention) <= min(rates) * (1 + 1e-9)
+    assert found.memory_bytes_per_ms == pytest.approx(min(own.memory_bytes_per_ms for own in both))
+    assert found.computing_in("bfloat16").flops_per_ms >= 0.9 * min(own.flops_per_ms for own in both)
+
+
+def test_an_order_of_ranks_changes_no_number():
+    h100, pcie = find_device("h100"), find_device("h100-pcie")
+    assert replace(slowest([pcie, h100]), name="", aliases=(), source="", multiprocessors=0) == replace(
+        slowest([h100, pcie]), name="", aliases=(), source="", multiprocessors=0
+    )
 
 
 def test_a_summary_has_every_unit():

@@ -28,7 +28,7 @@ def simulation() -> Simulation:
 def test_text(simulation):
     assert simulation.iteration_ms == 18
     head, *rows = gantt_text(simulation, width=18).splitlines()
-    assert head.startswith("18 ms, bubble 33.3%; digits")
+    assert head.startswith("18 ms without the optimizer's step, bubble 33.3%; digits")
     assert rows == [
         "rank 0  vision s0         |012....aa3bb.cc.dd|",
         "rank 1  language_model s0 |.01..aa2bb3cc.dd..|",
@@ -112,7 +112,7 @@ def test_a_picture_ends_where_its_title_says(with_sums, tmp_path, monkeypatch):
     assert with_sums.iteration_ms > max(span.end_ms for span in with_sums.spans) == 9
     assert sorted({(s.start_ms, s.end_ms) for s in with_sums.sums}) == [(7, 11), (9, 13)]
     head, first, *_ = gantt_text(with_sums, width=13).splitlines()
-    assert head.startswith("13 ms, ") and "=: gradient sum" in head
+    assert head.startswith("13 ms without ") and "=: gradient sum" in head
     assert first.endswith("|01..aa.bb====|")
     limits = []
     set_xlim = Axes.set_xlim

@@ -151,8 +151,10 @@ class TestUnaware:
             aware, unaware = ModuleOptions(question, name), UnawareOptions(question, name, assumed)
             kind = aware.kinds[0]
             table = layer_table(assumed, name)
-            sizes = 2 * aware.tokens, 2 * aware.squares
-            assert unaware.layer_ms(kind, 2.0) == pytest.approx(table.step_ms(*sizes))
+            alone, padded = ((*aware.microbatches.sizes(1, 2.0, padded)[:2],) for padded in (False, True))
+            assert alone[0] == pytest.approx(2 * aware.tokens) and padded[0] >= alone[0]
+            assert unaware.layer_ms(kind, 2.0, padded=False) == pytest.approx(table.step_ms(*alone))
+            assert unaware.layer_ms(kind, 2.0) == pytest.approx(table.step_ms(*padded))
             assert unaware.layer_ms(kind, 2.0).sum() > aware.layer_ms(kind, 2.0).sum()
             assert unaware.state_bytes(kind, 1) == aware.state_bytes(kind, 1)
 

@@ -59,3 +59,15 @@ def test_limits_leave_only_what_keeps_to_them():
 def test_the_reason_names_the_others():
     text = str(MethodChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5}))
     assert text == "predicted to be fastest, 12.5 ms a step (`hierarchical` 14)"
+
+
+def test_equally_fast_ones_are_no_winner():
+    every = MethodChoice("tapered", {"hierarchical": 8.3201, "tapered": 8.32, "disttrain": 8.3221})
+    assert str(every) == (
+        "all are predicted to take 8.32 ms a step within 0.1 %, so that it hardly matters which (`hierarchical` 8.32, "
+        "`disttrain` 8.322)"
+    )
+    some = MethodChoice("tapered", {"hierarchical": 8.3201, "tapered": 8.32, "contiguous": 9.5})
+    assert str(some) == (
+        "predicted to be fastest, 8.32 ms a step, `hierarchical` as fast within 0.1 % (`contiguous` 9.5)"
+    )

@@ -360,6 +360,22 @@ def test_encoder_decoder_models_are_refused(make: Callable[[], Any]):
         check_model(model)
 
 
+def test_layers_in_no_module_are_told_of(monkeypatch: pytest.MonkeyPatch):
+    """They run as parts of the language model, whose times and layout they then are not."""
+    from hf_mmparallel.trainer import checks
+
+    told: list[str] = []
+    monkeypatch.setattr(checks.logger, "warning", told.append)
+    model = tiny.FAMILIES["voxtral"]()
+    checks.check_model(model)
+    assert not told
+    model.config.audio_token_id = None
+    checks.check_model(model)
+    (text,) = told
+    assert "has layers that are in no module of a plan" in text and "`model.audio_tower.layers` (4 `Voxtral" in text
+    assert text.endswith("They run with the language model, as parts of it.")
+
+
 @pytest.mark.parametrize(
     "make", [encoder_decoders.with_whisper, encoder_decoders.bart_decoder, tiny.FAMILIES["voxtral"]]
 )

@@ -18,10 +18,12 @@ from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
+from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.streams import StreamWindow
-from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan
+from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Simulation
-from hf_mmparallel.search.method_choice import MethodChoice
+from hf_mmparallel.search.method_choice import MethodChoice, choose_method
+from hf_mmparallel.search.steps import StepPlanner
 from hf_mmparallel.trainer import report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.model_card import plan_section
@@ -55,14 +57,34 @@ def test_the_report_says_what_the_arrangement_evens_out():
     lines = arrangement_lines("disttrain", "the column `length`", prediction(BEFORE, AFTER))
     assert lines == [
         "Samples are arranged by `disttrain`, with sizes from the column `length`.",
-        "Predicted, in the sampler's order -> arranged: a step 20.2 -> 12.5 ms; standard deviation of a microbatch's "
-        "forward vision 1 -> 0 ms, language_model 3 -> 0.5 ms. 25% of samples are deferred.",
+        "Predicted, in the sampler's order -> arranged: a step 20.2 -> 12.5 ms, the optimizer's with it; standard "
+        "deviation of a microbatch's forward vision 1 -> 0 ms, language_model 3 -> 0.5 ms. 25% of samples are "
+        "deferred.",
     ]
     assert arrangement_lines("contiguous", "`sample_tokens`", prediction(BEFORE, BEFORE)) == [
         "Samples are in the sampler's order, `contiguous`.",
-        "Predicted by sizes from `sample_tokens`: a step 12.5 ms; standard deviation of a microbatch's forward "
+        "Predicted by sizes from `sample_tokens`: a step 12.5 ms, the optimizer's with it; standard deviation of a "
+        "microbatch's forward "
         "vision 1 ms, language_model 3 ms.",
     ]
+
+
+def test_steps_have_the_optimizer_as_those_that_a_choice_compared():
+    told = replace(prediction(BEFORE, AFTER), optimizer_ms=1.5)
+    assert "a step 20.2 -> 14 ms, the optimizer's with it;" in arrangement_lines("disttrain", "here", told)[1]
+    assert "a step 14 ms, the optimizer's with it;" in arrangement_lines("contiguous", "here", told)[1]
+
+
+def test_the_report_has_the_step_that_the_choice_compared():
+    spec, sizes = PUBLISHED_MODELS["llama3-1b"].spec, PUBLISHED["synthchartnet"].draw(32, 0)
+    plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin(dp_size=2, pp_size=2)})
+    costs = analytic_costs(spec, find_device("a40"))
+    planner = StepPlanner(costs, plan, sync_groups(spec, plan), 4, sizes=sizes.take)
+    choice = choose_method(planner, [sizes])
+    chosen = replace(planner, method=choice.method)
+    told = report._costed(chosen, chosen.arrange_draw(Draw(tuple(range(32)))))
+    assert told.step_ms == pytest.approx(choice.step_ms[choice.method])
+    assert told.step_ms > told.simulation.iteration_ms
 
 
 def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,68 @@
+"""The fastest plan for the published run with the best MFU of a study, as hf_mmparallel would run it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from published_study import Run, Study, planned, published_flops, published_model, sizes_of
+
+from hf_mmparallel.cost import CostModel, analytic_costs, find_device, usable_bytes
+from hf_mmparallel.cost.engine import OURS
+from hf_mmparallel.search.problem import PlanningProblem
+from hf_mmparallel.search.search import search_plans
+
+MOST_GPUS = 64
+"""Up to which plans are searched; with more GPUs the plan has the sizes of the run."""
+
+
+def mfu_of(run: Run, step_ms: float) -> float:
+    """MFU as publications count it, of a step of the run's model and batch on its GPUs, of the peak in bfloat16."""
+    peak = 1e9 * run.gpus * find_device(run.study.data["device"]).bf16_tflops
+    return published_flops(run) / peak / step_ms
+
+
+def best_run(study: Study) -> Run:
+    """The run with the best published MFU; not those in float8, which hf_mmparallel does not have."""
+    return max((run for run in study.runs if run.dtype != "float8"), key=lambda run: mfu_of(run, run.step_ms))
+
+
+def best_plan(run: Run) -> dict[str, Any]:
+    """
+    The fastest plan for a run's model, GPUs, batch and sequence length that fits the memory, by the costs of
+    hf_mmparallel's own engine and the model's own attention function: nothing is counted that the study's engine has
+    and this one has not.
+
+    Args:
+        run (`Run`): What is trained; its layout and microbatch count on more than 64 GPUs only.
+    """
+    costs = analytic_costs(published_model(run.study.key, run.model), run.study.device, 2, OURS)
+    is_searched = run.gpus <= MOST_GPUS
+    step_ms, plan = _searched(run, costs) if is_searched else _of_its_sizes(run, costs)
+    measured = mfu_of(run, run.step_ms)
+    return {
+        "run": run.name,
+        "is_searched": is_searched,
+        "plan": plan,
+        "step_ms": round(step_ms, 1),
+        "measured_mfu": round(measured, 4),
+        "mfu": round(mfu_of(run, step_ms), 4),
+    }
+
+
+def _searched(run: Run, costs: CostModel) -> tuple[float, str]:
+    """Its step in ms, and its sizes in words."""
+    limit = usable_bytes(run.study.device)
+    problem = PlanningProblem(costs, sizes_of(run, run.batch), run.gpus, run.batch, memory_bytes=limit)
+    best = search_plans(problem).best
+    return best.step_ms, str(best.candidate)
+
+
+def _of_its_sizes(run: Run, costs: CostModel) -> tuple[float, str]:
+    """The same of the plan with the run's own sizes, recomputed where only that fits or it is faster."""
+    limit = usable_bytes(run.study.device)
+    found = {again: planned(run, costs, again) for again in (False, True)}
+    fitting = {again: own.step_ms for again, own in found.items() if limit is None or own.peak_memory_bytes <= limit}
+    if not fitting:
+        raise ValueError(f"{run.name}: no plan of its sizes fits {limit} bytes.")
+    again = min(fitting, key=lambda key: fitting[key])
+    return fitting[again], "the sizes of the run, " + ("recomputed" if again else "without recomputation")
