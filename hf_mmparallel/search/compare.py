@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
-from ..schedule import condense
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, unlike
 from .condense import on_all_ranks, predict_condensed
@@ -363,8 +362,7 @@ class _Judge:
         """A candidate on the first `count` batches, all when left out."""
         problem = replace(problem or self.problem, memory_bytes=None)
         planner = step_planner(problem, replace(candidate, method=method))
-        condensed = condense(planner.plan, tuple(planner.groups))
-        predictions = tuple(predict_condensed(planner, condensed, batch) for batch in self.batches[:count])
+        predictions = tuple(predict_condensed(planner, planner.condensed, batch) for batch in self.batches[:count])
         return RankedPlan(replace(candidate, method=method), planner.plan, predictions, 0.0)
 
     def _best(

@@ -13,7 +13,6 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from ..plan.parallel_plan import Schedule
-from ..schedule import condense
 from .candidates import CandidateSpace, Estimated
 from .condense import predict_condensed
 from .large_samples import runs_large_samples_alone
@@ -352,7 +351,7 @@ class Simulations:
         """What a batch takes."""
         problem = replace(self.problem, global_batch_size=batch.num_samples, memory_bytes=memory_bytes)
         planner = step_planner(problem, candidate)
-        return predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
+        return predict_condensed(planner, planner.condensed, batch)
 
 
 def _parts(candidate: Candidate) -> int:

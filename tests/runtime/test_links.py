@@ -15,8 +15,8 @@ from hf_mmparallel.runtime.links import link_constants, measured_links
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
-SLOW_S = 2e-3  # what whatever leaves a host waits
-PER_BYTE_S = 1e-8
+SLOW_S = 2e-2  # what whatever leaves a host waits
+PER_BYTE_S = 5e-8
 
 
 def pretend_hosts(hosts: list[str]) -> None:
