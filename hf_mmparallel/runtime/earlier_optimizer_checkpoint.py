@@ -2,21 +2,24 @@
 Reads optimizer state as version 0.1 wrote it: tensors by `torch.distributed.checkpoint`, all else in one JSON file.
 
 Its table of tensors is a pickle. It is read by an unpickler that knows the few classes of such a table and refuses the
-rest, so that nothing of a checkpoint is executed.
+rest, and it may describe nothing but tensors: torch unpickles other values without any restriction. So nothing of a
+checkpoint is executed.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,7 +39,6 @@ TENSORS, TABLE = "tensors", "state.json"
 _METADATA = ".metadata"
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
@@ -52,13 +54,31 @@ _CLASSES = {
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):  # the one in Python, whose steps can be refused
     """Knows what a table of tensors consists of, and nothing else."""
+
+    stack: list[Any]
+    dispatch: dict[int, Any] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it refers to `{module}.{name}`")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if isinstance(target, type) or inspect.isroutine(target):  # whose attributes would change for everybody
+            raise pickle.UnpicklingError(f"it changes `{target.__qualname__}`")
+        super().load_build()  # pyright: ignore[reportAttributeAccessIssue]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    """Reads tensors only: its parent unpickles other values whatever they are."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> NoReturn:
+        raise ValueError(f"`{read_item.dest_index.fqn}` is no tensor. Resume from another checkpoint that you trust.")
 
 
 class _Reader(FileSystemReader):
@@ -69,26 +89,36 @@ class _Reader(FileSystemReader):
         try:
             with path.open("rb") as file:
                 metadata = _MetadataUnpickler(file).load()
-            storage = metadata.storage_data.values()
-            ends = [(str(info.relative_path), info.offset + info.length) for info in storage]
+            _check_tensors(metadata)
+            pieces = [
+                (info.relative_path, info.offset, info.offset + info.length) for info in metadata.storage_data.values()
+            ]
         except Exception as error:  # a damaged pickle can raise anything
             raise ValueError(
                 f"`{path}` is no table of optimizer state that can be read ({error or type(error).__name__}). Resume "
                 f"from another checkpoint that you trust."
             ) from error
-        for name, end in ends:
+        for name, start, end in pieces:
             part = path.parent / name
-            if Path(name).name != name:
+            if name == ".." or Path(name).name != name:
                 raise ValueError(f"`{path}` names the file `{name}` outside of its folder. Use another checkpoint.")
             size = part.stat().st_size if part.is_file() else 0
-            if size < end:
+            if not 0 <= start < end <= size:
                 raise ValueError(
                     f"`{part}` has {size} of {end} bytes of the optimizer's state. Resume from another checkpoint."
                 )
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+
+def _check_tensors(metadata: Any) -> None:
+    """Raises `ValueError` for a table that describes anything but tensors, as they are in the files."""
+    for name, described in metadata.state_dict_metadata.items():
+        if not isinstance(described, TensorStorageMetadata):
+            raise ValueError(f"it says that `{name}` is no tensor")
+    for index, info in metadata.storage_data.items():
+        if info.transform_descriptors:
+            raise ValueError(f"`{index.fqn}` would have to be decoded, which version 0.1 never asked for")
 
 
 def load_earlier_optimizer(
@@ -112,7 +142,7 @@ def load_earlier_optimizer(
     reader = _Reader(str(folder / TENSORS))
     states, settings = world.raise_together(lambda: _checked_empty_states(optimizer, model, folder, reader))
     tensors = {stored: _plain(value) for state in states.values() for stored, (_, value) in state[0].items()}
-    load(tensors, storage_reader=reader, no_dist=world.size == 1)
+    load(tensors, storage_reader=reader, planner=_TensorPlanner(), no_dist=world.size == 1)
     filled = {}
     for parameter, (empty, values) in states.items():
         filled[parameter] = dict(values)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from hf_mmparallel.runtime.earlier_optimizer_checkpoint import TABLE, TENSORS, load_earlier_optimizer
+from hf_mmparallel.runtime.earlier_optimizer_checkpoint import (
+    TABLE,
+    TENSORS,
+    _Reader,
+    _TensorPlanner,
+    load_earlier_optimizer,
+)
 from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime import test_checkpoint as layouts
@@ -87,3 +97,63 @@ def test_damaged_and_foreign_files_end_in_a_sentence_on_every_rank(tmp_path):
     metadata.write_bytes(good)
     shard.write_bytes(whole[: len(whole) // 2])
     assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"__0_0.distcp` has \d+ of \d+ bytes")
+
+
+def _declare_as_bytes(tensors: Path, name: str, mark: Path) -> None:
+    """Lets a table say that a tensor is a pickled value, which touches a file."""
+    path = tensors / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    torch.save(_Touches(mark), tensors / "other.bin")
+    metadata.storage_data = {key: info for key, info in metadata.storage_data.items() if key.fqn != name}
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("other.bin", 0, (tensors / "other.bin").stat().st_size)
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    path.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.distributed
+def test_pickled_values_are_refused_on_every_rank(tmp_path):
+    _write(tmp_path)
+    name = next(n for n in pickle.loads((tmp_path / TENSORS / ".metadata").read_bytes()).state_dict_metadata)
+    _declare_as_bytes(tmp_path / TENSORS, name, tmp_path / "executed")
+    assert_ranks_raise(_read, 3, "dp1+pp2", str(tmp_path), match=r"\.metadata` is no table .*BytesStorageMetadata")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_table_that_asks_for_decoding_is_refused(tmp_path):
+    _write(tmp_path)
+    path = tmp_path / TENSORS / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="would have to be decoded"):
+        _Reader(str(tmp_path / TENSORS)).read_metadata()
+
+
+@pytest.mark.parametrize(("name", "start", "length"), [("..", 0, 0), ("__0_0.distcp", -8, 8), ("__0_0.distcp", 8, -8)])
+def test_a_table_that_leaves_the_folder_or_the_file_is_refused(tmp_path, name, start, length):
+    _write(tmp_path)
+    path = tmp_path / TENSORS / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_data[next(iter(metadata.storage_data))] = _StorageInfo(name, start, length)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"outside of its folder|bytes of the optimizer's state"):
+        _Reader(str(tmp_path / TENSORS)).read_metadata()
+
+
+def test_a_table_cannot_change_classes(tmp_path):
+    """The `BUILD` of a pickle sets attributes of whatever lies below it, also of a class that is allowed."""
+    _write(tmp_path)
+    path = tmp_path / TENSORS / ".metadata"
+    changing = (
+        b"\x80\x02ctorch.distributed.checkpoint.metadata\nTensorProperties\n(N}X\x07\x00\x00\x00changedK\x01stb."
+    )
+    path.write_bytes(changing)
+    with pytest.raises(ValueError, match="it changes `TensorProperties`"):
+        _Reader(str(tmp_path / TENSORS)).read_metadata()
+    assert not hasattr(TensorProperties, "changed")
+
+
+def test_the_planner_reads_no_pickled_values(tmp_path):
+    item = SimpleNamespace(dest_index=MetadataIndex("weight/exp_avg"))
+    with pytest.raises(ValueError, match="`weight/exp_avg` is no tensor"):
+        _TensorPlanner().load_bytes(item, io.BytesIO())
