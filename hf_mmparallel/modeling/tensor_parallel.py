@@ -243,8 +243,9 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
             if tp_size > 1 and any(parameter.startswith(name + ".") for parameter in names):
                 _check_adapter(layer, name)
             for adapter, adapter_style in _adapter_styles(layer, name, style).items():
-                if adapter + ".weight" in names:
-                    result.plan |= {f"{adapter}.weight": adapter_style, adapter: adapter_style}
+                of_adapter = names.intersection((f"{adapter}.weight", f"{adapter}.bias"))
+                if of_adapter:
+                    result.plan |= dict.fromkeys((*sorted(of_adapter), adapter), adapter_style)
             continue
         children = {child: style_of(f"{name}.{child}") for child, _ in layer.named_children()}
         partial.update(f"{name}.{child}" for child in _between(layer, children))

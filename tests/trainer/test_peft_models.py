@@ -267,3 +267,27 @@ def test_all_sizes_one_is_the_stock_trainer_for_every_kind():
             trainer.train()
             logs.append(runs.step_logs(trainer))
         assert logs[0] == logs[1], kind
+
+
+def train_with_biases() -> Any:
+    """Logs and weights of biased adapters of column-parallel and row-parallel layers; SGD, which hides no scale."""
+    model = adapted(target_modules=["q_proj", "o_proj", "fc1"], lora_bias=True)
+    trainer = runs.make_trainer("llava", {VISION: {"tp_size": 2}, LM: {"tp_size": 2}}, model=model, **BIASED)
+    trainer.train()
+    whole = trainer.gather_model()
+    return runs.step_logs(trainer), None if whole is None else trained(whole)
+
+
+BIASED: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1}
+
+
+@pytest.mark.distributed
+def test_biases_of_adapters_follow_the_layers_that_they_adapt():
+    """They were whole tensors beside shards: `aten.addmm.default got mixed torch.Tensor and DTensor`."""
+    logs, weights = run_distributed(train_with_biases, 4, timeout=120)[0]
+    stock = stock_trainer(adapted(target_modules=["q_proj", "o_proj", "fc1"], lora_bias=True), **BIASED)
+    stock.train()
+    want = trained(stock.model)
+    assert any(name.endswith("lora_B.bias") and tensor.abs().max() > 1e-4 for name, tensor in want.items())
+    assert_close(weights, want)
+    assert [log["loss"] for log in logs] == pytest.approx([log["loss"] for log in runs.step_logs(stock)], rel=2e-5)
