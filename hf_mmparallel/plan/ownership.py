@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
@@ -53,6 +53,17 @@ def trainable_stages(
                 break
         result.append(held)
     return result
+
+
+def partly_frozen_stages(
+    module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]]
+) -> list[bool]:
+    """Whether each stage of `module` holds parameters that get a gradient, and others that get none."""
+    if len({p.trainable for p in module.parameters}) < 2:
+        return [False] * len(ranges)
+    frozen = replace(module, parameters=tuple(replace(p, trainable=not p.trainable) for p in module.parameters))
+    both = zip(trainable_stages(module, tied, ranges), trainable_stages(frozen, tied, ranges), strict=True)
+    return [trains and freezes for trains, freezes in both]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ ASSIGNMENTS = (
 )
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
+PARTLY = "partly"  # what a file says of a stage of which something is trained and something frozen
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,14 @@ class Stage:
         layers (`tuple[int, int]`): First layer, and the one after the last.
         ranks (`tuple[tuple[int, ...], ...]`): Global ranks, `cp` rows of `tp` ranks.
         trainable (`bool`, *optional*, defaults to `True`): Whether any parameter of the stage gets a gradient.
+        partly_frozen (`bool`, *optional*, defaults to `False`):
+            Whether others of its parameters get none; a plan does not say which.
     """
 
     layers: tuple[int, int]
     ranks: tuple[tuple[int, ...], ...]
     trainable: bool = True
+    partly_frozen: bool = False
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
@@ -233,7 +237,7 @@ class ParallelPlan:
                             {
                                 "layers": list(stage.layers),
                                 "ranks": [list(row) for row in stage.ranks],
-                                "trainable": stage.trainable,
+                                "trainable": PARTLY if stage.partly_frozen else stage.trainable,
                             }
                             for stage in stages
                         ]
@@ -337,7 +341,12 @@ def _read_stage(data: Any, what: str) -> Stage:
     )
     if not ranks or not all(ranks):
         raise ValueError(f"{what} has no ranks. Give it rows of at least one rank, such as `[[0]]`.")
-    return Stage((layers[0], layers[1]), ranks, read_flag(data.get("trainable", True), f"`trainable` of {what}"))
+    trainable = data.get("trainable", True)
+    if trainable == PARTLY:
+        return Stage((layers[0], layers[1]), ranks, partly_frozen=True)
+    if not isinstance(trainable, bool):
+        raise ValueError(f"`trainable` of {what} is `{trainable!r}`; it must be `true`, `false` or `{PARTLY}`.")
+    return Stage((layers[0], layers[1]), ranks, trainable)
 
 
 def _read_edge(data: Any, modules: Sequence[str]) -> Edge:

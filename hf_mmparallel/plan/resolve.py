@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
-from .ownership import stage_parameters, trainable_stages
+from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
 from .parallel_plan import ModulePlan, ParallelPlan, Schedule, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .reading import reject_unknown_keys
@@ -114,6 +114,7 @@ def resolve_plan(
         _check_cp(module, plugin.cp_size)
         ranges = split_layers(module.num_layers, plugin, name)
         trainable = trainable_stages(module, spec.tied, ranges)
+        partly = partly_frozen_stages(module, spec.tied, ranges)
         replicas = []
         for replica in range(plugin.dp_size):
             stages = []
@@ -124,7 +125,7 @@ def resolve_plan(
                     first = next_rank + (replica * plugin.pp_size + index) * plugin.cp_size * plugin.tp_size
                     starts = range(first, first + plugin.cp_size * plugin.tp_size, plugin.tp_size)
                     ranks = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
-                stages.append(Stage(layers, ranks, trainable[index]))
+                stages.append(Stage(layers, ranks, trainable[index], partly[index]))
             replicas.append(tuple(stages))
         if host is None:
             next_rank += plugin.num_ranks
@@ -258,16 +259,29 @@ def frozen_as_planned(spec: ModelSpec, plugin: MultimodalParallelPlugin) -> Mode
     return replace(spec, modules=modules)
 
 
-def check_trained(plan: ParallelPlan, spec: ModelSpec) -> None:
-    """Raises `ValueError` where a plan says that a stage trains nothing, and the model has parameters that it does."""
+def check_trained(plan: ParallelPlan, spec: ModelSpec, settings: Mapping[str, ModulePlugin] | None = None) -> None:
+    """
+    Raises `ValueError` where a plan says that a stage trains nothing, and the model has parameters that it does; and
+    where it says that a stage is partly frozen, and neither the model nor the settings say what of it is.
+    """
     for name, module in plan.modules.items():
+        own = (settings or {}).get(name, ModulePlugin())
+        is_said = own.peft_config is not None or bool(own.freeze) or "freeze" in own.named
         for replica, index, stage in module.stages():
-            trained = sum(p.num_elements for p in stage_parameters(spec, name, stage) if p.trainable)
+            parameters = stage_parameters(spec, name, stage)
+            trained = sum(p.num_elements for p in parameters if p.trainable)
             if trained and not stage.trainable:
                 raise ValueError(
                     f"The plan says that stage {index} of `{name}` replica {replica} trains nothing (`trainable: "
                     f"false`), but {trained:,} of its parameters are to be trained. Set `freeze: true` for `{name}`, "
                     "or remove `trainable: false` from its stages."
+                )
+            if stage.partly_frozen and not is_said and all(p.trainable for p in parameters):
+                raise ValueError(
+                    f"The plan says that stage {index} of `{name}` replica {replica} is partly frozen (`trainable: "
+                    f"partly`), not what of it, and all of its {trained:,} parameters would be trained. Set `freeze` "
+                    f"or `peft_config` of `{name}` under `modules` beside the plan, as in the `parallel_plan.json` of "
+                    "the run, or `freeze: false` to train all."
                 )
 
 
@@ -277,8 +291,18 @@ def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
     for name in spec.modules:
         module, replicas = plan.modules[name], []
         for stages in module.replicas:
-            flags = trainable_stages(spec.modules[name], spec.tied, [stage.layers for stage in stages])
-            replicas.append(tuple(replace(stage, trainable=flag) for stage, flag in zip(stages, flags, strict=True)))
+            ranges = [stage.layers for stage in stages]
+            flags = zip(
+                trainable_stages(spec.modules[name], spec.tied, ranges),
+                partly_frozen_stages(spec.modules[name], spec.tied, ranges),
+                strict=True,
+            )
+            replicas.append(
+                tuple(
+                    replace(stage, trainable=trains, partly_frozen=partly)
+                    for stage, (trains, partly) in zip(stages, flags, strict=True)
+                )
+            )
         modules[name] = replace(module, replicas=tuple(replicas))
     return replace(plan, modules=modules)
 
@@ -292,7 +316,7 @@ def plan_for_model(
         check_plan(plan, spec)
         if world_size is not None:
             check_world_size(plan, world_size)
-        check_trained(plan, spec)
+        check_trained(plan, spec, plugin.modules)
         return _as_trained(plan, spec)
     count = plugin.num_microbatches or num_microbatches
     return resolve_plan(spec, plugin.modules, world_size, plugin.schedule or "1f1b", count)

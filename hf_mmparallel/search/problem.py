@@ -9,7 +9,7 @@ import numpy as np
 
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
-from ..plan.ownership import trainable_stages
+from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.parallel_plan import SCHEDULES, Schedule
 from .method_choice import CHOICES, KEEPING_LIMITS
 from .steps import Prediction
@@ -116,6 +116,7 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
     stops = [sum(layout.layers[: index + 1]) for index in range(layout.pp_size)]
     ranges = [(stop - count, stop) for stop, count in zip(stops, layout.layers, strict=True)]
     trainable = trainable_stages(spec.modules[name], spec.tied, ranges)
+    partly = partly_frozen_stages(spec.modules[name], spec.tied, ranges)
     grid = layout.cp_size * layout.tp_size
     replicas = []
     for replica in range(layout.dp_size):
@@ -124,7 +125,7 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
             start = first + (replica * layout.pp_size + index) * grid
             rows = range(start, start + grid, layout.tp_size)
             ranks = tuple(tuple(range(row, row + layout.tp_size)) for row in rows)
-            stages.append(Stage(layers, ranks, trainable[index]))
+            stages.append(Stage(layers, ranks, trainable[index], partly[index]))
         replicas.append(tuple(stages))
     return ModulePlan(tuple(replicas), layout.activation_checkpointing)
 

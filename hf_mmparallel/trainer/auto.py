@@ -168,7 +168,7 @@ def saved_plan(
     try:
         check_plan(plan, prepared.spec)
         check_world_size(plan, args.world_size)
-        check_trained(plan, prepared.spec)
+        check_trained(plan, prepared.spec, plugin.modules)
         check_same_settings(saved.modules, plugin.modules)
         _check_fixed(plan, plugin)
     except ValueError as error:

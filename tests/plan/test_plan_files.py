@@ -244,6 +244,28 @@ def test_a_plan_without_settings_freezes_the_stages_that_train_nothing():
             plan_for_model(thawed, frozen(spec, thawed), None)
 
 
+def test_a_plan_alone_does_not_train_what_a_run_had_frozen_in_part(tmp_path):
+    """Its file said `trainable: true`, so that a new run trained all of the module without a word."""
+    asked = MultimodalParallelPlugin({"vision": ModulePlugin(freeze="tower")})
+    spec = frozen(model_spec(), asked)
+    plan = plan_for_model(asked, spec, None)
+    plan.save(tmp_path / "plan.yaml")
+    alone = MultimodalParallelPlugin.from_any(tmp_path / "plan.yaml")
+    assert alone.plan == plan
+    assert plan.to_dict()["modules"]["vision"]["replicas"][0][0]["trainable"] == "partly"
+    with pytest.raises(ValueError, match=r"stage 0 of `vision` replica 0 is partly frozen .* Set `freeze` or"):
+        plan_for_model(alone, frozen(model_spec(), alone), None)
+    assert plan_for_model(alone, spec, None) == plan  # of a model that the user has frozen
+    for freeze, partly in (("tower", True), (False, False)):
+        beside = MultimodalParallelPlugin.from_any({"plan": plan.to_dict(), "modules": {"vision": {"freeze": freeze}}})
+        again = plan_for_model(beside, frozen(model_spec(), beside), None)
+        assert again.modules["vision"].replicas[0][0].partly_frozen == partly
+    old = plan.to_dict()
+    old["modules"]["vision"]["replicas"][0][0]["trainable"] = True
+    before = MultimodalParallelPlugin.from_any(old)
+    assert plan_for_model(before, model_spec(), None).modules["vision"].replicas[0][0].trainable
+
+
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
