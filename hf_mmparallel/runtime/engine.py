@@ -222,6 +222,11 @@ class ParallelEngine(nn.Module):
             for group in self.sync_groups
             if self.rank in group.ranks
         ]
+        frozen: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
+        for name, holding in self.holdings.items():
+            ranks = holding.peers(self.rank)
+            if ranks is not None and len(ranks) > 1 and not self.spec.parameters[name].trainable:
+                frozen.setdefault(ranks, {})[name] = named[name]
         # With smoothed labels the Trainer does not ask a model for its loss, and no model has one for a row of tokens
         # that is cut over ranks.
         comparable = not label_smoothing and self.cutter is None
@@ -231,7 +236,7 @@ class ParallelEngine(nn.Module):
             for key, stage in self.stages.items()
             if comparable and stage.module == LANGUAGE_MODEL and stage.is_last
         }
-        return FirstStepCheck(replicated, copies, stages, self.world)
+        return FirstStepCheck(replicated, copies, frozen, stages, self.world)
 
     def _before_sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes the gradients of this rank ready to be added to those of others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ class FirstStepCheck:
         rows (`Sequence[ReplicatedParameters]`): Of this rank, in one order on all ranks.
         copies (`Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]]`):
             (ranks, group, parameters) of each gradient sum of this rank, in one order on all ranks.
+        frozen (`Mapping[tuple[int, ...], Mapping[str, nn.Parameter]]`):
+            Ranks that hold the same tensors -> those of this rank that get no gradient, in one order on all of them.
         stages (`Mapping[StageKey, ModuleStage]`):
             The stages of this rank that end in a loss which can be compared.
         world ([`World`]): All ranks.
@@ -44,11 +47,13 @@ class FirstStepCheck:
         self,
         rows: Sequence[ReplicatedParameters],
         copies: Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]],
+        frozen: Mapping[tuple[int, ...], Mapping[str, nn.Parameter]],
         stages: Mapping[StageKey, ModuleStage],
         world: World,
     ):
         self.rows = rows
         self.copies = copies
+        self.frozen = frozen
         self.stages = stages
         self.world = world
         self._gradients: dict[int, torch.Tensor] = {}
@@ -76,7 +81,7 @@ class FirstStepCheck:
             result ([`StepResult`]): Of the step.
         """
         losses = [self._loss(key, result) for key in self.stages]
-        found = next(filter(None, (*self._weights(), *self._shares(), *losses)), None)
+        found = next(filter(None, (*self._weights(), *self._frozen_weights(), *self._shares(), *losses)), None)
         self._gradients.clear()
         if self.world.all_reduce(torch.tensor(int(found is not None)), "max"):
             raise ValueError(next(filter(None, self.world.all_gather(found))))
@@ -89,11 +94,32 @@ class FirstStepCheck:
             high, low = _extremes(sums, group)
             differ = (high != low).any(-1).nonzero().flatten().tolist()
             if differ:
-                yield (
-                    f"{len(differ)} of the {len(parameters)} parameters that the ranks {ranks} hold together have "
-                    f"other values on some of them, the first is `{list(parameters)[differ[0]]}`. Change weights "
-                    "before the Trainer is made, in the same way on all ranks."
-                )
+                yield _unequal([list(parameters)[index] for index in differ], len(parameters), ranks)
+
+    def _frozen_weights(self) -> Iterator[str]:
+        """
+        A sentence for the first ranks whose copies of what is frozen differ. They may have no group of their own: all
+        ranks show a digest for each set of ranks that they are in, and where these differ one for each parameter.
+        """
+        sums = {
+            ranks: torch.stack([_bit_sums(parameter).cpu() for parameter in parameters.values()])
+            for ranks, parameters in self.frozen.items()
+        }
+        shown = self.world.all_gather({ranks: zlib.crc32(own.numpy().tobytes()) for ranks, own in sums.items()})
+        digests: dict[tuple[int, ...], set[int]] = {}
+        for of_rank in shown:
+            for ranks, digest in of_rank.items():
+                digests.setdefault(ranks, set()).add(digest)
+        ranks = next((ranks for ranks, found in digests.items() if len(found) > 1), None)
+        if ranks is None:
+            return
+        rows = [row for row in self.world.all_gather(sums[ranks].tolist() if ranks in sums else None) if row]
+        if ranks in sums:
+            names = list(self.frozen[ranks])
+            differ = [
+                name for name, *copies in zip(names, *rows, strict=True) if copies.count(copies[0]) < len(copies)
+            ]
+            yield _unequal(differ, len(names), ranks)
 
     def _shares(self) -> Iterator[str]:
         """A sentence for each gradient that is a share of the whole and was not taken for one, or the reverse."""
@@ -138,6 +164,14 @@ class FirstStepCheck:
             f"its {count} target tokens of the loss of the next token, on which `parallel` trains, is {mean:.6g}. "
             "Train this model without `parallel`, or pass labels for which the two are equal."
         )
+
+
+def _unequal(names: Sequence[str], num_parameters: int, ranks: tuple[int, ...]) -> str:
+    return (
+        f"{len(names)} of the {num_parameters} parameters that the ranks {ranks} hold together have other values on "
+        f"some of them, the first is `{names[0]}`. Change weights before the Trainer is made, in the same way on all "
+        "ranks."
+    )
 
 
 def _bit_sums(parameter: nn.Parameter) -> torch.Tensor:

@@ -42,6 +42,32 @@ def test_copies_that_differ_are_named(name, rank, ranks):
     assert len(set(errors)) == 1
 
 
+TOWER = "model.vision_tower.encoder.layers.0.layer_norm1.weight"
+FROZEN = {
+    "decoder": ({"vision": {}, LM: {"dp_size": 2, "freeze": True}}, NORM),
+    "tower": ({"vision": {"dp_size": 2, "freeze": "tower"}, LM: {"pp_size": 1}}, TOWER),
+}
+
+
+def unequal_frozen_weights(layout: str) -> None:
+    """The last rank that has a frozen weight changes its copy by 1e-3."""
+    parallel, name = FROZEN[layout]
+    trainer = runs.make_trainer("llava", parallel)
+    holding = trainer.engine.holdings[name]
+    if dist.get_rank() == holding.all_ranks[-1]:
+        with torch.no_grad():
+            trainer.model.get_parameter(name).flatten()[0] += 1e-3
+    trainer.train()
+
+
+@pytest.mark.parametrize("layout", list(FROZEN))
+def test_frozen_copies_that_differ_are_named(layout):
+    """They have no sum of gradients, so that they were never compared, and replicas trained on other features."""
+    name = FROZEN[layout][1]
+    match = rf"1 of the \d+ parameters that the ranks \(\d, \d\) hold together .* first is `{name}`"
+    assert len(set(assert_ranks_raise(unequal_frozen_weights, 3, layout, match=match))) == 1
+
+
 def silent_plan(partial: bool) -> None:
     """A plan that does not say which gradients are shares, or that says it of one that is none."""
     if partial:
