@@ -16,6 +16,7 @@ NAME = "hf_mmparallel"
 
 LEVELS = {
     "_environment": 0,
+    "_files": 0,
     "_registration": 0,
     "plan": 0,
     "kernels": 0,

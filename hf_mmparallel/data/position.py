@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._files import readable
 from .draws import Draw, DrawSampler
 
 FILE = "data_position.json"
@@ -37,9 +38,12 @@ class DataPosition:
 
     @classmethod
     def load(cls, folder: str | Path) -> DataPosition | None:
-        """The position of a checkpoint, `None` if it has none."""
+        """The position of a checkpoint, `None` if it has none. Raises `ValueError` for a damaged file."""
         path = Path(folder) / FILE
-        return cls(**json.loads(path.read_text())) if path.is_file() else None
+        if not path.is_file():
+            return None
+        with readable(path):
+            return cls(**json.loads(path.read_text()))
 
     def save(self, folder: str | Path) -> None:
         """Writes the position into a checkpoint."""

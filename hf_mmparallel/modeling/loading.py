@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .._files import readable
 from ..world import World
 from .hollow import is_hollow
 from .tensor_parallel import base_name
@@ -95,7 +96,8 @@ def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
 
     index = find(WEIGHTS_INDEX)
     if index is not None:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        with readable(index):
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         files = [find(name) for name in names]
         missing = [name for name, file in zip(names, files, strict=True) if file is None]
         if missing:
@@ -212,7 +214,8 @@ def fill_parameters(
     with ExitStack() as stack:
         slices, homes = {}, {}
         for file in files:
-            reader = stack.enter_context(safe_open(str(file), framework="pt"))
+            with readable(file):
+                reader = stack.enter_context(safe_open(str(file), framework="pt"))
             for key in reader.keys():  # noqa: SIM118
                 slices[key], homes[key] = reader.get_slice(key), file.name
         stack.enter_context(_without_adapters(model))

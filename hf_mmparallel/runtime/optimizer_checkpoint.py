@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.serialization import skip_data
 from torch.utils import serialization
 
+from .._files import reason_of
 from ..plan import Holding
 from ..world import World
 from .optimizers import whole_parameter
@@ -347,10 +348,9 @@ def read_state(path: Path) -> dict[str, Any]:
         if not isinstance(found["state"], dict) or not isinstance(found["param_groups"], list):
             raise TypeError("no optimizer's state dict")
     except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"`{path}` is no optimizer state that can be read ({reason}). Resume from another checkpoint, or remove "
-            f"`scheduler.pt` beside it to go on with the weights alone."
+            f"`{path}` is no optimizer state that can be read ({reason_of(error)}). Resume from another checkpoint, "
+            f"or remove `scheduler.pt` beside it to go on with the weights alone."
         ) from error
     return found
 

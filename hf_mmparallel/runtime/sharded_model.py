@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .._files import readable
 from ..modeling.adapter_files import (
     ADAPTER_WEIGHTS,
     adapter_file_key,
@@ -241,7 +242,9 @@ class ShardedModel:
         if not (folder / ADAPTER_WEIGHTS).is_file():
             raise ValueError(f"`{folder}` holds no `{ADAPTER_WEIGHTS}`. Give a folder that adapters were saved to.")
         parameters = dict(self.model.named_parameters())
-        with safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt") as reader:
+        with readable(folder / ADAPTER_WEIGHTS):
+            opened = safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt")
+        with opened as reader:
             keys = set(reader.keys())
             for name in parameters_to_save(self.spec, adapter_names(self.spec)):
                 if not self.holds(name):

@@ -11,6 +11,7 @@ from accelerate.logging import get_logger
 from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
 
+from .._files import readable
 from ..arrange import num_microbatches
 from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
@@ -147,7 +148,7 @@ def restore_renamed(model: Any, folder: str | Path | None) -> bool:
         return False
     keys: set[str] = set()
     for file in files:
-        with safe_open(str(file), framework="pt") as reader:
+        with readable(file), safe_open(str(file), framework="pt") as reader:
             keys.update(reader.keys())
     if keys <= model.state_dict().keys():
         return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._files import readable
 from ..runtime.earlier_optimizer_checkpoint import TABLE, load_earlier_optimizer
 from ..runtime.optimizer_checkpoint import STATE, load_optimizer, read_state
 from ..world import World
@@ -72,11 +72,8 @@ def load_optimizer_and_scheduler(
 
 
 def _read_scheduler(path: Path) -> dict[str, Any]:
-    try:
+    with readable(path):
         return torch.load(path, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"`{path}` can't be read ({reason}). Resume from another checkpoint.") from error
 
 
 def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

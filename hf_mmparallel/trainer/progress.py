@@ -8,11 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import has_length
 
+from .._files import readable
 from ..data.draws import Draw
 from ..data.position import DataPosition
 from .memory_ratio import Mark
+
+
+def check_trainer_state(folder: Path) -> None:
+    """Raises `ValueError` if the stock Trainer could not read its state in a checkpoint that has one."""
+    path = folder / TRAINER_STATE_NAME
+    if path.is_file():
+        with readable(path):
+            TrainerState.load_from_json(str(path))
 
 
 class DataProgress:

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 
+from .._files import readable
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
 from ..data.defaults import DefaultCollator
 from ..data.loader import StepBatch
@@ -60,7 +61,7 @@ from .memory_ratio import Mark, MemoryRatio
 from .model_card import write_model_card
 from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler_of_groups, stock_groups
 from .overrides import check_overrides
-from .progress import DataProgress
+from .progress import DataProgress, check_trainer_state
 from .report import report_plan
 from .rows import row_choice
 from .sample_sizes import TrainingSizes
@@ -369,7 +370,9 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
-        self._progress = DataProgress(self.global_batch_size, resume_from_checkpoint)
+        self._progress = self.world.raise_together(
+            lambda: DataProgress(self.global_batch_size, resume_from_checkpoint)
+        )
         self._readable.num_skipped = self._progress.position.num_skipped
         check_full_precision(self._engine)
         return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -529,6 +532,14 @@ class MultimodalParallelTrainer(Trainer):
         sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
 
     @planned
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        def read() -> None:
+            with readable(Path(str(checkpoint)) / f"rng_state_{self.args.process_index}.pth"):
+                super(MultimodalParallelTrainer, self)._load_rng_state(checkpoint)
+
+        self.world.raise_together(read)
+
+    @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         sharded = self._engine.sharded
         groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, output_dir, self._stock_groups)
@@ -556,6 +567,7 @@ class MultimodalParallelTrainer(Trainer):
         with shared_failure("loading the weights"):
             if not os.path.isdir(resume_from_checkpoint):
                 raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
+            self.world.raise_together(functools.partial(check_trainer_state, Path(resume_from_checkpoint)))
             engine.sharded.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:

@@ -132,6 +132,45 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path: Path):
     assert_ranks_raise(_resume, 4, tmp_path, "qwen2_vl", match="another model")
 
 
+PAIR: dict[str, Any] = {"vision": {}, "language_model": {}}
+
+
+def _save_pair(folder: Path) -> None:
+    runs.make_trainer("llava", PAIR, str(folder), **SAVING).train()
+
+
+def _resume_pair(folder: Path) -> None:
+    runs.make_trainer("llava", PAIR, str(folder / "new"), **SAVING).train(
+        resume_from_checkpoint=str(folder / "checkpoint-4")
+    )
+
+
+def test_damaged_files_are_named_on_every_rank_with_the_checkpoint_before(tmp_path: Path):
+    """They were a bare `SafetensorError`, `JSONDecodeError` or `OSError`, or torch's advice to execute them."""
+    run_distributed(_save_pair, 2, tmp_path)
+    checkpoint = tmp_path / "checkpoint-4"
+    names = ["model-00002-of-00002.safetensors", "model.safetensors.index.json", "trainer_state.json"]
+    for name in [*names, "data_position.json", "rng_state_1.pth"]:
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[: len(whole) // 2])
+        said = rf"checkpoint-4/{name}` can't be read \(it is .* Resume from the checkpoint before, `.*checkpoint-2`"
+        for error in assert_ranks_raise(_resume_pair, 2, tmp_path, match=said):
+            assert "weights_only" not in error
+        (checkpoint / name).write_bytes(whole)
+
+
+def _start_from(source: Path, folder: Path) -> None:
+    runs.make_trainer("llava", PAIR, str(folder), model=str(source))
+
+
+def test_a_damaged_folder_to_start_from_is_named_on_every_rank(tmp_path: Path):
+    tiny.FAMILIES["llava"]().save_pretrained(tmp_path / "source")
+    weights = tmp_path / "source" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    said = r"source/model.safetensors` can't be read \(it is damaged or cut short: .*Copy or download it again"
+    assert_ranks_raise(_start_from, 2, tmp_path / "source", tmp_path / "out", match=said)
+
+
 def _from_folder(source: Path, folder: Path) -> dict[str, torch.Tensor] | None:
     return _train(folder, PLAN, family="llava", model=str(source))
 

@@ -1,0 +1,56 @@
+"""What is said of a file that can't be read: which one, why, and what to use in its place."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@contextmanager
+def readable(path: str | Path) -> Iterator[None]:
+    """
+    A block that does nothing but open and parse one file.
+
+    Args:
+        path (`str` or `Path`): The file.
+
+    Raises:
+        `ValueError`: In place of whatever the block raises, with the file, the reason and a remedy.
+    """
+    path = Path(path)
+    try:
+        yield
+    except Exception as error:  # damaged files raise anything
+        raise ValueError(f"`{path}` can't be read ({reason_of(error)}). {_remedy(path)}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """
+    One line on why a file can't be read. What torch advises for a file that it refuses, to read it without any
+    restriction, would execute it.
+    """
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds other things than tensors and plain values"
+    if isinstance(error, KeyError):
+        return f"it has no entry {error}"
+    text = getattr(error, "strerror", None) or str(error)
+    first = (text.splitlines() or [""])[0].split(". ")[0].rstrip(".")
+    return f"it is damaged or cut short: {first or type(error).__name__}"
+
+
+def _remedy(path: Path) -> str:
+    """What to do about a damaged file; in a checkpoint, to use the one before by its name."""
+    found = _CHECKPOINT.fullmatch(path.parent.name)
+    if found is None:
+        return "Copy or download it again."
+    number = int(found[1])
+    matches = (_CHECKPOINT.fullmatch(other.name) for other in path.parent.parent.glob("checkpoint-*"))
+    earlier = [int(match[1]) for match in matches if match is not None and int(match[1]) < number]
+    if not earlier:
+        return "Resume from another checkpoint."
+    return f"Resume from the checkpoint before, `{path.parent.with_name(f'checkpoint-{max(earlier)}')}`."
