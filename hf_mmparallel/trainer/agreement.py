@@ -17,6 +17,28 @@ _NUM_COMPARED = 8
 _UNREAD = -1
 
 
+def check_same_folder(folder: str, setting: str, world: World) -> None:
+    """
+    Checks that all ranks save to one folder, into which each writes its part. Collective.
+
+    Args:
+        folder (`str`): Of this rank.
+        setting (`str`): What it was given as, for the error.
+        world ([`World`]): The ranks.
+
+    Raises:
+        `ValueError`: On all ranks, with the two folders, if some rank has another one.
+    """
+    folders = world.all_gather(folder, "comparing the folder to save to")
+    other = next((rank for rank, found in enumerate(folders) if found != folders[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"`{setting}` is `{folders[0]}` on rank 0 and `{folders[other]}` on rank {other}. Each rank writes its "
+            "part of a checkpoint there: give all the same folder, without the rank, or a time that each process "
+            "reads by itself, in its name."
+        )
+
+
 class SampleAgreement:
     """
     Decides what happens to samples that some rank can't read, the same on every rank.

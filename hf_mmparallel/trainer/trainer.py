@@ -35,7 +35,7 @@ from ..runtime.optimizers import prepare_optimizer
 from ..runtime.out_of_memory import mark_steps, told_in_optimizer
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice
 from ..world import ACTIVITY, World, shared_failure
-from .agreement import SampleAgreement, TargetCount
+from .agreement import SampleAgreement, TargetCount, check_same_folder
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
 from .auto import AutoSearch, find_plan, report_search
@@ -169,6 +169,8 @@ class MultimodalParallelTrainer(Trainer):
         check_trainer(model, given)
         with shared_failure("preparing the model"):
             self.world = World(args.device)
+            if args.save_strategy != "no":
+                check_same_folder(str(args.output_dir), "output_dir", self.world)
             self.world.from_first_rank(functools.partial(check_output_dir, args))
             prepared = prepare_model(model, args, plugin, self.world)
             self.model_spec = prepared.spec
@@ -468,6 +470,8 @@ class MultimodalParallelTrainer(Trainer):
         # The folder of a checkpoint still has another name here; `_save_checkpoint` says the final one.
         said = contextlib.nullcontext() if _internal_call else save_errors(Path(output_dir))
         with shared_failure("saving the model"), said:
+            if not _internal_call:
+                check_same_folder(output_dir, "output_dir", self.world)
             self._engine.sharded.save(output_dir)
             if self.args.should_save:
                 self._save(output_dir)
