@@ -73,7 +73,8 @@ def test_attention_is_compared_in_both_passes(tmp_path):
 def test_sizes_at_scale_times_the_counting_and_the_first_step(tmp_path):
     result = _quick("sizes_at_scale", tmp_path)
     assert result["token_ids"]["seconds"] > 0 < result["one_conversation"]["milliseconds"]
-    assert {row["parallel"] for row in result["first_steps"]} == {"auto", "a layout"}
+    each = [(row["parallel"], row["again"]) for row in result["first_steps"]]
+    assert each == [(name, again) for name in ("auto", "a layout") for again in (False, True)]
     for row in result["first_steps"]:
         assert 0 < row["constructor_seconds"] < row["first_step_seconds"] < row["third_step_seconds"]
 
