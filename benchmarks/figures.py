@@ -323,14 +323,9 @@ def sizes_at_scale() -> str:
     for parallel in dict.fromkeys(row["parallel"] for row in found["first_steps"]):
         first, again = (row for row in found["first_steps"] if row["parallel"] == parallel)
         words = '`parallel="auto"`' if parallel == "auto" else "a layout"
-        for what, key in (
-            ("constructor", "constructor_seconds"),
-            ("until the first step has ended", "first_step_seconds"),
-        ):
-            rows.append(
-                f"| {first['samples']:,} conversations, {words}, two ranks: {what} | {first[key]:.0f} s "
-                f"| {again[key]:.0f} s |"
-            )
+        for what, name in (("constructor", "constructor"), ("until the first step has ended", "first_step")):
+            times = " | ".join(f"{run[f'{name}_seconds']:.1f} s" for run in (first, again))
+            rows.append(f"| {first['samples']:,} conversations, {words}, two ranks: {what} | {times} |")
     return table("| what | time | a second run |", rows)
 
 
