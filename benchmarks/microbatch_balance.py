@@ -77,6 +77,7 @@ from hf_mmparallel.schedule import (
     simulate,
 )
 from hf_mmparallel.schedule.policies import may_alternate
+from hf_mmparallel.world import World
 
 GOAL_STD, GOAL_BOUND = 10.6, 1.03
 MICROBATCH = 4
@@ -351,7 +352,7 @@ def run_ranks(options: argparse.Namespace, sizes: Sizes) -> None:
     model = tiny_model([VISION]).train()
     spec = build_model_spec(model)
     layout = {name: ModulePlugin(dp_size=2, pp_size=2) for name in spec.modules}
-    engine = ParallelEngine(model, spec, resolve_plan(spec, layout), torch.device("cpu"))
+    engine = ParallelEngine(model, spec, resolve_plan(spec, layout), World())
     result = [slept_steps(engine, variant, sizes) for variant in SAME_PLAN]
     if dist.get_rank() == 0:
         options.ranks.write_text(json.dumps(result))

@@ -17,13 +17,14 @@ from hf_mmparallel.data.loader import StepBatch
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.transport import DistributedTransport
 from hf_mmparallel.schedule import Task
+from hf_mmparallel.world import World
 
 TOKENS = {"vision": 100, "audio": 101}
 
 
 def message_ms(num_values: int, repeats: int = 100) -> float:
     """The time of one message of float32 from rank 0 to rank 1, half a round trip; equal on all ranks."""
-    transport = DistributedTransport()
+    transport = DistributedTransport(World())
     tensor, buffer = torch.zeros(num_values), torch.empty(num_values)
     times = []
     dist.barrier()

@@ -33,6 +33,7 @@ from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import simulate
 from hf_mmparallel.search.problem import Candidate, Layout
 from hf_mmparallel.search.steps import PlannedStep, StepPlanner
+from hf_mmparallel.world import World
 
 FROZEN = ((), ("tower",), (LANGUAGE_MODEL,))
 PROBED, CALM = 4, 1.05
@@ -216,7 +217,7 @@ class Prepared:
 
 def prepare(model: Any, planner: StepPlanner, step: PlannedStep, samples: Any, collator: Any) -> Prepared:
     """The engine of a plan with the samples and the program of a step."""
-    engine = ParallelEngine(model, planner.costs.spec, planner.plan, torch.device("cpu"))
+    engine = ParallelEngine(model, planner.costs.spec, planner.plan, World())
     batch = StepDataset(Reader(samples, collator), engine.keys, 0).read(step.step)
     batch.program = step.program.of_rank(engine.rank)
     batch.fingerprint = fingerprint(step.step, step.program, batch.cuts)

@@ -37,6 +37,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import Task, simulate
+from hf_mmparallel.world import World
 
 REAL, MODELLED = "real", "modelled"
 GOALS = {REAL: 0.15, MODELLED: 0.10}
@@ -132,7 +133,7 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
     model = common.build_model(shapes).train()
     spec = build_model_spec(model)
     plan = plan_for_model(MultimodalParallelPlugin({}), spec, 2, NUM_MICROBATCHES)
-    engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
+    engine = ParallelEngine(model, spec, plan, World())
     size = MICROBATCH * NUM_MICROBATCHES
     count = 2 + num_calibration + num_steps
     reader = StepDataset(Reader(common.make_dataset(shapes, size * count), common.collate), engine.keys, 0)
@@ -180,7 +181,7 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     spec = build_model_spec(model)
     plugin = MultimodalParallelPlugin(dict(case.modules), case.schedule)  # type: ignore[arg-type]
     plan = plan_for_model(plugin, spec, case.world_size, num_microbatches)
-    engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
+    engine = ParallelEngine(model, spec, plan, World())
     size = 6 * num_microbatches * plan.modules["language_model"].dp_size
     step: StepPlan = contiguous_step(plan, range(size), 6)
     batch = StepDataset(Reader(tiny_samples(size), collate), engine.keys, 0).read(step)

@@ -19,6 +19,7 @@ LEVELS = {
     "_registration": 0,
     "plan": 0,
     "kernels": 0,
+    "world": 0,
     "arrange": 1,
     "cost": 1,
     "schedule": 1,

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ..arrange.balance import Balance, compare_with_contiguous, measured_balance
-from ..runtime.activity import doing
 from ..runtime.engine import ParallelEngine
 from ..runtime.executor import StepResult
 from ..schedule import Span
+from ..world import World
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,10 @@ def forward_metrics(balance: Balance) -> dict[str, float]:
     return metrics
 
 
-def measure(steps: Sequence[RanStep], device: torch.device) -> list[Balance]:
+def measure(steps: Sequence[RanStep], world: World) -> list[Balance]:
     """The forwards of some steps, summed over the stages of each replica. Collective."""
-    summed = torch.from_numpy(np.concatenate([ran.forward_ms for ran in steps])).to(device)
-    with doing("metrics of the ranks", waits=True):
-        dist.all_reduce(summed)
-        total = summed.cpu().numpy()
+    summed = torch.from_numpy(np.concatenate([ran.forward_ms for ran in steps]))
+    total = world.all_reduce(summed, what="metrics of the ranks").numpy()
     every = np.split(total, np.cumsum([len(ran.forward_ms) for ran in steps])[:-1])
     return [_balance_of(times, ran.counts) for times, ran in zip(every, steps, strict=True)]
 

@@ -9,16 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from ..arrange.balance import excess
 from ..cost import training_flops
 from ..plan import ModelSpec
-from ..runtime.collectives import all_gather_values
 from ..runtime.devices import MEASURED
 from ..runtime.executor import StepResult
 from ..runtime.work import ModuleWork
+from ..world import World
 from .balance import RanStep, forward_metrics, last_step, mean_of, measure
 from .base import EngineCallback
 
@@ -116,11 +113,9 @@ def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflop
     return flops / (1e9 * peak_tflops * len(windows) * max(window.wall_ms for window in windows))
 
 
-def core_per_rank(device: torch.device) -> bool:
+def core_per_rank(world: World) -> bool:
     """Whether every rank of this host has a GPU or a core of its own."""
-    if device.type != "cpu":
-        return True
-    return len(os.sched_getaffinity(0)) >= dist.get_world_size()
+    return world.device.type != "cpu" or len(os.sched_getaffinity(0)) >= world.size
 
 
 class ParallelMetricsCallback(EngineCallback):
@@ -152,9 +147,9 @@ class ParallelMetricsCallback(EngineCallback):
         if self.engine is None or not self.steps:
             return {}
         mine = RankWindow.of([ran.result for ran in self.steps], 1e3 * (self.ends_s[-1] - self.ends_s[0]))
-        windows = all_gather_values(mine, "metrics of the ranks")
-        metrics = efficiency(windows, core_per_rank(self.engine.device))
-        metrics |= mean_of([forward_metrics(balance) for balance in measure(self.steps, self.engine.device)])
+        windows = self.engine.world.all_gather(mine, "metrics of the ranks")
+        metrics = efficiency(windows, core_per_rank(self.engine.world))
+        metrics |= mean_of([forward_metrics(balance) for balance in measure(self.steps, self.engine.world)])
         metrics |= mean_of([ran.arrangement for ran in self.steps])
         self.steps.clear()
         self.ends_s = deque([time.perf_counter()], _MOST_STEPS + 1)

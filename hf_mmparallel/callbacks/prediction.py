@@ -19,7 +19,6 @@ from ..cost.calibration import profile_digest
 from ..cost.run_log import RUN_LOG, LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
 from ..cost.stage_memory import GIB
 from ..plan import ParallelPlan
-from ..runtime.collectives import broadcast_value, gather_values
 from ..runtime.engine import ParallelEngine
 from ..search.comparison import (
     MeasuredStep,
@@ -196,13 +195,13 @@ class PredictionCallback(EngineCallback):
             return {}
         if engine.device.type == "cuda":
             self.steps.memory_gib = torch.cuda.max_memory_allocated(engine.device) / GIB
-        ranks = gather_values(self.steps, "measured steps of the ranks")
+        ranks = engine.world.gather(self.steps, "measured steps of the ranks")
         metrics: dict[str, float] = {}
         if ranks is not None:
             with not_worth_a_run("The comparison with predictions"):
                 metrics = self._compared(engine, ranks)
         self.steps, self.predictions = RankSteps(), []
-        return broadcast_value(metrics, engine.device, "predicted beside measured")
+        return engine.world.broadcast(metrics, "predicted beside measured")
 
     def _compared(self, engine: ParallelEngine, ranks: Sequence[RankSteps]) -> dict[str, float]:
         """The numbers of a window, on the first rank. What takes longer goes to the thread."""
@@ -230,7 +229,7 @@ class PredictionCallback(EngineCallback):
             wall_ms=wall_ms,
             data_ms=data_ms,
             predicted_bubble=float(np.mean([step.prediction.simulation.bubble_fraction for step in steps])),
-            bubble=_bubble(ranks, chosen) if core_per_rank(engine.device) else None,
+            bubble=_bubble(ranks, chosen) if core_per_rank(engine.world) else None,
             causes={},
             memory=_memory(ranks, steps),
             groups=(),

@@ -133,9 +133,10 @@ def _links(device: str) -> dict[str, float] | None:
     from accelerate import PartialState
 
     from ..runtime.links import link_constants
+    from ..world import World
 
     state = PartialState(cpu=device == "cpu")
-    found = link_constants(state.device or torch.device(device))
+    found = link_constants(World(state.device or torch.device(device)))
     state.destroy_process_group()
     return found if state.is_main_process else None
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..world import World
 from .hollow import is_hollow
 from .tensor_parallel import base_name
 
@@ -345,32 +346,26 @@ def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
             module._parameters[attribute] = nn.Parameter(value, parameter.requires_grad)
 
 
-def check_equal_models(model: nn.Module, group: Any = None) -> None:
+def check_equal_models(model: nn.Module, world: World) -> None:
     """
     Checks that a live model has the same parameters and buffers on all ranks, by their hashes.
 
     Args:
         model (`nn.Module`): The whole model.
-        group (`ProcessGroup`, *optional*): The ranks; all by default.
+        world ([`World`]): The ranks.
 
     Raises:
         `ValueError`: On every rank, naming the first parameter that differs and the ranks.
     """
-    import torch.distributed as dist
-
     hashes = {name: _hash(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     whole = hashlib.blake2b(repr(list(hashes.items())).encode(), digest_size=16).hexdigest()
-    wholes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(wholes, whole, group=group)
-    if len(set(wholes)) == 1:
+    if len(set(world.all_gather(whole, "comparing the models of the ranks"))) == 1:
         return
-    tables: list[Any] = [None] * len(wholes)
-    dist.all_gather_object(tables, hashes, group=group)
-    ranks = dist.get_process_group_ranks(group) if group is not None else list(range(len(wholes)))
+    tables = world.all_gather(hashes, "comparing the models of the ranks")
     every = dict.fromkeys(name for table in tables for name in table)
     name = next((name for name in every if len({table.get(name) for table in tables}) > 1), next(iter(every)))
     groups: dict[Any, list[int]] = {}
-    for rank, table in zip(ranks, tables, strict=True):
+    for rank, table in enumerate(tables):
         groups.setdefault(table.get(name), []).append(rank)
     sides = " than on ".join(
         f"ranks {members}" if len(members) > 1 else f"rank {members[0]}" for members in groups.values()

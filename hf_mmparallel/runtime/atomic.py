@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
-
-from .collectives import barrier
+from ..world import World
 
 _UNFINISHED = "_saving-"
 _PREVIOUS = _UNFINISHED + "previous-"
@@ -36,7 +34,7 @@ class SaveError(OSError):
 
 
 @contextmanager
-def atomic_folder(path: str | Path) -> Iterator[Path]:
+def atomic_folder(path: str | Path, world: World) -> Iterator[Path]:
     """
     A folder that appears at `path` only when everything in it is written.
 
@@ -45,24 +43,24 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
     Args:
         path (`str` or `Path`): The final place; a folder there is replaced.
+        world ([`World`]): The ranks.
 
     Raises:
         [`SaveError`]: On the rank that can't write.
     """
     path = Path(path)
     temporary = path.with_name(_UNFINISHED + path.name)
-    main = not dist.is_initialized() or dist.get_rank() == 0
     with save_errors(path):
-        if main:
+        if world.is_first:
             _clear(path)
             temporary.mkdir(parents=True)
-        barrier()
+        world.barrier()
         yield temporary
-        barrier()
-        if main:
+        world.barrier()
+        if world.is_first:
             _sync(temporary)
             _replace(temporary, path)
-        barrier()
+        world.barrier()
 
 
 def _clear(path: Path) -> None:

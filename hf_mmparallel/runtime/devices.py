@@ -16,7 +16,7 @@ from accelerate.logging import get_logger
 
 from ..cost import Hardware, find_device, recognize_device
 from ..cost.devices import PEAK_OF_DTYPE
-from .collectives import all_gather_values
+from ..world import World
 from .links import measured_links
 from .timing import run_seconds
 
@@ -64,18 +64,19 @@ def reported_name(device: torch.device) -> str:
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else str(device.type)
 
 
-def device_of_ranks(device: torch.device) -> Hardware:
+def device_of_ranks(world: World) -> Hardware:
     """
     The device of the ranks, the same on all of them. Collective. Of unlike ranks each number is that of the slowest,
     see [`slowest`]. Where a rank has a device that is not in the table all measure theirs, which takes about two
     seconds.
 
     Args:
-        device (`torch.device`): Of this rank.
+        world ([`World`]): The ranks.
     """
+    device = world.device
     mine = known_device(device)
     limits = power_limits(device)
-    told = all_gather_values((reported_name(device), mine, limits), "comparing the devices of the ranks")
+    told = world.all_gather((reported_name(device), mine, limits), "comparing the devices of the ranks")
     unknown = list(dict.fromkeys(name for name, found, _ in told if found is None))
     lowered = [(rank, *own) for rank, (_, _, own) in enumerate(told) if own is not None and own[0] < 0.98 * own[1]]
     if lowered:
@@ -86,8 +87,8 @@ def device_of_ranks(device: torch.device) -> Hardware:
         )
     if unknown:
         local = measure_device(device)
-        found = slowest(all_gather_values(local, "comparing measured devices"))
-        found = replace(measured_links(found, device), name=unknown[0])
+        found = slowest(world.all_gather(local, "comparing measured devices"))
+        found = replace(measured_links(found, world), name=unknown[0])
         logger.warning(
             f"`{'`, `'.join(unknown)}` is not in the table of devices. Measured: {summary(found)}. Give `gpu_spec` a "
             "file with its numbers to set them."

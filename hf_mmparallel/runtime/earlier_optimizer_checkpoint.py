@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Shard
 
-from .collectives import raise_together
+from ..world import World
 from .optimizer_checkpoint import (
     another_optimizer,
     apply_state,
@@ -92,7 +91,9 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-def load_earlier_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, folder: str | Path) -> None:
+def load_earlier_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, folder: str | Path, world: World
+) -> None:
     """
     Reads into every rank's optimizer what version 0.1 wrote under any layout, bit by bit. Called by all ranks.
 
@@ -100,6 +101,7 @@ def load_earlier_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, f
         optimizer (`torch.optim.Optimizer`): This rank's, new or used.
         model (`nn.Module`): The pruned model of this rank.
         folder (`str` or `Path`): What was written.
+        world ([`World`]): The ranks.
 
     Raises:
         `ValueError`:
@@ -108,9 +110,9 @@ def load_earlier_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, f
     optimizer = getattr(optimizer, "optimizer", optimizer)
     folder = Path(folder)
     reader = _Reader(str(folder / TENSORS))
-    states, settings = raise_together(lambda: _checked_empty_states(optimizer, model, folder, reader))
+    states, settings = world.raise_together(lambda: _checked_empty_states(optimizer, model, folder, reader))
     tensors = {stored: _plain(value) for state in states.values() for stored, (_, value) in state[0].items()}
-    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    load(tensors, storage_reader=reader, no_dist=world.size == 1)
     filled = {}
     for parameter, (empty, values) in states.items():
         filled[parameter] = dict(values)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,7 +18,6 @@ from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
-from ..modeling.adapters import Adapter
 from ..modeling.tensor_parallel import apply_module_tp, mark_replicated
 from ..plan import (
     LANGUAGE_MODEL,
@@ -30,18 +27,18 @@ from ..plan import (
     SampleSizes,
     StepPlan,
     Workloads,
-    holdings,
     sync_groups,
 )
 from ..schedule import Program, Task, build_program
 from ..search.steps import StepPlanner
-from .activity import ACTIVITY, doing
+from ..world import ACTIVITY, World, doing
 from .executor import Executor, StepResult
 from .first_step import FirstStepCheck
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups, tensor_parallel_rows
 from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters
+from .sharded_model import ShardedModel
 from .step_check import StepCheck
 from .transport import DistributedTransport
 
@@ -78,7 +75,7 @@ class ParallelEngine(nn.Module):
         model (`PreTrainedModel`): The whole model; owned weights may still be on the meta device when `load` is given.
         spec (`ModelSpec`): Its description.
         plan (`ParallelPlan`): The plan.
-        device (`torch.device`): Where this rank computes.
+        world ([`World`]): The ranks of the plan.
         label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
         seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
         load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
@@ -90,7 +87,7 @@ class ParallelEngine(nn.Module):
         model: PreTrainedModel,
         spec: ModelSpec,
         plan: ParallelPlan,
-        device: torch.device,
+        world: World,
         label_smoothing: float = 0.0,
         seed: int = 0,
         load: Callable[[PreTrainedModel], None] | None = None,
@@ -100,13 +97,14 @@ class ParallelEngine(nn.Module):
         spec = mark_replicated(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
         self.spec = spec
         self.plan = plan
-        self.device = device
+        self.world = world
+        self.device = device = world.device
         self.seed = seed
-        self.rank = dist.get_rank()
-        atexit.register(_leave)
+        self.rank = world.rank
         self.sync_groups = sync_groups(spec, plan)
-        self.holdings = holdings(spec, plan)
-        self.groups = ProcessGroups(plan, self.sync_groups, device.type)
+        self.sharded = ShardedModel(model, spec, plan, world)
+        self.holdings = self.sharded.holdings
+        self.groups = ProcessGroups(plan, self.sync_groups, world)
         self.encoder_inputs = _encoder_inputs(model)
         self.costs = costs or analytic_costs(spec, find_device("cpu"))
         self.cutter = None
@@ -131,7 +129,7 @@ class ParallelEngine(nn.Module):
             plan,
             spec,
             self.stages,
-            DistributedTransport(self.groups.channels),
+            DistributedTransport(world, self.groups.channels),
             self.groups.by_ranks,
             lambda logits, labels, shifted: token_loss(model, logits, labels, label_smoothing, shifted),
             device,
@@ -149,12 +147,11 @@ class ParallelEngine(nn.Module):
             named[name] for name in self.holdings if name in named and named[name].requires_grad and self._counts(name)
         ]
         self._check_step = StepCheck(
-            self.groups.control,
+            world,
             num_replicas=plan.modules[LANGUAGE_MODEL].dp_size,
             sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
             has_cuts=self.cutter is not None,
         )
-        self.adapter: Adapter | None = None
         self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
         self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
         self.step_index = 0
@@ -234,7 +231,7 @@ class ParallelEngine(nn.Module):
             for key, stage in self.stages.items()
             if comparable and stage.module == LANGUAGE_MODEL and stage.is_last
         }
-        return FirstStepCheck(replicated, copies, stages, self.groups.control)
+        return FirstStepCheck(replicated, copies, stages, self.world)
 
     def _before_sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes the gradients of this rank ready to be added to those of others."""
@@ -355,16 +352,13 @@ class ParallelEngine(nn.Module):
                 words = inputs.get(WORDS)
                 mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-        numbers = numbers.to(self.device)
-        with doing("adding up the step", waits=True):
-            dist.all_reduce(numbers)
-            loss, targets, tokens, real = numbers.tolist()
+        loss, targets, tokens, real = self.world.all_reduce(numbers, what="adding up the step").tolist()
         return StepTotals(loss, int(targets), int(tokens), int(real))
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the gradient over all modules."""
         with doing("norm of the gradient", waits=True):
-            return gradient_norm(self.counted, self.device)
+            return gradient_norm(self.counted, self.world)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clips the gradient by its norm over all modules and returns the norm before."""
@@ -379,9 +373,3 @@ def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
         name: frozenset(entry for modality in part.modalities for entry in part.input_names(modality))
         for name, part in module_parts(model).items()
     }
-
-
-def _leave() -> None:
-    """Ends the gloo group of a script that does not: its threads may otherwise outlive what they use."""
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()

@@ -19,7 +19,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule.actions import Action, Message, Program, Task
 from ..schedule.graph import GradientFlow
 from ..schedule.lowering import receive_ahead
-from .activity import ACTIVITY
+from ..world import ACTIVITY
 from .boundary import Leg, part_size, pick
 from .messages import MessageGeometry, StageKey, num_rows_of
 from .transport import Handle, Transport

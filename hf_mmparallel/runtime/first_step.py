@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..modeling.stages import ModuleStage
-from .collectives import all_gather_values
+from ..world import World
 from .executor import StepResult
 from .gradients import local
 from .messages import StageKey
@@ -37,7 +37,7 @@ class FirstStepCheck:
             (ranks, group, parameters) of each gradient sum of this rank, in one order on all ranks.
         stages (`Mapping[StageKey, ModuleStage]`):
             The stages of this rank that end in a loss which can be compared.
-        control (`ProcessGroup`, *optional*): All ranks, for numbers in host memory.
+        world ([`World`]): All ranks.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class FirstStepCheck:
         rows: Sequence[ReplicatedParameters],
         copies: Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]],
         stages: Mapping[StageKey, ModuleStage],
-        control: Any,
+        world: World,
     ):
         self.rows = rows
         self.copies = copies
         self.stages = stages
-        self.control = control
+        self.world = world
         self._gradients: dict[int, torch.Tensor] = {}
 
     def start(self) -> None:
@@ -78,11 +78,8 @@ class FirstStepCheck:
         losses = [self._loss(key, result) for key in self.stages]
         found = next(filter(None, (*self._weights(), *self._shares(), *losses)), None)
         self._gradients.clear()
-        flag = torch.tensor(int(found is not None))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
-        if not flag:
-            return
-        raise ValueError(next(filter(None, all_gather_values(found, group=self.control))))
+        if self.world.all_reduce(torch.tensor(int(found is not None)), "max"):
+            raise ValueError(next(filter(None, self.world.all_gather(found))))
 
     def _weights(self) -> Iterator[str]:
         """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""

@@ -14,6 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from ..cost import GRADIENT_BUCKET_BYTES
 from ..plan import SyncGroup
+from ..world import World
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,24 +162,22 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Te
         torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
 
 
-def gradient_norm(counted: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
+def gradient_norm(counted: Sequence[nn.Parameter], world: World) -> torch.Tensor:
     """
     The 2-norm of the gradient of the whole model.
 
     Args:
         counted (`Sequence[nn.Parameter]`):
             The parameters (or shards) that this rank counts; over all ranks each element is counted once.
-        device (`torch.device`): Device of the result.
+        world ([`World`]): All ranks.
 
     Returns:
-        `torch.Tensor`: A float32 scalar, equal on all ranks.
+        `torch.Tensor`: A float32 scalar on the device, equal on all ranks.
     """
     gradients = [local(p.grad).float() for p in counted if p.grad is not None]
     square = get_total_norm(gradients).double().square() if gradients else torch.zeros(())
-    square = square.to(device=device, dtype=torch.float64)
-    if dist.is_initialized():
-        dist.all_reduce(square)
-    return square.sqrt().float()
+    square = square.to(device=world.device, dtype=torch.float64)
+    return world.all_reduce(square).sqrt().float()
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan import ParallelPlan, SyncGroup
+from ..world import World
 
 
 def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
@@ -53,12 +53,6 @@ def tensor_parallel_rows(plan: ParallelPlan) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(row for row in rows if len(row) > 1))
 
 
-def _default_timeout(device_type: str) -> timedelta:
-    """How long collectives of the default group wait for a rank, which `ddp_timeout` says."""
-    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device(device_type))
-    return backend.options._timeout
-
-
 class ProcessGroups:
     """
     The groups that a rank uses. Creating one is collective: every rank of the world makes the same calls.
@@ -69,57 +63,47 @@ class ProcessGroups:
     Args:
         plan (`ParallelPlan`): The plan.
         sync (`Sequence[SyncGroup]`): The gradient sums.
-        device_type (`str`): `"cpu"` or `"cuda"`.
-
-    Attributes:
-        control (`ProcessGroup`, *optional*):
-            All ranks, for numbers in host memory, so that no rank waits for its device; `None` for the default group
-            where that is such a group.
+        world ([`World`]): The ranks.
     """
 
-    def __init__(self, plan: ParallelPlan, sync: Sequence[SyncGroup], device_type: str):
-        rank = dist.get_rank()
+    def __init__(self, plan: ParallelPlan, sync: Sequence[SyncGroup], world: World):
+        rank = world.rank
         self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.by_ranks: dict[tuple[int, ...], Any] = {}
-        self._timeout = _default_timeout(device_type)
         rows = tensor_parallel_rows(plan)
         for ranks in dict.fromkeys((*rows, *context_groups(plan), *(group.ranks for group in sync))):
-            made = self._new_group(ranks)
+            made = world.new_group(ranks)
             if rank in ranks:
                 self.by_ranks[ranks] = made
         for row in rows:
             if rank in row:
                 self.tp_meshes[row] = DeviceMesh.from_group(
-                    self.by_ranks[row], device_type, mesh=list(row), mesh_dim_names=("tp",)
+                    self.by_ranks[row],
+                    world.device.type,
+                    mesh=[world.processes[other] for other in row],
+                    mesh_dim_names=("tp",),
                 )
         self.channels: dict[tuple[int, int], Any] = {}
-        self.control: Any = None
-        if dist.get_backend() == "nccl":
-            self.control = self._new_group(range(dist.get_world_size()), backend="gloo")
+        if world.on_device:
             for pair in talking_pairs(plan):
-                made = self._new_group(pair)
+                made = world.new_group(pair)
                 if rank in pair:
                     self.channels[pair] = made
-            self._connect(rank, torch.device(device_type, torch.cuda.current_device()))
+            self._connect(world)
 
-    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
-        """A group of these ranks in this order, which waits as long as the default group."""
-        # The mesh of a row would make a group of its own, of sorted ranks.
-        return dist.new_group(list(ranks), timeout=self._timeout, backend=backend, sort_ranks=False)
-
-    def _connect(self, rank: int, device: torch.device) -> None:
+    def _connect(self, world: World) -> None:
         """
         Uses every group once, in one order on all ranks: NCCL connects a group in its first call, which blocks the
         host until its peers have come.
         """
-        token = torch.zeros(1, device=device)
+        token = torch.zeros(1, device=world.device)
         for ranks in sorted(self.by_ranks):
             dist.all_reduce(token, group=self.by_ranks[ranks])
         for source, target in sorted(self.channels):
-            if rank == source:
-                dist.send(token, target, group=self.channels[source, target])
+            if world.rank == source:
+                dist.send(token, world.processes[target], group=self.channels[source, target])
             else:
-                dist.recv(token, source, group=self.channels[source, target])
+                dist.recv(token, world.processes[source], group=self.channels[source, target])
 
     def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
         """The mesh of a row of tensor-parallel ranks, `None` for a single rank."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..cost import Hardware
-from .collectives import all_gather_values, wire_device
+from ..world import World
 from .timing import synchronize
 
 _BYTES = {"cuda": 2**26, "cpu": 2**22}
@@ -26,7 +26,7 @@ _BETWEEN = ("node_link_gb_per_s", "node_collective_latency_us", "node_message_gb
 """Fields of [`Hardware`], in the order of [`_sums`] and [`_messages`]."""
 
 
-def link_constants(device: torch.device) -> dict[str, float]:
+def link_constants(world: World) -> dict[str, float]:
     """
     Measures the links of the ranks, which are told apart by the names of their hosts. Collective. Of several nodes,
     and of several ranks of a node, the slowest counts.
@@ -35,49 +35,48 @@ def link_constants(device: torch.device) -> dict[str, float]:
     go in a ring of the ranks of a node, or of the ranks with the same place in each node, all at once.
 
     Args:
-        device (`torch.device`): Of this rank.
+        world ([`World`]): The ranks.
 
     Returns:
         `dict[str, float]`: Fields of [`Hardware`]. What takes two ranks of a node is left out where none has two, and
         what takes two nodes where there is one.
     """
-    hosts = all_gather_values(socket.gethostname(), "comparing the hosts of the ranks")
+    hosts = world.all_gather(socket.gethostname(), "comparing the hosts of the ranks")
     if len(hosts) < 2:
         return {}
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
-    rank, node_size = dist.get_rank(), min(map(len, nodes))
+    rank, node_size = world.rank, min(map(len, nodes))
     own = next(node for node in nodes if rank in node)
-    groups: list[Any] = [dist.new_group(node) for node in nodes] if len(nodes) > 1 else [None]
+    groups: list[Any] = [world.new_group(node) for node in nodes] if len(nodes) > 1 else [world.group]
     group = groups[nodes.index(own)]
     found: dict[str, float | None] = {}
     if len(own) > 1:
-        values = *_sums(device, group, len(own)), *_messages(device, own)
+        values = *_sums(world.device, group, len(own)), *_messages(world, own)
         found.update(zip(_INSIDE, values, strict=True))
     if len(nodes) > 1:
-        dist.destroy_process_group(group)
-        rate, latency_us = _sums(device, None, len(hosts))
-        values = rate / node_size, latency_us, *_messages(device, _same_place(nodes, own.index(rank)))
+        world.end_group(group)
+        rate, latency_us = _sums(world.device, world.group, len(hosts))
+        values = rate / node_size, latency_us, *_messages(world, _same_place(nodes, own.index(rank)))
         found.update(zip(_BETWEEN, values, strict=True))
-    slowest = _slowest(all_gather_values(found, "comparing measured links"))
+    slowest = _slowest(world.all_gather(found, "comparing measured links"))
     # A sum over all ranks uses the network cards of all devices of a node.
     return slowest if len(nodes) == 1 else slowest | {"node_size": node_size, "network_cards": node_size}
 
 
-def measured_links(hardware: Hardware, device: torch.device) -> Hardware:
+def measured_links(hardware: Hardware, world: World) -> Hardware:
     """
     A device with its links as they were measured. Collective. On one rank links stay what they are.
 
     Args:
         hardware (`Hardware`): The device, the same on all ranks.
-        device (`torch.device`): Of this rank.
+        world ([`World`]): The ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world.size == 1:
         return hardware
-    found = link_constants(device)
+    found = link_constants(world)
     inside = found.get("link_gb_per_s", hardware.link_gb_per_s)
     if "node_size" not in found:  # one node, to which no other one is asked for
-        count = dist.get_world_size()
-        found |= {"node_size": count, "network_cards": count, "node_link_gb_per_s": inside}
+        found |= {"node_size": world.size, "network_cards": world.size, "node_link_gb_per_s": inside}
     return replace(hardware, **{**found, "link_gb_per_s": max(inside, found["node_link_gb_per_s"])})
 
 
@@ -106,20 +105,20 @@ def _sums(device: torch.device, group: Any, count: int) -> tuple[float, float]:
     return rate, 1e6 * seconds / (2 * (count - 1).bit_length())
 
 
-def _messages(device: torch.device, ring: Sequence[int]) -> tuple[float | None, float | None]:
+def _messages(world: World, ring: Sequence[int]) -> tuple[float | None, float | None]:
     """
     Of messages that each rank of a ring sends to the next one: the rate in GB/s, and the latency in microseconds;
     `None` on ranks that are in no ring.
     """
     if not ring:
         return None, None
-    wire, place = wire_device(device), ring.index(dist.get_rank())
-    target, source = ring[(place + 1) % len(ring)], ring[place - 1]
+    wire, place = world.wire_device, ring.index(world.rank)
+    target, source = (world.processes[ring[(place + step) % len(ring)]] for step in (1, -1))
     count = _BYTES.get(wire.type, _BYTES["cuda"]) // 4
 
     def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:
-        sending = dist.P2POp(dist.isend, sent, target)
-        for work in dist.batch_isend_irecv([sending, dist.P2POp(dist.irecv, received, source)]):
+        sending = dist.P2POp(dist.isend, sent, target, world.group)
+        for work in dist.batch_isend_irecv([sending, dist.P2POp(dist.irecv, received, source, world.group)]):
             work.wait()
 
     large, small = (torch.zeros(2, size, device=wire) for size in (count, 1))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,8 +25,9 @@ from torch.serialization import skip_data
 from torch.utils import serialization
 
 from ..plan import Holding
-from .collectives import gather_values, raise_together
+from ..world import World
 from .optimizers import whole_parameter
+from .sharded_model import ShardedModel
 
 STATE = "optimizer.pt"
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
@@ -147,11 +147,7 @@ class _Collected:
 
 
 def save_optimizer(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    folder: str | Path,
-    table: Mapping[str, Holding],
-    groups: Sequence[Sequence[str]],
+    optimizer: torch.optim.Optimizer, sharded: ShardedModel, folder: str | Path, groups: Sequence[Sequence[str]]
 ) -> list[dict[str, Any]]:
     """
     Writes the state of every rank's optimizer to `optimizer.pt`. Called by all ranks.
@@ -162,9 +158,8 @@ def save_optimizer(
 
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, with any tensors and numbers as state.
-        model (`nn.Module`): The pruned model of this rank, which gives parameters their names.
+        sharded ([`ShardedModel`]): The model, which gives parameters their names and owners.
         folder (`str` or `Path`): On a file system that all ranks share; made if needed.
-        table (`Mapping[str, Holding]`): Parameter -> where it lives.
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
 
     Returns:
@@ -176,9 +171,9 @@ def save_optimizer(
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     path = Path(folder) / STATE
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    mine = raise_together(lambda: _Collected(optimizer, model, table, rank))
-    every = gather_values(mine.entries)
+    world = sharded.world
+    mine = world.raise_together(lambda: _Collected(optimizer, sharded.model, sharded.holdings, world.rank))
+    every = world.gather(mine.entries)
     written = []
 
     def write_frame() -> None:
@@ -189,8 +184,8 @@ def save_optimizer(
             _write_frame(path, merged, laid_out)
             written.extend(settings for settings, _ in laid_out)
 
-    raise_together(write_frame)
-    _write_values(path, mine)
+    world.raise_together(write_frame)
+    _write_values(path, mine, world)
     return written
 
 
@@ -253,7 +248,7 @@ def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[
             torch.save({"state": used, "param_groups": listed}, path)
 
 
-def _write_values(path: Path, mine: _Collected) -> None:
+def _write_values(path: Path, mine: _Collected, world: World) -> None:
     """Writes this rank's tensors to their places."""
     error: OSError | None = None
     with contextlib.ExitStack() as opened:
@@ -263,7 +258,7 @@ def _write_values(path: Path, mine: _Collected) -> None:
                 frame = torch.load(path, weights_only=True, map_location="cpu")
             return opened.enter_context(path.open("r+b")), frame
 
-        file, frame = raise_together(open_frame)
+        file, frame = world.raise_together(open_frame)
         for group in frame["param_groups"]:
             for index, name in zip(group["params"], group["param_names"], strict=True):
                 # A rank that can't write goes on, for those that gather their shards with it.
@@ -284,11 +279,15 @@ def _write_values(path: Path, mine: _Collected) -> None:
         if error is not None:
             raise error
 
-    raise_together(report)
+    world.raise_together(report)
 
 
 def load_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, folder: str | Path, groups: Sequence[Sequence[str]]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    folder: str | Path,
+    groups: Sequence[Sequence[str]],
+    world: World,
 ) -> None:
     """
     Reads into every rank's optimizer what [`save_optimizer`] wrote under any layout, or the stock Trainer, bit by bit.
@@ -299,6 +298,7 @@ def load_optimizer(
         model (`nn.Module`): The pruned model of this rank.
         folder (`str` or `Path`): What was written.
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
+        world ([`World`]): The ranks.
 
     Raises:
         `ValueError`:
@@ -310,7 +310,7 @@ def load_optimizer(
         entries, settings = _entries(Path(folder) / STATE, groups)
         return _states(optimizer, model, entries, settings, Path(folder))
 
-    apply_state(optimizer, *raise_together(read))
+    apply_state(optimizer, *world.raise_together(read))
 
 
 def apply_state(

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .collectives import raise_together
+from ..world import World
 from .gradients import local, round_gradients
 
 _NUM_STEPS = 2
@@ -28,7 +28,7 @@ def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "sharded_parameter", parameter)
 
 
-def prepare_optimizer(optimizer: torch.optim.Optimizer, holds_all: bool) -> None:
+def prepare_optimizer(optimizer: torch.optim.Optimizer, holds_all: bool, world: World) -> None:
     """
     Makes a new optimizer give this rank's parameters the update that they have on one process. Collective.
 
@@ -38,6 +38,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, holds_all: bool) -> None
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, before its first step.
         holds_all (`bool`): Whether this rank holds all trained parameters of the model.
+        world ([`World`]): The ranks.
 
     Raises:
         `ValueError`: On all ranks, for an optimizer whose update would differ or fail.
@@ -51,7 +52,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, holds_all: bool) -> None
         return _needs_local_shards(optimizer)
 
     with torch.random.fork_rng([device.index for device in devices], device_type=device_type):
-        on_shards = raise_together(probe)
+        on_shards = world.raise_together(probe)
     if on_shards:
         for group in optimizer.param_groups:
             group["params"] = [_local_shard(parameter) for parameter in group["params"]]

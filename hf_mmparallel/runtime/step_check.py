@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from ..data.fingerprint import StepFingerprint
-from .collectives import all_gather_values
+from ..world import World
 
 _UNKNOWN = torch.iinfo(torch.int64).min
 
@@ -21,15 +20,14 @@ class StepCheck:
     common but gradient sums, which the same plan puts in the same order on every rank at every step.
 
     Args:
-        group (`ProcessGroup`, *optional*):
-            All ranks, for tensors in host memory, so that nobody waits for a device; the default group if left out.
+        world ([`World`]): All ranks.
         num_replicas (`int`): Replicas of the language model.
         sums (`int`): Checksum of the gradient sums of all ranks in their order.
         has_cuts (`bool`): Whether ranks share tokens of the language model's microbatches.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, num_replicas: int, sums: int, has_cuts: bool):
-        self.group = group
+    def __init__(self, world: World, num_replicas: int, sums: int, has_cuts: bool):
+        self.world = world
         self.num_replicas = num_replicas
         self.sums = sums
         self.has_cuts = has_cuts
@@ -81,14 +79,13 @@ class StepCheck:
         """The places at which ranks have different values; ranks that have `None` there don't count."""
         own = [_UNKNOWN if value is None else value for value in values]
         extremes = torch.tensor([own, [value if value == _UNKNOWN else -value for value in own]])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
-        most, least = extremes.tolist()
+        most, least = self.world.all_reduce(extremes, "max").tolist()
         return [
             place for place, (high, low) in enumerate(zip(most, least, strict=True)) if high not in (_UNKNOWN, -low)
         ]
 
     def _table(self, value: int | None) -> str:
         """Rank by rank, the values of those that have one. Collective."""
-        found = all_gather_values(value, group=self.group)
+        found = self.world.all_gather(value)
         rows = ", ".join(f"rank {rank}: {number % 2**20}" for rank, number in enumerate(found) if number is not None)
         return f"checksums: {rows}"

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ..world import World
+
 
 class Handle(Protocol):
     """A started transfer."""
@@ -41,28 +43,34 @@ class DistributedTransport:
     Messages over `torch.distributed`.
 
     Args:
+        world ([`World`]): The ranks.
         groups (`dict[tuple[int, int], ProcessGroup]`, *optional*):
             A group for each directed pair of ranks that talk, which backends that order all traffic of a group in one
-            stream (NCCL) need. Without it the default group carries everything; gloo orders each pair on its own.
+            stream (NCCL) need. Without it the group of all ranks carries everything; gloo orders each pair on its own.
     """
 
-    def __init__(self, groups: dict[tuple[int, int], dist.ProcessGroup] | None = None):
-        self.rank = dist.get_rank()
+    def __init__(self, world: World, groups: dict[tuple[int, int], dist.ProcessGroup] | None = None):
+        self.world = world
+        self.rank = world.rank
         self.groups = groups or {}
-        self._through_host = dist.get_backend() == "gloo"
+        self._through_host = not world.on_device
         self.receives_ahead = self._through_host  # NCCL connects a channel in its first call, with both ranks in it
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self.groups.get((source, target), self.world.group)
 
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
         if self._through_host:
             tensor = tensor.cpu()
-        return _Sent(_started(dist.isend(tensor, target, group=self.groups.get((self.rank, target)))), tensor)
+        process, group = self.world.processes[target], self._group(self.rank, target)
+        return _Sent(_started(dist.isend(tensor, process, group)), tensor)
 
     def recv(self, buffer: torch.Tensor, source: int) -> Handle:
-        group = self.groups.get((source, self.rank))
+        group, process = self._group(source, self.rank), self.world.processes[source]
         if self._through_host and buffer.device.type != "cpu":
             host = torch.empty(buffer.shape, dtype=buffer.dtype)
-            return _Copied(_started(dist.irecv(host, source, group=group)), host, buffer)
-        return _started(dist.irecv(buffer, source, group=group))
+            return _Copied(_started(dist.irecv(host, process, group)), host, buffer)
+        return _started(dist.irecv(buffer, process, group))
 
 
 def _started(work: dist.Work | None) -> dist.Work:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 
 from ..data.bad_samples import BadSample, BadSampleError
 from ..data.draws import Draw
 from ..data.loader import StepBatch, StepDataset
-from ..runtime.activity import doing
-from ..runtime.collectives import all_gather_values
+from ..world import World
 
 logger = get_logger(__name__)
 _NUM_COMPARED = 8
@@ -26,13 +23,13 @@ class SampleAgreement:
 
     Args:
         skip (`bool`): Whether to leave such samples out; otherwise they end the run.
-        group (`ProcessGroup`, *optional*): All ranks, for tensors in host memory; the default group if left out.
+        world ([`World`]): The ranks.
         name (`str`, *optional*, defaults to `"dataset"`): What the samples are from, for errors.
     """
 
-    def __init__(self, skip: bool, group: Any = None, name: str = "dataset"):
+    def __init__(self, skip: bool, world: World, name: str = "dataset"):
         self.skip = skip
-        self.group = group
+        self.world = world
         self.name = name
         self.num_skipped = 0
         self._reported: set[str] = set()
@@ -63,7 +60,7 @@ class SampleAgreement:
             return None
         if not self.skip:
             for bad in batch.bad.values():
-                raise bad.error(dist.get_rank() if dist.is_initialized() else None)
+                raise bad.error(self.world.rank if self.world.size > 1 else None)
             return batch
         while slots := self._bad_slots(batch):
             found = self._exchange(batch)
@@ -82,8 +79,7 @@ class SampleAgreement:
         """The slots that are bad on any rank."""
         flags = torch.zeros(len(batch.drawn.samples), dtype=torch.uint8)
         flags[list(batch.bad)] = 1
-        with doing("comparing which samples can be read", waits=True):
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        self.world.all_reduce(flags, "max", "comparing which samples can be read")
         return flags.nonzero().flatten().tolist()
 
     def _compare(self, batch: StepBatch | None) -> None:
@@ -91,8 +87,7 @@ class SampleAgreement:
         count = 0 if batch is None else len(batch.drawn.samples)
         digest = 0 if batch is None else batch.digest
         extremes = torch.tensor([count, -count, digest, -digest])
-        with doing("comparing samples of the stream", waits=True):
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
+        self.world.all_reduce(extremes, "max", "comparing samples of the stream")
         most, least, high, low = extremes.tolist()
         if (most, high) != (-least, -low):
             raise RuntimeError(
@@ -103,14 +98,11 @@ class SampleAgreement:
     def _compare_first(self, draw: Draw | None, dataset: StepDataset) -> None:
         """Raises `RuntimeError` if the first samples of a draw have another content on another rank."""
         samples = () if draw is None else draw.samples
-        own = torch.full((1 + _NUM_COMPARED,), _UNREAD)
+        own = [_UNREAD] * (1 + _NUM_COMPARED)
         own[0] = zlib.crc32(repr(samples).encode())
         for place, digest in enumerate(dataset.digests(draw, _NUM_COMPARED) if draw is not None else ()):
             own[1 + place] = _UNREAD if digest is None else digest
-        every = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
-        with doing("comparing the first samples", waits=True):
-            dist.all_gather(every, own, group=self.group)
-        drawn, *columns = torch.stack(every).T.tolist()
+        drawn, *columns = zip(*self.world.all_gather(own, "comparing the first samples"), strict=True)
         if len(set(drawn)) > 1:
             return  # other places are drawn, of which the step tells
         for place, column in enumerate(columns):
@@ -128,7 +120,7 @@ class SampleAgreement:
 
     def _exchange(self, batch: StepBatch) -> dict[int, tuple[int, BadSample]]:
         """Slot -> the first rank that met it, and what it says."""
-        every = all_gather_values(batch.bad, "comparing which samples can be read", self.group)
+        every = self.world.all_gather(batch.bad, "comparing which samples can be read")
         ranks = reversed(list(enumerate(every)))
         return {slot: (rank, bad) for rank, found in ranks for slot, bad in found.items()}
 

@@ -25,7 +25,6 @@ from ..modeling.possible_sizes import possible_sizes
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_trained, check_world_size
-from ..runtime.collectives import from_first_rank
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
@@ -120,7 +119,7 @@ def find_plan(
         searched.append(search)
         return found
 
-    found = from_first_rank(find, args.device)
+    found = trainer.world.from_first_rank(find)
     return found, searched[0] if searched else None
 
 

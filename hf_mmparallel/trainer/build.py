@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from accelerate.logging import get_logger
 from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
@@ -37,10 +35,9 @@ from ..plan import (
     plan_for_model,
 )
 from ..plan.plugin import reject_unknown_keys
-from ..runtime.activity import doing
-from ..runtime.collectives import all_gather_values, from_first_rank
 from ..runtime.devices import device_of_ranks, tf32_is_on
 from ..runtime.engine import ParallelEngine
+from ..world import World
 from .arguments import MultimodalTrainingArguments
 from .checks import check_model
 
@@ -263,7 +260,9 @@ class PreparedModel:
     adapter: Adapter | None = None
 
 
-def prepare_model(model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin) -> PreparedModel:
+def prepare_model(
+    model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, world: World
+) -> PreparedModel:
     """
     Freezes parts of a model, adds adapters and sets attention functions, in place. Collective.
 
@@ -272,6 +271,7 @@ def prepare_model(model: Any, args: MultimodalTrainingArguments, plugin: Multimo
             A whole model, equal on all ranks, or an id or folder from which each rank reads only what it holds.
         args (`MultimodalTrainingArguments`): The arguments.
         plugin (`MultimodalParallelPlugin`): The settings of modules.
+        world ([`World`]): The ranks.
     """
     source = model if isinstance(model, (str, Path)) else None
     configs = adapter_configs(model, plugin)
@@ -279,9 +279,8 @@ def prepare_model(model: Any, args: MultimodalTrainingArguments, plugin: Multimo
     adapter = None
     if is_peft_model(model):
         whole, adapter = unwrap_peft_model(model)
-    if source is None and dist.is_initialized():
-        with doing("comparing the models of the ranks", waits=True):
-            check_equal_models(whole)
+    if source is None:
+        check_equal_models(whole, world)
     check_model(whole)
     spec = apply_module_settings(whole, plugin)
     if configs:
@@ -289,11 +288,11 @@ def prepare_model(model: Any, args: MultimodalTrainingArguments, plugin: Multimo
             adapter = add_adapters(whole, spec, configs)
         mark_adapted(whole, adapter)
         spec = build_model_spec(whole)
-    return PreparedModel(whole, spec, _costs(spec, args), source, adapter)
+    return PreparedModel(whole, spec, _costs(spec, args, world), source, adapter)
 
 
 def build_engine(
-    prepared: PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
+    prepared: PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, world: World
 ) -> tuple[ParallelEngine, int]:
     """
     Prepares this rank's part of a model, in place. Collective.
@@ -302,6 +301,7 @@ def build_engine(
         prepared ([`PreparedModel`]): The model.
         args (`MultimodalTrainingArguments`): The arguments.
         plugin (`MultimodalParallelPlugin`): The layout.
+        world ([`World`]): The ranks.
 
     Returns:
         The engine, and the samples of a global batch.
@@ -310,22 +310,20 @@ def build_engine(
     plan = _plan(plugin, spec, args)
     if plan.modules[LANGUAGE_MODEL].cp_size > 1:
         prepare_context(prepared.model, spec, plugin.modules.get(LANGUAGE_MODEL))
-    _check_same_plan(plan)
+    _check_same_plan(plan, world)
     check_matrices(spec, plan)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
-    # accelerate's `cpu:0` is the CPU, but a move to it copies, and gives what other ranks hold memory of its own.
-    device = torch.device("cpu") if args.device.type == "cpu" else args.device
     engine = ParallelEngine(
         prepared.model,
         spec,
         plan,
-        device,
+        world,
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
-        load=None if source is None else lambda pruned: load_owned(pruned, source, device),
+        load=None if source is None else lambda pruned: load_owned(pruned, source, world.device),
         costs=prepared.costs,
     )
-    engine.adapter = prepared.adapter
+    engine.sharded.adapter = prepared.adapter
     engine.settings = plugin.modules
     recomputing = {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}
     for name in recomputing:  # every layer until here; the arguments may say which
@@ -350,7 +348,7 @@ def compute_dtype(spec: ModelSpec, args: MultimodalTrainingArguments) -> str:
     return "tf32" if found == "float32" and tf32_is_on() else found
 
 
-def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
+def _costs(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -> CostModel:
     """
     What layers cost, the same on all ranks, which must decide alike: of the device of all, and the profile of rank 0.
 
@@ -365,8 +363,8 @@ def _costs(spec: ModelSpec, args: MultimodalTrainingArguments) -> CostModel:
         described = None if args.gpu_spec is None else device_from("", args.gpu_spec)
         return described, None if path is None else read_costs(path)
 
-    described, source = from_first_rank(read, args.device)
-    device = (described or device_of_ranks(args.device)).computing_in(compute_dtype(spec, args))
+    described, source = world.from_first_rank(read)
+    device = (described or device_of_ranks(world)).computing_in(compute_dtype(spec, args))
     return costs_from(spec, device, value_bytes(spec, args), source)
 
 
@@ -387,9 +385,9 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
     return plan
 
 
-def _check_same_plan(plan: ParallelPlan) -> None:
+def _check_same_plan(plan: ParallelPlan, world: World) -> None:
     """Raises `ValueError` on every rank when the ranks were given different plans."""
-    prints = all_gather_values(plan.fingerprint, "comparing the plans of the ranks")
+    prints = world.all_gather(plan.fingerprint, "comparing the plans of the ranks")
     if len(set(prints)) > 1:
         rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))
         raise ValueError(f"The ranks were given different plans ({rows}). Give all ranks the same `parallel`.")

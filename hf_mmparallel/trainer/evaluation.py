@@ -16,11 +16,9 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from ..data.context import WORDS
 from ..data.packing import unpack
 from ..modeling.hollow import cast_values
-from ..runtime.activity import doing
-from ..runtime.collectives import broadcast_value
 from ..runtime.engine import ParallelEngine
-from ..runtime.gather import gather_to_first
 from ..schedule import Task
+from ..world import doing
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer
@@ -143,7 +141,7 @@ def evaluate(
         num_samples += len(batch.step.samples)
         rows = (_step_losses(engine, result.losses), collector.rows if collector else [])
         with doing("gathering predictions"):
-            gathered = gather_to_first(rows, engine.device)
+            gathered = engine.world.gather_tensors(rows)
         if collector:
             collector.rows = []
         if main:
@@ -165,7 +163,7 @@ def evaluate(
         )
     with doing("metrics"):
         metrics, arrays = _metrics(trainer, containers, losses, prefix) if main else ({}, {})
-    metrics = broadcast_value(metrics, engine.device, "metrics")
+    metrics = engine.world.broadcast(metrics, "metrics")
     predictions: Any = arrays.get("predictions")
     return EvalLoopOutput(
         predictions=predictions,

@@ -20,9 +20,9 @@ from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
-from ..runtime.collectives import all_gather_values, from_first_rank
 from ..search.method_choice import DEFAULT_METHOD
 from ..search.steps import SizeFunction, StepPlanner
+from ..world import World
 from .arguments import AUTO
 from .checks import check_dataset
 from .limits import allowed_bytes
@@ -49,7 +49,7 @@ def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
             sampler = LengthGroups(sampler, trainer.global_batch_size, seed)
         sampler = _seeded(trainer, sampler)
     draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
-    method = from_first_rank(lambda: trainer.method_choice.method, args.device)
+    method = trainer.world.from_first_rank(lambda: trainer.method_choice.method)
     sizes = trainer.training_sizes.shared(dataset)
     planner = trainer._engine.planner = training_planner(trainer, sizes.source, sizes.typical, method)
     trainer.memory_ratio = _memory_ratio(trainer, planner, sizes)
@@ -77,7 +77,7 @@ def _sized(trainer: MultimodalParallelTrainer, dataset: Any, draws: DrawSampler,
         sizes.source,
         dataset,
         unknown,
-        functools.partial(all_gather_values, what="exchanging the sizes of samples", group=engine.groups.control),
+        functools.partial(trainer.world.all_gather, what="exchanging the sizes of samples"),
         engine.rank,
         engine.plan.world_size,
         args.dataloader_num_workers,
@@ -161,7 +161,7 @@ def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
     if not isinstance(sampler, RandomSampler):
         return sampler
     if not args.accelerator_config.use_seedable_sampler:
-        return _OwnOrder(sampler, trainer._engine.device)
+        return _OwnOrder(sampler, trainer.world)
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
@@ -174,15 +174,15 @@ def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
 class _OwnOrder:
     """A random order by torch's global generator, as the stock Trainer draws it, and that of rank 0 on all ranks."""
 
-    def __init__(self, sampler: RandomSampler, device: torch.device):
+    def __init__(self, sampler: RandomSampler, world: World):
         self.sampler = sampler
-        self.device = device
+        self.world = world
 
     def __len__(self) -> int:
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(from_first_rank(lambda: list(self.sampler), self.device))
+        return iter(self.world.from_first_rank(lambda: list(self.sampler)))
 
 
 def _step_loader(

@@ -10,7 +10,6 @@ from accelerate.logging import get_logger
 
 from ..data.draws import Draw
 from ..plan import SampleSizes
-from ..runtime.collectives import all_gather_values
 from ..runtime.engine import ParallelEngine
 from ..search.steps import StepPlanner
 
@@ -80,7 +79,7 @@ class MemoryRatio:
             if predicted is not None:
                 self._largest = max(self._largest, allocated / predicted.total)
         if self._num_steps == LAST:
-            ratio = max(all_gather_values(self._largest, "comparing memory", engine.groups.control))
+            ratio = max(engine.world.all_gather(self._largest, "comparing memory"))
             if ratio > 0:
                 self._learn(min(max(ratio, _LEAST), _MOST), *self._last)
 

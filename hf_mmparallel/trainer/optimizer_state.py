@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime.collectives import raise_together
 from ..runtime.earlier_optimizer_checkpoint import TABLE, load_earlier_optimizer
 from ..runtime.optimizer_checkpoint import STATE, load_optimizer, read_state
+from ..world import World
 
 SCHEDULER = "scheduler.pt"
 
@@ -45,7 +45,7 @@ def is_by_name(folder: str | None, model: nn.Module) -> bool:
 
 
 def load_optimizer_and_scheduler(
-    optimizer: Any, scheduler: Any, model: nn.Module, folder: Path, groups: Sequence[Sequence[str]]
+    optimizer: Any, scheduler: Any, model: nn.Module, folder: Path, groups: Sequence[Sequence[str]], world: World
 ) -> None:
     """
     Reads the state of a plan's checkpoint or of the stock Trainer's into this rank's optimizer and schedule. Called by
@@ -57,15 +57,16 @@ def load_optimizer_and_scheduler(
         model (`nn.Module`): The pruned model of this rank.
         folder (`Path`): The checkpoint.
         groups (`Sequence[Sequence[str]]`): What [`stock_groups`] found in the whole model.
+        world ([`World`]): The ranks.
 
     Raises:
         `ValueError`: On all ranks, for state that can't be read, or of another model.
     """
-    state = raise_together(lambda: _read_scheduler(folder / SCHEDULER))
+    state = world.raise_together(lambda: _read_scheduler(folder / SCHEDULER))
     if not (folder / STATE).is_file() and (folder / TABLE).is_file():
-        load_earlier_optimizer(optimizer, model, folder)
+        load_earlier_optimizer(optimizer, model, folder, world)
     else:
-        load_optimizer(optimizer, model, folder, groups)
+        load_optimizer(optimizer, model, folder, groups, world)
     own = scheduler.state_dict()
     scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, own))
 

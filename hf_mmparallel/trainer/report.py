@@ -309,6 +309,6 @@ def report_lines(trainer: MultimodalParallelTrainer, planner: StepPlanner, predi
             f"{cp_size} ranks share the tokens of each microbatch of `{LANGUAGE_MODEL}`: its samples are packed into "
             'one row, and its attention function is "bitfield".'
         )
-    measured = "" if core_per_rank(trainer._engine.device) else " It is not measured here: the ranks share cores."
+    measured = "" if core_per_rank(trainer.world) else " It is not measured here: the ranks share cores."
     lines.append(f"Predicted bubble: {prediction.simulation.bubble_fraction:.1%}.{measured}")
     return lines

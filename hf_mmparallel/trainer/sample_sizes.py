@@ -17,9 +17,8 @@ from ..data.sample_sizes import SizeSource, size_source
 from ..data.size_sources import LayerTokens, spread
 from ..data.streams import StreamSizes, StreamWindow
 from ..plan import LANGUAGE_MODEL, SampleSizes
-from ..runtime.collectives import from_first_rank
-from ..runtime.failure import shared_failure
 from ..search.steps import SizeFunction
+from ..world import shared_failure
 from .loaders import without_unused_columns
 
 if TYPE_CHECKING:
@@ -135,7 +134,7 @@ class TrainingSizes:
             return SharedSizes(None if local else source, typical, median), self._layers if local else None
 
         with shared_failure("measuring samples"):
-            found, layers = from_first_rank(find, self.trainer.args.device)
+            found, layers = self.trainer.world.from_first_rank(find)
             own = None if layers is None else self._rows(dataset)
         return found if own is None or layers is None else replace(found, source=own.with_layers(layers))
 

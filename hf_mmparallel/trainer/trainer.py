@@ -27,14 +27,13 @@ from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, save_layout
-from ..runtime import checkpoint, optimizer_checkpoint
-from ..runtime.activity import ACTIVITY
-from ..runtime.collectives import barrier, from_first_rank
+from ..runtime import optimizer_checkpoint
+from ..runtime.atomic import atomic_folder, save_errors, sync_file
 from ..runtime.engine import ParallelEngine
-from ..runtime.failure import shared_failure
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.out_of_memory import mark_steps, told_in_optimizer
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice
+from ..world import ACTIVITY, World, shared_failure
 from .agreement import SampleAgreement, TargetCount
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments
@@ -168,8 +167,9 @@ class MultimodalParallelTrainer(Trainer):
         check_overrides(type(self), MultimodalParallelTrainer)
         check_trainer(model, given)
         with shared_failure("preparing the model"):
-            from_first_rank(functools.partial(check_output_dir, args), args.device)
-            prepared = prepare_model(model, args, plugin)
+            self.world = World(args.device)
+            self.world.from_first_rank(functools.partial(check_output_dir, args))
+            prepared = prepare_model(model, args, plugin, self.world)
             self.model_spec = prepared.spec
             args = choose_collator(args, given, prepared.model)
             super().__init__(model=prepared.model, args=planned_arguments(args), **given)
@@ -184,12 +184,12 @@ class MultimodalParallelTrainer(Trainer):
             elif plugin.plan is not None and args.microbatch_assignment is None:
                 args = arguments_of_plan(args, plugin.plan)
                 self.args = planned_arguments(args)
-            self.engine, self.global_batch_size = build_engine(prepared, args, plugin)
+            self.engine, self.global_batch_size = build_engine(prepared, args, plugin, self.world)
             self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         skip = args.on_bad_sample == "skip"
         self._finite = FiniteCheck(args.logging_nan_inf_filter)
-        self._readable = SampleAgreement(skip, self.engine.groups.control, "training dataset")
-        self._readable_in_evaluation = SampleAgreement(skip, self.engine.groups.control, "evaluation dataset")
+        self._readable = SampleAgreement(skip, self.world, "training dataset")
+        self._readable_in_evaluation = SampleAgreement(skip, self.world, "evaluation dataset")
         self._targets = TargetCount()
         self.limit_watch = LimitWatch()
         self.memory_ratio: MemoryRatio | None = None
@@ -206,6 +206,11 @@ class MultimodalParallelTrainer(Trainer):
                 report_plan(self)
                 if self.search is not None:
                     report_search(self.search, Path(self.args.output_dir))
+
+    @functools.cached_property
+    def world(self) -> World:
+        """The ranks, which all of them ask for at the same point."""
+        return World(self.args.device)
 
     @property
     def _engine(self) -> ParallelEngine:
@@ -233,7 +238,7 @@ class MultimodalParallelTrainer(Trainer):
         if training and optimizer is not self._prepared_optimizer:  # just made, by whatever `create_optimizer`
             with shared_failure("preparing the optimizer"):
                 mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
-                prepare_optimizer(optimizer, self._engine.holds_all_trained)
+                prepare_optimizer(optimizer, self._engine.holds_all_trained, self.world)
             self._prepared_optimizer = optimizer
         return self._engine
 
@@ -251,8 +256,8 @@ class MultimodalParallelTrainer(Trainer):
         engine = self._engine
         check_gatherable(self.model)
         with shared_failure("gathering the model"):
-            state = checkpoint.gather_state_dict(self.model, engine.spec, engine.plan, engine.rank, all_buffers=True)
-        return None if state is None else whole_model(self.model, engine.spec, state, engine.adapter)
+            state = engine.sharded.gather_state_dict(all_buffers=True)
+        return None if state is None else whole_model(self.model, engine.spec, state, engine.sharded.adapter)
 
     # The log
 
@@ -457,18 +462,13 @@ class MultimodalParallelTrainer(Trainer):
     @planned
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         output_dir = str(output_dir or self.args.output_dir)
-        engine = self._engine
         # The folder of a checkpoint still has another name here; `_save_checkpoint` says the final one.
-        said = contextlib.nullcontext() if _internal_call else checkpoint.save_errors(Path(output_dir))
+        said = contextlib.nullcontext() if _internal_call else save_errors(Path(output_dir))
         with shared_failure("saving the model"), said:
-            held = self.model, engine.spec, engine.plan, engine.rank, output_dir
-            if engine.adapter is not None:
-                checkpoint.save_adapters(*held, engine.adapter)
-            else:
-                checkpoint.save_model(*held)
+            self._engine.sharded.save(output_dir)
             if self.args.should_save:
                 self._save(output_dir)
-            barrier()
+            self.world.barrier()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -487,7 +487,7 @@ class MultimodalParallelTrainer(Trainer):
         """Writes `checkpoint-N` in a folder of another name first, so that it appears whole or not at all."""
         self.store_flos()
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with shared_failure(f"saving `{folder.name}`"), checkpoint.atomic_folder(folder) as writing:
+        with shared_failure(f"saving `{folder.name}`"), atomic_folder(folder, self.world) as writing:
             self.save_model(str(writing), _internal_call=True)
             if not self.args.save_only_model:
                 self._save_optimizer_and_scheduler(str(writing))
@@ -507,7 +507,7 @@ class MultimodalParallelTrainer(Trainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
-        barrier("removing old checkpoints")
+        self.world.barrier("removing old checkpoints")
 
     def _save_state(self, folder: Path) -> None:
         """Writes the Trainer's state with that of its callbacks."""
@@ -526,13 +526,12 @@ class MultimodalParallelTrainer(Trainer):
     @planned
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        checkpoint.sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
+        sync_file(Path(output_dir) / f"rng_state_{self.args.process_index}.pth")
 
     @planned
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        groups = optimizer_checkpoint.save_optimizer(
-            self.optimizer, self.model, output_dir, self._engine.holdings, self._stock_groups
-        )
+        sharded = self._engine.sharded
+        groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, output_dir, self._stock_groups)
         if self.args.should_save:
             state = scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
             torch.save(state, os.path.join(output_dir, "scheduler.pt"))
@@ -543,7 +542,9 @@ class MultimodalParallelTrainer(Trainer):
         elif folder is not None and os.path.isfile(os.path.join(folder, "scheduler.pt")):
             groups = self._stock_groups if self.engine is not None else []
             with shared_failure("loading the optimizer's state"):
-                load_optimizer_and_scheduler(self.optimizer, self.lr_scheduler, self.model, Path(folder), groups)
+                load_optimizer_and_scheduler(
+                    self.optimizer, self.lr_scheduler, self.model, Path(folder), groups, self.world
+                )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         engine = self.engine
@@ -555,11 +556,7 @@ class MultimodalParallelTrainer(Trainer):
         with shared_failure("loading the weights"):
             if not os.path.isdir(resume_from_checkpoint):
                 raise ValueError(f"Can't find a valid checkpoint at {resume_from_checkpoint}")
-            held = self.model, engine.spec, engine.plan, engine.rank, resume_from_checkpoint
-            if engine.adapter is not None:
-                checkpoint.load_adapters(*held, engine.adapter)
-            else:
-                checkpoint.load_model(*held)
+            engine.sharded.load(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.engine is None:

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 from hf_mmparallel.modeling.adapter_files import modules_to_save
 from hf_mmparallel.modeling.adapters import add_adapters
 from hf_mmparallel.modeling.spec import build_model_spec
-from hf_mmparallel.plan import holdings
-from hf_mmparallel.runtime.checkpoint import load_adapters, load_model, save_adapters, save_model
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime.test_checkpoint import LAYOUTS, lay_out, tiny_llava
 
@@ -101,22 +99,22 @@ def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     configs = {"language_model": TEXT} if train_projector else BOTH
     model, adapter = adapted(configs, train_projector)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    spec, plan, rank = lay_out(model, layout)
+    sharded = lay_out(model, layout)
     dist.gather_object = None  # gives rank 0 room for as many times the largest part as there are ranks
-    save_adapters(model, spec, plan, rank, folder, adapter)
-    save_model(model, spec, plan, rank, folder + "-base")
-    trained = {p.name for module in spec.modules.values() for p in module.parameters if p.trainable}
-    held = {name for name, holding in holdings(spec, plan).items() if holding.peers(rank) is not None}
+    sharded.save_adapters(folder, adapter)
+    sharded.save_model(folder + "-base")
+    trained = {p.name for module in sharded.spec.modules.values() for p in module.parameters if p.trainable}
+    held = {name for name in sharded.holdings if sharded.holds(name)}
     parameters = {name: p for name, p in model.named_parameters() if name in held}
     with torch.no_grad():
         for parameter in parameters.values():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(5.0)
-    load_adapters(model, spec, plan, rank, folder, adapter)
+    sharded.load_adapters(folder, adapter)
     for name, parameter in parameters.items():
         full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         right = expected[name] if name in trained else torch.full_like(full, 5.0)
         assert torch.equal(full, right), name
-    load_model(model, spec, plan, rank, folder + "-base")
+    sharded.load_model(folder + "-base")
     for name, parameter in parameters.items():
         full = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         assert torch.equal(full, expected[name]), name
@@ -140,16 +138,16 @@ def test_adapters_saved_from_ranks_are_read_by_peft(tmp_path, layout, train_proj
 
 def _read_other(folder: str) -> None:
     model, adapter = adapted({"language_model": {**TEXT, "target_modules": ["k_proj"]}})
-    spec, plan, rank = lay_out(model, "dp1+pp2")
-    assert rank == dist.get_rank()
-    load_adapters(model, spec, plan, rank, folder, adapter)
+    sharded = lay_out(model, "dp1+pp2")
+    assert sharded.world.rank == dist.get_rank()
+    sharded.load_adapters(folder, adapter)
 
 
 @pytest.mark.distributed
 def test_adapters_of_another_model_stop_all_ranks(tmp_path):
     model, adapter = adapted({"language_model": TEXT})
-    spec, plan, rank = lay_out(model, "whole")
-    save_adapters(model, spec, plan, rank, tmp_path, adapter)
+    sharded = lay_out(model, "whole")
+    sharded.save_adapters(tmp_path, adapter)
     assert_ranks_raise(
         _read_other, 3, str(tmp_path), match="another model: it lacks .*k_proj.lora_A.weight", timeout=90
     )

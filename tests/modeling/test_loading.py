@@ -18,6 +18,7 @@ from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.stages import prepare_stages
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
 from hf_mmparallel.plan import ModulePlugin, holdings, resolve_plan
+from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 
 
@@ -207,7 +208,7 @@ def _check_equal(differing: int | None) -> None:
     if dist.get_rank() == differing:
         with torch.no_grad():
             model.lm_head.weight[3, 4] += 1e-6
-    check_equal_models(model)
+    check_equal_models(model, World())
 
 
 @pytest.mark.distributed

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from hf_mmparallel.runtime import atomic
 from hf_mmparallel.runtime.atomic import SaveError, atomic_folder, save_errors
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
 
@@ -27,7 +28,7 @@ def test_only_what_unfinished_saves_left_is_removed(tmp_path: Path):
     (tmp_path / "_saving-checkpoint-best").mkdir()
     (tmp_path / "_saving-money").mkdir()
     (tmp_path / "_saving-notes.txt").touch()
-    with atomic_folder(tmp_path / "checkpoint-6") as folder:
+    with atomic_folder(tmp_path / "checkpoint-6", World()) as folder:
         (folder / "state").touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == [*kept, "checkpoint-6"]
     assert (tmp_path / "checkpoint-3" / "state").exists()  # it comes back: its replacement never arrived
@@ -44,9 +45,10 @@ def synced(folder: str) -> list[str]:
         files.append(Path(path).name)
         sync(path)
 
-    from hf_mmparallel.runtime import checkpoint
+    from hf_mmparallel.runtime import sharded_model
+    from hf_mmparallel.trainer import trainer
 
-    atomic.sync_file = checkpoint.sync_file = recording
+    atomic.sync_file = sharded_model.sync_file = trainer.sync_file = recording
     runs.make_trainer(
         "llava", {"vision": {}, "language_model": {}}, folder, save_strategy="steps", save_steps=4
     ).train()

@@ -35,6 +35,7 @@ from hf_mmparallel.runtime.executor import Executor
 from hf_mmparallel.runtime.groups import ProcessGroups
 from hf_mmparallel.runtime.transport import DistributedTransport, LoopbackWorld, Transport
 from hf_mmparallel.schedule import Program, build_program
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 from tests.runtime.loopback import Membership, ThreadCollectives, ThreadGroup, run_threads
 
@@ -285,8 +286,8 @@ def run_in_processes(cases: Sequence[Case]) -> list[Outcome]:
     """A step of each case on this rank, over the groups that training makes."""
     outcomes = []
     for case in cases:
-        groups = ProcessGroups(case.plan, sync_groups(case.spec, case.plan), "cpu")
-        outcomes.append(run_rank(case, dist.get_rank(), DistributedTransport(), groups.by_ranks))
+        groups = ProcessGroups(case.plan, sync_groups(case.spec, case.plan), World())
+        outcomes.append(run_rank(case, dist.get_rank(), DistributedTransport(World()), groups.by_ranks))
     return outcomes
 
 

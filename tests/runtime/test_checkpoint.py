@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,14 +19,10 @@ from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.stages import prepare_stages
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
 from hf_mmparallel.plan import ModulePlugin, holdings, resolve_plan
-from hf_mmparallel.runtime.checkpoint import (
-    atomic_folder,
-    gather_state_dict,
-    load_model,
-    load_optimizer,
-    save_model,
-    save_optimizer,
-)
+from hf_mmparallel.runtime.atomic import atomic_folder
+from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
+from hf_mmparallel.runtime.sharded_model import ShardedModel
+from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 
 LAYOUTS = {
@@ -56,8 +51,9 @@ def tiny_llava(tie: bool = False, seed: int = 0, hidden_size: int = 32) -> Llava
 
 
 def lay_out(model, layout: str):
-    """Cuts and shards the model as this rank's; returns its spec and plan."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    """Cuts and shards the model as this rank's; returns it with its spec and plan."""
+    world = World()
+    rank = world.rank
     spec = build_model_spec(model)
     plan = resolve_plan(spec, {name: ModulePlugin(**sizes) for name, sizes in LAYOUTS[layout][1].items()})
     prepare_stages(model, spec, plan, rank)
@@ -68,7 +64,7 @@ def lay_out(model, layout: str):
                 mesh = DeviceMesh("cpu", list(stage.all_ranks), mesh_dim_names=("tp",))
                 if rank in stage.all_ranks:
                     apply_module_tp(model, spec.modules[name], mesh, owned)
-    return spec, plan, rank
+    return ShardedModel(model, spec, plan, world)
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,21 +75,21 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
     """Gathers and saves one model, then reads the stock checkpoint of another."""
     model = tiny_llava(tie)
     expected = model.state_dict()
-    spec, plan, rank = lay_out(model, layout)
-    with atomic_folder(folder) as temporary:
-        save_model(model, spec, plan, rank, temporary, 20_000)
-    state = gather_state_dict(model, spec, plan, rank)
-    assert (state is None) == (rank != 0)
+    sharded = lay_out(model, layout)
+    with atomic_folder(folder, sharded.world) as temporary:
+        sharded.save_model(temporary, 20_000)
+    state = sharded.gather_state_dict()
+    assert (state is None) == (not sharded.world.is_first)
     if state is not None:
         assert sorted(state) == sorted(expected)
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     before = dict(model.named_parameters())
     grads = {name: p.requires_grad for name, p in before.items()}
-    load_model(model, spec, plan, rank, stock)
-    table, other = holdings(spec, plan), dict(tiny_llava(tie, seed=1).named_parameters())
+    sharded.load_model(stock)
+    other = dict(tiny_llava(tie, seed=1).named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter is before[name] and parameter.requires_grad == grads[name]
-        if table[name].peers(rank) is None:
+        if not sharded.holds(name):
             assert is_hollow(parameter)
         else:
             assert torch.equal(_full(parameter), other[name]), name
@@ -125,9 +121,9 @@ def test_layouts_save_and_read(tmp_path, layout):
 
 def test_one_rank_writes_one_file(tmp_path):
     model = tiny_llava()
-    spec, plan, rank = lay_out(model, "whole")
-    save_model(model, spec, plan, rank, tmp_path, 20_000)
-    save_model(model, spec, plan, rank, tmp_path)
+    sharded = lay_out(model, "whole")
+    sharded.save_model(tmp_path, 20_000)
+    sharded.save_model(tmp_path)
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}
     assert "architectures" in json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "generation_config.json").is_file()
@@ -135,8 +131,8 @@ def test_one_rank_writes_one_file(tmp_path):
 
 def _load_other(folder: str) -> None:
     model = tiny_llava()
-    spec, plan, rank = lay_out(model, "dp1+pp2")
-    load_model(model, spec, plan, rank, folder)
+    sharded = lay_out(model, "dp1+pp2")
+    sharded.load_model(folder)
 
 
 @pytest.mark.distributed
@@ -196,13 +192,13 @@ def _groups() -> list[list[str]]:
 
 def _save_state(name: str, layout: str, folder: str) -> None:
     model = tiny_llava()
-    spec, plan, _ = lay_out(model, layout)
+    sharded = lay_out(model, layout)
     optimizer = _optimizer(model, name)
     for step in range(2):
         _step(model, optimizer, step)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
-    save_optimizer(optimizer, model, folder, holdings(spec, plan), _groups())
+    save_optimizer(optimizer, sharded, folder, _groups())
 
 
 def _load_state(name: str, layout: str, folder: str) -> None:
@@ -210,7 +206,7 @@ def _load_state(name: str, layout: str, folder: str) -> None:
     model, _ = _reference(name, 2)
     lay_out(model, layout)
     optimizer = _optimizer(model, name, lr=7.0)
-    load_optimizer(optimizer, model, folder, _groups())
+    load_optimizer(optimizer, model, folder, _groups(), World())
     parameters = dict(expected.named_parameters())
     compared = 0
     for key, parameter in model.named_parameters():
@@ -255,26 +251,26 @@ def test_optimizer_of_another_model(tmp_path):
     model = tiny_llava()
     optimizer = _optimizer(model, "adamw")
     with pytest.raises(ValueError, match="holds no optimizer state"):
-        load_optimizer(optimizer, model, tmp_path, _groups())
+        load_optimizer(optimizer, model, tmp_path, _groups(), World())
     _step(model, optimizer, 0)
-    spec, plan, _ = lay_out(model, "whole")
-    save_optimizer(optimizer, model, tmp_path, holdings(spec, plan), _groups())
+    sharded = lay_out(model, "whole")
+    save_optimizer(optimizer, sharded, tmp_path, _groups())
     other = tiny_llava(hidden_size=16)
     with pytest.raises(ValueError, match=r"another model: it has shape \(.*32.*\) for .* of shape \(.*16"):
-        load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups())
+        load_optimizer(_optimizer(other, "adamw"), other, tmp_path, _groups(), World())
     saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
     optimizer.load_state_dict(saved)  # as the stock Trainer does
-    save_optimizer(optimizer, model, tmp_path / "others", holdings(spec, plan), [_groups()[0], []])
-    load_optimizer(optimizer, model, tmp_path / "others", _groups())
+    save_optimizer(optimizer, sharded, tmp_path / "others", [_groups()[0], []])
+    load_optimizer(optimizer, model, tmp_path / "others", _groups(), World())
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(torch.load(tmp_path / "others" / "optimizer.pt", weights_only=True))
     merged = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="other parameter groups"):
-        load_optimizer(merged, model, tmp_path, _groups())
+        load_optimizer(merged, model, tmp_path, _groups(), World())
 
 
 def _killed_while_saving(folder: str) -> None:
-    with atomic_folder(folder) as temporary:
+    with atomic_folder(folder, World()) as temporary:
         (temporary / "half").write_text("written")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -284,7 +280,7 @@ def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
 
     last, new = tmp_path / "checkpoint-7", tmp_path / "checkpoint-8"
     for folder in (last, new):
-        with atomic_folder(last) as temporary:
+        with atomic_folder(last, World()) as temporary:
             (temporary / "state").write_text("complete")
         process = multiprocessing.get_context("forkserver").Process(target=_killed_while_saving, args=(str(folder),))
         process.start()
@@ -294,15 +290,15 @@ def test_a_killed_save_leaves_the_last_checkpoint(tmp_path):
         assert len(leftovers) == 1 and leftovers[0].startswith("_saving-")
         assert get_last_checkpoint(str(tmp_path)) == str(last)
         assert (last / "state").read_text() == "complete"
-    with atomic_folder(new) as temporary:
+    with atomic_folder(new, World()) as temporary:
         (temporary / "state").write_text("newer")
         assert not new.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", "checkpoint-8"]
 
 
 def test_an_error_while_saving_leaves_the_folder(tmp_path):
-    with atomic_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out", World()) as folder:
         (folder / "old").touch()
-    with pytest.raises(OSError), atomic_folder(tmp_path / "out") as folder:
+    with pytest.raises(OSError), atomic_folder(tmp_path / "out", World()) as folder:
         raise OSError("disk full")
     assert [path.name for path in Path(tmp_path, "out").iterdir()] == ["old"]

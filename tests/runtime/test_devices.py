@@ -26,6 +26,7 @@ from hf_mmparallel.runtime.devices import (
     summary,
     tf32_is_on,
 )
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def properties(name: str, gib: float, units: int) -> SimpleNamespace:
 def test_the_cpu_is_known_and_not_measured(monkeypatch):
     monkeypatch.setattr(devices, "measure_device", None)
     assert known_device(CPU) == find_device("cpu") and reported_name(CPU) == "cpu"
-    assert device_of_ranks(CPU) == find_device("cpu")
+    assert device_of_ranks(World()) == find_device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ class TestMeasuring:
 
     def test_on_one_rank_links_stay(self):
         h100 = find_device("h100")
-        assert measured_links(h100, CPU) is h100
+        assert measured_links(h100, World()) is h100
 
 
 def test_of_unlike_devices_each_number_is_the_slowest():
@@ -189,7 +190,7 @@ def _measured_by_all(unknown_rank: int) -> tuple[Hardware, list[str]]:
     said: list[str] = []
     devices.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
     devices._BUDGET_S = 0.2
-    return device_of_ranks(CPU), said
+    return device_of_ranks(World()), said
 
 
 @pytest.mark.distributed
@@ -211,7 +212,7 @@ def _unlike() -> tuple[Hardware, list[str]]:
     devices.power_limits = lambda _: limits
     said: list[str] = []
     devices.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
-    return device_of_ranks(CPU), said
+    return device_of_ranks(World()), said
 
 
 @pytest.mark.distributed

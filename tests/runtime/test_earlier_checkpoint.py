@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from hf_mmparallel.runtime.earlier_optimizer_checkpoint import TABLE, TENSORS, load_earlier_optimizer
+from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime import test_checkpoint as layouts
 
@@ -45,7 +46,7 @@ def _read(layout: str, folder: str) -> None:
     model, _ = layouts._reference("adamw", STEPS)
     layouts.lay_out(model, layout)
     optimizer = layouts._optimizer(model, "adamw", lr=7.0)
-    load_earlier_optimizer(optimizer, model, folder)
+    load_earlier_optimizer(optimizer, model, folder, World())
     parameters = dict(expected.named_parameters())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

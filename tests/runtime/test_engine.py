@@ -27,6 +27,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.composed import MultimodalModel
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import run_distributed
 from tests.runtime.loopback import assert_close, reference
@@ -92,7 +93,7 @@ def train_rank(
     model, dataset, collator = make(family, size, max_items, freeze)
     spec = build_model_spec(model)
     plan = plan_for_model(MultimodalParallelPlugin(modules, schedule), spec, dist.get_world_size())
-    engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
+    engine = ParallelEngine(model, spec, plan, World())
     batch = StepDataset(Reader(dataset, collator), engine.keys, 0).read(contiguous_step(plan, range(size), 3))
     totals = engine.train_step(batch, 0)
     norm = float(engine.gradient_norm())

@@ -19,6 +19,7 @@ from hf_mmparallel.runtime.gradients import (
     round_gradients,
     scale_gradients,
 )
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
 NAMES = ("a", "half", "unused", "b")
@@ -60,7 +61,7 @@ def norm_rank() -> float:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([3.0 + rank])
     counted = [parameter, nn.Parameter(torch.zeros(1))] if rank < 2 else []
-    return float(gradient_norm(counted, torch.device("cpu")))
+    return float(gradient_norm(counted, World()))
 
 
 @pytest.mark.distributed
@@ -80,23 +81,23 @@ def test_the_norm_is_over_all_ranks():
 def test_the_norm_is_that_of_torch():
     own = parameters(1)
     expected = nn.utils.get_total_norm([p.grad.float() for p in own.values() if p.grad is not None])
-    norm = gradient_norm(list(own.values()), torch.device("cpu"))
+    norm = gradient_norm(list(own.values()), World())
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, expected)
-    assert gradient_norm([], torch.device("cpu")) == 0
+    assert gradient_norm([], World()) == 0
 
 
 def test_small_gradients_do_not_vanish_in_the_norm():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1e-25)
-    assert float(gradient_norm([parameter], torch.device("cpu"))) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
+    assert float(gradient_norm([parameter], World())) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9])
 def test_clipping_is_that_of_torch(max_norm):
     own, other = parameters(1), parameters(1)
     del own["half"], other["half"]  # whose norm torch rounds to bfloat16
-    norm = gradient_norm(list(own.values()), torch.device("cpu"))
+    norm = gradient_norm(list(own.values()), World())
     clip_gradients(list(own.values()), norm, max_norm)
     nn.utils.clip_grad_norm_(list(other.values()), max_norm, foreach=False)
     for name, parameter in own.items():

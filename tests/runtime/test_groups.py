@@ -14,6 +14,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resol
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.groups import ProcessGroups, context_groups, talking_pairs
 from hf_mmparallel.schedule import Task
+from hf_mmparallel.world import World
 from tests.distributed import GROUP_TIMEOUT_S, run_distributed
 from tests.plan.specs import model_spec
 
@@ -57,7 +58,7 @@ def permuted() -> ParallelPlan:
 def groups_of_rank() -> dict[tuple[int, ...], tuple[list[int], list[int], list[int] | None, float]]:
     """Ranks -> the group as torch has it: its ranks, what a gather yields, the mesh, seconds that it waits."""
     plan = permuted()
-    groups = ProcessGroups(plan, sync_groups(model_spec(), plan), "cpu")
+    groups = ProcessGroups(plan, sync_groups(model_spec(), plan), World())
     found = {}
     for ranks, group in sorted(groups.by_ranks.items()):
         gathered = torch.empty(len(ranks))

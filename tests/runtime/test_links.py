@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hf_mmparallel.cost import Hardware, find_device
 from hf_mmparallel.runtime import links
 from hf_mmparallel.runtime.links import link_constants, measured_links
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
-CPU = torch.device("cpu")
 SLOW_S = 2e-2  # what whatever leaves a host waits
 PER_BYTE_S = 5e-8
 
@@ -48,7 +48,7 @@ def slow_between(hosts: list[str]) -> None:
 def _measured(hosts: list[str], slow: bool = False) -> dict[str, float]:
     (slow_between if slow else pretend_hosts)(hosts)
     links._IN_ROUND = 4
-    return link_constants(CPU)
+    return link_constants(World())
 
 
 @pytest.mark.distributed
@@ -89,7 +89,7 @@ def _as_told(hosts: list[str]) -> Hardware:
     rates = {2: 8.0, 4: 3.0}  # ranks of a sum -> GB/s
     links._sums = lambda device, group, count: (rates[count] + 0.1 * dist.get_rank(), 10.0 * count)
     links._messages = lambda device, ring: (5.0, 7.0 + dist.get_rank())
-    return measured_links(find_device("h100"), CPU)
+    return measured_links(find_device("h100"), World())
 
 
 @pytest.mark.distributed
@@ -106,4 +106,4 @@ def test_a_device_has_the_links_of_its_slowest_ranks():
 
 def test_on_one_rank_nothing_is_measured():
     h100 = find_device("h100")
-    assert link_constants(CPU) == {} and measured_links(h100, CPU) is h100
+    assert link_constants(World()) == {} and measured_links(h100, World()) is h100

@@ -15,6 +15,8 @@ from transformers import Adafactor
 from hf_mmparallel.plan import Holding
 from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
+from hf_mmparallel.runtime.sharded_model import ShardedModel
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
 NAMES = ("rows", "columns", "bias")
@@ -100,8 +102,11 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def table() -> dict[str, Holding]:
-    return {name: Holding((("m", 0, 0),), ((0,), (1,))) for name in NAMES}
+def sharded(model: Any) -> ShardedModel:
+    """A model whose parameters two ranks share."""
+    result = ShardedModel(model, None, None, World())  # type: ignore[arg-type]
+    result.holdings = {name: Holding((("m", 0, 0),), ((0,), (1,))) for name in NAMES}
+    return result
 
 
 def run_classes(folder: str) -> dict[str, Any]:
@@ -118,12 +123,12 @@ def run_classes(folder: str) -> dict[str, Any]:
         model = model_of(torch.bfloat16, mesh)
         optimizer = cls(model.parameters(), **settings)
         try:
-            prepare_optimizer(optimizer, holds_all=True)
+            prepare_optimizer(optimizer, holds_all=True, world=World())
         except ValueError as error:
             found[cls.__name__] = str(error)
             continue
         steps(model, optimizer, range(1, 3))
-        save_optimizer(optimizer, model, f"{folder}/{cls.__name__}", table(), [NAMES])
+        save_optimizer(optimizer, sharded(model), f"{folder}/{cls.__name__}", [NAMES])
         half = full(model)
         steps(model, optimizer, range(3, 5))
         again = model_of(torch.bfloat16, mesh)
@@ -133,8 +138,8 @@ def run_classes(folder: str) -> dict[str, Any]:
                 value = distribute_tensor(value, mesh, parameter.placements, src_data_rank=None)
             parameter.data.copy_(value)
         resumed = cls(again.parameters(), **settings)
-        prepare_optimizer(resumed, holds_all=True)
-        load_optimizer(resumed, again, f"{folder}/{cls.__name__}", [NAMES])
+        prepare_optimizer(resumed, holds_all=True, world=World())
+        load_optimizer(resumed, again, f"{folder}/{cls.__name__}", [NAMES], World())
         steps(again, resumed, range(3, 5))
         on_shards = any(getattr(p, "sharded_parameter", None) is not None for p in optimizer.param_groups[0]["params"])
         found[cls.__name__] = (on_shards, full(model), full(again))
@@ -148,7 +153,7 @@ def test_optimizers_run_on_shards_as_on_the_whole_or_are_refused(tmp_path):
         for cls, on_shards in ((torch.optim.AdamW, False), (torch.optim.Adagrad, False), (Plain, True)):
             model = model_of(torch.bfloat16, None)
             optimizer = cls(model.parameters())
-            prepare_optimizer(optimizer, holds_all=True)
+            prepare_optimizer(optimizer, holds_all=True, world=World())
             steps(model, optimizer, range(1, 5))
             where, straight, resumed = found[cls.__name__]
             assert where == on_shards
@@ -161,16 +166,16 @@ def test_optimizers_run_on_shards_as_on_the_whole_or_are_refused(tmp_path):
     # One process goes on from what shards have left.
     model = model_of(torch.bfloat16, None)
     optimizer = Plain(model.parameters())
-    load_optimizer(optimizer, model, tmp_path / "Plain", [NAMES])
+    load_optimizer(optimizer, model, tmp_path / "Plain", [NAMES], World())
     assert optimizer.state[model.get_parameter("rows")]["momentum"].shape == (4, 4)
 
 
 @pytest.mark.parametrize("cls", [ByPlace, ByOthers])
 def test_optimizers_that_need_all_parameters_are_refused_on_parts(cls):
     model = model_of(torch.float32, None)
-    prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=True)
+    prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=True, world=World())
     with pytest.raises(ValueError, match=f"`tests.{cls.__name__}` updates a parameter by its place among all parame"):
-        prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=False)
+        prepare_optimizer(cls(model.parameters(), lr=0.1), holds_all=False, world=World())
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ def test_trying_leaves_optimizers_and_randomness_alone(cls):
     optimizer = cls(model.parameters())
     state = {p: dict(entry) for p, entry in optimizer.state.items()}
     before, random = full(model), torch.random.get_rng_state()
-    prepare_optimizer(optimizer, holds_all=False)
+    prepare_optimizer(optimizer, holds_all=False, world=World())
     assert torch.equal(torch.random.get_rng_state(), random) and optimizer.state.keys() == state.keys()
     for name, want in before.items():
         assert torch.equal(model.get_parameter(name), want)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
@@ -18,6 +17,7 @@ from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.step_check import StepCheck
 from hf_mmparallel.schedule import Program, Task, build_program
 from hf_mmparallel.search.steps import PlannedStep
+from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.plan.specs import model_spec
@@ -52,7 +52,7 @@ def other_costs(training: bool) -> None:
     model = tiny.FAMILIES["llava"]()
     spec = build_model_spec(model)
     plan = resolve_plan(spec, {"vision": ModulePlugin(pp_size=2), LM: ModulePlugin(colocate_with="vision")})
-    engine = ParallelEngine(model, spec, plan, torch.device("cpu"))
+    engine = ParallelEngine(model, spec, plan, World())
     reader = Reader(tiny.make_dataset("llava", SAMPLES), tiny.collate("llava"))
     dataset = StepDataset(reader, engine.keys, 0, planner=OwnCosts(engine, training), rank=engine.rank)  # type: ignore[arg-type]
     batch = dataset.__getitems__(Draw(tuple(range(SAMPLES)), 0))
@@ -89,7 +89,7 @@ def checks() -> dict[str, str | None]:
     for name, mark in cases.items():
         sums = 4 + rank // 2 if name == "other sums" else 4
         try:
-            StepCheck(None, 3, sums, has_cuts="cut" in name)(mark, 4)
+            StepCheck(World(), 3, sums, has_cuts="cut" in name)(mark, 4)
             found[name] = None
         except RuntimeError as error:
             found[name] = str(error)

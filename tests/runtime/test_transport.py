@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.runtime.transport import DistributedTransport, LoopbackWorld, Transport
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 from tests.runtime.loopback import run_threads
 
@@ -40,7 +41,7 @@ def over_gloo(with_groups: bool) -> list[list[float]]:
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b] if with_groups else []
     groups = {pair: dist.new_group(list(pair)) for pair in pairs}
     groups = {pair: group for pair, group in groups.items() if dist.get_rank() in pair}
-    return exchange(DistributedTransport(groups), dist.get_world_size())
+    return exchange(DistributedTransport(World(), groups), dist.get_world_size())
 
 
 @pytest.mark.parametrize("repeat", range(5))

@@ -46,6 +46,7 @@ from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import saved_plan, training_samples
 from hf_mmparallel.trainer.build import PreparedModel, compute_dtype, prepare_context, prepare_model
+from hf_mmparallel.world import World
 from tests import tiny
 from tests.cost.test_profile import profile_of
 from tests.distributed import assert_ranks_raise, run_distributed
@@ -124,7 +125,7 @@ def run_candidate(family: str, freeze: str, candidate: Candidate) -> dict[str, A
     if candidate.layouts[LANGUAGE_MODEL].cp_size > 1:
         prepare_context(model, problem.spec, None)
         collator = PackingCollator(collator, model)
-    engine = ParallelEngine(model, problem.spec, planner.plan, torch.device("cpu"), costs=problem.costs)
+    engine = ParallelEngine(model, problem.spec, planner.plan, World(), costs=problem.costs)
     dataset = tiny.make_dataset(family, SAMPLES)
     source = StepDataset(Reader(dataset, collator), engine.keys, 0, cutter=engine.cutter)
     planned = planner(Draw(tuple(range(SAMPLES))))

@@ -26,6 +26,7 @@ from hf_mmparallel.cost import find_device
 from hf_mmparallel.runtime.executor import StepResult, TimedTask
 from hf_mmparallel.runtime.work import ModuleWork
 from hf_mmparallel.schedule import Span, Task
+from hf_mmparallel.world import World
 from tests.cost.models import model
 from tests.distributed import run_distributed
 
@@ -93,8 +94,8 @@ def test_microbatches_are_compared_in_each_step_then_steps_are_averaged():
 def test_forwards_of_all_ranks_are_summed_by_microbatch(monkeypatch: pytest.MonkeyPatch):
     counts = {VISION: (2, 1), LM: (2,)}
     steps = [RanStep(StepResult(), counts, np.arange(5.0)), RanStep(StepResult(), {LM: (1,)}, np.array([7.0]))]
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.mul_(2))  # two ranks that measured the same
-    first, second = measure(steps, torch.device("cpu"))
+    monkeypatch.setattr(World, "all_reduce", lambda _, tensor, what: tensor.mul_(2))  # as of two ranks
+    first, second = measure(steps, World())
     assert [times.tolist() for times in first.forward_ms[VISION]] == [[0, 2], [4]]
     assert [times.tolist() for times in first.forward_ms[LM]] == [[6, 8]]
     assert [times.tolist() for times in second.forward_ms[LM]] == [[14]] and steps[0].forward_ms[4] == 4
@@ -126,12 +127,11 @@ def test_a_window_adds_up_steps():
 )
 def test_utilisation_is_of_the_peak_of_a_gpu(monkeypatch, device, key):
     window = RankWindow(10.0, 10.0, 5.0, {(LM, 0): 5.0}, {LM: ModuleWork(8, 32)})
-    monkeypatch.setattr(metrics_module, "all_gather_values", lambda *_: [window])
     monkeypatch.setattr(metrics_module, "core_per_rank", lambda _: True)
     monkeypatch.setattr(metrics_module, "measure", lambda *_: [])
     monkeypatch.setattr(RankWindow, "of", lambda *_: window)
     callback, spec = ParallelMetricsCallback(), model()
-    engine: Any = SimpleNamespace(costs=SimpleNamespace(device=device), device=torch.device("cpu"), spec=spec)
+    engine: Any = SimpleNamespace(costs=SimpleNamespace(device=device), world=World(), spec=spec)
     callback.engine = engine
     ran: Any = SimpleNamespace(result=None, arrangement={})
     callback.steps.append(ran)

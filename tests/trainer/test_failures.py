@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_mmparallel.runtime import watcher
-from hf_mmparallel.runtime.collectives import from_first_rank
+from hf_mmparallel.world import World, watcher
 from tests.distributed import RankFailure, assert_ranks_raise, meet_at_rank_zero, outcomes, run_distributed
 
 from . import runs
@@ -187,7 +185,7 @@ def at_the_start(folder: str) -> dict[str, Any]:
     below_a_file = Path(folder, f"file{dist.get_rank()}")
     below_a_file.touch()
     attempt("folder", lambda: runs.make_trainer("llava", PAIR, str(Path(folder, "file0", "out"))))
-    attempt("exception", lambda: from_first_rank(lambda: {}["tokens"], torch.device("cpu")))
+    attempt("exception", lambda: World().from_first_rank(lambda: {}["tokens"]))
 
     records: list[str] = []
     handler = logging.Handler()

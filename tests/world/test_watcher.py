@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_mmparallel.runtime import failure, watcher
-from hf_mmparallel.runtime.activity import ACTIVITY, doing
-from hf_mmparallel.runtime.failure import RemoteRankError
-from hf_mmparallel.runtime.watcher import Failure, Peer, Sign, Watcher
+from hf_mmparallel.world import failure, watcher
+from hf_mmparallel.world.activity import ACTIVITY, doing
+from hf_mmparallel.world.failure import RemoteRankError
+from hf_mmparallel.world.watcher import Failure, Peer, Sign, Watcher
 
 
 class CountingStore:

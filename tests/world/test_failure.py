@@ -16,9 +16,9 @@ from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, plan_for_model
-from hf_mmparallel.runtime import watcher
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.runtime.failure import RemoteRankError, shared_failure
+from hf_mmparallel.world import World, watcher
+from hf_mmparallel.world.failure import RemoteRankError, shared_failure
 from tests import tiny
 from tests.distributed import (
     GROUP_TIMEOUT_S,
@@ -35,7 +35,7 @@ def make_engine(modules: dict) -> ParallelEngine:
     model = tiny.FAMILIES["llava"]().train()
     spec = build_model_spec(model)
     plan = plan_for_model(MultimodalParallelPlugin(modules), spec, dist.get_world_size())
-    return ParallelEngine(model, spec, plan, torch.device("cpu"))
+    return ParallelEngine(model, spec, plan, World())
 
 
 def fail_at(modules: dict, rank: int, action: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_mmparallel.runtime.gather import gather_to_first
+from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.distributed
@@ -22,7 +22,7 @@ def value(rank: int) -> Any:
 
 
 def gathered() -> tuple[list[Any], list[int]]:
-    sizes: list[int] = []
+    world, sizes = World(), []
     gather_object = dist.gather_object
 
     def measured(given: Any, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def gathered() -> tuple[list[Any], list[int]]:
         gather_object(given, *args, **kwargs)
 
     dist.gather_object = measured
-    return gather_to_first(value(dist.get_rank()), torch.device("cpu")), sizes
+    return world.gather_tensors(value(world.rank)), sizes
 
 
 def test_tensors_are_sent_one_by_one():
@@ -39,4 +39,4 @@ def test_tensors_are_sent_one_by_one():
         torch.testing.assert_close(got, value(rank))
     assert len(first[0]) == 3 and [values for values, _ in others] == [[], []]
     assert all(size < 2_000 for _, sizes in (first, *others) for size in sizes)
-    assert gather_to_first("alone", torch.device("cpu")) == ["alone"]
+    assert World().gather_tensors("alone") == ["alone"]

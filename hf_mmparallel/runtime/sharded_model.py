@@ -1,0 +1,389 @@
+"""
+A model that no rank holds whole: saving it, loading it, and gathering it on one rank.
+
+Every rank writes what it owns into files of its own: a checkpoint is a plain folder that `from_pretrained` reads
+and any other layout can load. Keys are those of the original checkpoint format, as `save_pretrained` writes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..modeling.adapter_files import (
+    ADAPTER_WEIGHTS,
+    adapter_file_key,
+    adapter_folder,
+    adapter_names,
+    parameters_to_save,
+    write_adapters,
+)
+from ..modeling.adapters import Adapter
+from ..modeling.loading import (
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    adapter_parameters,
+    another_model,
+    checkpoint_files,
+    fill_parameters,
+)
+from ..modeling.tensor_parallel import base_name
+from ..plan import Holding, ModelSpec, ParallelPlan, holdings
+from ..world import World, doing
+from .atomic import sync_file
+from .gradients import local
+
+_LOAD_CHUNK_BYTES = 1 << 30
+
+
+@dataclass
+class ShardedModel:
+    """
+    A model of which each rank holds its part. Its methods are called by all ranks, but for the properties.
+
+    Args:
+        model (`PreTrainedModel`): The pruned model of this rank, with the names of the whole one.
+        spec (`ModelSpec`): The whole model.
+        plan (`ParallelPlan`): The layout.
+        world ([`World`]): The ranks.
+        adapter ([`Adapter`], *optional*): Its adapters, which are saved and loaded in place of the model.
+    """
+
+    model: Any
+    spec: ModelSpec
+    plan: ParallelPlan
+    world: World
+    adapter: Adapter | None = None
+
+    @functools.cached_property
+    def holdings(self) -> dict[str, Holding]:
+        """Parameter -> where it lives."""
+        return holdings(self.spec, self.plan)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has a parameter, or a shard of it."""
+        return self.holdings[name].peers(self.world.rank) is not None
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the adapters if there are any, otherwise the model."""
+        if self.adapter is not None:
+            self.save_adapters(folder, self.adapter)
+        else:
+            self.save_model(folder)
+
+    def load(self, folder: str | Path) -> None:
+        """Reads what [`ShardedModel.save`] wrote under any layout, in place."""
+        if self.adapter is not None:
+            self.load_adapters(folder, self.adapter)
+        else:
+            self.load_model(folder)
+
+    # Saving
+
+    def save_model(self, folder: str | Path, max_shard_bytes: int = 5 * 10**9) -> None:
+        """
+        Writes the model to a folder from which `from_pretrained` restores the same weights.
+
+        Each rank writes the parameters and persistent buffers that it owns, without the others' help but for its
+        tensor-parallel group. Adapters are left out; what they wrap has its plain name.
+
+        Args:
+            folder (`str` or `Path`): On a file system that all ranks share.
+            max_shard_bytes (`int`, *optional*, defaults to 5 GB):
+                Size above which a rank starts another file, at the end of the layer.
+        """
+        model, world, folder = self.model, self.world, Path(folder)
+        if world.is_first:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in (*folder.glob("model*.safetensors"), folder / WEIGHTS_INDEX):
+                old.unlink(missing_ok=True)
+        world.barrier()
+        ignored = set(model._keys_to_ignore_on_save or ()) | adapter_parameters(model)
+        written: list[tuple[str, dict[str, int]]] = []
+        pending: dict[str, torch.Tensor] = {}
+        size, last = 0, None
+        for name, tensor, layer in self._owned(ignored):
+            if size >= max_shard_bytes and layer != last:
+                written.append(_write_part(model, pending, folder, world.rank, len(written)))
+                pending, size = {}, 0
+            pending[base_name(name)] = tensor
+            size += tensor.numel() * tensor.element_size()
+            last = layer
+        if pending:
+            written.append(_write_part(model, pending, folder, world.rank, len(written)))
+        parts = [part for of_rank in world.all_gather(written) for part in of_rank]
+        names = {
+            part: WEIGHTS if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
+            for index, (part, _) in enumerate(parts, 1)
+        }
+        for part, _ in written:
+            (folder / part).rename(folder / names[part])
+        if world.is_first:
+            if len(parts) > 1:
+                _write_index(folder, [(names[part], sizes) for part, sizes in parts], self.spec)
+            _write_config(model, folder)
+        world.barrier()
+
+    def _owned(self, skip: Collection[str]) -> Iterator[tuple[str, torch.Tensor, Any]]:
+        """
+        Yields (name, whole tensor, layer) for everything that this rank owns. Ranks of one tensor-parallel group pass
+        the parameters in one order, so each has to iterate to the end.
+        """
+        parameters = dict(self.model.named_parameters())
+        for module, part in self.spec.modules.items():
+            for entry in part.parameters:
+                if entry.name not in skip and self.holds(entry.name):
+                    tensor = self._whole(parameters[entry.name], self.holdings[entry.name].owner)
+                    if tensor is not None:
+                        yield entry.name, tensor, (module, entry.layer)
+        for name, tensor in _persistent_buffers(self.model).items():
+            if self._owner_of_buffer(name) == self.world.rank:
+                yield name, tensor.detach().cpu(), None
+
+    def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
+        """The whole tensor in host memory on its owner; the ranks that hold shards of the owner's copy take part."""
+        tensor = tensor.detach()
+        if isinstance(tensor, DTensor) and self.world.processes[owner] in tensor.device_mesh.mesh.flatten().tolist():
+            with doing("gathering the shards of a parameter", waits=True):
+                tensor = tensor.full_tensor()
+        return tensor.cpu() if owner == self.world.rank else None
+
+    def _owner_of_buffer(self, name: str) -> int:
+        """The rank that owns the parameters next to a buffer, the first rank when there are none."""
+        parent = name
+        while parent:
+            parent = parent.rpartition(".")[0]
+            for parameter, holding in self.holdings.items():
+                if parent and parameter.startswith(parent + "."):
+                    return holding.owner
+        return 0
+
+    def save_adapters(self, folder: str | Path, adapter: Adapter) -> None:
+        """
+        Writes the adapters, and the other parameters that are trained, for `PeftModel.from_pretrained(base, folder)`.
+        Only these tensors travel.
+
+        Args:
+            folder (`str` or `Path`):
+                Where rank 0 writes; an adapter of another name than "default" into a folder below.
+            adapter ([`Adapter`]): The adapter.
+        """
+        state = self.gather_tensors(set(parameters_to_save(self.spec, adapter_names(self.spec))))
+        if state is not None:
+            write_adapters(state, self.model, self.spec, adapter, adapter_folder(folder, adapter))
+        self.world.barrier()
+
+    # Loading
+
+    def load_model(self, folder: str | Path) -> None:
+        """
+        Reads weights into the live model of each rank, in place, from a checkpoint of any layout. Parameters stay the
+        same objects.
+
+        Only what this rank holds is read, a shard of it where the parameter is sharded. Adapters are left as they are.
+
+        Args:
+            folder (`str` or `Path`): What [`ShardedModel.save_model`] or `save_pretrained` wrote.
+
+        Raises:
+            `ValueError`: On all ranks, if the checkpoint belongs to another model.
+        """
+        self.world.raise_together(lambda: self._read(folder))
+
+    def _read(self, folder: str | Path) -> None:
+        """Reads what the rank holds, about a gigabyte at a time."""
+        model, files = self.model, checkpoint_files(folder)
+        adapters = adapter_parameters(model)
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        parameters = dict(model.named_parameters())
+        names = [name for name in self.holdings if self.holds(name) and name not in adapters]
+        chunk: list[str] = []
+        size = 0
+        for index, name in enumerate(names):
+            part = local(parameters[name])
+            chunk.append(name)
+            size += part.numel() * part.element_size()
+            if size >= _LOAD_CHUNK_BYTES or index == len(names) - 1:
+                for missing in sorted(_read_in_place(model, files, chunk, folder)):
+                    tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
+                    if not tied or _read_in_place(model, files, tied[:1], folder):
+                        raise ValueError(another_model(model, folder, [missing]))
+                chunk, size = [], 0
+        _read_in_place(model, files, list(_persistent_buffers(model)), folder)
+
+    def load_adapters(self, folder: str | Path, adapter: Adapter) -> None:
+        """
+        Reads what [`ShardedModel.save_adapters`] wrote under any layout into the live model, in place.
+
+        Args:
+            folder (`str` or `Path`): What was written.
+            adapter ([`Adapter`]): The adapter.
+
+        Raises:
+            `ValueError`: On all ranks, if the folder holds the adapters of another model.
+        """
+        self.world.raise_together(lambda: self._read_adapters(adapter_folder(folder, adapter), adapter))
+
+    @torch.no_grad()
+    def _read_adapters(self, folder: Path, adapter: Adapter) -> None:
+        from safetensors import safe_open
+
+        if not (folder / ADAPTER_WEIGHTS).is_file():
+            raise ValueError(f"`{folder}` holds no `{ADAPTER_WEIGHTS}`. Give a folder that adapters were saved to.")
+        parameters = dict(self.model.named_parameters())
+        with safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt") as reader:
+            keys = set(reader.keys())
+            for name in parameters_to_save(self.spec, adapter_names(self.spec)):
+                if not self.holds(name):
+                    continue
+                key, parameter = adapter_file_key(name, adapter), parameters[name]
+                found = tuple(reader.get_slice(key).get_shape()) if key in keys else None
+                if found != tuple(parameter.shape):
+                    what = "lacks" if found is None else f"has shape {found} for"
+                    raise ValueError(
+                        f"`{folder}` holds adapters of another model: it {what} `{key}`, of shape "
+                        f"{tuple(parameter.shape)} here. Use the `peft_config` and frozen parts of the run that saved "
+                        "it."
+                    )
+                value = reader.get_tensor(key)
+                if isinstance(parameter, DTensor):
+                    value = value.to(parameter.device)
+                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                local(parameter).copy_(local(value))
+
+    # Gathering
+
+    def gather_tensors(
+        self, names: Collection[str] | None = None, buffers: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor] | None:
+        """
+        Tensors of the whole model in the memory of rank 0, each sent by the rank that owns it.
+
+        Args:
+            names (`Collection[str]`, *optional*): Parameters by their first names; all of them by default.
+            buffers (`Mapping[str, torch.Tensor]`, *optional*): Buffers of this rank; none by default.
+
+        Returns:
+            `dict[str, torch.Tensor]` or `None`: In host memory, by first names, on rank 0; `None` elsewhere.
+        """
+        world = self.world
+        table = {name: holding for name, holding in self.holdings.items() if names is None or name in names}
+        held = dict(self.model.named_parameters())
+        own_buffers = {n: b for n, b in (buffers or {}).items() if self._owner_of_buffer(n) == world.rank}
+        owned = {n: held[n] for n, holding in table.items() if holding.owner == world.rank} | own_buffers
+        kinds = world.all_gather({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
+        owners = {name: holding.owner for name, holding in table.items()}
+        owners |= {name: owner for owner, kind in enumerate(kinds) for name in kind if name not in table}
+        result: dict[str, torch.Tensor] = {}
+        for name, owner in owners.items():
+            tensor: Any = None
+            if owner == world.rank or (name in table and self.holds(name)):
+                tensor = self._whole(owned[name] if name in owned else held[name], owner)
+            if world.rank == owner != 0:
+                world.send(tensor, 0)
+            elif world.rank == 0 != owner:
+                tensor = world.receive(*kinds[owner][name], owner)
+            if world.is_first:
+                result[name] = tensor
+        return result if world.is_first else None
+
+    def gather_state_dict(self, all_buffers: bool = False) -> dict[str, torch.Tensor] | None:
+        """
+        The state dict of the whole model in the memory of rank 0, sent tensor by tensor.
+
+        Args:
+            all_buffers (`bool`, *optional*, defaults to `False`):
+                Whether to add the buffers that a state dict leaves out, such as rotary frequencies.
+
+        Returns:
+            `dict[str, torch.Tensor]` or `None`: In host memory, with tied names, on rank 0; `None` elsewhere.
+        """
+        buffers = dict(self.model.named_buffers()) if all_buffers else _persistent_buffers(self.model)
+        result = self.gather_tensors(buffers=buffers)
+        if result is None:
+            return None
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            result.setdefault(name, result[first[id(parameter)]])
+        return result
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that a state dict has."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
+
+
+def _write_part(
+    model: Any, state: dict[str, torch.Tensor], folder: Path, rank: int, index: int
+) -> tuple[str, dict[str, int]]:
+    """Writes one file; returns its name for now and the size in bytes of each tensor under its original key."""
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = revert_weight_conversion(model, state)
+    tensors = {key: tensor.contiguous() for key, tensor in state.items()}
+    shared = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    if len(shared) < len(tensors):  # pieces of one tensor; a file takes none that share memory
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    name = f"part-{rank:05d}-{index:05d}.safetensors"
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    sync_file(folder / name)
+    return name, {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
+
+
+def _write_index(folder: Path, parts: list[tuple[str, dict[str, int]]], spec: ModelSpec) -> None:
+    """Writes which file has which key."""
+    index = {
+        "metadata": {
+            "total_parameters": spec.num_parameters,
+            "total_size": sum(size for _, sizes in parts for size in sizes.values()),
+        },
+        "weight_map": {key: name for name, sizes in parts for key in sizes},
+    }
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_config(model: Any, folder: Path) -> None:
+    """Writes the configurations beside the weights, and the code of a model that is not part of transformers."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    if getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=model.config)
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _read_in_place(model: Any, files: Collection[Path], names: Collection[str], folder: str | Path) -> set[str]:
+    """Copies tensors from files into the live ones; returns the names that no file has."""
+    live: dict[str, tuple[dict[str, Any], torch.Tensor]] = {}
+    try:
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            module = model.get_submodule(parent)
+            home = module._parameters if attribute in module._parameters else module._buffers
+            live[name] = (home, home[attribute])
+            empty = torch.empty_like(home[attribute], device="meta")
+            home[attribute] = nn.Parameter(empty, requires_grad=False) if home is module._parameters else empty
+        missing = fill_parameters(model, files, names, "cpu", str(folder))
+        for name, (home, tensor) in live.items():
+            if name not in missing:
+                local(tensor).copy_(local(home[name.rpartition(".")[2]]))
+    finally:
+        for name, (home, tensor) in live.items():
+            home[name.rpartition(".")[2]] = tensor
+    return missing

@@ -1,0 +1,272 @@
+"""Ranks in a collective say that they wait; values travel where a group carries them, among some processes too."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_mmparallel
+from hf_mmparallel.trainer.agreement import SampleAgreement
+from hf_mmparallel.world import World, failure, watcher
+from hf_mmparallel.world.activity import ACTIVITY
+from hf_mmparallel.world.failure import shared_failure
+from tests.distributed import assert_ranks_raise, run_distributed
+
+PACKAGE = Path(hf_mmparallel.__file__).parent
+COLLECTIVES = ("all_gather_object", "gather_object", "broadcast_object_list", "barrier", "all_reduce", "all_gather")
+POINT_TO_POINT = ("send", "recv")
+
+
+def test_only_the_world_uses_the_default_group_and_knows_backends():
+    calls = re.compile(
+        r"dist\.(\w+_object(_list)?|barrier|get_backend|new_group|get_rank|get_world_size\(\)|is_initialized)\b"
+        r"|dist\.all_reduce\((?!.*group=)|\"(nccl|gloo)\""
+    )
+    found = {
+        f"{path.relative_to(PACKAGE)}: {line.strip()}"
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "world"
+        for line in path.read_text().splitlines()
+        if calls.search(line)
+    }
+    # The command line names backends, and profiles layers on a group that is none.
+    allowed = ("cli/env.py", "modeling/layer_profile.py")
+    assert not {where for where in found if not where.startswith(allowed)}
+
+
+def busy_in_collectives() -> tuple[list[str], list[str]]:
+    """Collectives of a run that this rank entered as if it was at work; and the files that entered any."""
+    from tests.trainer import runs
+
+    busy: set[str] = set()
+    seen: set[str] = set()
+
+    def record(name: str) -> None:
+        original = getattr(dist, name)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            caller = Path(sys._getframe(1).f_code.co_filename)
+            if PACKAGE in caller.parents:
+                where = str(caller.relative_to(PACKAGE))
+                seen.add(where)
+                if not ACTIVITY.waits and not kwargs.get("async_op"):
+                    busy.add(f"{where}: {name} in `{ACTIVITY}`")
+            return original(*args, **kwargs)
+
+        setattr(dist, name, recorded)
+
+    for name in COLLECTIVES + POINT_TO_POINT:
+        record(name)
+    folder = tempfile.mkdtemp() if dist.get_rank() == 0 else None
+    folder = World().broadcast(folder)
+    layout = {"vision": {}, "language_model": {"tp_size": 2}}
+    trainer = runs.make_trainer(
+        "llava", layout, folder, max_steps=2, save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2
+    )
+    trainer.eval_dataset = trainer.train_dataset
+    trainer.train()
+    trainer.save_model(str(folder))
+    trainer.gather_model()
+    return sorted(busy), sorted(seen)
+
+
+@pytest.mark.distributed
+def test_ranks_wait_in_every_collective_of_a_run():
+    for busy, seen in run_distributed(busy_in_collectives, 3):
+        assert not busy, busy
+        assert set(seen) >= {"world/world.py"}
+
+
+def unseen_frame(folder: str) -> None:
+    """Saves optimizer state where rank 1 does not see the file that rank 0 has just made."""
+    from tests.trainer import runs
+
+    trainer = runs.make_trainer("llava", {"vision": {}, "language_model": {"tp_size": 2}}, max_steps=1)
+    trainer.train()
+    load = torch.load
+
+    def late(path: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return load(path, **kwargs)
+
+    torch.load = late
+    trainer._save_optimizer_and_scheduler(folder)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_does_not_see_the_file_yet_ends_all(tmp_path: Path):
+    errors = assert_ranks_raise(unseen_frame, 3, str(tmp_path), match="rank 1: .*No such file", timeout=60)
+    assert all("rank 1: [Errno 2] No such file" in error for error in errors)
+
+
+def everything_of(world: World) -> dict[str, Any]:
+    """What each collective of a world gives."""
+    mine = torch.tensor([world.rank + 1.0])
+    if world.rank == 1:
+        world.send(torch.arange(3), 0)
+        world.send(torch.ones(0), 0)
+    received = [world.receive((3,), torch.int64, 1), world.receive((0,), torch.float32, 1)] if world.is_first else []
+    group = world.new_group([1, 0])
+    dist.all_reduce(mine, group=group)
+    world.barrier()
+    found = {
+        "received": [tensor.tolist() for tensor in received],
+        "pair": mine.item(),
+        "all": world.all_gather(world.rank),
+        "first": world.gather(world.rank),
+        "told": world.broadcast("first" if world.is_first else None),
+        "found": world.from_first_rank(lambda: f"rank {world.rank}"),
+        "sum": world.all_reduce(torch.tensor(world.rank)).item(),
+        "most": world.all_reduce(torch.tensor(world.rank), "max").item(),
+        "tensors": [tensor.tolist() for tensor in world.gather_tensors(torch.full((world.rank,), 1))],
+    }
+    try:
+        world.raise_together(lambda: {}[0] if world.rank == 5 else int("x" if world.rank else "1"))
+    except ValueError as error:
+        found["raised"] = str(error).split(":")[0]
+    world.close()
+    return found
+
+
+def halves() -> list[dict[str, Any]]:
+    """Two worlds beside each other, whose ranks are not those of the processes, and one of all ranks after them."""
+    half = (2, 0) if dist.get_rank() % 2 == 0 else (1, 3)
+    worlds = [World(processes=half), World(processes=half)]  # the second one as after a failure of the first
+    found = [everything_of(world) for world in worlds]
+    return [*found, {"all": World().all_gather(worlds[0].rank)}]
+
+
+@pytest.mark.distributed
+def test_worlds_of_some_processes_are_worlds():
+    expected: dict[str, Any] = {
+        "pair": 3.0,
+        "all": [0, 1],
+        "told": "first",
+        "found": "rank 0",
+        "sum": 1,
+        "most": 1,
+        "raised": "rank 1",
+    }
+    first = {"received": [[0, 1, 2], []], "first": [0, 1], "tensors": [[], [1]]}
+    second = {"received": [], "first": None, "tensors": []}
+    for process, found in enumerate(run_distributed(halves, 4)):
+        own = first if process in (2, 1) else second
+        assert found == [expected | own, expected | own, {"all": [1, 0, 0, 1]}]
+
+
+def test_one_process_is_a_world_without_a_group():
+    world = World()
+    assert (world.rank, world.size, world.is_first, world.processes) == (0, 1, True, (0,))
+    assert world.all_gather(3) == world.gather(3) == [3] and world.broadcast(3) == 3
+    assert world.from_first_rank(lambda: 4) == world.raise_together(lambda: 4) == 4
+    assert world.all_reduce(torch.tensor(5)) == 5
+    world.barrier()
+    world.close()
+
+
+class Nccl:
+    """Stands for a backend that takes tensors on a device only."""
+
+    options = type("Options", (), {"_timeout": timedelta(seconds=20)})
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def over_nccl() -> tuple[bool, list[str], list[tuple[str, bool]]]:
+    """Where a world with a backend of its device sends values and tensors of the host."""
+    used: list[tuple[str, bool]] = []
+    group: Any = dist.distributed_c10d._get_default_group()
+    type(group)._get_backend = lambda *_: Nccl()
+    world = World()
+    for name in ("all_reduce", "all_gather_object", "broadcast_object_list", "barrier"):
+        original = getattr(dist, name)
+
+        def recorded(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            where = kwargs.get("group", args[0] if name == "barrier" else None)
+            used.append((name, where is world.host_group))
+            return original(*args, **kwargs)
+
+        setattr(dist, name, recorded)
+    agreement = SampleAgreement(True, world)
+    batch: Any = type("Batch", (), {"bad": {1: None}, "digest": 7})
+    batch.drawn = type("Draw", (), {"samples": [4, 5]})
+    assert agreement._bad_slots(batch) == [1]
+    agreement._compare(batch)
+    world.all_gather(1)
+    world.broadcast(1)
+    world.barrier()
+    return world.on_device, [dist.get_backend(world.host_group)], used
+
+
+@pytest.mark.distributed
+def test_values_travel_in_host_memory_where_the_default_group_does_not():
+    for on_device, backends, used in run_distributed(over_nccl, 2):
+        assert on_device and backends == ["gloo"]
+        assert len(used) >= 5 and all(is_host for _, is_host in used)
+
+
+def found_late(seconds: float) -> tuple[str, bool]:
+    def find() -> str:
+        time.sleep(seconds)
+        return "found"
+
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds / 4))
+    world = World()
+    value = world.from_first_rank(find)
+    return value, world.from_first_rank(lambda: "again") == "again"
+
+
+@pytest.mark.distributed
+def test_ranks_wait_for_the_first_for_longer_than_a_collective_may_take():
+    assert run_distributed(found_late, 2, 5.0) == [("found", True)] * 2
+
+
+@pytest.mark.distributed
+def test_ranks_that_wait_end_when_another_rank_has_failed():
+    messages = assert_ranks_raise(failed_beside, 3, match="lost")
+    assert all("Another rank failed first: rank 2: KeyError" in message for message in messages[:2])
+
+
+def failed_beside() -> None:
+    def find() -> None:
+        time.sleep(30)
+
+    world = World()
+    with shared_failure("measuring samples"):
+        if dist.get_rank() == 2:
+            raise KeyError("lost")
+        if dist.get_rank() == 0:
+            while True:
+                failure.check_rank_lives(1)
+                time.sleep(0.05)
+        world.from_first_rank(find)
+
+
+@pytest.mark.distributed
+def test_a_failure_that_is_told_late_does_not_end_the_next_block():
+    assert run_distributed(told_late, 2) == ["found"] * 2
+
+
+def told_late() -> str:
+    """Rank 0 comes late, and tells its failure when rank 1 has told its own and is in the next block."""
+    world = World()
+    if world.is_first:
+        time.sleep(watcher._SILENT_S + 2 * watcher._INTERVAL_S + 1)
+    with suppress(ValueError), shared_failure("the first block"):
+        raise ValueError("one of both")
+    if dist.get_rank() == 0:
+        time.sleep(1)  # before it takes its failure back
+    with shared_failure("the next block"):
+        return world.from_first_rank(lambda: "found")
