@@ -149,6 +149,22 @@ def test_launches_have_a_factor_of_their_own(tmp_path, launch, forward, backward
         assert own["after"].worst < 0.03 < 0.1 < own["before"].median
 
 
+def test_each_coefficient_is_found_where_only_one_solution_fits(tmp_path):
+    """Tasks that all take their launches, or all what they compute, have many solutions; here are enough of both."""
+    wanted = {"forward": TimeScale(2.0, 6.0, launch=1.5), "backward": TimeScale(1.5, 3.0, launch=1.5)}
+    path = write_log(tmp_path / "log.jsonl", launching(), corrected(launching(), {"vision": wanted}), count=12)
+    found = calibrate_logs([path]).calibration.scales["vision"]
+    for kind, scale in wanted.items():
+        groups = [g for window in windows_of(path) for g in window.groups if (g.module, g.kind) == ("vision", kind)]
+        computed = [scale.token * (g.base_ms - g.squares_ms) + scale.square * g.squares_ms for g in groups]
+        for times in (computed, [scale.launches * g.launch_ms for g in groups]):
+            same = [g.measured_ms == pytest.approx(time, rel=1e-3) for g, time in zip(groups, times, strict=True)]
+            assert sum(same) > 3, "more tasks of each sort than coefficients"
+        for name in ("token", "square", "launch"):
+            assert getattr(found[kind], name) == pytest.approx(getattr(scale, name), rel=0.01), (kind, name)
+        assert found[kind].layer_ms == 0.0
+
+
 def test_launches_that_no_task_shows_keep_their_time(tmp_path):
     quick = launching(replace(CPU, launch_us=0.01))
     truth = corrected(quick, {name: {kind: TimeScale(3.0, 3.0) for kind in KINDS} for name in SPEC.modules})
