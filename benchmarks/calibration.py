@@ -2,10 +2,11 @@
 Predictions of steps before and after `hf-mmparallel calibrate`, beside what the steps took, on plans that were not
 fitted.
 
-The Trainer runs one plan, whose `trainer_log.jsonl` is calibrated, as a user would do it. It then runs other plans
-with `layer_profile=calibrated.json`: other layouts, microbatches, lengths of samples, packed rows, something frozen.
-They take turns, and the fitted plan runs among them again, to tell an error of the prediction from a machine that
-became slower. Ranks are processes on the CPU over gloo, one for each core that is used.
+Links are measured first, as the Trainer does where it does not know a GPU; what the CPU computes is counted by the
+table of devices. The Trainer runs one plan, whose `trainer_log.jsonl` is calibrated, as a user would do it. It then
+runs other plans with `layer_profile=calibrated.json`: other layouts, microbatches, lengths of samples, packed rows,
+something frozen. They take turns, and the fitted plan runs among them again, to tell an error of the prediction from a
+machine that became slower. Ranks are processes on the CPU over gloo, one for each core that is used.
 
 ```bash
 python benchmarks/calibration.py
@@ -21,12 +22,12 @@ import json
 import os
 import random
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import numpy as np
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from rich.table import Table
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 from transformers import PrinterCallback, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
@@ -42,12 +43,15 @@ from hf_mmparallel.callbacks import PredictionCallback
 from hf_mmparallel.cost.calibrate import calibrate_logs
 from hf_mmparallel.cost.calibration import uncalibrated
 from hf_mmparallel.cost.run_log import RUN_LOG, LoggedWindow, tasks_of
+from hf_mmparallel.runtime.links import link_constants
 from hf_mmparallel.search.comparison import StepComparer, kind_of
 from hf_mmparallel.search.steps import Prediction
+from hf_mmparallel.world import World
 
 RANKS = 2
+LINKS = "links.yaml"
 VISION, LM = "vision", "language_model"
-SHAPES = common.Shapes(vision_width=256, width=256, layers=6, image_size=56, text_tokens=(16, 160))
+SHAPES = common.Shapes(image_size=56, text_tokens=(16, 96))
 BEFORE, FACTOR, AFTER = "before", "one_factor", "after"
 
 
@@ -109,15 +113,17 @@ class Sizes:
         fitted_steps (`int`): Steps of the run that is calibrated, without its first.
         steps (`int`): Of each run of a judged plan, without its first.
         rounds (`int`): Runs of each judged plan.
+        judged (`tuple[Case, ...]`): The plans.
     """
 
-    batch: int = 32
+    batch: int = 16
     fitted_steps: int = 8
-    steps: int = 3
-    rounds: int = 2
+    steps: int = 4
+    rounds: int = 3
+    judged: tuple[Case, ...] = JUDGED
 
 
-QUICK = Sizes(batch=8, fitted_steps=4, steps=1, rounds=1)
+QUICK = Sizes(batch=8, fitted_steps=4, steps=1, rounds=1, judged=JUDGED[3::3])
 
 
 @dataclass(frozen=True)
@@ -162,18 +168,19 @@ def tokens_of(sample: Mapping[str, Any], image_tokens: int) -> dict[str, Any]:
 
 
 def train(
-    case: Case, shapes: common.Shapes, batch: int, steps: int, seed: int, folder: str, profile: str | None
+    case: Case, shapes: common.Shapes, batch: int, steps: int, seed: int, folder: Path, profile: Path | None
 ) -> list[Step]:
-    """Runs a plan for some steps, after one that warms up; on rank 0 what they took."""
+    """Runs a plan for some steps, after one that warms up; on rank 0 what they took. Beside `folder` are the links."""
     own = replace(shapes, text_tokens=tuple(case.text * length for length in shapes.text_tokens))
     modules = {**case.modules, LM: {**case.modules[LM], "attn_implementation": "bitfield"}}
     args = MultimodalTrainingArguments(
-        output_dir=folder,
+        output_dir=str(folder),
         parallel={"modules": modules, "schedule": case.schedule},
         global_batch_size=batch,
         per_device_train_batch_size=case.microbatch,
         packing=case.packing,
-        layer_profile=profile,
+        gpu_spec=str(folder.parent / LINKS),
+        layer_profile=None if profile is None else str(profile),
         max_steps=1 + steps,
         logging_steps=1,
         seed=seed,
@@ -227,19 +234,25 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
     dist.init_process_group("gloo")
     rng = random.Random(0)
     folder = options.ranks.parent
-    profile = str(folder / "calibrated.json")
-    result: dict[str, Any] = {}
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the plans
-        fitted = train(FITTED, shapes, sizes.batch, sizes.fitted_steps, 0, str(folder / "fitted"), None)
+    profile = folder / "calibrated.json"
+    links = link_constants(World())
+    if dist.get_rank() == 0:
+        (folder / LINKS).write_text(json.dumps({"name": "cpu", "like": "cpu", **links}))
+    dist.barrier()
+    result: dict[str, Any] = {"links": links}
+    plans = (FITTED, *sizes.judged)
+    drawing = mock.patch("hf_mmparallel.trainer.report.draw_prediction")
+    with drawing, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the plans
+        fitted = train(FITTED, shapes, sizes.batch, sizes.fitted_steps, 0, folder / "fitted", None)
         if dist.get_rank() == 0:
             found = calibrate_logs([folder / "fitted" / RUN_LOG])
             found.calibration.save(profile)
             result["calibration"] = {**asdict(found.calibration), "outside_share": found.outside_share}
         dist.barrier()
-        steps: dict[str, list[Step]] = {case.name: [] for case in (FITTED, *JUDGED)}
+        steps: dict[str, list[Step]] = {case.name: [] for case in plans}
         for number in range(1, 1 + sizes.rounds):
-            for case in rng.sample((FITTED, *JUDGED), 1 + len(JUDGED)):
-                out = tempfile.mkdtemp(dir=folder) if dist.get_rank() == 0 else tempfile.gettempdir()
+            for case in rng.sample(plans, len(plans)):
+                out = folder / f"{number}-{plans.index(case)}"
                 steps[case.name] += train(case, shapes, sizes.batch, sizes.steps, number, out, profile)
     if dist.get_rank() == 0:
         result["fitted_steps"] = [asdict(step) for step in fitted]
@@ -294,7 +307,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found[when] = {
             "median_error": statistics.median(errors),
             "largest_error": max(errors),
-            "rank_correlation": float(spearmanr(times[:, 0], times[:, 1]).statistic),
+            "rank_correlation": float(np.corrcoef(rankdata(times, axis=0).T)[0, 1]),
         }
         if when != FACTOR:
             tasks = [abs(own[when] - 1) for row in judged for own in row["tasks_over_measured"].values()]
@@ -333,7 +346,7 @@ def main() -> None:
     load = os.getloadavg()
     found = common.launch(__file__, RANKS, ["--quick"] * options.quick)
     factor = statistics.median(step["measured"] / step[BEFORE] for step in found["fitted_steps"])
-    rows = [plan_row(case, found["steps"][case.name], factor) for case in (FITTED, *JUDGED)]
+    rows = [plan_row(case, found["steps"][case.name], factor) for case in (FITTED, *sizes.judged)]
     errors = summary(rows)
     notes = [
         f"Steps of {errors['plans']} plans that were not fitted, {name}: median error {own['median_error']:.1%}, "
@@ -344,10 +357,11 @@ def main() -> None:
     result = {
         "errors": errors,
         "factor": factor,
+        "links": found["links"],
         "calibration": found["calibration"],
         "plans": rows,
         "ranks": RANKS,
-        "sizes": asdict(sizes),
+        "sizes": {"batch": sizes.batch, "steps": sizes.steps, "rounds": sizes.rounds},
         **common.machine(shapes, load),
     }
     common.report("calibration", [table_of(rows)], notes, result, options.out)
