@@ -6,7 +6,10 @@ Links are measured first, as the Trainer does where it does not know a GPU; what
 table of devices. The Trainer runs one plan, whose `trainer_log.jsonl` is calibrated, as a user would do it. It then
 runs other plans with `layer_profile=calibrated.json`: other layouts, microbatches, lengths of samples, packed rows,
 something frozen. They take turns, and the fitted plan runs among them again, to tell an error of the prediction from a
-machine that became slower. Ranks are processes on the CPU over gloo, one for each core that is used.
+machine that became slower. What other programs take of the cores only adds: of each plan the faster half of the steps
+counts. Two plans that share matrices are predicted by a calibration that has the log of such a plan as well.
+
+Ranks are processes on the CPU over gloo, one for each core that is used.
 
 ```bash
 python benchmarks/calibration.py
@@ -67,6 +70,7 @@ class Case:
         microbatch (`int`, *optional*, defaults to 4): Samples of a microbatch.
         packing (`bool`, *optional*, defaults to `False`): Whether rows of the language model are packed.
         text (`int`, *optional*, defaults to 1): How many times as long texts are as in the fitted run.
+        by_both (`bool`, *optional*, defaults to `False`): Whether it is predicted by the logs of both fitted plans.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Case:
     microbatch: int = 4
     packing: bool = False
     text: int = 1
+    by_both: bool = False
 
     @property
     def is_same_work(self) -> bool:
@@ -84,7 +89,9 @@ class Case:
 
 SHARED = {"colocate_with": VISION}
 COPIES = {VISION: {"dp_size": 2}, LM: SHARED}
+CUT = {VISION: {"tp_size": 2}, LM: SHARED}
 FITTED = Case("a rank for each module")
+FITTED_TOO = Case("both modules cut by two (tensor parallelism)", CUT)
 JUDGED = (
     Case("the same, microbatches of 2", microbatch=2),
     Case("the same, microbatches of 8", microbatch=8),
@@ -99,7 +106,9 @@ JUDGED = (
         {VISION: {"dp_size": 2}, LM: {**SHARED, "activation_checkpointing": True}},
     ),
     Case("both modules in two stages", {VISION: {"pp_size": 2}, LM: SHARED}),
-    Case("both modules cut by two (tensor parallelism)", {VISION: {"tp_size": 2}, LM: SHARED}),
+    FITTED_TOO,  # by the log of the other one
+    Case("both modules cut by two, microbatches of 8, by both logs", CUT, microbatch=8, by_both=True),
+    Case("both modules cut by two, packed rows, by both logs", CUT, packing=True, by_both=True),
 )
 
 
@@ -118,7 +127,7 @@ class Sizes:
 
     batch: int = 16
     fitted_steps: int = 8
-    steps: int = 4
+    steps: int = 3
     rounds: int = 3
     judged: tuple[Case, ...] = JUDGED
 
@@ -234,7 +243,7 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
     dist.init_process_group("gloo")
     rng = random.Random(0)
     folder = options.ranks.parent
-    profile = folder / "calibrated.json"
+    profile, both = folder / "calibrated.json", folder / "calibrated_by_both.json"
     links = link_constants(World())
     if dist.get_rank() == 0:
         (folder / LINKS).write_text(json.dumps({"name": "cpu", "like": "cpu", **links}))
@@ -243,19 +252,25 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
     plans = (FITTED, *sizes.judged)
     drawing = mock.patch("hf_mmparallel.trainer.report.draw_prediction")
     with drawing, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the plans
-        fitted = train(FITTED, shapes, sizes.batch, sizes.fitted_steps, 0, folder / "fitted", None)
+        fitted = [
+            train(case, shapes, sizes.batch, sizes.fitted_steps, 0, folder / name, None)
+            for case, name in ((FITTED, "fitted"), (FITTED_TOO, "fitted_too"))
+        ]
         if dist.get_rank() == 0:
-            found = calibrate_logs([folder / "fitted" / RUN_LOG])
-            found.calibration.save(profile)
-            result["calibration"] = {**asdict(found.calibration), "outside_share": found.outside_share}
+            logs = [folder / name / RUN_LOG for name in ("fitted", "fitted_too")]
+            for name, path, own in (("calibration", profile, logs[:1]), ("calibration_by_both", both, logs)):
+                found = calibrate_logs(own)
+                found.calibration.save(path)
+                result[name] = {**asdict(found.calibration), "outside_share": found.outside_share}
         dist.barrier()
         steps: dict[str, list[Step]] = {case.name: [] for case in plans}
         for number in range(1, 1 + sizes.rounds):
             for case in rng.sample(plans, len(plans)):
                 out = folder / f"{number}-{plans.index(case)}"
-                steps[case.name] += train(case, shapes, sizes.batch, sizes.steps, number, out, profile)
+                known = both if case.by_both else profile
+                steps[case.name] += train(case, shapes, sizes.batch, sizes.steps, number, out, known)
     if dist.get_rank() == 0:
-        result["fitted_steps"] = [asdict(step) for step in fitted]
+        result["fitted_steps"] = [asdict(step) for step in fitted[0]]
         result["steps"] = {name: [asdict(step) for step in own] for name, own in steps.items()}
         options.ranks.write_text(json.dumps(result))
     dist.barrier()
@@ -267,13 +282,15 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
 
 def plan_row(case: Case, steps: Sequence[Mapping[str, Any]], factor: float) -> dict[str, Any]:
     """
-    Medians of a plan's steps, and predictions over what was measured.
+    Medians of the faster half of a plan's steps, and predictions over what was measured.
 
     Args:
         case (`Case`): The plan.
         steps (`Sequence[Mapping]`): Its steps, see [`Step`].
         factor (`float`): What steps of the fitted plan took over what was predicted.
     """
+    measured_ms = [step["measured"] for step in steps]
+    steps = sorted(steps, key=lambda step: step["measured"] / step[BEFORE])[: -(-len(steps) // 2)]
     over = {when: statistics.median(step[when] / step["measured"] for step in steps) for when in (BEFORE, AFTER)}
     tasks = {
         name: {
@@ -287,12 +304,13 @@ def plan_row(case: Case, steps: Sequence[Mapping[str, Any]], factor: float) -> d
         "plan": case.name,
         "fitted": case == FITTED,
         "same_work": case.is_same_work,
+        "by_both": case.by_both,
         "steps": len(steps),
         "ms": {**times, FACTOR: factor * times[BEFORE]},
         "over_measured": {**over, FACTOR: factor * over[BEFORE]},
         "replayed_over_measured": statistics.median(step["replayed"] / step["measured"] for step in steps),
         "tasks_over_measured": tasks,
-        "measured_ms": [step["measured"] for step in steps],
+        "measured_ms": measured_ms,
     }
 
 
@@ -358,7 +376,7 @@ def main() -> None:
         "errors": errors,
         "factor": factor,
         "links": found["links"],
-        "calibration": found["calibration"],
+        **{name: found[name] for name in ("calibration", "calibration_by_both")},
         "plans": rows,
         "ranks": RANKS,
         "sizes": {"batch": sizes.batch, "steps": sizes.steps, "rounds": sizes.rounds},
