@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from figures import ms, percent, result, table
+from figures import ms, percent, result, spread, table
+from scipy.stats import spearmanr
 
 
 def calibration() -> str:
@@ -38,6 +39,18 @@ def quotes_of_calibration() -> Iterator[str]:
     yield f"The tasks of a module and kind are off by {tasks[0]} in the median before and {tasks[1]} calibrated."
     left = statistics.median(row["replayed_over_measured"] for row in found["plans"] if not row["fitted"])
     yield f"with tasks as measured a step is predicted {percent(1 - left)} % shorter than it is in the median"
+
+    cut = [row for row in found["plans"] if row["plan"].startswith("both modules cut")]
+    alone = next(row["over_measured"]["after"] for row in cut if not row["by_both"])
+    both = [row["over_measured"]["after"] for row in cut if row["by_both"]]
+    yield f"predicted at {alone:.2f} of what it takes by the log of the other plan"
+    yield f"with the log of such a plan as well, others like it are predicted at {spread(both, '{:.2f}'.format)}"
+    alike = [row["ms"] for row in found["plans"] if row["same_work"] and row not in cut]
+    order = {
+        when: float(spearmanr([own[when] for own in alike], [own["measured"] for own in alike])[0])
+        for when in ("before", "after")
+    }
+    yield f"among the {len(alike)} others it is {order['before']:.2f} before and {order['after']:.2f} calibrated"
 
 
 BLOCKS = {"calibration": calibration}
