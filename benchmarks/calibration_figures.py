@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+import numpy as np
 from figures import ms, percent, result, spread, table
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 
 
 def calibration() -> str:
@@ -46,11 +47,9 @@ def quotes_of_calibration() -> Iterator[str]:
     yield f"predicted at {alone:.2f} of what it takes by the log of the other plan"
     yield f"with the log of such a plan as well, others like it are predicted at {spread(both, '{:.2f}'.format)}"
     alike = [row["ms"] for row in found["plans"] if row["same_work"] and row not in cut]
-    order = {
-        when: float(spearmanr([own[when] for own in alike], [own["measured"] for own in alike])[0])
-        for when in ("before", "after")
-    }
-    yield f"among the {len(alike)} others it is {order['before']:.2f} before and {order['after']:.2f} calibrated"
+    times = np.array([[own[when] for when in ("before", "after", "measured")] for own in alike])
+    order = np.corrcoef(rankdata(times, axis=0).T)[-1]
+    yield f"among the {len(alike)} others it is {order[0]:.2f} before and {order[1]:.2f} calibrated"
 
 
 BLOCKS = {"calibration": calibration}
