@@ -190,7 +190,7 @@ def layer_table(
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
     forward, backward, launches = [], [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
-        layer = layers.layer(module, index, tp_size)
+        layer = layers.layer(module, index, tp_size).with_sums
         share = trainable_share(costs.spec, module, index)
         inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
         again = checkpointing and 0 <= index < part.num_layers
