@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
-from ..schedule import Task
+from ..schedule import Task, TaskGraph
 from ..schedule.actions import Message, StageKey
 from .collectives import all_reduce
 from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
-from .rows import chunk_sizes
-from .stages import stage_costs
+from .rows import ChunkKey, ChunkSize, RowLayout, chunk_sizes
+from .stages import StageCost, stage_costs
 
 
 class StepCost:
@@ -29,6 +30,8 @@ class StepCost:
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
         groups (`Sequence[SyncGroup]`, *optional*): The gradient sums, for [`~StepCost.sync_ms`].
+        stages (`Mapping[tuple[str, int, int], StageCost]`, *optional*):
+            [`stage_costs`] of the plan, or of one that it is a part of, where they are known.
     """
 
     def __init__(
@@ -38,12 +41,41 @@ class StepCost:
         step: StepPlan,
         sizes: SampleSizes,
         groups: Sequence[SyncGroup] = (),
+        stages: Mapping[StageKey, StageCost] | None = None,
     ):
         self.costs, self.plan, self.step, self.sizes, self.groups = costs, plan, step, sizes, groups
-        self.stages = stage_costs(costs, plan)
-        self.chunks = chunk_sizes(costs, plan, step, sizes)
+        self.stages = stage_costs(costs, plan) if stages is None else stages
         self._links: dict[tuple[StageKey, StageKey], tuple[float, float]] = {}
         self._crossing: dict[tuple, int] = {}
+
+    @cached_property
+    def chunks(self) -> dict[ChunkKey, ChunkSize]:
+        """See [`chunk_sizes`]."""
+        return chunk_sizes(self.costs, self.plan, self.step, self.sizes)
+
+    def of_graph(self, graph: TaskGraph) -> NDArray:
+        """float64 `[tasks]`: what each task of the step's graph takes, the same as one by one."""
+        sizes = np.empty((2, graph.num_forwards))  # tokens and squares of each forward
+        stage, microbatch, chunk = graph.columns[:, : graph.num_forwards]
+        modules, replicas = (np.array([key[i] for key in graph.stages])[stage] for i in range(2))
+        for name in self.plan.modules:
+            cuts = self.step.cut_chunks(name, self.step.replicas(name))
+            if len(cuts.replica):
+                layout = RowLayout.of(self.costs, name, self.plan.modules[name])
+                own = np.flatnonzero(modules == name)
+                place = cuts.find(replicas[own], microbatch[own], chunk[own])
+                sizes[:, own] = layout.of_chunks(self.sizes, name, cuts)[place, :2].T
+        kinds = {id(cost): cost for cost in (self.stages[key] for key in graph.stages)}
+        numbers = {key: number for number, key in enumerate(kinds)}
+        kind = np.array([numbers[id(self.stages[key])] for key in graph.stages])[graph.columns[0]]
+        result = np.empty(graph.num_tasks)
+        is_backward = graph.forward >= 0
+        tokens, squares = sizes[:, np.where(is_backward, graph.forward, np.arange(graph.num_tasks))]
+        for number, cost in enumerate(kinds.values()):
+            for back in (False, True):
+                own = np.flatnonzero((kind == number) & (is_backward == back))
+                result[own] = cost.times_ms(tokens[own], squares[own], back)
+        return result
 
     def __call__(self, task: Task) -> float:
         cost = self.stages[task.module, task.replica, task.stage]

@@ -11,7 +11,7 @@ from .actions import Message, StageKey
 from .graph import TaskGraph
 from .lowering import order_part, sync_instants
 from .parts import Condensed, Part
-from .scheduler import Cost, Timeline, default_cost
+from .scheduler import Cost, Timeline, default_cost, task_times
 from .simulator import Simulation, Span, SumSpan
 
 
@@ -45,7 +45,7 @@ def simulate_parts(
     for part in parts:
         graph, times_ms, timeline = order_part(part, order_cost, training, caps)
         if order_cost is not cost:
-            times_ms = [cost(task) for task in graph.tasks]
+            times_ms = task_times(cost, graph)
         replays.append(_PartReplay(part, graph, timeline, times_ms, message_ms))
     sums: dict[int, list[SumSpan]] = {}
     if training:

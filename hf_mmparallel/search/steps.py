@@ -10,8 +10,10 @@ from typing import Protocol
 from ..arrange import arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, model_flops
 from ..cost.optimizer import optimizer_ms
+from ..cost.stages import StageCost, stage_costs
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
 from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
+from ..schedule.actions import StageKey
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
@@ -154,6 +156,11 @@ class StepPlanner:
         """The layout with one rank for all that run the same list."""
         return condense(self.plan, self.groups)
 
+    @cached_property
+    def _stage_costs(self) -> Mapping[StageKey, StageCost]:
+        """The costs of the stages, which no step changes."""
+        return stage_costs(self.costs, self.plan)
+
     def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
         """
         The program of a step, with costs from the sizes of its samples where they are known; of the ranks in the part
@@ -163,7 +170,7 @@ class StepPlanner:
         parts = list(self.condensed.parts(step, rank))
         plan, own = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
-            cost = StepCost(self.costs, plan, own, sizes, self.groups)
+            cost = StepCost(self.costs, plan, own, sizes, self.groups, self._stage_costs)
             if plan.schedule == "eager" and self.training:
                 caps = eager_caps(self.costs, plan, own, sizes, self.memory_bytes)
         program = condensed_program(parts, cost, self.training, caps)
