@@ -7,7 +7,7 @@ from .lowering import build_program, condensed_program, lower, receive_ahead
 from .parts import Condensed, Part, condense, condensed_ranks
 from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
 from .program import Program
-from .replay import simulate_parts
+from .replay import Replay, simulate_parts
 from .scheduler import Timeline, default_cost, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
@@ -20,6 +20,7 @@ __all__ = [
     "Part",
     "Program",
     "ProgramError",
+    "Replay",
     "Simulation",
     "Span",
     "SumSpan",

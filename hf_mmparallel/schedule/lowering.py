@@ -227,15 +227,20 @@ def sync_instants(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGro
         timeline (`Timeline`): Their order.
         groups (`Sequence[SyncGroup]`): The gradient sums.
     """
-    last = np.full(len(graph.stages), -1)
-    first = graph.num_forwards
-    np.maximum.at(last, graph.columns[0, first:], np.array(timeline.finished[first:], np.int64))
+    last = last_backwards(graph, timeline.finished)
     of_stage = dict(zip(graph.stages, last.tolist(), strict=True))
     instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in groups]
     following = 2 * graph.num_tasks
     for number in reversed(range(len(groups))):
         following = instants[number] = following if instants[number] < 0 else instants[number]
     return list(accumulate(instants, max))
+
+
+def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
+    """int64 `[stages]`: the event that the last backward of each stage is done; -1 without one."""
+    last, first = np.full(len(graph.stages), -1), graph.num_forwards
+    np.maximum.at(last, graph.columns[0, first:], np.array(finished[first:], np.int64))
+    return last
 
 
 def blocking_order(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> NDArray:

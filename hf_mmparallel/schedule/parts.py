@@ -167,6 +167,11 @@ class Condensed:
         size = len(self._members)
         return connected_components(coo_array((np.ones(len(before)), (before, after)), (size, size)), False)[1]
 
+    def parts_of_stages(self, step: StepPlan) -> np.ndarray:
+        """int64 `[stages]`: the number of the part that each stage of the condensed plan is in."""
+        counts = [len(module.replicas[d]) for module in self.plan.modules.values() for d in range(module.dp_size)]
+        return np.repeat(self._labels(step), counts).astype(np.int64)
+
     def parts(self, step: StepPlan, rank: int | None = None) -> Iterator[Part]:
         """
         The parts of a step; a replica without samples is one, too.

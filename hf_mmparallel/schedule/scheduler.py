@@ -16,7 +16,7 @@ from .graph import TaskGraph
 from .policies import task_phases
 
 Cost = Callable[[Task], float]
-"""Task -> milliseconds. One with a method `of_graph`, [`TaskGraph`] -> times of its tasks, is asked for all at once."""
+"""Task -> milliseconds. If it has a method `of_graph`, [`TaskGraph`] -> times of its tasks, that is asked."""
 
 
 def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
@@ -57,7 +57,12 @@ class _Tables:
     """
 
     def __init__(
-        self, plan: ParallelPlan, graph: TaskGraph, times_ms: Sequence[float], caps: Mapping[StageKey, float]
+        self,
+        plan: ParallelPlan,
+        graph: TaskGraph,
+        times_ms: Sequence[float],
+        caps: Mapping[StageKey, float],
+        parts: NDArray | None = None,
     ):
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
         self.caps = [caps.get(key, math.inf) for key in graph.stages]
@@ -67,6 +72,11 @@ class _Tables:
         for island, stages in enumerate(self.islands):
             for stage in stages:
                 self.island_of[stage] = island
+        parts = np.zeros(len(ranks), np.int64) if parts is None else parts
+        count = int(parts.max(initial=-1)) + 1
+        of_island = parts[[stages[0] for stages in self.islands]]
+        self.islands_of_part = _lists(of_island, np.arange(len(self.islands)), count)
+        self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)
         self.in_turn = [len({ranks[stage] for stage in stages}) == 1 for stages in self.islands]
         self.ranks = [own[:1] if self.in_turn[i] else own for own, i in zip(ranks, self.island_of, strict=True)]
         self.phases = _phases(plan, graph)
@@ -96,8 +106,8 @@ def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
 class _Simulation:
     """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
 
-    def __init__(self, tables: _Tables, alternate: bool = False, limit_ms: float = math.inf):
-        self.tables, self.alternate, self.limit_ms = tables, alternate, limit_ms
+    def __init__(self, tables: _Tables, alternate: bool = False):
+        self.tables, self.alternate = tables, alternate
         self.could_wait = False  # whether a stage took another backward, for which it would wait where it alternates
         num_stages, num_tasks = len(tables.ranks), tables.graph.num_tasks
         self.next = [0] * num_stages  # place of the next forward in those of the stage
@@ -112,29 +122,36 @@ class _Simulation:
         self.start_ms, self.end_ms = [0.0] * num_tasks, [0.0] * num_tasks
         self.started, self.finished = [0] * num_tasks, [0] * num_tasks
 
-    def run(self) -> Timeline | None:
+    def run(self, part: int, limit_ms: float = math.inf) -> float | None:
         """
-        Simulates until every task is done; `None` if stages that alternate wait for each other in a circle, or if it
-        takes no less than the limit.
+        Simulates until every task of a part is done, and says when that is; `None` if stages that alternate wait for
+        each other in a circle, or if it takes no less than the limit.
         """
-        running, left = self.running, self.tables.graph.num_tasks
-        for island in range(len(self.tables.islands)):
-            self._dispatch(island, 0.0)
+        self.could_wait, self.events, self.running = False, 0, []
+        running, left, now = self.running, len(self.tables.tasks_of_part[part]), 0.0
+        for island in self.tables.islands_of_part[part]:
+            self._dispatch(island, now)
         while left:
             if self.alternate and not running:
                 return None
-            if running and running[0][0] >= self.limit_ms:
+            if running and running[0][0] >= limit_ms:
                 return None
             assert running, "caps below those of `live_caps` leave nothing to run"
             dirty: set[int] = set()
-            limit, now = running[0][0] * (1 + 1e-12) + 1e-9, 0.0
+            limit = running[0][0] * (1 + 1e-12) + 1e-9
             while running and running[0][0] <= limit:
                 now, index = heapq.heappop(running)
                 self._finish(index, dirty)
                 left -= 1
             for island in sorted(dirty):
                 self._dispatch(island, now)
-        return Timeline(tuple(self.start_ms), tuple(self.end_ms), tuple(self.started), tuple(self.finished))
+        return now
+
+    def adopt(self, other: _Simulation, part: int) -> None:
+        """The order of a part as in another simulation."""
+        for index in self.tables.tasks_of_part[part]:
+            self.start_ms[index], self.end_ms[index] = other.start_ms[index], other.end_ms[index]
+            self.started[index], self.finished[index] = other.started[index], other.finished[index]
 
     def _candidate(self, stage: int) -> int:
         """The task that the stage would run next, or -1."""
@@ -313,12 +330,23 @@ def order_tasks(
     times_ms: Sequence[float],
     caps: Mapping[StageKey, float],
     alternate: bool = False,
+    parts: NDArray | None = None,
 ) -> Timeline:
-    """[`schedule_tasks`] with the time of each task of the graph."""
-    tables = _Tables(plan, graph, times_ms, caps)
-    first = _Simulation(tables)
-    found = first.run()
-    assert found is not None
-    if alternate and first.could_wait:
-        found = _Simulation(tables, True, max(found.end_ms, default=0.0)).run() or found
-    return found
+    """
+    [`schedule_tasks`] with the time of each task of the graph.
+
+    Args:
+        parts (`np.ndarray`, *optional*):
+            int64 `[stages]`: the number of the part, see [`Part`], of each stage. Parts are ordered one by one,
+            and the events of each are numbered from 0; all is one part when left out.
+    """
+    tables = _Tables(plan, graph, times_ms, caps, parts)
+    found, other = _Simulation(tables), None
+    for part in range(len(tables.tasks_of_part)):
+        end_ms = found.run(part)
+        assert end_ms is not None
+        if alternate and found.could_wait:
+            other = other or _Simulation(tables, True)
+            if other.run(part, end_ms) is not None:
+                found.adopt(other, part)
+    return Timeline(tuple(found.start_ms), tuple(found.end_ms), tuple(found.started), tuple(found.finished))

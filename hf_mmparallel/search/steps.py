@@ -90,6 +90,12 @@ class StepPlanner:
     training: bool = True
     limits: Mapping[str, int] | None = None
 
+    def with_method(self, method: str) -> StepPlanner:
+        """The same with another arrangement, and with all that is known of the layout."""
+        result = replace(self, method=method)
+        result.__dict__.update(condensed=self.condensed, stage_costs=self.stage_costs)
+        return result
+
     def with_limits(self, typical: SampleSizes) -> StepPlanner:
         """
         The same with limits of microbatches that are found once, so that they can be said, and compared with all
@@ -157,7 +163,7 @@ class StepPlanner:
         return condense(self.plan, self.groups)
 
     @cached_property
-    def _stage_costs(self) -> Mapping[StageKey, StageCost]:
+    def stage_costs(self) -> Mapping[StageKey, StageCost]:
         """The costs of the stages, which no step changes."""
         return stage_costs(self.costs, self.plan)
 
@@ -170,7 +176,7 @@ class StepPlanner:
         parts = list(self.condensed.parts(step, rank))
         plan, own = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
-            cost = StepCost(self.costs, plan, own, sizes, self.groups, self._stage_costs)
+            cost = StepCost(self.costs, plan, own, sizes, self.groups, self.stage_costs)
             if plan.schedule == "eager" and self.training:
                 caps = eager_caps(self.costs, plan, own, sizes, self.memory_bytes)
         program = condensed_program(parts, cost, self.training, caps)
