@@ -93,7 +93,7 @@ class _Tables:
         opens = (chunk == 0) & (backwards[cell] > 0)  # the first forward of a microbatch that has a backward
         self.stage_of, self.cell, self.opens = stage.tolist(), cell.tolist(), opens.tolist()
         self.backwards_left = backwards.tolist()
-        self.rank_in_island = list(zip(microbatch.tolist(), chunk.tolist(), self.stage_of, range(count), strict=True))
+        self.microbatch, self.chunk = microbatch.tolist(), chunk.tolist()
 
 
 def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
@@ -176,6 +176,11 @@ class _Simulation:
         if tables.in_turn[island]:  # all stages are on the same ranks
             if busy[tables.ranks[stages[0]][0]]:
                 return
+            if len(stages) == 1:
+                index = self._candidate(stages[0])
+                if index >= 0:
+                    self._start(index, now)
+                return
             found = [index for index in map(self._candidate, stages) if index >= 0]
             if found:
                 self._start(found[0] if len(found) == 1 else min(found, key=self._priority), now)
@@ -187,11 +192,11 @@ class _Simulation:
                 return
             self._start(min(found, key=self._priority), now)
 
-    def _priority(self, index: int) -> tuple[bool, tuple[int, int, int, int]]:
+    def _priority(self, index: int) -> tuple[bool, int, int, int, int]:
         """What comes first among stages that share ranks: backwards, and forwards that are due."""
         tables = self.tables
         is_late = index < tables.graph.num_forwards and not self.forward_due[tables.stage_of[index]]
-        return is_late, tables.rank_in_island[index]
+        return is_late, tables.microbatch[index], tables.chunk[index], tables.stage_of[index], index
 
     def _start(self, index: int, now: float) -> None:
         tables = self.tables
