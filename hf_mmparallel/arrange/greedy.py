@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from .exchange import Room, padded
 
-
 _FEW_BINS, _FEW_PROBLEMS = 128, 6  # so that problems in step are faster than one after the other
 
 

@@ -8,7 +8,7 @@ from .parts import Condensed, Part, condense, condensed_ranks
 from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
 from .program import Program
 from .replay import Replay, simulate_parts
-from .scheduler import Timeline, default_cost, schedule_tasks
+from .scheduler import Timeline, default_cost, order_tasks, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "live_caps",
     "lower",
     "microbatch_forward_ms",
+    "order_tasks",
     "policy_caps",
     "receive_ahead",
     "schedule_tasks",

@@ -79,14 +79,18 @@ class _Tables:
         self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)
         self.in_turn = [len({ranks[stage] for stage in stages}) == 1 for stages in self.islands]
         self.ranks = [own[:1] if self.in_turn[i] else own for own, i in zip(ranks, self.island_of, strict=True)]
+        self.first_rank = [own[0] for own in self.ranks]
         self.phases = _phases(plan, graph)
+        self.num_forwards = graph.num_forwards
 
         count, first = graph.num_tasks, graph.num_forwards
         stage, microbatch, chunk = graph.columns
         sources = np.concatenate([graph.links[0], graph.forward[first:]])
         targets = np.concatenate([graph.links[1], np.arange(first, count)])
         self.missing = np.bincount(targets, minlength=count).tolist()
-        self.followers = _lists(sources, targets, count)
+        # One list for all, since many short ones would keep the garbage collector busy.
+        self.followers = targets[np.argsort(sources, kind="stable")].tolist()
+        self.stops = [0, *np.cumsum(np.bincount(sources, minlength=count)).tolist()]
         self.forwards = _lists(stage[:first], np.arange(first), len(graph.stages))
         cells, cell = np.unique(stage * (microbatch.max(initial=0) + 1) + microbatch, return_inverse=True)
         backwards = np.bincount(cell[first:], minlength=len(cells))
@@ -128,9 +132,13 @@ class _Simulation:
         each other in a circle, or if it takes no less than the limit.
         """
         self.could_wait, self.events, self.running = False, 0, []
-        running, left, now = self.running, len(self.tables.tasks_of_part[part]), 0.0
-        for island in self.tables.islands_of_part[part]:
-            self._dispatch(island, now)
+        tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
+        stage_of, first_rank, island_of = tables.stage_of, tables.first_rank, tables.island_of
+        followers, stops, num_forwards = tables.followers, tables.stops, tables.num_forwards
+        missing, busy = self.missing, self.busy
+        push, pop, dispatch, finish = heapq.heappush, heapq.heappop, self._dispatch, self._finish
+        for island in tables.islands_of_part[part]:
+            dispatch(island, now)
         while left:
             if self.alternate and not running:
                 return None
@@ -140,34 +148,47 @@ class _Simulation:
             dirty: set[int] = set()
             limit = running[0][0] * (1 + 1e-12) + 1e-9
             while running and running[0][0] <= limit:
-                now, index = heapq.heappop(running)
-                self._finish(index, dirty)
+                now, index = pop(running)
                 left -= 1
+                finish(index)
+                dirty.add(island_of[stage_of[index]])
+                for other in followers[stops[index] : stops[index + 1]]:
+                    missing[other] -= 1
+                    if not missing[other]:
+                        stage = stage_of[other]
+                        if other >= num_forwards:
+                            push(self.backwards[stage], other)
+                        if not busy[first_rank[stage]]:  # else it is looked at when it is free
+                            dirty.add(island_of[stage])
             for island in sorted(dirty):
-                self._dispatch(island, now)
+                dispatch(island, now)
         return now
 
-    def adopt(self, other: _Simulation, part: int) -> None:
-        """The order of a part as in another simulation."""
+    def adopt(self, other: _Simulation, part: int) -> _Simulation:
+        """This one, with the order of a part as in another."""
         for index in self.tables.tasks_of_part[part]:
             self.start_ms[index], self.end_ms[index] = other.start_ms[index], other.end_ms[index]
             self.started[index], self.finished[index] = other.started[index], other.finished[index]
+        return self
 
     def _candidate(self, stage: int) -> int:
         """The task that the stage would run next, or -1."""
-        tables, forward, fits = self.tables, -1, False
+        tables, phases, forward, fits = self.tables, self.phases, -1, False
         queue, place = tables.forwards[stage], self.next[stage]
         if place < len(queue):
             index = queue[place]
             fits = not tables.opens[index] or self.live[stage] < tables.caps[stage]
-            if fits and not self.missing[index] and (self.phases is None or self.phases.is_due(index)):
+            if fits and not self.missing[index] and (phases is None or phases.is_due(index)):
                 forward = index
-        backwards, due = self.backwards[stage], self.forward_due[stage]
-        if backwards and not (due and (fits if self.alternate else forward >= 0)):
-            index = backwards[0]
-            if self.phases is None or self.phases.is_due(index):
-                self.could_wait |= due and fits
-                return index
+        backwards = self.backwards[stage]
+        if not backwards:
+            return forward
+        due = self.forward_due[stage]
+        if due and (fits if self.alternate else forward >= 0):
+            return forward
+        if phases is None or phases.is_due(backwards[0]):
+            self.could_wait |= due and fits
+            return backwards[0]
         return forward
 
     def _dispatch(self, island: int, now: float) -> None:
@@ -195,13 +216,13 @@ class _Simulation:
     def _priority(self, index: int) -> tuple[bool, int, int, int, int]:
         """What comes first among stages that share ranks: backwards, and forwards that are due."""
         tables = self.tables
-        is_late = index < tables.graph.num_forwards and not self.forward_due[tables.stage_of[index]]
+        is_late = index < tables.num_forwards and not self.forward_due[tables.stage_of[index]]
         return is_late, tables.microbatch[index], tables.chunk[index], tables.stage_of[index], index
 
     def _start(self, index: int, now: float) -> None:
         tables = self.tables
         stage = tables.stage_of[index]
-        if index < tables.graph.num_forwards:
+        if index < tables.num_forwards:
             self.forward_due[stage] = False
             self.next[stage] += 1
             self.live[stage] += tables.opens[index]
@@ -216,11 +237,10 @@ class _Simulation:
         self.end_ms[index] = end_ms = now + tables.times_ms[index]
         heapq.heappush(self.running, (end_ms, index))
 
-    def _finish(self, index: int, dirty: set[int]) -> None:
-        tables, missing = self.tables, self.missing
-        stage_of, first = tables.stage_of, tables.graph.num_forwards
-        stage = stage_of[index]
-        if index >= first:
+    def _finish(self, index: int) -> None:
+        tables = self.tables
+        stage = tables.stage_of[index]
+        if index >= tables.num_forwards:
             cell = tables.cell[index]
             self.backwards_left[cell] -= 1
             self.live[stage] -= not self.backwards_left[cell]
@@ -230,14 +250,6 @@ class _Simulation:
             self.phases.finish(index)
         self.finished[index] = self.events
         self.events += 1
-        dirty.add(tables.island_of[stage])
-        for other in tables.followers[index]:
-            missing[other] -= 1
-            if not missing[other]:
-                target = stage_of[other]
-                dirty.add(tables.island_of[target])
-                if other >= first:
-                    heapq.heappush(self.backwards[target], other)
 
 
 class _Phases:
@@ -353,5 +365,5 @@ def order_tasks(
         if alternate and found.could_wait:
             other = other or _Simulation(tables, True)
             if other.run(part, end_ms) is not None:
-                found.adopt(other, part)
+                found = other if parts is None else found.adopt(other, part)
     return Timeline(tuple(found.start_ms), tuple(found.end_ms), tuple(found.started), tuple(found.finished))
