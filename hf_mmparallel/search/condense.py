@@ -80,16 +80,16 @@ def predict_arranged(
     return Prediction(planner.plan, arranged, sizes, simulation, memory, utilisation, update_ms)
 
 
-def iteration_ms(planner: StepPlanner, sizes: SampleSizes) -> float:
+def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
     """
-    The time of a step before the optimizer's, as [`predict_condensed`] gives it, in a fraction of the time.
+    The time of a step before the optimizer's, as [`predict_arranged`] gives it, in a fraction of the time.
 
     Args:
         planner ([`StepPlanner`]): Of the whole plan.
-        sizes (`SampleSizes`): Of the samples of the batch.
+        arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`], with sizes.
     """
-    arranged = planner.arrange(range(sizes.num_samples), sizes)
-    return _replayed(planner, planner.condensed, arranged, sizes, sizes).iteration_ms
+    assert arranged.sizes is not None
+    return _replayed(planner, planner.condensed, arranged, arranged.sizes, arranged.sizes).iteration_ms
 
 
 def _replayed(

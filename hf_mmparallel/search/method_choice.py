@@ -67,6 +67,7 @@ def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> Metho
     update_ms = optimizer_ms(planner.costs, planner.plan) if planner.training else 0.0
     for method in KEEPING_LIMITS if has_limit else CHOICES:
         tried = planner.with_method(method)
-        times = [iteration_ms(tried, batch) + update_ms for batch in batches]
+        arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)
+        times = [iteration_ms(tried, step) + update_ms for step in arranged]
         found[method] = sum(times) / len(times)
     return MethodChoice(min(found, key=lambda method: round(found[method], 6)), found)
