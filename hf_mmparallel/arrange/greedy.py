@@ -103,22 +103,27 @@ def _fill_alike(weights: NDArray, inverse: float, loads: NDArray) -> list[int]:
     heights = sorted(bins_of)
     result = []
     for weight in weights.tolist():
-        height = heights[0]
+        height, alike = heapq.heappop(heights), []
         end = (height + weight) * inverse
         # Of bins that end alike, by rounding even from unlike loads, it is the first.
-        alike = []
         while heights and (heights[0] + weight) * inverse == end:
             alike.append(heapq.heappop(heights))
-        height = min(alike, key=lambda load: bins_of[load][0])
-        index = heapq.heappop(bins_of[height])
-        for load in alike:
-            if bins_of[load]:
-                heapq.heappush(heights, load)
-            else:
-                del bins_of[load]
-        if height + weight not in bins_of:
-            bins_of[height + weight] = []
-            heapq.heappush(heights, height + weight)
-        heapq.heappush(bins_of[height + weight], index)
+        if alike:
+            alike.append(height)
+            height = min(alike, key=lambda load: bins_of[load][0])
+            for load in alike:
+                if load != height:
+                    heapq.heappush(heights, load)
+        own, filled = bins_of[height], height + weight
+        index = heapq.heappop(own)
+        if own:
+            heapq.heappush(heights, height)
+        else:
+            del bins_of[height]
+        if filled in bins_of:
+            heapq.heappush(bins_of[filled], index)
+        else:
+            bins_of[filled] = [index]
+            heapq.heappush(heights, filled)
         result.append(index)
     return result

@@ -14,9 +14,13 @@ from ..plan import ParallelPlan
 from .actions import StageKey, Task
 from .graph import TaskGraph
 from .policies import task_phases
+from .windows import Windows
 
 Cost = Callable[[Task], float]
 """Task -> milliseconds. If it has a method `of_graph`, [`TaskGraph`] -> times of its tasks, that is asked."""
+
+
+_MANY_TASKS = 2048  # of a part, from which on all stages are simulated at once
 
 
 def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
@@ -357,6 +361,10 @@ def order_tasks(
             int64 `[stages]`: the number of the part, see [`Part`], of each stage. Parts are ordered one by one,
             and the events of each are numbered from 0; all is one part when left out.
     """
+    if parts is None and graph.num_tasks >= _MANY_TASKS:
+        found = _in_windows(plan, graph, times_ms, caps, alternate)
+        if found is not None:
+            return found
     tables = _Tables(plan, graph, times_ms, caps, parts)
     found, other = _Simulation(tables), None
     for part in range(len(tables.tasks_of_part)):
@@ -367,3 +375,28 @@ def order_tasks(
             if other.run(part, end_ms) is not None:
                 found = other if parts is None else found.adopt(other, part)
     return Timeline(tuple(found.start_ms), tuple(found.end_ms), tuple(found.started), tuple(found.finished))
+
+
+def _in_windows(
+    plan: ParallelPlan,
+    graph: TaskGraph,
+    times_ms: Sequence[float],
+    caps: Mapping[StageKey, float],
+    alternate: bool,
+) -> Timeline | None:
+    """What the events one by one give, where [`Windows`] can give it."""
+    grids = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
+    if sum(map(len, grids)) > len(set().union(*grids)) or any(task_phases(plan).values()):
+        return None
+    of_stage = [caps.get(key, math.inf) for key in graph.stages]
+    found = Windows(graph, times_ms, of_stage, False)
+    if not found.run():
+        return None
+    assert found.is_done, "caps below those of `live_caps` leave nothing to run"
+    if alternate and found.could_wait:
+        other = Windows(graph, times_ms, of_stage, True)
+        if not other.run():
+            return None
+        if other.is_done and other.end_ms.max() < found.end_ms.max():
+            found = other
+    return Timeline(*(tuple(own.tolist()) for own in (found.start_ms, found.end_ms, *found.events())))

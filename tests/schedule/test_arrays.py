@@ -24,8 +24,10 @@ from hf_mmparallel.schedule import (
     lower,
     order_tasks,
     policy_caps,
+    scheduler,
     simulate,
     simulate_parts,
+    windows,
 )
 from hf_mmparallel.schedule.checks import verify
 from hf_mmparallel.schedule.lowering import blocking_order
@@ -74,8 +76,10 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
 
 @pytest.mark.parametrize("method", sorted(ARRANGEMENTS))
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "encoders_first"])
-def test_encoders_unlike_in_number_share_one_part(method, schedule):
+@pytest.mark.parametrize("many", [1, 10**9], ids=["windows", "events"])
+def test_encoders_unlike_in_number_share_one_part(method, schedule, many, monkeypatch):
     """2 n - 1 encoder replicas for n of the language model: a chain of replicas, planned as a whole."""
+    monkeypatch.setattr(scheduler, "_MANY_TASKS", many)
     layouts = {"vision": ModulePlugin(dp_size=11), LM: ModulePlugin(dp_size=6, pp_size=2, tp_size=2)}
     plan = replace(resolve_plan(model_spec(), layouts), schedule=schedule)
     times = {name: np.random.default_rng(1).lognormal(0, 1, 96) for name in plan.modules}
@@ -92,6 +96,41 @@ def test_encoders_unlike_in_number_share_one_part(method, schedule):
     assert program == plain.lower(parts[0].plan, expected, timeline, parts[0].groups)
     order = blocking_order(graph, timeline, parts[0].groups)
     assert Proof(parts[0].plan, graph, parts[0].groups, rows_of(program)).holds(order, in_order=True)
+
+
+APART = CASES.filter(lambda case: len({r for _, r in ranks_of(case)}) == len(ranks_of(case)))
+
+
+def ranks_of(case: Case) -> list[tuple]:
+    """(Stage, rank) of all stages."""
+    stages = [(key, stage) for key, module in case.plan.modules.items() for *_, stage in module.stages()]
+    return [(key, rank) for key, stage in stages for rank in stage.all_ranks]
+
+
+@settings(SETTINGS, max_examples=200)
+@given(APART, st.booleans(), st.booleans(), KINDS, st.integers(0, 99))
+def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, alternate, kind, seed):
+    graph = build_graph(case.plan, case.step, training)
+    times_ms, caps = times_of(graph.tasks, kind, seed), policy_caps(case.plan, case.step)
+    expected = order_tasks(case.plan, graph, times_ms, caps, alternate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "_FEWEST_TASKS", 1)
+        found = scheduler._in_windows(case.plan, graph, times_ms, caps, alternate)
+    possible = case.plan.schedule in ("1f1b", "eager") and min(times_ms, default=0) > 0
+    assert (found is not None) == possible if kind == "even" else True
+    assert found in (None, expected)
+
+
+def test_times_that_count_as_one_instant_are_left_to_the_events_one_by_one():
+    plan = resolve_plan(model_spec(), {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin()})
+    step = arrange_step(plan, range(8), Workloads.alike(plan.modules, 8), 2)
+    graph = build_graph(plan, step)
+    times_ms = [1.0 + 1e-10 * task.replica for task in graph.tasks]
+    assert scheduler._in_windows(plan, graph, times_ms, {}, False) is None
+    caps = policy_caps(plan, step)
+    assert order_tasks(plan, graph, times_ms, caps) == plain.order_tasks(
+        plan, plain.build_graph(plan, step), times_ms, caps
+    )
 
 
 def rows_of(program: Program) -> PartRows:
