@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ from hf_mmparallel.schedule.proof import Proof
 from hf_mmparallel.schedule.rows import PartRows, ProgramRows
 from tests.plan.specs import model_spec
 from tests.schedule import plain
-from tests.schedule.builders import Case, cases
+from tests.schedule.builders import Case, cases, make_plan, make_step
 
 SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)))
@@ -182,6 +183,27 @@ def test_what_is_proved_passes_the_checker(case, data):
         shuffled = np.random.default_rng(0).permutation(order)
         if len(order) and Proof(part.plan, graph, part.groups, changed).holds(shuffled, in_order=True):
             verify(part.plan, graph, part.groups, Program(dict(ProgramRows([changed]))), is_part=True)
+
+
+def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses():
+    """All pairs of a row, among them receives that are wanted in another order than they are sent."""
+    spec, plan = make_plan({"vision": [[(0,)]], LM: [[(1,), (2,)]]})
+    step = make_step({"vision": [[[2], [1], [0]]], LM: [[[0], [1], [2]]]})
+    part, graph, order, rows = written(Case(plan, step, sync_groups(spec, plan)), 0)
+    results = set()
+    for start, stop in itertools.pairwise(rows.starts.tolist()):
+        for i, j in itertools.combinations(range(start, stop), 2):
+            codes = rows.codes.copy()
+            codes[[i, j]] = codes[[j, i]]
+            changed = replace(rows, codes=codes, _known={})
+            is_proved = Proof(part.plan, graph, part.groups, changed).holds(order, in_order=True)
+            try:
+                verify(part.plan, graph, part.groups, Program(dict(ProgramRows([changed]))), is_part=True)
+                results.add("right")
+            except ProgramError as error:
+                assert not is_proved, error
+                results.add(str(error).split(". ")[-1].split(" the ")[0])
+    assert "Receive in" in results
 
 
 @SETTINGS
