@@ -209,6 +209,31 @@ def _check_adapter(layer: nn.Module, name: str) -> None:
         )
 
 
+def _check_heads(layer: nn.Module, name: str, styles: Mapping[str, str | None], own: Mapping[str, str | None]) -> None:
+    """
+    Raises `ValueError` for a layer's own vector with an entry for each head that no style cuts: it would meet the
+    heads of one rank.
+
+    Args:
+        layer (`nn.Module`): The layer.
+        name (`str`): Its name.
+        styles (`Mapping[str, str | None]`): Child -> style.
+        own (`Mapping[str, str | None]`): Parameter of the layer itself -> style.
+    """
+    head_size = getattr(layer, "head_dim", None)
+    if head_size is None:
+        return
+    columns = [_linear(layer.get_submodule(child)) for child, style in styles.items() if style == "colwise"]
+    num_heads = {linear.out_features // head_size for linear in columns if linear is not None}
+    for parameter, style in own.items():
+        shape = tuple(layer.get_parameter(parameter).shape)
+        if style is None and len(shape) == 1 and shape[0] in num_heads and shape != (head_size,):
+            raise ValueError(
+                f"`{name}.{parameter}` has an entry for each of {shape[0]} heads, which the model's tensor-parallel "
+                f"plan cuts, and is not cut itself. Use `tp_size=1`."
+            )
+
+
 def _model_plan(model: nn.Module, module: ModuleSpec, held: set[str], tp_size: int, styles: _Styles) -> dict[str, str]:
     """Module or parameter, as if without adapters -> style: the model's own plan, or one read off its layers."""
     plan = {
@@ -249,6 +274,8 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
             continue
         children = {child: style_of(f"{name}.{child}") for child, _ in layer.named_children()}
         partial.update(f"{name}.{child}" for child in _between(layer, children))
+        if tp_size > 1 and names.intersection(own):
+            _check_heads(layer, name, children, {p.rpartition(".")[2]: style_of(p) or style for p in own})
         parameters = {p: _mended_style(layer, p.rpartition(".")[2], style_of(p) or style) for p in own if p in names}
         if (style == PARTIAL_GRADIENT or name in partial) and parameters:
             result.partial.update(parameters)

@@ -369,3 +369,12 @@ def _dora() -> None:
 
 def test_dora_is_refused():
     assert_ranks_raise(_dora, 2, match="DoRA adapter.*use_dora=False")
+
+
+def test_a_vector_over_heads_that_no_style_cuts_is_refused():
+    """Doge's `A`; it ended the first step with "The size of tensor a (2) must match the size of tensor b (4)"."""
+    model, stack, _ = _text("DogeConfig", "DogeModel")
+    spec = ModelSpec({"module": spec_of(model, stack)}, ())
+    with pytest.raises(ValueError, match=r"`layers.0.self_attn.A` has an entry for each of 2 heads, .* `tp_size=1`"):
+        mark_replicated(model, spec, {"module": 2})
+    mark_replicated(model, spec)
