@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ _FEW_RANKS, _FEW_CANDIDATES = 8, 1024
 _FEW_TASKS = 40_000
 _OPTIMISTIC = 1.3  # steps are at least the closed form over that
 _SLICE_MEMORY = 1.1  # of the limit, by which a slice may be larger than the whole
-_ORDERED_LAYOUTS, _ORDERS = 3, 2
+_ORDERED_LAYOUTS, _ORDERS = 6, 4
 _MUCH_SLOWER = 1.15  # than the best, with which other schedules and arrangements are not tried
 _KEPT = 16  # of the fastest simulated steps, whose spans are not simulated again
 _PROMISING = 1.05  # times the best: what slices may say of another order that is then simulated whole
@@ -243,7 +244,7 @@ class Simulations:
             orders, tried = self._best_orders(first)
             num_tasks += tried
             for place, own in enumerate(layouts[:_ORDERED_LAYOUTS]):
-                for (schedule, method), ratio in orders if place == 0 else orders[:1]:
+                for (schedule, method), ratio in orders[: 1 if place else _ORDERS]:
                     if ratio * own.step_ms <= _PROMISING * self.best_ms:
                         candidate = replace(own.candidate, schedule=schedule, method=method)
                         self._simulate_whole(candidate, own.estimated)
@@ -256,22 +257,15 @@ class Simulations:
         """
         candidate, times = first.candidate, {}
         parts = 1 if candidate.num_tasks <= _SMALL_STEP else _parts(candidate)
-
-        def try_one(schedule: Schedule, method: str) -> None:
-            if (schedule, method) not in times:
-                ordered = replace(candidate, schedule=schedule, method=method)
-                step_ms, fits = self._slice(ordered, first.estimated, parts)
-                times[schedule, method] = step_ms if fits else float("inf")
-
-        for method in self.problem.methods:
-            try_one(candidate.schedule, method)
-        best_method = min(times, key=times.__getitem__)[1]
-        for schedule in self.problem.schedules:
-            try_one(schedule, best_method)
+        for schedule, method in itertools.product(self.problem.schedules, self.problem.methods):
+            ordered = replace(candidate, schedule=schedule, method=method)
+            step_ms, fits = self._slice(ordered, first.estimated, parts)
+            if fits:
+                times[schedule, method] = step_ms
         num_tasks = len(times) * candidate.num_tasks // parts
-        own_ms = times.pop((candidate.schedule, candidate.method))
-        orders = sorted((order for order in times if times[order] < float("inf")), key=times.__getitem__)
-        return [(order, times[order] / own_ms) for order in orders[:_ORDERS]], num_tasks
+        own_ms = times.pop((candidate.schedule, candidate.method), first.step_ms)
+        orders = sorted(times, key=times.__getitem__)
+        return [(order, times[order] / own_ms) for order in orders], num_tasks
 
     # Several batches
 
