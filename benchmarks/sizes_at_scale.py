@@ -6,8 +6,9 @@ same again, from the cache; and a sample by itself, as each was counted before.
 
 Conversations: charts with questions, of which the sizes follow from the chat template, the tokenizer and the headers
 of the images. A Trainer on two gloo ranks with `parallel="auto"` and with a layout: from its constructor to the end of
-the first optimizer step. What one conversation takes says what measuring all of them on one process would take. The
-conversations of a large set are those of a small one over and over, since each is measured for itself.
+the first optimizer step, and the same again in new processes, which find the sizes that the first run has kept. What
+one conversation takes says what measuring all of them on one process would take. The conversations of a large set are
+those of a small one over and over, since each is measured for itself.
 
 ```bash
 python benchmarks/sizes_at_scale.py
@@ -38,7 +39,7 @@ from transformers import TrainerCallback
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.sample_sizes import size_source
-from hf_mmparallel.data.size_measures import TokenMeasure
+from hf_mmparallel.data.size_measures import ChatMeasure, TokenMeasure
 from hf_mmparallel.modeling import build_model_spec
 
 sys.path.append(str(common.ROOT / "examples"))
@@ -46,7 +47,7 @@ from charts import build_processor, chart_dataset  # pyright: ignore[reportMissi
 from train_chart_vlm import ScriptArguments, build_model  # pyright: ignore[reportMissingImports]
 
 RANKS = 2
-LAYOUT = {"vision": {}, "language_model": {}}
+LAYOUTS: dict[str, Any] = {"auto": "auto", "a layout": {"vision": {}, "language_model": {}}}
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ def token_ids(sizes: Sizes, spec: Any) -> dict[str, Any]:
             start = time.perf_counter()
             source = size_source(dataset, None, spec)
             seconds.append(time.perf_counter() - start)
-        measure, view = TokenMeasure.of(spec), dataset.with_format("arrow")
+        measure = TokenMeasure.of(spec)
+        view: Any = dataset.with_format("arrow")
         start = time.perf_counter()
         found = [measure(view[index].to_pylist()[0]) for index in range(sizes.one_by_one)]
         single = (time.perf_counter() - start) / sizes.one_by_one
@@ -124,59 +126,82 @@ class FirstStep(TrainerCallback):
         self.seconds.append(time.perf_counter())
 
 
-def conversations(sizes: Sizes) -> tuple[Dataset, Any]:
-    """A large set of conversations, and its processor."""
+def conversations(sizes: Sizes, folder: Path) -> tuple[Dataset, Any]:
+    """A large set of conversations whose files are in a folder, and its processor."""
     charts = chart_dataset(sizes.charts)
-    return charts.select(np.arange(sizes.samples) % sizes.charts), build_processor(charts)
+    if not folder.exists():
+        charts.save_to_disk(str(folder))  # beside the files that all runs share others may have kept sizes
+    own: Dataset = load_from_disk(str(folder))  # pyright: ignore[reportAssignmentType]
+    return own.select(np.arange(sizes.samples) % sizes.charts), build_processor(charts)
 
 
-def first_steps(sizes: Sizes) -> Iterator[dict[str, Any]]:
+def first_steps(sizes: Sizes, parallel: str, folder: Path) -> dict[str, float]:
     """Seconds from the constructor of a Trainer to the end of its first steps, on this rank."""
-    dataset, processor = conversations(sizes)
-    for name, parallel in (("auto", "auto"), ("a layout", LAYOUT)):
-        torch.manual_seed(0)  # the same model on all ranks
-        model, times = build_model(ScriptArguments(), processor), FirstStep()
+    dataset, processor = conversations(sizes, folder)
+    torch.manual_seed(0)  # the same model on all ranks
+    model, times = build_model(ScriptArguments(), processor), FirstStep()
+    with tempfile.TemporaryDirectory(prefix="bench-") as output:
+        args = MultimodalTrainingArguments(
+            output_dir=output,
+            parallel=LAYOUTS[parallel],  # pyright: ignore[reportArgumentType]
+            global_batch_size=sizes.batch,
+            per_device_train_batch_size=4,
+            dataloader_num_workers=1,
+            dataloader_multiprocessing_context="fork",
+            max_steps=3,
+            save_strategy="no",
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            ddp_backend="gloo",
+            remove_unused_columns=False,
+        )
+        start = time.perf_counter()
+        trainer = MultimodalParallelTrainer(
+            model, args, train_dataset=dataset, processing_class=processor, callbacks=[times]
+        )
+        built = time.perf_counter()
+        trainer.train()
+    at = [round(end - start, 2) for end in times.seconds]
+    return {
+        "constructor_seconds": round(built - start, 2),
+        "first_step_seconds": at[0],
+        "third_step_seconds": at[2],
+    }
+
+
+def runs(sizes: Sizes, quick: list[str]) -> Iterator[dict[str, Any]]:
+    """What ranks take of a set that they see for the first time, and of the same one again."""
+    for parallel in LAYOUTS:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            args = MultimodalTrainingArguments(
-                output_dir=folder,
-                parallel=parallel,  # pyright: ignore[reportArgumentType]
-                global_batch_size=sizes.batch,
-                per_device_train_batch_size=4,
-                dataloader_num_workers=1,
-                dataloader_multiprocessing_context="fork",
-                max_steps=3,
-                save_strategy="no",
-                report_to="none",
-                use_cpu=True,
-                disable_tqdm=True,
-                ddp_backend="gloo",
-                remove_unused_columns=False,
-            )
-            start = time.perf_counter()
-            trainer = MultimodalParallelTrainer(
-                model, args, train_dataset=dataset, processing_class=processor, callbacks=[times]
-            )
-            built = time.perf_counter()
-            trainer.train()
-        at = [round(end - start, 2) for end in times.seconds]
-        yield {
-            "parallel": name,
-            "samples": len(dataset),
-            "constructor_seconds": round(built - start, 2),
-            "first_step_seconds": at[0],
-            "third_step_seconds": at[2],
-        }
+            files = Path(folder) / "charts"
+            conversations(sizes, files)  # the ranks only read it
+            arguments = [*quick, "--parallel", parallel, "--folder", str(files)]
+            for again in (False, True):
+                found = common.launch(__file__, RANKS, arguments)
+                yield {"parallel": parallel, "again": again, "samples": sizes.samples, **found}
 
 
-def one_conversation(sizes: Sizes, spec: Any) -> dict[str, Any]:
-    """Milliseconds to measure a conversation."""
-    dataset, processor = conversations(sizes)
+def one_conversation(sizes: Sizes, spec: Any, folder: Path) -> dict[str, Any]:
+    """Milliseconds of processor time to measure a conversation, many at once and one by one."""
+    dataset, processor = conversations(sizes, folder)
+    count = min(sizes.one_by_one, sizes.charts)
     source = size_source(dataset, ChatCollator(processor), spec)
     assert source is not None
     start = time.process_time()
-    source(range(min(sizes.one_by_one, sizes.charts)))
-    each = (time.process_time() - start) / min(sizes.one_by_one, sizes.charts)
-    return {"milliseconds": round(1e3 * each, 3), "hours_of_all": round(each * sizes.samples / 3600, 2)}
+    together = source(range(count)).tokens["language_model"].tolist()
+    each = (time.process_time() - start) / count
+    view: Any = dataset.with_format("arrow")
+    measure = ChatMeasure(ChatCollator(processor), TokenMeasure.of(spec))
+    start = time.process_time()
+    alone = [measure(view[index].to_pylist()[0])["language_model"][0] for index in range(count)]
+    single = (time.process_time() - start) / count
+    assert together == alone
+    return {
+        "milliseconds": round(1e3 * each, 3),
+        "milliseconds_one_by_one": round(1e3 * single, 3),
+        "hours_of_all": round(each * sizes.samples / 3600, 2),
+    }
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -185,10 +210,11 @@ def tables(result: dict[str, Any]) -> list[Table]:
     counted = Table("samples", "seconds", "again", "us a sample", "us one by one", title="Token ids in Arrow columns")
     keys = ("seconds", "cached_seconds", "microseconds_a_sample", "microseconds_one_by_one")
     counted.add_row(f"{ids['samples']:,}", *(str(ids[key]) for key in keys))
-    started = Table("parallel", "conversations", "constructor s", "first step s", "third step s", title="Two ranks")
+    columns = ("parallel", "run", "conversations", "constructor s", "first step s", "third step s")
+    started = Table(*columns, title="Two ranks")
     for row in result["first_steps"]:
         times = [str(row[key]) for key in ("constructor_seconds", "first_step_seconds", "third_step_seconds")]
-        started.add_row(row["parallel"], f"{row['samples']:,}", *times)
+        started.add_row(row["parallel"], "again" if row["again"] else "first", f"{row['samples']:,}", *times)
     return [counted, started]
 
 
@@ -197,27 +223,31 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few samples")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results")
     parser.add_argument("--ranks", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--parallel", choices=LAYOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = QUICK if options.quick else Sizes()
     torch.set_num_threads(1)
     if options.ranks:
-        found = list(first_steps(sizes))
+        found = first_steps(sizes, options.parallel, options.folder)
         if os.environ["RANK"] == "0":
             options.ranks.write_text(json.dumps(found))
         return
     load = os.getloadavg()
-    _, processor = conversations(sizes)  # also drawn once, for all processes
-    spec = build_model_spec(build_model(ScriptArguments(), processor))
+    spec = build_model_spec(build_model(ScriptArguments(), build_processor(chart_dataset(sizes.charts))))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        conversation = one_conversation(sizes, spec, Path(folder) / "charts")
     result = {
         "token_ids": token_ids(sizes, spec),
-        "one_conversation": one_conversation(sizes, spec),
-        "first_steps": common.launch(__file__, RANKS, ["--quick"] if options.quick else []),
+        "one_conversation": conversation,
+        "first_steps": list(runs(sizes, ["--quick"] if options.quick else [])),
         **common.machine(common.QUICK, load),
         "shapes": asdict(sizes),
     }
     each = result["one_conversation"]
     notes = [
-        f"A conversation takes {each['milliseconds']} ms; all on one process would take {each['hours_of_all']} h.",
+        f"A conversation takes {each['milliseconds']} ms ({each['milliseconds_one_by_one']} by itself); all on one "
+        f"process would take {each['hours_of_all']} h.",
     ]
     common.report("sizes_at_scale", tables(result), notes, result, options.out)
 

@@ -73,7 +73,8 @@ def test_attention_is_compared_in_both_passes(tmp_path):
 def test_sizes_at_scale_times_the_counting_and_the_first_step(tmp_path):
     result = _quick("sizes_at_scale", tmp_path)
     assert result["token_ids"]["seconds"] > 0 < result["one_conversation"]["milliseconds"]
-    assert {row["parallel"] for row in result["first_steps"]} == {"auto", "a layout"}
+    each = [(row["parallel"], row["again"]) for row in result["first_steps"]]
+    assert each == [(name, again) for name in ("auto", "a layout") for again in (False, True)]
     for row in result["first_steps"]:
         assert 0 < row["constructor_seconds"] < row["first_step_seconds"] < row["third_step_seconds"]
 
@@ -128,6 +129,20 @@ def test_memory_error_has_a_prediction_for_each_rank(tmp_path):
             # Bytes are not noisy: this is the goal, on the few plans of a quick run.
             assert abs(found["predicted"] / found["peak"] - 1) <= result["goal"]
             assert found["bound"] >= found["predicted"] >= (1 - result["goal"]) * found["peak"]
+
+
+def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
+    result = _quick("calibration", tmp_path)
+    fitted, *judged = result["plans"]
+    assert fitted["fitted"] and len(judged) >= 3 and not any(row["fitted"] for row in judged)
+    assert len({row["plan"] for row in result["plans"]}) == len(result["plans"])
+    assert result["errors"]["plans"] == len(judged)
+    assert {"vision", "language_model"} == set(result["calibration"]["scales"]) and result["links"]
+    for row in result["plans"]:
+        assert all(row["ms"][name] > 0 for name in ("measured", "before", "one_factor", "after", "replayed"))
+        assert row["ms"]["one_factor"] == pytest.approx(result["factor"] * row["ms"]["before"])
+        assert row["ms"]["before"] != row["ms"]["after"]
+        assert len(row["tasks_over_measured"]) >= 3
 
 
 def test_planner_predicts_the_plans_that_run(tmp_path):

@@ -59,6 +59,10 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
         raise ValueError(f"`--model {source}` does not exist. Give a folder, a config.json or a model id.")
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"`--model {source}` is a folder without a config.json. Give the folder of a saved model.")
+    if not path.exists():
+        from ..data.hub import check_hub
+
+        check_hub("model", source, f"`--model {source}`", "Give a folder or a config.json")
     from ..modeling import build_model_spec, check_supported
     from ..modeling.adapters import add_adapters
     from ..modeling.loading import build_on_meta

@@ -280,17 +280,15 @@ class ChatCollator:
             `UnknownSizeError`: If the size of an image can't be known without more than the header of a local file.
             `OSError`: If a local file can't be read.
         """
-        return self._encode(sample, index, _blank_image)
+        return self._encode(sample, index, blank_image)
 
     def _encode(self, sample: Mapping[str, Any], index: int, read: Callable[[Any], Any]) -> dict[str, Tensor]:
         """One sample as inputs of the model, of images as `read` reads them."""
         require_column(sample, self.messages_column)
-        messages, images = self._messages_and_images(sample, index)
+        messages, images = self.messages_and_images(sample, index)
         images = [read(image) for image in images]
-        text, spans = self._text_and_answers(messages, index)
-        options: dict[str, Any] = {"return_offsets_mapping": True, "return_tensors": "pt"}
-        if self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token):
-            options["add_special_tokens"] = False
+        text, spans = self.text_and_answers(messages, index)
+        options = self.text_options(text)
         if isinstance(self.processor, ProcessorMixin):
             options["return_text_replacement_offsets"] = True
             options["images"] = images or None
@@ -336,7 +334,13 @@ class ChatCollator:
             )
         return {name: v[..., : self.max_length] if name in TOKEN_FIELDS else v for name, v in fields.items()}
 
-    def _messages_and_images(self, sample: Mapping[str, Any], index: int) -> tuple[list[dict], list[Any]]:
+    def text_options(self, text: str) -> dict[str, Any]:
+        """What a processor is called with for a rendered text."""
+        begins = self.tokenizer.bos_token is not None and text.startswith(self.tokenizer.bos_token)
+        special = {"add_special_tokens": False} if begins else {}
+        return {"return_offsets_mapping": True, "return_tensors": "pt", **special}
+
+    def messages_and_images(self, sample: Mapping[str, Any], index: int) -> tuple[list[dict], list[Any]]:
         """Messages as the template takes them, and the images in the order of their parts."""
         given = sample.get(self.images_column)
         given = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
@@ -371,7 +375,7 @@ class ChatCollator:
             )
         return messages, images
 
-    def _text_and_answers(self, messages: list[dict], index: int) -> tuple[str, list[Span]]:
+    def text_and_answers(self, messages: list[dict], index: int) -> tuple[str, list[Span]]:
         """The conversation as text, and the character spans that the assistant says."""
         if GENERATION_BLOCK.search(self.template):
             return self._render(messages, return_assistant_tokens_mask=True)
@@ -488,7 +492,7 @@ def _shifted(span: Span, replacements: Sequence[Mapping[str, Any]]) -> Span:
     return start, end
 
 
-def _blank_image(value: Any) -> np.ndarray:
+def blank_image(value: Any) -> np.ndarray:
     """A blank image of the size of another, which is not decoded."""
     return stand_in(image_size(value))
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..plan import ModelSpec, SampleSizes
 from .defaults import default_collator
+from .hub import check_hub
 from .layer_tokens import measure_layers
 from .sample_sizes import size_source
 
@@ -104,7 +105,7 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
 
     path = Path(source)
     if not path.exists():
-        _check_hub(source)
+        check_hub("dataset", source, f"Dataset `{source}`", "Give a file or folder")
     elif path.is_file() and path.suffix not in FORMATS:
         raise ValueError(
             f"Dataset `{source}` ends in `{path.suffix}`; files end in {', '.join(FORMATS)}. Convert it, or give a "
@@ -130,26 +131,6 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
     if name not in found:
         raise ValueError(f"Dataset `{source}` has no split `{name}`; it has {list(found)}. Choose one of these.")
     return found[name], name
-
-
-def _check_hub(source: str) -> None:
-    """Raises `ValueError` unless the Hub has a dataset; `load_dataset` itself tries for half a minute."""
-    from huggingface_hub import HfApi, is_offline_mode
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if is_offline_mode():  # it may be in the cache
-        return
-    missing = f"Dataset `{source}` is no file or folder here"
-    try:
-        HfApi().dataset_info(source, timeout=10)
-    except (HfHubHTTPError, HFValidationError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{missing}, and the Hub has none of this name: {reason}. Correct it.") from error
-    except Exception as error:  # whatever the client raises without a network
-        raise ValueError(
-            f"{missing}, and the Hub, where it may be, can't be reached ({error}). Give a file or folder; for a "
-            "dataset that was downloaded before set `HF_HUB_OFFLINE=1`."
-        ) from error
 
 
 def _unreadable(source: str, path: Path, error: Exception) -> str:

@@ -16,7 +16,7 @@ from ..plan import SampleSizes
 from .bad_samples import BadSample, stored_row
 from .draws import Draw, DrawSampler
 from .image_sizes import UnknownSizeError
-from .size_sources import KnownSizes
+from .size_sources import KnownSizes, measure_samples
 
 logger = logging.get_logger(__name__)
 
@@ -81,18 +81,15 @@ class PartReader(Dataset):
         self.dataset = dataset
 
     def __getitems__(self, part: DrawPart) -> MeasuredPart:
-        measured, unknown, bad = [], [], {}
-        for index in part.indices:
-            try:
-                self.source([index])
-                measured.append(index)
-            except (UnknownSizeError, OSError) as error:
+        unknown, bad = [], {}
+        errors = measure_samples(self.source, part.indices)
+        for index, error in errors.items():
+            if isinstance(error, (UnknownSizeError, OSError)):
                 logger.debug("Nothing says the size of sample %d: %s", index, error)
                 unknown.append(index)
-            except MemoryError:
-                raise
-            except Exception as error:  # whatever a user's function raises
+            else:
                 bad[index] = BadSample.of(index, error, stored_row(self.dataset, index))
+        measured = [index for index in part.indices if index not in errors]
         sizes = self.source(measured) if measured else None
         return MeasuredPart(part.draw, tuple(measured), sizes, tuple(unknown), bad)
 

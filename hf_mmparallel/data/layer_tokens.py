@@ -20,7 +20,7 @@ from .draws import Draw
 from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
-from .size_sources import LayerTokens, spread
+from .size_sources import LayerTokens, keep_sizes, measure_samples, spread
 from .streams import StreamSizes, StreamWindow
 
 logger = logging.get_logger(__name__)
@@ -66,6 +66,7 @@ def measure_layers(
         candidates = np.array(spread(len(source), NUM_CANDIDATES), dtype=np.int64)
     candidates = _measurable(source, candidates)
     rows = source(candidates.tolist()).tokens if len(candidates) else {}
+    keep_sizes(source, candidates.tolist())
     skeleton, found = None, {}
     for name in spec.encoders:
         sizes, first = np.unique(rows.get(name, []), return_index=True)
@@ -87,16 +88,11 @@ def measure_layers(
 
 def _measurable(source: SizeSource, candidates: np.ndarray) -> np.ndarray:
     """Those of some samples whose files can be read; of the others the loader tells when their turn comes."""
-    return np.array([index for index in candidates if _is_readable(source, int(index))], dtype=np.int64)
-
-
-def _is_readable(source: SizeSource, index: int) -> bool:
-    """Whether a sample can be measured."""
-    try:
-        source([index])
-    except (OSError, UnknownSizeError):
-        return False
-    return True
+    errors = measure_samples(source, candidates.tolist())
+    for error in errors.values():
+        if not isinstance(error, (OSError, UnknownSizeError)):
+            raise error
+    return candidates[[index not in errors for index in candidates.tolist()]]
 
 
 def _first_of_stream(window: StreamWindow, source: StreamSizes) -> tuple[StreamWindow, StreamSizes, np.ndarray]:

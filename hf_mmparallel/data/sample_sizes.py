@@ -122,7 +122,7 @@ class _Choice:
             return None
         if self.given is None and hasattr(dataset, "token_counts"):
             counts = FunctionMeasure(dataset.token_counts, modules)
-            return LazySizes(len(dataset), counts, modules, counts.counts_rows)
+            return LazySizes(len(dataset), _Reader(range(len(dataset)), counts), modules, counts.counts_rows)
         if _is_datasets(dataset):
             measure = self.given or self.measure(dataset, dataset.column_names)
             has_transform = self.given is None and dataset.format["type"] == "custom"
@@ -162,26 +162,24 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Index -> lengths of the sample there."""
+    """Indices -> lengths of the samples there, or why there are none."""
 
     dataset: Any
     measure: SampleMeasure
 
-    def __call__(self, index: int) -> Lengths:
+    def __call__(self, indices: Sequence[int]) -> list[Lengths | Exception]:
+        return list(self.measure.together(self.sample, indices))
+
+    def sample(self, index: int) -> Any:
         with seeded(index):  # reading may draw, and must not change what the training draws
-            return self.measure(self.dataset[index])
+            return self.dataset[index]
 
 
-@dataclass(frozen=True)
-class _StoredReader:
-    """Index -> lengths of the row there, of which no media are decoded. `view` gives Arrow rows."""
+class _StoredReader(_Reader):
+    """The same of a view that gives Arrow rows, of which no media are decoded."""
 
-    view: Any
-    measure: SampleMeasure
-
-    def __call__(self, index: int) -> Lengths:
-        with seeded(index):
-            return self.measure(self.view[index].to_pylist()[0])
+    def sample(self, index: int) -> Any:
+        return self.dataset[index].to_pylist()[0]
 
 
 @dataclass(frozen=True)
@@ -197,17 +195,19 @@ class _TableMeasure:
             together = token_lengths(table, self.measure)
             if together is not None:
                 return _as_table({name: together[name] for name in self.modules})
-        # One row after the other, since a whole batch of images does not have to fit into memory.
-        found = [self._lengths(table.slice(place, 1).to_pylist()[0]) for place in range(len(table))]
-        return {name: [lengths.get(name) for lengths in found] for name in self.modules}
+        found = self.measure.together(lambda place: table.slice(place, 1).to_pylist()[0], range(len(table)))
+        rows = [_known(lengths) for lengths in found]
+        return {name: [lengths.get(name) for lengths in rows] for name in self.modules}
 
-    def _lengths(self, row: Mapping[str, Any]) -> Lengths:
-        """Nothing where the row does not say it, or names a file that can't be read."""
-        try:
-            return self.measure(row)
-        except (UnknownSizeError, OSError) as error:
-            logger.debug("Nothing says the size of a sample: %s", error)
-            return {}
+
+def _known(found: Lengths | Exception) -> Lengths:
+    """Nothing where the row does not say it, or names a file that can't be read."""
+    if isinstance(found, (UnknownSizeError, OSError)):
+        logger.debug("Nothing says the size of a sample: %s", found)
+        return {}
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _as_table(lengths: Mapping[str, Ragged]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,13 +12,18 @@ from transformers.utils import logging
 
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from ..plan.plugin import reject_unknown_keys
+from .chat_batch import encode_together
 from .chat_collator import ChatCollator
 from .image_sizes import UnknownSizeError
+from .randomness import seeded
 
 logger = logging.get_logger(__name__)
 
 Lengths = dict[str, list[int]]
 """Module -> the lengths of a sample's sequences: one in the language model, one for each image of an encoder."""
+
+_TOGETHER = 32
+"""Conversations that are measured at once."""
 
 
 class SampleMeasure(Protocol):
@@ -38,9 +43,40 @@ class SampleMeasure(Protocol):
 
     def __call__(self, sample: Any) -> Lengths: ...
 
+    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
+        """
+        Lengths of many samples, or why one can't be measured.
+
+        Args:
+            read (`Callable[[int], Any]`): Index -> sample.
+            indices (`Sequence[int]`): Which samples.
+        """
+        ...
+
+
+class _OneByOne:
+    """Measures samples that share no work."""
+
+    def __call__(self, sample: Any) -> Lengths:
+        raise NotImplementedError
+
+    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
+        return (_attempt(self, read, index) for index in indices)
+
+
+def _attempt(measure: Callable[[Any], Lengths], read: Callable[[int], Any], index: int) -> Lengths | Exception:
+    """The lengths of a sample by itself, or why there are none."""
+    try:
+        with seeded(index):  # reading and measuring may draw, and must not change what the training draws
+            return measure(read(index))
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever a dataset or a user's function raises
+        return error
+
 
 @dataclass(frozen=True)
-class ColumnMeasure:
+class ColumnMeasure(_OneByOne):
     """
     Lengths from columns; modules without one count one token for each sample.
 
@@ -88,7 +124,7 @@ class ColumnMeasure:
 
 
 @dataclass(frozen=True)
-class FunctionMeasure:
+class FunctionMeasure(_OneByOne):
     """
     Lengths from a user's function.
 
@@ -119,7 +155,7 @@ class FunctionMeasure:
 
 
 @dataclass(frozen=True)
-class TokenMeasure:
+class TokenMeasure(_OneByOne):
     """
     Lengths from token ids: as many rows of an encoder's features as there are placeholders.
 
@@ -207,6 +243,12 @@ class ChatMeasure:
         except Exception as error:  # templates and processors raise errors of any type
             raise UnknownSizeError(f"A conversation can't be measured: {error}") from error
 
+    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
+        for start in range(0, len(indices), _TOGETHER):
+            few = indices[start : start + _TOGETHER]
+            for index, fields in zip(few, encode_together(self._bare, read, few), strict=True):
+                yield _attempt(self, read, index) if fields is None else self.tokens(fields)
+
 
 @dataclass(frozen=True)
 class OrOne:
@@ -232,10 +274,18 @@ class OrOne:
         try:
             return self.measure(sample)
         except UnknownSizeError as error:
-            reason = type(error.__cause__ or error).__name__
-            logger.warning_once("Samples of which nothing says the size count one token a module: %s", reason)
-            logger.debug("Nothing says the size of a sample: %s", error)
-            return {module: [1] for module in self.modules}
+            return self._ones(error)
+
+    def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
+        for found in self.measure.together(read, indices):
+            yield self._ones(found) if isinstance(found, UnknownSizeError) else found
+
+    def _ones(self, error: UnknownSizeError) -> Lengths:
+        """One token in each module."""
+        reason = type(error.__cause__ or error).__name__
+        logger.warning_once("Samples of which nothing says the size count one token a module: %s", reason)
+        logger.debug("Nothing says the size of a sample: %s", error)
+        return {module: [1] for module in self.modules}
 
 
 def as_lengths(value: Any, source: str) -> list[int]:

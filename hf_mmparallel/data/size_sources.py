@@ -190,13 +190,44 @@ class KnownSizes:
         return self.sizes.take(indices)
 
 
+def measure_samples(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequence[int]) -> dict[int, Exception]:
+    """
+    Measures samples, many at once where that is faster.
+
+    Args:
+        sizes (`Callable[[Sequence[int]], SampleSizes]`): Dataset indices -> sizes.
+        indices (`Sequence[int]`): Which samples.
+
+    Returns:
+        `dict[int, Exception]`: Index -> why a sample can't be measured.
+    """
+    if isinstance(sizes, (LazySizes, SubsetSizes, ConcatSizes)):
+        return sizes.measure(indices)
+    errors: dict[int, Exception] = {}
+    for index in indices:
+        try:
+            sizes([index])
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a dataset or a user's function raises
+            errors[index] = error
+    return errors
+
+
+def keep_sizes(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequence[int]) -> None:
+    """Writes the sizes of some samples, which are measured, to the cache of what measures them, if it has one."""
+    if isinstance(sizes, (LazySizes, SubsetSizes, ConcatSizes)) and len(indices):
+        sizes.keep(np.asarray(indices, dtype=np.int64), sizes(indices))
+
+
 class LazySizes:
     """
     Sizes that are measured when they are first asked for, and kept.
 
     Args:
         num_samples (`int`): Samples of the dataset.
-        read (`Callable[[int], Lengths]`): Index -> lengths of the sample.
+        read (`Callable[[Sequence[int]], list[Lengths | Exception]]`):
+            Indices -> lengths of the samples, or why there are none.
         modules (`Sequence[str]`): Modules of the model.
         counts_rows (`bool`): Whether lengths in encoders are rows of features.
         cache ([`SizeCache`], *optional*): Sizes that earlier runs have measured.
@@ -207,7 +238,7 @@ class LazySizes:
     def __init__(
         self,
         num_samples: int,
-        read: Callable[[int], Lengths],
+        read: Callable[[Sequence[int]], list[Lengths | Exception]],
         modules: Sequence[str],
         counts_rows: bool,
         cache: SizeCache | None = None,
@@ -220,20 +251,34 @@ class LazySizes:
         self.layers: Mapping[str, LayerTokens] = {}
         self.modules = list(modules)
         self.known = KnownSizes(num_samples, self.modules)
+        self._lengths: dict[int, Lengths] | None = {} if counts_rows else None  # for `with_layers`
 
     def __len__(self) -> int:
         return len(self.known.is_known)
 
     def __call__(self, indices: Sequence[int]) -> SampleSizes:
+        for error in self.measure(indices).values():
+            raise error
+        return self.known(indices)
+
+    def measure(self, indices: Sequence[int] | np.ndarray) -> dict[int, Exception]:
+        """Measures samples, see [`measure_samples`]."""
         if not self._is_loaded:
             self._load()
         chosen = np.asarray(indices, dtype=np.int64)
-        new = np.unique(chosen[~self.known.are_known(chosen)])
-        if len(new):
-            found = [self.read(int(index)) for index in new]
-            lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.modules}
-            self.known.put(new, sizes_of(lengths, self.layers))
-        return self.known(chosen)
+        new = np.unique(chosen[~self.known.are_known(chosen)]).tolist()
+        found = dict(zip(new, self.read(new), strict=True)) if new else {}
+        good = {index: lengths for index, lengths in found.items() if not isinstance(lengths, Exception)}
+        self._put(good)
+        if self._lengths is not None:
+            self._lengths |= good
+        return {index: error for index, error in found.items() if isinstance(error, Exception)}
+
+    def _put(self, measured: Mapping[int, Lengths]) -> None:
+        """Takes in lengths of samples."""
+        if measured:
+            lengths = {name: Ragged.of([sample[name] for sample in measured.values()]) for name in self.modules}
+            self.known.put(list(measured), sizes_of(lengths, self.layers))
 
     def _load(self) -> None:
         """Takes in what earlier runs have measured."""
@@ -263,6 +308,8 @@ class LazySizes:
         cache = None if self.cache is None else self.cache.with_layers(layers)
         result = LazySizes(len(self), self.read, self.modules, True, cache)
         result.layers = layers
+        result._put(self._lengths or {})
+        result._lengths = None
         return result
 
 
@@ -280,6 +327,13 @@ class SubsetSizes:
 
     def __call__(self, indices: Sequence[int]) -> SampleSizes:
         return self.source(self.indices[np.asarray(indices, dtype=np.int64)])
+
+    def measure(self, indices: Sequence[int] | np.ndarray) -> dict[int, Exception]:
+        """Measures samples, see [`measure_samples`]."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        inner = self.indices[chosen].tolist()
+        errors = measure_samples(self.source, inner)
+        return {index: errors[own] for index, own in zip(chosen.tolist(), inner, strict=True) if own in errors}
 
     def keep(self, indices: np.ndarray, sizes: SampleSizes) -> bool:
         """See [`LazySizes.keep`]."""
@@ -315,6 +369,17 @@ class ConcatSizes:
             {name: np.concatenate([part.tokens[name] for part in parts])[back] for name in parts[0].tokens},
             {name: np.concatenate([part.squares[name] for part in parts])[back] for name in parts[0].squares},
         )
+
+    def measure(self, indices: Sequence[int] | np.ndarray) -> dict[int, Exception]:
+        """Measures samples, see [`measure_samples`]."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        part_of = np.searchsorted(self.ends, chosen, side="right")
+        errors: dict[int, Exception] = {}
+        for part, (source, end) in enumerate(zip(self.sources, self.ends.tolist(), strict=True)):
+            start = end - len(source)
+            found = measure_samples(source, (chosen[part_of == part] - start).tolist())
+            errors |= {index + start: error for index, error in found.items()}
+        return errors
 
     def keep(self, indices: np.ndarray, sizes: SampleSizes) -> bool:
         """See [`LazySizes.keep`]."""

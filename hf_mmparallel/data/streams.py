@@ -237,7 +237,10 @@ class StreamSizes:
             self._measure = self.choose(names)
         if self._measure is None:
             return SampleSizes.uniform(dict.fromkeys(self.modules, 1), len(rows))
-        found = [self._measure(row) for row in rows]
+        found = list(self._measure.together(rows.__getitem__, range(len(rows))))
+        for error in found:
+            if isinstance(error, Exception):
+                raise error
         lengths = {name: Ragged.of([sample[name] for sample in found]) for name in self.modules}
         return sizes_of(lengths, self.layers)
 

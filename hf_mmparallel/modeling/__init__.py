@@ -4,13 +4,13 @@ from .features import count_rows
 from .loss import token_loss
 from .spec import ModulePart, build_model_spec, module_parts
 from .stages import ModuleStage, is_hollow, prepare_stages
-from .supported import check_decoder_only, check_supported, unknown_layers_text
+from .supported import check_causal, check_supported, unknown_layers_text
 
 __all__ = [
     "ModulePart",
     "ModuleStage",
     "build_model_spec",
-    "check_decoder_only",
+    "check_causal",
     "check_supported",
     "count_rows",
     "is_hollow",

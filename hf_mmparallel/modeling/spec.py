@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .encoder_outputs import meta_inputs
@@ -158,8 +159,18 @@ def placeholder_token(config: Any, modality: str) -> int | None:
 
 
 def _setting(config: Any, *names: str) -> Any:
-    """The first of the settings that a config has."""
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    """The first of the settings that a config has. Raises `ValueError` for one that each layer has for itself."""
+    for name in names:
+        try:
+            value = getattr(config, name, None)
+        except AmbiguousGlobalPerLayerAttributeError as error:
+            raise ValueError(
+                f"`{type(config).__name__}` says `{name}` for each layer, and a plan needs layers of a module that "
+                "are alike. Train it without `parallel`."
+            ) from error
+        if value is not None:
+            return value
+    return None
 
 
 def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
@@ -312,6 +323,11 @@ def _module_spec(
     layers = layers_of(model, stack)
     config = getattr(tower, "config", model.config)
     hidden_size = _hidden_size(layers[0], config)
+    if hidden_size is None:
+        raise ValueError(
+            f"The layers of `{name}` have no common width: neither `{type(layers[0]).__name__}` nor "
+            f"`{type(config).__name__}` has a `hidden_size`, which a plan needs. Train it without `parallel`."
+        )
     num_heads = _setting(config, "num_attention_heads", "num_heads", "encoder_attention_heads") or 1
     intermediate = _setting(config, "intermediate_size", "encoder_ffn_dim", "ffn_dim")
     if intermediate is None:
@@ -370,7 +386,7 @@ def activation_copies(name: str | None) -> int:
     return max(1, len(kept))
 
 
-def _hidden_size(layer: nn.Module, config: Any) -> int:
+def _hidden_size(layer: nn.Module, config: Any) -> int | None:
     """Width of a layer's input: that of its first norm, else what the config says."""
     for child in layer.children():
         own = list(child.parameters())

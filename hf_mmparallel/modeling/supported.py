@@ -18,7 +18,7 @@ _COMPOSE = "`MultimodalModel.from_unimodal`"
 
 def check_supported(model: PreTrainedModel) -> None:
     """
-    Refuses models whose step can't be predicted.
+    Refuses models that a plan can't train, and those whose step can't be predicted.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The whole model, on any device.
@@ -27,8 +27,7 @@ def check_supported(model: PreTrainedModel) -> None:
         `ValueError`: For an encoder-decoder model or one whose language model is one; for a model that is trained on
             masked tokens; for one with layers that are neither in an encoder nor in the language model's stack.
     """
-    check_decoder_only(model)
-    _check_causal(model)
+    check_causal(model)
     text = unknown_layers_text(model)
     if text:
         raise ValueError(
@@ -89,25 +88,24 @@ def _how_encoders_are_found(model: PreTrainedModel) -> str:
     return "Encoders are found by `get_image_features`, `get_video_features` and `get_audio_features`."
 
 
-def check_decoder_only(model: PreTrainedModel) -> None:
+def check_causal(model: PreTrainedModel) -> None:
     """
-    Refuses models whose decoder attends to the states of an encoder, for which a plan has neither inputs nor a loss.
+    Refuses models whose loss is not that of the next token, or whose decoder attends to the states of an encoder.
+
+    Args:
+        model ([`~transformers.PreTrainedModel`]): The whole model, on any device.
 
     Raises:
-        `ValueError`: For an encoder-decoder model, or one whose language model is one.
+        `ValueError`: For an encoder-decoder model, or one whose language model is one; for a model without a
+            language-model head; for one that is trained on masked tokens.
     """
-    config: Any = model.config
-    if config.is_encoder_decoder or config.get_text_config().is_encoder_decoder:
+    config: Any = model.config.get_text_config()
+    if model.config.is_encoder_decoder or config.is_encoder_decoder:
         raise ValueError(
             f"`{type(model).__name__}` is an encoder-decoder model: its decoder has inputs of its own and attends to "
             "the encoder's states, and its labels are not shifted. A plan needs a decoder that reads text and media "
             f"as one sequence. {_OTHERWISE} {_COMPOSE}."
         )
-
-
-def _check_causal(model: PreTrainedModel) -> None:
-    """Refuses models of masked tokens, and those of `AutoModel` that have no language-model head."""
-    config: Any = model.config.get_text_config()
     if _is_one_of(model, AutoModel) and model.get_output_embeddings() is None:
         raise ValueError(
             f"`{type(model).__name__}` has no language-model head, so that it has no loss over tokens. Name "

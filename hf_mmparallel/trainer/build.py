@@ -281,7 +281,7 @@ def prepare_model(
         whole, adapter = unwrap_peft_model(model)
     if source is None:
         check_equal_models(whole, world)
-    check_model(whole)
+    check_model(whole, is_searched=plugin.auto)
     spec = apply_module_settings(whole, plugin)
     if configs:
         with seeded(args.seed):  # copies start from equal adapters, whatever a rank has drawn before

@@ -14,16 +14,28 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, TrainingArguments
 
 from .._environment import is_switched_on, launched_processes
-from ..modeling import check_decoder_only, unknown_layers_text
+from ..modeling import check_causal, check_supported, unknown_layers_text
 from .argument_table import check_trainer_arguments
 
 logger = get_logger(__name__)
 
 
-def check_model(model: nn.Module) -> None:
-    """Raises `ValueError` for encoder-decoder models, and where a loss or norm is no sum over samples."""
+def check_model(model: nn.Module, is_searched: bool = False) -> None:
+    """
+    Refuses models that can't be trained under a plan.
+
+    Args:
+        model (`nn.Module`): The whole model.
+        is_searched (`bool`, *optional*, defaults to `False`): Whether its plan is searched for, by predicted steps.
+
+    Raises:
+        `ValueError`: For a loss other than that of the next token, and where a loss or norm is no sum over samples;
+            for layers that are in no module, if the plan is searched for.
+    """
     if isinstance(model, PreTrainedModel):
-        check_decoder_only(model)
+        if is_searched:
+            check_supported(model)
+        check_causal(model)
         text = unknown_layers_text(model)
         if text:
             logger.warning(f"{text} They run with the language model, as parts of it.")

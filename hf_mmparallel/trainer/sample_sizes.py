@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ..data.image_sizes import UnknownSizeError
 from ..data.layer_tokens import measure_layers
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
-from ..data.size_sources import LayerTokens, spread
+from ..data.size_sources import LayerTokens, keep_sizes, measure_samples, spread
 from ..data.streams import StreamSizes, StreamWindow
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..search.steps import SizeFunction
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _MEASURED = 256  # samples, where not all sizes are known before they are drawn
 _STREAMED = 64
+_TOGETHER = 64  # samples between two movements of the bar
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class TrainingSizes:
         self.trainer = trainer
         self._found: tuple[Any, SizeSource | None] | None = None
         self._layers: dict[str, LayerTokens] | None = None
+        self._layered: tuple[SizeSource, SizeSource] | None = None
         self._start: tuple[Any, StartSizes | None] | None = None
 
     def of_rank(self, dataset: Any) -> SizeSource | None:
@@ -86,7 +89,11 @@ class TrainingSizes:
             dataset: The training dataset, or the window of a stream.
         """
         source = self._rows(dataset)
-        return None if source is None else source.with_layers(self._measured(dataset, source))
+        if source is None:
+            return None
+        if self._layered is None or self._layered[0] is not source:
+            self._layered = source, source.with_layers(self._measured(dataset, source))
+        return self._layered[1]
 
     def at_start(self, dataset: Any) -> StartSizes | None:
         """
@@ -112,7 +119,7 @@ class TrainingSizes:
                 window, count = copy.copy(source.window), _STREAMED  # the stream itself is read when training begins
                 source = source.of_window(window)
             draw = representative_draw(self.trainer, source, window, max(count, self.trainer.global_batch_size))
-            readable = [index for index in draw.samples if _has_size(source, index, skip=True)]
+            readable = _readable(source, draw.samples, skip=True)
             if not readable:
                 return None
             found = StartSizes(source(readable), False)
@@ -181,17 +188,22 @@ def representative_draw(
         return window.fetch(first)
     assert sizes is not None
     skip = trainer.args.on_bad_sample == "skip"
+    chosen = spread(len(trainer.train_dataset), len(first.samples))
     is_quick = getattr(sizes, "is_table", True) or trainer.args.disable_tqdm
-    chosen = tqdm(spread(len(trainer.train_dataset), len(first.samples)), "Measuring samples", disable=is_quick)
-    return Draw(tuple(index for index in chosen if _has_size(sizes, index, skip)))
+    readable = []
+    with tqdm(total=len(chosen), desc="Measuring samples", disable=is_quick) as bar:
+        for start in range(0, len(chosen), _TOGETHER):
+            few = chosen[start : start + _TOGETHER]
+            readable += _readable(sizes, few, skip)
+            bar.update(len(few))
+    keep_sizes(sizes, readable)
+    return Draw(tuple(readable))
 
 
-def _has_size(sizes: SizeFunction, index: int, skip: bool) -> bool:
-    """Whether a sample can be measured."""
-    try:
-        sizes([index])
-    except Exception as error:
-        if skip or isinstance(error, (OSError, UnknownSizeError)):  # it is told of when its turn comes
-            return False
-        raise
-    return True
+def _readable(sizes: SizeFunction, indices: Sequence[int], skip: bool) -> list[int]:
+    """Those of some samples that can be measured."""
+    errors = measure_samples(sizes, indices)
+    for error in errors.values():
+        if not skip and not isinstance(error, (OSError, UnknownSizeError)):
+            raise error  # others are told of when their turn comes
+    return [index for index in indices if index not in errors]

@@ -427,7 +427,8 @@ def forbid(monkeypatch, measure: str) -> None:
     def fail(*args):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(getattr(size_measures, measure), "__call__", fail)
+    for name in ("__call__", "together"):
+        monkeypatch.setattr(getattr(size_measures, measure), name, fail)
     monkeypatch.setattr(sample_sizes, "token_lengths", fail)
 
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ from hf_mmparallel.data import ChatCollator, sample_sizes, size_cache
 from hf_mmparallel.data.drawn_sizes import MeasuredPart, SizedDraws
 from hf_mmparallel.data.draws import DrawSampler
 from hf_mmparallel.data.image_sizes import UnknownSizeError
+from hf_mmparallel.data.layer_tokens import measure_layers
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_cache import SizeCache
 from hf_mmparallel.data.size_sources import LayerTokens, LazySizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
+from hf_mmparallel.trainer.sample_sizes import representative_draw
 from tests.data.test_chat_collator import llava, say
 from tests.plan.specs import model_spec
 
@@ -57,8 +60,8 @@ def tokens(sizes: SampleSizes) -> dict[str, list[int]]:
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(self: Any, index: int) -> Any:
-        raise AssertionError(f"sample {index} is read again")
+    def read(self: Any, indices: Sequence[int]) -> Any:
+        raise AssertionError(f"sample {indices[0]} is read again")
 
     monkeypatch.setattr(sample_sizes._StoredReader, "__call__", read)
 
@@ -140,6 +143,45 @@ def test_parts_of_datasets_keep_the_sizes_of_what_they_are_made_of(dataset, monk
     assert tokens(sizes_of(dataset)([20, 11, 0])) == {LANGUAGE_MODEL: [60, 42, 20], "vision": [33, 24, 13]}
     second = draws(sizes_of(whole), whole, order=order)
     assert [tokens(draw.sizes) for draw in second] == [tokens(draw.sizes) for draw in first]
+
+
+@pytest.mark.parametrize("form", [lambda data: data, lambda data: Subset(data, range(SAMPLES))])
+def test_what_is_measured_at_the_start_is_not_measured_by_the_next_run(dataset, tmp_path, monkeypatch, form):
+    def start(rows: Any) -> tuple[tuple[int, ...], Any]:
+        args = SimpleNamespace(on_bad_sample="raise", disable_tqdm=True)
+        source = sizes_of(rows)
+        trainer: Any = SimpleNamespace(global_batch_size=8, train_dataset=rows, args=args)
+        return representative_draw(trainer, source, None, 8).samples, source
+
+    drawn, source = start(form(dataset))
+    assert len(drawn) == 7  # of one of the eight nothing says the size
+    forbid(monkeypatch)
+    again = sizes_of(form(load_from_disk(str(tmp_path / "rows"))))
+    assert tokens(again(drawn)) == tokens(source(drawn))
+    with pytest.raises(AssertionError, match="read again"):
+        again([next(n for n in range(SAMPLES) if n not in drawn)])
+
+
+def test_conversations_that_tell_what_layers_see_are_measured_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_sizes, "PARALLEL_FROM", 3)
+    rows = [{"messages": [say("user", "which " * n), say("assistant", "seven")]} for n in range(1, 9)]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
+    read: list[int] = []
+    measure = sample_sizes._StoredReader.__call__
+    monkeypatch.setattr(
+        sample_sizes._StoredReader, "__call__", lambda self, new: read.extend(new) or measure(self, new)
+    )
+
+    def start() -> Any:
+        source = size_source(load_from_disk(str(tmp_path / "rows")), ChatCollator(llava()), SPEC)
+        layers = measure_layers(None, SPEC, None, None, source)  # pyright: ignore[reportArgumentType]
+        assert source is not None and layers == {}  # there are no images
+        return source
+
+    first = start()
+    wanted = tokens(first.with_layers({"vision": LayerTokens(4.0)})(range(8)))
+    assert read == list(range(8))  # what the layers see changes no length
+    assert tokens(start()(range(8))) == tokens(first(range(8))) == wanted and len(read) == 8
 
 
 def test_a_dataset_in_memory_has_no_cache(monkeypatch):

@@ -142,3 +142,16 @@ def test_an_encoder_that_a_configuration_leaves_out_is_no_module():
     assert model.get_encoder(modality="audio") is None
     check_supported(model)
     assert list(build_model_spec(model).modules) == ["vision", LANGUAGE_MODEL]
+
+
+@pytest.mark.parametrize(
+    "family, sentence",
+    [
+        ("dots3_note", r"`\w+` says `num_attention_heads` for each layer, .* Train it without `parallel`."),
+        ("muse_spark", r"The layers of `audio` have no common width: .* Train it without `parallel`."),
+    ],
+)
+def test_layers_that_differ_are_told_of(family: str, sentence: str):
+    model = build_on_meta(hf.CONFIG_MAPPING[family]())
+    with pytest.raises(ValueError, match=sentence):
+        build_model_spec(model)

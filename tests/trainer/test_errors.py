@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer
+from transformers import BertConfig, BertForMaskedLM, BertModel, Trainer
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.plan import MultimodalParallelPlugin
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, Refused, check_arguments
+from hf_mmparallel.trainer.build import prepare_model
+from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -374,6 +377,29 @@ def test_layers_in_no_module_are_told_of(monkeypatch: pytest.MonkeyPatch):
     (text,) = told
     assert "has layers that are in no module of a plan" in text and "`model.audio_tower.layers` (4 `Voxtral" in text
     assert text.endswith("They run with the language model, as parts of it.")
+    with pytest.raises(ValueError, match="has layers that are in no module of a plan.*`multimodal_parts`"):
+        checks.check_model(model, is_searched=True)
+    assert len(told) == 1
+
+
+def test_models_without_the_loss_of_the_next_token_are_refused():
+    from hf_mmparallel.trainer.checks import check_model
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = BertConfig(vocab_size=64, num_attention_heads=4, **sizes)
+    with torch.device("meta"), pytest.raises(ValueError, match="is a model of masked tokens.*Set `is_decoder=True`"):
+        check_model(BertForMaskedLM(config))
+    with torch.device("meta"), pytest.raises(ValueError, match="`BertModel` has no language-model head"):
+        check_model(BertModel(config))
+
+
+def test_a_plan_is_not_searched_for_where_its_prediction_would_leave_out_layers(tmp_path: Path):
+    model = tiny.FAMILIES["voxtral"]()
+    model.config.audio_token_id = None
+    args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    prepare_model(model, args, MultimodalParallelPlugin.from_any({"language_model": {}}), World())
+    with pytest.raises(ValueError, match="has layers that are in no module of a plan.* Give the model a method"):
+        prepare_model(model, args, MultimodalParallelPlugin.from_any("auto"), World())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Token ids of many conversations at once, for their sizes: each has those that it has alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import ProcessorMixin
+from transformers.utils import logging
+
+from .chat_collator import ChatCollator, blank_image
+
+logger = logging.get_logger(__name__)
+
+_UNPADDED = (None, False, True, "longest", "do_not_pad")  # with these a text by itself has no padding
+_MEDIA = ["image", "video", "audio"]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A conversation as text with all its placeholders, and what the image processor says of its images."""
+
+    place: int
+    text: str
+    entries: Mapping[str, Any]
+
+
+def encode_together(
+    collator: ChatCollator, read: Callable[[int], Mapping[str, Any]], indices: Sequence[int]
+) -> list[dict[str, Any] | None]:
+    """
+    What [`~ChatCollator.encode_by_size`] gives for each of some conversations, without labels and masks, in less
+    time: arguments are checked once, and all texts are tokenised in one call, in threads of the tokenizer.
+
+    Args:
+        collator ([`ChatCollator`]): From [`~ChatCollator.without_media`].
+        read (`Callable[[int], Mapping[str, Any]]`): Index -> conversation.
+        indices (`Sequence[int]`): Which conversations.
+
+    Returns:
+        `list[dict[str, Any] | None]`: Of each conversation `input_ids` (`list[int]`) and the entries of its images;
+        `None` where [`~ChatCollator.encode_by_size`] has to tell: for one that can't be encoded or is longer than
+        `max_length`, and for all if the processor has a `__call__` of its own.
+    """
+    processor: Any = collator.processor
+    found: list[dict[str, Any] | None] = [None] * len(indices)
+    if isinstance(processor, ProcessorMixin) and type(processor).__call__ is not ProcessorMixin.__call__:
+        return found
+    settings: dict[bool, dict[str, Any]] = {}
+    waiting: dict[bool, list[_Text]] = {}
+    for place, index in enumerate(indices):
+        try:
+            messages, images = collator.messages_and_images(read(index), place)
+            text, _ = collator.text_and_answers(messages, place)
+            options = collator.text_options(text)
+            kind = "add_special_tokens" in options
+            if kind not in settings:
+                settings[kind] = _settings(processor, options)
+            own = _expanded(processor, text, [blank_image(image) for image in images], settings[kind])
+        except Exception as error:  # it raises it again when it is encoded alone
+            logger.debug("Sample %d is encoded alone: %s", index, error)
+            continue
+        waiting.setdefault(kind, []).append(_Text(place, *own))
+    for kind, texts in waiting.items():
+        encoded = _input_ids(processor, [own.text for own in texts], settings[kind])
+        for own, ids in zip(texts, encoded or (), strict=encoded is not None):
+            if collator.max_length is None or len(ids) <= collator.max_length:
+                found[own.place] = {"input_ids": ids, **own.entries}
+    return found
+
+
+def _settings(processor: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Modality -> options, as the processor shares them out."""
+    if not isinstance(processor, ProcessorMixin):
+        return {"text_kwargs": dict(options)}
+    merged = processor._merge_kwargs(
+        tokenizer_init_kwargs=processor.tokenizer.init_kwargs,  # pyright: ignore[reportAttributeAccessIssue]
+        return_text_replacement_offsets=True,
+        **options,
+    )
+    for name in ("return_mm_token_type_ids", "return_text_replacement_offsets"):
+        merged["text_kwargs"].pop(name, None)
+    return merged
+
+
+def _expanded(processor: Any, text: str, images: list[Any], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """
+    A text with all placeholders of its images, and what the image processor says of these, by the steps of
+    `ProcessorMixin.__call__` before the tokenizer.
+
+    Raises:
+        `ValueError`: If the processor does not replace each image.
+    """
+    if not isinstance(processor, ProcessorMixin):
+        if images:
+            raise ValueError("A tokenizer places no images.")
+        return text, {}
+    given, texts, _, _ = processor.prepare_inputs_layout(images=images or None, text=[text])
+    processor.validate_inputs(images=given, text=texts)
+    entries, replacements = {}, []
+    if given is not None and hasattr(processor, "image_processor"):
+        entries, replacements = processor._process_images(given, **settings["images_kwargs"])
+    texts, placed = processor.get_text_with_replacements(texts, replacements)  # pyright: ignore[reportArgumentType]
+    if images and len(placed[0] if placed else ()) != len(images):
+        raise ValueError(f"{len(images)} images are not replaced one by one.")
+    unused = processor.unused_input_names
+    return texts[0], {name: value for name, value in entries.items() if name not in unused}
+
+
+def _input_ids(processor: Any, texts: list[str], settings: Mapping[str, Any]) -> list[list[int]] | None:
+    """The token ids of texts; `None` if they would not be those of each text alone, or some can't be tokenised."""
+    options = dict(settings["text_kwargs"])
+    if options.get("padding") not in _UNPADDED:
+        return None
+    options |= {"padding": False, "return_tensors": None, "return_offsets_mapping": False}
+    try:
+        encoded = getattr(processor, "tokenizer", processor)(texts, **options)
+        if isinstance(processor, ProcessorMixin):
+            processor._check_special_mm_tokens(texts, encoded, modalities=_MEDIA)
+    except Exception as error:
+        logger.debug("Samples are encoded alone: %s", error)
+        return None
+    return encoded["input_ids"]
