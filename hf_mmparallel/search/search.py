@@ -60,7 +60,7 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     simulator.screen(unlike(space.doubtful()), share=0.05, least=4)
     simulator.simulate(share=0.2, least=6)
     simulator.simulate_the_rest()
-    simulator.try_orders(share=1.0)
+    simulator.try_orders(share=0.6)
     ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
     while not ranked and (simulator.screen(space.leanest_first(), share=0.1, least=6) or simulator.num_waiting):
         simulator.simulate(share=0.2, least=6)
