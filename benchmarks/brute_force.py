@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -26,7 +26,8 @@ from hf_mmparallel.search.steps import Prediction
 MOST_MICROBATCHES = 256
 CUT = 1.3  # times the best: layouts whose closed form is slower are not simulated
 NUM_BATCHES = 3
-CHECKED = 4  # of the fastest layouts on the first batch, that run all batches
+CHECKED = 16  # of the fastest on the first batch, that run all batches
+CLOSE = 1.1  # times the best: layouts that are tried with every schedule and arrangement
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class BruteForce:
         least_ratio (`float`): The least simulated over closed form: where it is above 1 / `CUT`, nothing was missed.
         is_complete (`bool`): Whether the time sufficed for all that could be faster.
         seconds (`float`): Of the processor.
+        close (`tuple[Candidate, ...]`): Layouts that are nearly as fast on the first batch, the fastest first.
     """
 
     candidate: Candidate | None
@@ -77,6 +79,7 @@ class BruteForce:
     least_ratio: float
     is_complete: bool
     seconds: float
+    close: tuple[Candidate, ...]
 
 
 class Layouts:
@@ -243,9 +246,58 @@ def brute_force(problem: PlanningProblem, limit_s: float = float("inf")) -> Brut
         least_ratio = min(least_ratio, prediction.step_ms / own.closed_form_ms)
         best_ms = min(best_ms, prediction.step_ms)
         times.append((prediction.step_ms, candidate))
-    best, step_ms = _over_batches(problem, [own for _, own in sorted(times, key=lambda pair: pair[0])])
+    times.sort(key=lambda pair: pair[0])
+    best, step_ms = _over_batches(problem, [own for _, own in times])
+    close = tuple(own for own_ms, own in times if own_ms <= CLOSE * best_ms)
     seconds = time.process_time() - start
-    return BruteForce(best, step_ms, len(listed), num_simulated, least_ratio, is_complete, seconds)
+    return BruteForce(best, step_ms, len(listed), num_simulated, least_ratio, is_complete, seconds, close)
+
+
+@dataclass(frozen=True)
+class BruteOrders:
+    """
+    What simulating the fastest layouts with every schedule and arrangement gives.
+
+    Args:
+        candidate (`Candidate`, *optional*): The fastest that fits all batches; `None` if none does.
+        step_ms (`float`): Its step, the mean over the batches.
+        num_simulated (`int`): Layouts, schedules and arrangements that were simulated.
+        is_complete (`bool`): Whether the time sufficed for all of them.
+        seconds (`float`): Of the processor.
+    """
+
+    candidate: Candidate | None
+    step_ms: float
+    num_simulated: int
+    is_complete: bool
+    seconds: float
+
+
+def brute_orders(problem: PlanningProblem, layouts: Sequence[Candidate], limit_s: float = float("inf")) -> BruteOrders:
+    """
+    Simulates layouts with every schedule and arrangement that the problem leaves open.
+
+    Args:
+        problem (`PlanningProblem`): The question.
+        layouts (`Sequence[Candidate]`): The layouts, the most promising first.
+        limit_s (`float`, *optional*): Seconds of the processor after which it stops.
+    """
+    start = time.process_time()
+    times: list[tuple[float, Candidate]] = []
+    all_orders = list(itertools.product(layouts, problem.schedules, problem.methods))
+    num_simulated = 0
+    for layout, schedule, method in all_orders:
+        if time.process_time() - start > limit_s:
+            break
+        candidate = replace(layout, schedule=schedule, method=method)
+        prediction = simulated(problem, candidate, 0)
+        num_simulated += 1
+        if prediction is not None:
+            times.append((prediction.step_ms, candidate))
+    times.sort(key=lambda pair: pair[0])
+    best, step_ms = _over_batches(problem, [own for _, own in times])
+    seconds = time.process_time() - start
+    return BruteOrders(best, step_ms, num_simulated, num_simulated == len(all_orders), seconds)
 
 
 def _over_batches(problem: PlanningProblem, candidates: list[Candidate]) -> tuple[Candidate | None, float]:

@@ -26,9 +26,10 @@ import mode_figures
 import paper_figures
 import published_figures
 import scale_figures
+import search_figures
 from figures import ROOT
 
-QUOTING = (calibration_figures, figures, mode_figures, paper_figures, published_figures)
+QUOTING = (calibration_figures, figures, mode_figures, paper_figures, published_figures, search_figures)
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
 BLOCKS = {name: block for source in (*QUOTING, device_figures, scale_figures) for name, block in source.BLOCKS.items()}
 

@@ -1,14 +1,15 @@
-"""The fastest plan for the published run with the best MFU of a study, as hf_mmparallel would run it."""
+"""The fastest plan for the published run with the best MFU of a study."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from published_study import Run, Study, planned, published_flops, published_model, sizes_of
+from published_study import Run, Study, costs_of, planned, predicted_ms, published_flops, published_model, sizes_of
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device, usable_bytes
 from hf_mmparallel.cost.engine import OURS
-from hf_mmparallel.search.problem import PlanningProblem
+from hf_mmparallel.search.fully_sharded import fully_sharded
+from hf_mmparallel.search.problem import PlanningProblem, draw_batch
 from hf_mmparallel.search.search import search_plans
 
 MOST_GPUS = 64
@@ -26,35 +27,48 @@ def best_run(study: Study) -> Run:
     return max((run for run in study.runs if run.dtype != "float8"), key=lambda run: mfu_of(run, run.step_ms))
 
 
-def best_plan(run: Run) -> dict[str, Any]:
+def best_plans(run: Run) -> dict[str, dict[str, Any]]:
     """
-    The fastest plan for a run's model, GPUs, batch and sequence length that fits the memory, by the costs of
-    hf_mmparallel's own engine and the model's own attention function: nothing is counted that the study's engine has
-    and this one has not.
+    The fastest plans for a run's model, GPUs, batch and sequence length that fit the memory.
 
     Args:
         run (`Run`): What is trained; its layout and microbatch count on more than 64 GPUs only.
+
+    Returns:
+        `dict[str, dict]`: `"own_engine"`: by the costs of the study's engine, among plans and, where that engine has
+        it, FSDP. `"ours"`: by the costs of hf_mmparallel's engine and the model's own attention function: nothing is
+        counted that the study's engine has and this one has not.
     """
-    costs = analytic_costs(published_model(run.study.key, run.model), run.study.device, 2, OURS)
-    is_searched = run.gpus <= MOST_GPUS
-    step_ms, plan = _searched(run, costs) if is_searched else _of_its_sizes(run, costs)
+    ours = analytic_costs(published_model(run.study.key, run.model), run.study.device, 2, OURS)
+    if run.gpus <= MOST_GPUS:
+        own_engine, plans = _searched(run, costs_of(run), run.study.is_fsdp), _searched(run, ours, False)
+    else:
+        own_engine, plans = (predicted_ms(run), "as it ran"), _of_its_sizes(run, ours)
     measured = mfu_of(run, run.step_ms)
     return {
-        "run": run.name,
-        "is_searched": is_searched,
-        "plan": plan,
-        "step_ms": round(step_ms, 1),
-        "measured_mfu": round(measured, 4),
-        "mfu": round(mfu_of(run, step_ms), 4),
+        kind: {
+            "run": run.name,
+            "is_searched": run.gpus <= MOST_GPUS,
+            "plan": plan,
+            "step_ms": round(step_ms, 1),
+            "measured_mfu": round(measured, 4),
+            "mfu": round(mfu_of(run, step_ms), 4),
+        }
+        for kind, (step_ms, plan) in (("own_engine", own_engine), ("ours", plans))
     }
 
 
-def _searched(run: Run, costs: CostModel) -> tuple[float, str]:
-    """Its step in ms, and its sizes in words."""
+def _searched(run: Run, costs: CostModel, with_fsdp: bool) -> tuple[float, str]:
+    """The step of the fastest in ms, and its sizes in words."""
     limit = usable_bytes(run.study.device)
     problem = PlanningProblem(costs, sizes_of(run, run.batch), run.gpus, run.batch, memory_bytes=limit)
     best = search_plans(problem).best
-    return best.step_ms, str(best.candidate)
+    answers = [(best.step_ms, str(best.candidate))]
+    if with_fsdp and costs.engine.sharded_optimizer:
+        for own in fully_sharded(problem, [draw_batch(problem, 0)]):
+            if limit is None or own.memory_bytes <= limit:
+                answers.append((own.step_ms, f"FSDP, {own}"))
+    return min(answers)
 
 
 def _of_its_sizes(run: Run, costs: CostModel) -> tuple[float, str]:

@@ -20,12 +20,11 @@ def published_runs() -> str:
         counts = f"{len(own['runs'])} / {own['num_judged']}"
         ranks = f"{own['rank_correlation']:.2f} / {own['rank_correlation_mfu']:.2f}"
         errors = f"{percent(own['median_error'])} / {percent(own['largest_error'])} %"
-        shares = (
-            " / ".join(percent(own[key]) for key in ("best_mfu", "best_mfu_predicted"))
-            + f" / {percent(own['best_plan']['mfu'])} %"
-        )
+        plans = (own["best_plans"][kind]["mfu"] for kind in ("own_engine", "ours"))
+        shares = " / ".join(map(percent, (own["best_mfu"], own["best_mfu_predicted"], *plans))) + " %"
         rows.append(f"| {own['study']} | {counts} | {ranks} | {errors} | {shares} | {CHECKED[own['checked']]} |")
-    kinds = "rank correlation: step, MFU | error: median / largest | best MFU: published / predicted / best plan found"
+    shares = "best MFU: published / predicted / best plan by its engine / by ours"
+    kinds = f"rank correlation: step, MFU | error: median / largest | {shares}"
     return table(f"| study | runs / judged | {kinds} | checked against |", rows)
 
 
@@ -81,6 +80,26 @@ def _order_quotes() -> Iterator[str]:
     )
 
 
+def _ceiling_quotes() -> Iterator[str]:
+    """Which published MFU a plan reaches."""
+    studies = result("published_runs")["studies"].values()
+    ratios = {
+        kind: sorted(own["best_plans"][kind]["mfu"] / own["best_mfu"] for own in studies)
+        for kind in ("own_engine", "ours")
+    }
+    least = ratios["own_engine"]
+    reached = sum(ratio >= 1 for ratio in least)
+    yield (
+        f"By the costs of the study's own engine it is at least the published one in {reached} studies of "
+        f"{len(least)}, {percent(1 - least[1])} % below it in the second worst and {percent(1 - least[0])} % in the "
+        "worst"
+    )
+    yield (
+        f"By the costs of hf_mmparallel's engine it is at least the published one in "
+        f"{sum(ratio >= 1 for ratio in ratios['ours'])} of {len(least)}"
+    )
+
+
 def quotes_of_planner() -> Iterator[str]:
     """What is said of all studies together."""
     found = result("published_runs")
@@ -97,6 +116,7 @@ def quotes_of_planner() -> Iterator[str]:
         f"{percent(plain['median_error'])} %, the largest {percent(plain['largest_error'])} %."
     )
     yield from _order_quotes()
+    yield from _ceiling_quotes()
     yield f"Over the {found['num_judged']} judged runs the median error is {median} %, the largest {largest} %."
 
 

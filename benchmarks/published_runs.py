@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from common import ROOT, Shapes, machine, report
-from published_ceilings import best_plan, best_run, mfu_of
+from published_ceilings import best_plans, best_run, mfu_of
 from published_study import Run, Study, predicted_ms, studies
 from rich.table import Table
 from scipy.stats import spearmanr
@@ -72,7 +72,7 @@ def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str,
         **({"without_assumptions": how_far_off(plain)} if plain else {}),
         "best_mfu": max(run["measured_mfu"] for run in own),
         "best_mfu_predicted": max(run["predicted_mfu"] for run in own),
-        "best_plan": best_plan(best_run(study)),
+        "best_plans": best_plans(best_run(study)),
         "notes": study.data.get("notes", []),
     }
 
@@ -100,12 +100,13 @@ def main() -> None:
         "largest error",
         "MFU",
         "predicted",
-        "plan",
+        "best plan",
+        "of our engine",
     ):
         table.add_column(name, justify="left" if name == "study" else "right")
     for own in records.values():
         shares = [f"{own[key]:.1%}" for key in ("median_error", "largest_error", "best_mfu", "best_mfu_predicted")]
-        shares.append(f"{own['best_plan']['mfu']:.1%}")
+        shares += [f"{own['best_plans'][kind]['mfu']:.1%}" for kind in ("own_engine", "ours")]
         counts = (str(len(own["runs"])), str(own["num_judged"]), f"{own['rank_correlation']:.2f}")
         table.add_row(own["study"], *counts, *shares)
     note = f"{len(judged)} judged runs: median {statistics.median(judged):.1%}, largest {max(judged):.1%}"

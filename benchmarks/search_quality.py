@@ -3,7 +3,8 @@ The search for a plan against brute force over all layouts, with a limit of memo
 
 Text-only and multimodal models, 8 to 64 GPUs, weights in float32 and bfloat16, short and long samples, packed samples
 of one length and samples of published datasets. In each case schedule and arrangement are named, so that layouts alone
-are compared; the search is then asked again with both left open, which must not be slower.
+are compared; the search is then asked again with both left open, beside brute force over every schedule and
+arrangement of the layouts that are at most 10 % slower than the best.
 
 ```bash
 python benchmarks/search_quality.py
@@ -24,7 +25,7 @@ from typing import Any
 
 import common
 import torch
-from brute_force import brute_force, named
+from brute_force import brute_force, brute_orders, named
 from paper_samples import PUBLISHED
 from planner_models import AUDIO, cornstarch_model
 from rich.table import Table
@@ -124,9 +125,12 @@ def run(case: Case, limit_s: float) -> dict[str, Any]:
         answers.append(search_plans(question).best)
         times.append(time.process_time() - start)
     brute = brute_force(named(problem), limit_s)
+    orders = brute_orders(problem, brute.close, limit_s)
     layouts, both = answers
+    open_ms = min(brute.step_ms, orders.step_ms)
     return {
         "case": str(case),
+        "num_ranks": case.num_ranks,
         "search_ms": layouts.step_ms,
         "search_s": times[0],
         "plan": str(layouts.candidate),
@@ -141,13 +145,17 @@ def run(case: Case, limit_s: float) -> dict[str, Any]:
         "least_ratio": brute.least_ratio,
         "is_complete": brute.is_complete,
         "slower": layouts.step_ms / brute.step_ms - 1,
-        "open_slower": both.step_ms / min(brute.step_ms, layouts.step_ms) - 1,
+        "open_brute_ms": open_ms,
+        "open_brute_s": orders.seconds,
+        "open_simulated": orders.num_simulated,
+        "open_is_complete": brute.is_complete and orders.is_complete,
+        "open_slower": both.step_ms / open_ms - 1,
     }
 
 
 def reported(rows: list[dict[str, Any]]) -> tuple[Table, str]:
     """A row for each case, and the sum of them."""
-    table = Table("case", "search ms", "s", "brute force ms", "s", "simulated", "slower", "both open")
+    table = Table("case", "search ms", "s", "brute force ms", "s", "simulated", "slower", "open ms", "s", "slower")
     table.title, table.title_justify = "The search against brute force over all layouts", "left"
     for row in rows:
         table.add_row(
@@ -158,12 +166,16 @@ def reported(rows: list[dict[str, Any]]) -> tuple[Table, str]:
             f"{row['brute_s']:.0f}",
             f"{row['num_simulated']} of {row['num_listed']}{'' if row['is_complete'] else ', not all'}",
             f"{row['slower']:+.1%}",
-            f"{row['open_ms'] / row['search_ms'] - 1:+.1%}",
+            f"{row['open_ms']:.0f}",
+            f"{row['open_s']:.1f}",
+            f"{row['open_slower']:+.1%}{'' if row['open_is_complete'] else ', not all'}",
         )
     late = [row["case"] for row in rows if row["slower"] > GOALS["slower"]]
+    late += [f"{row['case']} (both open)" for row in rows if row["open_slower"] > GOALS["slower"]]
     note = (
         f"{len(rows)} cases, {sum(row['is_complete'] for row in rows)} of them complete: the search is slower by "
-        f"{max(row['slower'] for row in rows):.2%} at most (goal {GOALS['slower']:.0%})"
+        f"{max(row['slower'] for row in rows):.2%} at most, by {max(row['open_slower'] for row in rows):.2%} with "
+        f"schedule and arrangement open (goal {GOALS['slower']:.0%})"
         f"{'; above it: ' + '; '.join(late) if late else ''}. Simulated steps are at least "
         f"{min(row['least_ratio'] for row in rows):.2f} of their closed form."
     )

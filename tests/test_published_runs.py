@@ -13,14 +13,17 @@ from hf_mmparallel.cost import find_device
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-from published_ceilings import best_plan, best_run  # noqa: E402
+from published_ceilings import best_plans, best_run  # noqa: E402
 from published_study import predicted_ms, published_flops, studies  # noqa: E402
 
 KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "published_runs.json"
 MOST_TASKS = 20_000  # simulated in a few seconds
 CHECKED = ("original", "copy", "unread")
-REACHED = {"llava_a100"}
-"""Studies whose best published MFU a plan of hf_mmparallel's own engine reaches."""
+REACHED = {
+    "own_engine": {"llava_a100", "mosaic_a100", "mosaic_h100", "nanotron_1b", "torchtitan_h100"},
+    "ours": {"llava_a100"},
+}
+"""Studies whose best published MFU a plan reaches, by the costs of the study's engine and of hf_mmparallel's."""
 STUDIES = {study.key: study for study in studies()}
 
 
@@ -54,17 +57,23 @@ def test_predictions_rank_runs_as_they_were_measured(key):
     assert statistics.median(errors) <= 0.15 and max(errors) <= 0.4
 
 
+def assert_reached(key: str, found: dict[str, dict[str, Any]]) -> None:
+    for kind, own in found.items():
+        assert (own["mfu"] >= own["measured_mfu"]) == (key in REACHED[kind]), (key, kind)
+    own = found["own_engine"]
+    assert own["mfu"] >= 0.94 * own["measured_mfu"], key
+
+
 def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
     kept = json.loads(KEPT.read_text())["studies"]
     assert kept.keys() == STUDIES.keys()
     for key, own in kept.items():
-        found = own["best_plan"]
-        assert found["run"] == best_run(STUDIES[key]).name and found["measured_mfu"] == own["best_mfu"]
-        assert (found["mfu"] >= own["best_mfu"]) == (key in REACHED), key
+        for found in own["best_plans"].values():
+            assert found["run"] == best_run(STUDIES[key]).name and found["measured_mfu"] == own["best_mfu"]
+        assert_reached(key, own["best_plans"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", STUDIES)
 def test_a_plan_reaches_the_best_published_mfu_where_it_is_said(key):
-    found = best_plan(best_run(STUDIES[key]))
-    assert (found["mfu"] >= found["measured_mfu"]) == (key in REACHED)
+    assert_reached(key, best_plans(best_run(STUDIES[key])))

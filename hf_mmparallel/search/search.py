@@ -60,11 +60,11 @@ def _searched(problem: PlanningProblem, start: float) -> SearchResult:
     simulator.screen(unlike(space.doubtful()), share=0.05, least=4)
     simulator.simulate(share=0.2, least=6)
     simulator.simulate_the_rest()
-    simulator.try_orders(share=0.3)
-    ranked = simulator.finalists(share=0.1, least=1 + _RUNNERS_UP)
+    simulator.try_orders(share=0.6)
+    ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
     while not ranked and (simulator.screen(space.leanest_first(), share=0.1, least=6) or simulator.num_waiting):
         simulator.simulate(share=0.2, least=6)
-        ranked = simulator.finalists(share=0.1, least=1 + _RUNNERS_UP)
+        ranked = simulator.finalists(share=0.3, least=1 + _RUNNERS_UP)
     ranked = ranked or simulator.with_large_samples(1 + _RUNNERS_UP)
     if not ranked:
         raise no_plan_error(problem)

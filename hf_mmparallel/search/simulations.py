@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,17 +22,17 @@ from .steps import Prediction, StepPlanner
 
 _NUM_BATCHES, _FEWER_BATCHES = 3, 2
 _MANY_SAMPLES = 4096  # of a batch, beside which others are so alike that fewer are enough
-_LEAST_RANKS = 64
+_LEAST_RANKS = 128
 _SMALL_STEP = 1024  # tasks: no need for a slice
 _FEW_RANKS, _FEW_CANDIDATES = 8, 1024
 _FEW_TASKS = 40_000
 _OPTIMISTIC = 1.3  # steps are at least the closed form over that
 _SLICE_MEMORY = 1.1  # of the limit, by which a slice may be larger than the whole
-_ORDERED_LAYOUTS, _ORDERS = 3, 2
+_ORDERED_LAYOUTS, _ORDERS = 4, 4
 _MUCH_SLOWER = 1.15  # than the best, with which other schedules and arrangements are not tried
-_KEPT = 8  # of the fastest simulated steps, whose spans are not simulated again
-_ALIKE = 2  # finalists of the same sizes
-_PROMISING = 1.02  # times the best: what slices, or a batch, may say of another order that is then simulated further
+_KEPT = 16  # of the fastest simulated steps, whose spans are not simulated again
+_PROMISING = 1.05  # times the best: what slices may say of another order that is then simulated whole
+_SPREAD = 1.05  # times the best mean so far: plans that run the next batch as well
 AS_FAST = 1.005
 """Times the fastest step: plans within it count as equally fast, and the leanest of them comes first."""
 
@@ -226,7 +227,7 @@ class Simulations:
     def try_orders(self, share: float) -> None:
         """
         Other schedules and arrangements, where these are left open: of the fastest layout of each shape (which modules
-        share ranks, which have several stages) slices with each arrangement, then with each schedule; all replicas of
+        share ranks, how many stages each has) slices with each arrangement, then with each schedule; all replicas of
         it with the best of them, and of the next layouts of that shape, as far as the slices say that they could be
         the fastest. As many shapes as a share of the effort allows, but two, and none that is much slower.
         """
@@ -243,7 +244,7 @@ class Simulations:
             orders, tried = self._best_orders(first)
             num_tasks += tried
             for place, own in enumerate(layouts[:_ORDERED_LAYOUTS]):
-                for (schedule, method), ratio in orders if place == 0 else orders[:1]:
+                for (schedule, method), ratio in orders[: 1 if place else _ORDERS]:
                     if ratio * own.step_ms <= _PROMISING * self.best_ms:
                         candidate = replace(own.candidate, schedule=schedule, method=method)
                         self._simulate_whole(candidate, own.estimated)
@@ -256,52 +257,49 @@ class Simulations:
         """
         candidate, times = first.candidate, {}
         parts = 1 if candidate.num_tasks <= _SMALL_STEP else _parts(candidate)
-
-        def try_one(schedule: Schedule, method: str) -> None:
-            if (schedule, method) not in times:
-                ordered = replace(candidate, schedule=schedule, method=method)
-                step_ms, fits = self._slice(ordered, first.estimated, parts)
-                times[schedule, method] = step_ms if fits else float("inf")
-
-        for method in self.problem.methods:
-            try_one(candidate.schedule, method)
-        best_method = min(times, key=times.__getitem__)[1]
-        for schedule in self.problem.schedules:
-            try_one(schedule, best_method)
+        for schedule, method in itertools.product(self.problem.schedules, self.problem.methods):
+            ordered = replace(candidate, schedule=schedule, method=method)
+            step_ms, fits = self._slice(ordered, first.estimated, parts)
+            if fits:
+                times[schedule, method] = step_ms
         num_tasks = len(times) * candidate.num_tasks // parts
-        own_ms = times.pop((candidate.schedule, candidate.method))
-        orders = sorted((order for order in times if times[order] < float("inf")), key=times.__getitem__)
-        return [(order, times[order] / own_ms) for order in orders[:_ORDERS]], num_tasks
+        own_ms = times.pop((candidate.schedule, candidate.method), first.step_ms)
+        orders = sorted(times, key=times.__getitem__)
+        return [(order, times[order] / own_ms) for order in orders], num_tasks
 
     # Several batches
 
     def finalists(self, share: float, least: int) -> list[RankedPlan]:
-        """The fastest that fit all batches: as many as a share of the effort allows, but `least` unlike."""
-        result, num_tasks = [], 0
-        for own in self._whole():
-            if len(unlike_sizes(result)) >= least and num_tasks >= share * self.effort:
-                break
-            num_alike = sum(_sizes(other.candidate) == _sizes(own.candidate) for other in result)
-            if num_alike == _ALIKE or (num_alike and own.step_ms > _PROMISING * self.best_ms):
-                continue
-            num_tasks += 2 * own.candidate.num_tasks
-            plan = self._over_batches(own.candidate, own.estimated.step_ms, own.prediction)
-            if plan is None:
-                self._drop(own.candidate)
-            else:
-                result.append(plan)
-        return in_order(result)
-
-    def _over_batches(self, candidate: Candidate, estimate_ms: float, first: Prediction | None) -> RankedPlan | None:
-        """A candidate on all batches, `None` if one of them does not fit."""
-        predictions = [first or self._fitting(candidate, self.batches[0])]
+        """
+        The fastest over all batches. A batch says little of the next one, so that all that are not slower than the
+        best of it by [`_SPREAD`] run the next: as many as a share of the effort allows, but `least` unlike ones.
+        """
+        num_tasks = 0
+        racing: list[tuple[_Tried, list[Prediction]]] = [(own, []) for own in self._whole()]
         for batch in self.batches[1:]:
-            if predictions[-1] is not None:
-                predictions.append(self._fitting(candidate, batch))
-        fitting = tuple(own for own in predictions if own is not None)
-        if len(fitting) < len(self.batches):
-            return None
-        return RankedPlan(candidate, fitting[0].plan, fitting, estimate_ms)
+            racing.sort(key=_mean_ms)
+            slowest_ms = _SPREAD * _mean_ms(racing[0]) if racing else 0.0
+            ahead: list[tuple[_Tried, list[Prediction]]] = []
+            for own, predictions in racing:
+                could_win = _mean_ms((own, predictions)) <= slowest_ms and num_tasks < share * self.effort
+                unlike = unlike_sizes(known for known, _ in ahead)
+                is_unlike = all(_sizes(known.candidate) != _sizes(own.candidate) for known in unlike)
+                if not could_win and len(unlike) >= least:
+                    break
+                if could_win or is_unlike:
+                    num_tasks += own.candidate.num_tasks
+                    prediction = self._fitting(own.candidate, batch)
+                    if prediction is None:
+                        self._drop(own.candidate)
+                    else:
+                        ahead.append((own, [*predictions, prediction]))
+            racing = ahead
+        return in_order(self._ranked(own, predictions) for own, predictions in racing)
+
+    def _ranked(self, own: _Tried, others: list[Prediction]) -> RankedPlan:
+        """A candidate with what all batches take."""
+        first = own.prediction or self._predict(own.candidate, self.batches[0], self.problem.memory_bytes)
+        return RankedPlan(own.candidate, first.plan, (first, *others), own.estimated.step_ms)
 
     def with_large_samples(self, least: int) -> list[RankedPlan]:
         """
@@ -360,8 +358,14 @@ def _parts(candidate: Candidate) -> int:
 
 
 def _shape(candidate: Candidate) -> tuple:
-    """What decides about schedules: the placement, and which modules have several stages."""
-    return candidate.placement, tuple(layout.pp_size > 1 for layout in candidate.layouts.values())
+    """What decides about schedules and arrangements: the placement, and how many stages each module has."""
+    return candidate.placement, tuple(layout.pp_size for layout in candidate.layouts.values())
+
+
+def _mean_ms(racer: tuple[_Tried, list[Prediction]]) -> float:
+    """Of the batches so far."""
+    own, others = racer
+    return (own.step_ms + sum(other.step_ms for other in others)) / (1 + len(others))
 
 
 def _key(candidate: Candidate) -> str:

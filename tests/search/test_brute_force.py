@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.brute_force import Layouts, brute_force, named
+from benchmarks.brute_force import Layouts, brute_force, named, simulated
 from benchmarks.search_quality import Case
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from hf_mmparallel.search.candidates import CandidateSpace
@@ -35,9 +35,12 @@ def text_problem(num_ranks: int, batch: int, tokens: int, dtype: str) -> Plannin
 
 
 def with_less_memory(problem: PlanningProblem, share: float) -> PlanningProblem:
-    """The problem with a part of the memory that its best plan needs."""
-    best = search_plans(problem).best
-    return replace(problem, memory_bytes=share * max(own.peak_memory_bytes for own in best.predictions))
+    """The problem with a part of the memory that the fastest of all layouts needs."""
+    best = brute_force(named(problem)).candidate
+    assert best is not None
+    found = simulated(named(problem), best, 0)
+    assert found is not None
+    return replace(problem, memory_bytes=share * found.peak_memory_bytes)
 
 
 def check(problem: PlanningProblem) -> None:
