@@ -80,7 +80,7 @@ def test_a_plan_refuses_them_before_anything_is_built(case, layout, smoothing, t
 @pytest.mark.parametrize(("case", "smoothing"), [(case, 0.0) for case in CASES] + [("tokens", 0.1)])
 def test_at_size_1_they_train_as_with_the_stock_trainer(case: str, smoothing: float, tmp_path: Path):
     losses = []
-    kinds: tuple[tuple[Any, Any, dict[str, Any]], ...] = (
+    kinds: Any = (
         (Trainer, TrainingArguments, {}),
         (MultimodalParallelTrainer, MultimodalTrainingArguments, {"parallel": {LANGUAGE_MODEL: {}}}),
     )
