@@ -72,6 +72,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/search_quality.py
 	$(BIN)/python benchmarks/published_runs.py
+	$(BIN)/python benchmarks/calibration.py
 	$(BIN)/python benchmarks/sizes_at_scale.py
 
 pages: $(INSTALLED) ## the figures of README and docs, from the kept results

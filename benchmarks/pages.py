@@ -20,6 +20,7 @@ import re
 import sys
 
 import balance_figures
+import calibration_figures
 import device_figures
 import figures
 import mode_figures
@@ -28,7 +29,7 @@ import published_figures
 import scale_figures
 from figures import ROOT
 
-QUOTING = (figures, balance_figures, mode_figures, paper_figures, published_figures)
+QUOTING = (balance_figures, calibration_figures, figures, mode_figures, paper_figures, published_figures)
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
 BLOCKS = {name: block for source in (*QUOTING, device_figures, scale_figures) for name, block in source.BLOCKS.items()}
 

@@ -56,7 +56,7 @@ class ScaledLayers:
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
-        own, factor = self.layers.layer(module, index, tp_size), self.factors.get(module, 1.0)
+        own, factor = self.layers.layer(module, index, tp_size).with_sums, self.factors.get(module, 1.0)
         data = own.forward * self.backward[module] if module in self.backward else own.data_gradient
         return replace(
             own,
@@ -78,7 +78,7 @@ class ThreeForwards:
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
-        own = self.layers.layer(module, index, tp_size)
+        own = self.layers.layer(module, index, tp_size).with_sums
         return replace(own, data_gradient=own.forward, weight_gradient=own.forward)
 
 

@@ -131,6 +131,20 @@ def test_memory_error_has_a_prediction_for_each_rank(tmp_path):
             assert found["bound"] >= found["predicted"] >= (1 - result["goal"]) * found["peak"]
 
 
+def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
+    result = _quick("calibration", tmp_path)
+    fitted, *judged = result["plans"]
+    assert fitted["fitted"] and len(judged) >= 3 and not any(row["fitted"] for row in judged)
+    assert len({row["plan"] for row in result["plans"]}) == len(result["plans"])
+    assert result["errors"]["plans"] == len(judged)
+    assert {"vision", "language_model"} == set(result["calibration"]["scales"]) and result["links"]
+    for row in result["plans"]:
+        assert all(row["ms"][name] > 0 for name in ("measured", "before", "one_factor", "after", "replayed"))
+        assert row["ms"]["one_factor"] == pytest.approx(result["factor"] * row["ms"]["before"])
+        assert row["ms"]["before"] != row["ms"]["after"]
+        assert len(row["tasks_over_measured"]) >= 3
+
+
 def test_planner_predicts_the_plans_that_run(tmp_path):
     parts = _quick("planner", tmp_path, "--only", "real", "--only", "slept")["parts"]
     assert set(parts) == {"real", "slept"}

@@ -40,7 +40,14 @@ def test_sentences_have_the_figures_of_the_results(page):
 
 
 def test_the_pages_are_found():
-    assert pages.pages() == ["README.md", "docs/benchmarks.md", "docs/devices.md", "docs/papers.md", "docs/planner.md"]
+    assert pages.pages() == [
+        "README.md",
+        "docs/benchmarks.md",
+        "docs/calibration.md",
+        "docs/devices.md",
+        "docs/papers.md",
+        "docs/planner.md",
+    ]
     used = {name for page in pages.pages() for name, _ in pages.MARKED.findall((ROOT / page).read_text())}
     assert used == set(pages.BLOCKS), "a table is on no page"
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 from numpy.typing import NDArray
 
 from .exchange import Room, padded
+
+_FEW_BINS, _FEW_PROBLEMS = 128, 6  # so that problems in step are faster than one after the other
 
 
 class NoRoomError(Exception):
@@ -48,6 +52,13 @@ def fill_bins(
     if not num_items:
         return bins
     num_problems = int(problem.max()) + 1 if loads is None else len(loads)
+    is_alike = weights.shape[1] == 1 and room is None and (shares == shares[0]).all()
+    if is_alike and num_problems * (_FEW_BINS - num_bins) < _FEW_PROBLEMS * _FEW_BINS:
+        for number in range(num_problems):
+            own = order[problem[order] == number]
+            start = np.zeros(num_bins) if loads is None else loads[number, :, 0]
+            bins[own] = _fill_alike(weights[own, 0], 1 / shares[0], start)
+        return bins
     loads = np.zeros((num_problems, num_bins, weights.shape[1])) if loads is None else loads.copy()
     turns = padded(problem[order], num_problems).T  # the items of a turn, one of each problem
     turns = np.append(order, num_items)[turns]
@@ -75,3 +86,44 @@ def fill_bins(
     result = np.empty(num_items + 1, np.int64)
     result[turns] = chosen
     return result[:-1]
+
+
+def _fill_alike(weights: NDArray, inverse: float, loads: NDArray) -> list[int]:
+    """
+    [`fill_bins`] of one problem with one weight and equal shares, where the lowest bin is the best one.
+
+    Args:
+        weights (`numpy.ndarray` of shape `[num_items]`): Of the items as they are taken.
+        inverse (`float`): One over the share.
+        loads (`numpy.ndarray` of shape `[num_bins]`): What bins have at the start.
+    """
+    bins_of: dict[float, list[int]] = {}  # load -> heap of the bins that have it
+    for index, load in enumerate(loads.tolist()):
+        bins_of.setdefault(load, []).append(index)
+    heights = sorted(bins_of)
+    result = []
+    for weight in weights.tolist():
+        height, alike = heapq.heappop(heights), []
+        end = (height + weight) * inverse
+        # Of bins that end alike, by rounding even from unlike loads, it is the first.
+        while heights and (heights[0] + weight) * inverse == end:
+            alike.append(heapq.heappop(heights))
+        if alike:
+            alike.append(height)
+            height = min(alike, key=lambda load: bins_of[load][0])
+            for load in alike:
+                if load != height:
+                    heapq.heappush(heights, load)
+        own, filled = bins_of[height], height + weight
+        index = heapq.heappop(own)
+        if own:
+            heapq.heappush(heights, height)
+        else:
+            del bins_of[height]
+        if filled in bins_of:
+            heapq.heappush(bins_of[filled], index)
+        else:
+            bins_of[filled] = [index]
+            heapq.heappush(heights, filled)
+        result.append(index)
+    return result

@@ -57,11 +57,17 @@ def deal_samples(work: NDArray, order: NDArray, counts: NDArray) -> NDArray:
     if len(counts) == 1 or not len(work):
         return replicas
     loads = [(0.0, index) for index in range(len(counts))]
-    paces, items, taken = (1 / counts).tolist(), work.tolist(), []
-    for slot in order.tolist():
-        load, index = loads[0]
-        heapq.heapreplace(loads, (load + items[slot] * paces[index], index))
-        taken.append(index)
+    paces, taken, put = (1 / counts).tolist(), [], heapq.heapreplace
+    if (counts == counts[0]).all():
+        for added in (work[order] * paces[0]).tolist():
+            load, index = loads[0]
+            put(loads, (load + added, index))
+            taken.append(index)
+    else:
+        for item in work[order].tolist():
+            load, index = loads[0]
+            put(loads, (load + item * paces[index], index))
+            taken.append(index)
     replicas[order] = taken
     return replicas
 

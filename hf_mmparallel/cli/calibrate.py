@@ -141,15 +141,15 @@ def scale_table(calibration: Calibration) -> Table:
 
     table = Table(title="Factors of costs, by all windows", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in ("of tokens", "of squares", "ms a layer besides", "of launches"):
+    for name in ("of tokens", "of squares", "ms a layer besides", "of launches", "of sums"):
         table.add_column(name, justify="right", no_wrap=True)
     for module, scales in calibration.scales.items():
         for kind, scale in scales.items():
             besides = f"{scale.layer_ms:.3g}" if scale.layer_ms else "-"
-            launch = "-" if scale.launch is None else f"{scale.launch:.3g}"
-            table.add_row(f"{module}, {kind}", f"{scale.token:.3g}", f"{scale.square:.3g}", besides, launch)
+            others = ("-" if factor is None else f"{factor:.3g}" for factor in (scale.launch, scale.sum))
+            table.add_row(f"{module}, {kind}", f"{scale.token:.3g}", f"{scale.square:.3g}", besides, *others)
     if calibration.activations is not None:
-        table.add_row("activations", f"{calibration.activations:.3g}", "-", "-", "-")
+        table.add_row("activations", f"{calibration.activations:.3g}", *["-"] * 4)
     return table
 
 
@@ -174,6 +174,11 @@ def notes(result: CalibrationResult) -> list[str]:
             f"Launches of {', '.join(untold)} keep their predicted time (a factor of 1): the log can't tell them from "
             "what is computed. It takes tasks of different sizes, some so small that the host launches them no faster "
             "than the device computes."
+        )
+    if not any(scale.sum for scales in result.calibration.scales.values() for scale in scales.values()):
+        lines.append(
+            "Sums over tensor-parallel ranks keep their predicted time: no run has any, or they take as long as "
+            "predicted."
         )
     share = result.outside_share
     lines.append(

@@ -174,8 +174,11 @@ def constants_text(constants: Mapping[str, float]) -> str:
             ("memory_efficiency", "element-wise work (of the memory's rate)"),
         )
     )
-    launch = f"a launch takes {constants['launch_us']:.1f} us"
-    return f"Device: {launch}; of the peak reach {shares}.\n{links_text(constants)}"
+    masked, block = (f"{constants[f'{form}_attention_share']:.0%}" for form in ("masked", "block"))
+    return (
+        f"Device: a launch takes {constants['launch_us']:.1f} us; of the peak reach {shares}; attention reaches "
+        f"{masked} of its rate under a dense mask, {block} as `bitfield`.\n{links_text(constants)}"
+    )
 
 
 def links_text(constants: Mapping[str, float]) -> str:

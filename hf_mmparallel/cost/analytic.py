@@ -103,21 +103,20 @@ class AnalyticLayers:
         work = layer_elementwise(part, uses, index, precision, tp_size, self.engine)
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
-        forward_sums, backward_sums = self._sums(part, uses, index, tp_size, products_ms)
         kept, frozen = (
             layer_kept(part, with_trainable(uses, trained), index, precision, tp_size) for trained in (True, False)
         )
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
         return LayerCost(
-            forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms) + forward_sums,
+            forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms),
             data_gradient=Polynomial(
                 ATTENTION_BACKWARD * attention_ms, products_ms + ELEMENTWISE_BACKWARD * moved_ms, read_ms
-            )
-            + backward_sums,
+            ),
             weight_gradient=Polynomial(0.0, products_ms, written_ms),
             activations=kept,
             frozen_activations=frozen,
             launch_ms=(launch_ms, launch_ms),
+            sums=self._sums(part, uses, index, tp_size, products_ms),
         )
 
     def _products_ms(

@@ -18,18 +18,23 @@ MIN_WINDOWS = 4
 """Fewest windows of a log: two to fit, two to judge by."""
 _FOLDS = 5
 _WORTH = 0.9  # of the error of a plainer form; one with more coefficients has to stay below
+_EXACT = 1e-5  # and has to be better by so much, which is about what a log is rounded to
 _LEAST_ACTIVATIONS = 0.05
+_LEAST_COMPUTED = 0.05  # of what tasks took, where sums are expected to take longer than that
 _FORMS: tuple[tuple[str, ...], ...] = (
     ("base",),
+    ("base", "sums"),
     ("base", "launches"),
     ("base", "layers"),
+    ("base", "sums", "layers"),
     ("tokens", "squares", "layers"),
     ("tokens", "squares", "launches"),
+    ("tokens", "squares", "sums", "layers"),
 )
 _LAUNCHED = ("base", "launches")
 """The plainest form where launches are expected to take longer than what some tasks compute."""
 _SPLITS = 12  # of tasks into those that launches take and those that a device computes, at most
-_MEASURED, _TOKENS, _SQUARES, _LAYERS, _RECOMPUTED, _LAUNCHES = range(6)
+_MEASURED, _TOKENS, _SQUARES, _LAYERS, _RECOMPUTED, _LAUNCHES, _SUMS = range(7)
 """Columns of [`_rows`]."""
 
 
@@ -191,11 +196,12 @@ def _recomputed_ms(group: TaskGroup, forward: TimeScale) -> float:
 
 def _rows(window: LoggedWindow, module: str, kind: Kind, forward: TimeScale) -> NDArray:
     """
-    A window's tasks of a kind `[groups, 6]`: measured time; time by the base costs that grows with tokens and with
-    squares; layers that chunks pass; time of what is recomputed, as corrected; launches by the base costs.
+    A window's tasks of a kind `[groups, 7]`: measured time; time by the base costs that grows with tokens and with
+    squares; layers that chunks pass; time of what is recomputed, as corrected; launches, and sums over tensor-parallel
+    ranks, by the base costs.
     """
     rows = [_row(group, forward) for group in window.groups if (group.module, group.kind) == (module, kind)]
-    return np.array(rows, float).reshape(-1, 6)
+    return np.array(rows, float).reshape(-1, 7)
 
 
 def _row(group: TaskGroup, forward: TimeScale) -> tuple[float, ...]:
@@ -207,13 +213,14 @@ def _row(group: TaskGroup, forward: TimeScale) -> tuple[float, ...]:
         group.layers * group.tasks,
         _recomputed_ms(group, forward),
         group.launch_ms,
+        group.sums_ms,
     )
 
 
 def _predicted(scale: TimeScale, rows: NDArray) -> NDArray:
     """The times of tasks as corrected `[groups]`: what is computed, or its launches where they take longer."""
-    factors = np.array([scale.token, scale.square, scale.layer_ms])
-    computed = rows[:, [_TOKENS, _SQUARES, _LAYERS]] @ factors + rows[:, _RECOMPUTED]
+    factors = np.array([scale.token, scale.square, scale.layer_ms, scale.sums])
+    computed = rows[:, [_TOKENS, _SQUARES, _LAYERS, _SUMS]] @ factors + rows[:, _RECOMPUTED]
     return np.maximum(computed, scale.launches * rows[:, _LAUNCHES])
 
 
@@ -233,9 +240,10 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     hidden = any((_computed_shares(rows) < 1).any() for rows in windows)
     chosen = _LAUNCHED if hidden else _FORMS[0]
     least = _left_out_error(windows, chosen)
-    for form in _FORMS:
+    linked = any(rows[:, _SUMS].any() for rows in windows)
+    for form in (form for form in _FORMS if linked or "sums" not in form):
         error = _left_out_error(windows, form)
-        if error < _WORTH * least:
+        if error < min(_WORTH * least, least - _EXACT):
             chosen, least = form, error
     return _fit_form(np.concatenate(windows), chosen)
 
@@ -255,7 +263,7 @@ def _fit_form(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
 
 def _computed_shares(rows: NDArray) -> NDArray:
     """Of each row, what is computed over its launches, by the costs; infinite without launches."""
-    computed, launches = rows[:, [_TOKENS, _SQUARES, _RECOMPUTED]].sum(axis=1), rows[:, _LAUNCHES]
+    computed, launches = rows[:, [_TOKENS, _SQUARES, _RECOMPUTED, _SUMS]].sum(axis=1), rows[:, _LAUNCHES]
     return np.divide(computed, launches, out=np.full(len(rows), np.inf), where=launches > 0)
 
 
@@ -273,9 +281,10 @@ def _fit_split(rows: NDArray, count: int, form: tuple[str, ...]) -> TimeScale:
 
 def _fit_computed(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
     """Least squares of relative errors with coefficients from 0; of a factor alone, the median, for outliers."""
-    measured, tokens, squares, layers, recomputed, _ = rows.T
-    measured = measured - recomputed
-    columns = {"base": tokens + squares, "tokens": tokens, "squares": squares, "layers": layers}
+    measured, tokens, squares, layers, recomputed, _, sums = rows.T
+    own = measured - recomputed
+    measured = own if "sums" in form else np.maximum(own - sums, _LEAST_COMPUTED * own)
+    columns = {"base": tokens + squares, "tokens": tokens, "squares": squares, "layers": layers, "sums": sums}
     if form == ("base",):
         factor = _weighted_median(measured / columns["base"], columns["base"])
         return TimeScale(factor, factor)
@@ -283,7 +292,7 @@ def _fit_computed(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
     units = np.maximum(matrix.max(axis=0), np.finfo(float).tiny)
     found = dict(zip(form, (nnls(matrix / units, np.ones(len(rows)))[0] / units).tolist(), strict=True))
     token = found.get("base", found.get("tokens", 1.0))
-    return TimeScale(token, found.get("squares", token), found.get("layers", 0.0))
+    return TimeScale(token, found.get("squares", token), found.get("layers", 0.0), sum=found.get("sums"))
 
 
 def _left_out_error(windows: Sequence[NDArray], form: tuple[str, ...]) -> float:

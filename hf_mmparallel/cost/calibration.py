@@ -32,17 +32,24 @@ class TimeScale:
         layer_ms (`float`, *optional*, defaults to 0.0): Milliseconds of a chunk in each layer besides.
         launch (`float`, *optional*):
             Factor of the time in which the host launches kernels; `None` where runs don't tell, which stands for 1.
+        sum (`float`, *optional*): The same of sums over tensor-parallel ranks.
     """
 
     token: float = 1.0
     square: float = 1.0
     layer_ms: float = 0.0
     launch: float | None = None
+    sum: float | None = None
 
     @property
     def launches(self) -> float:
         """The factor of launches, 1 where it is unknown."""
         return 1.0 if self.launch is None else self.launch
+
+    @property
+    def sums(self) -> float:
+        """The factor of sums, 1 where it is unknown."""
+        return 1.0 if self.sum is None else self.sum
 
     @property
     def is_plausible(self) -> bool:
@@ -224,6 +231,7 @@ class CalibratedLayers:
             data_gradient=backward(cost.data_gradient, is_layer),
             weight_gradient=backward(cost.weight_gradient, is_layer=False),
             launch_ms=(cost.launch_ms[0] * forward.launches, cost.launch_ms[1] * backward.launches),
+            sums=(cost.sums[0] * forward.sums, cost.sums[1] * backward.sums),
             activations=cost.activations * memory,
             frozen_activations=cost.frozen_activations * memory,
         )

@@ -64,6 +64,8 @@ class LayerCost:
         launch_ms (`tuple[float, float]`, *optional*):
             Times in which the host launches the kernels of the forward, and those of the backward, which are more but
             come from autograd. A device that computes longer hides them. 0 where measured times have them in them.
+        sums (`tuple[Polynomial, Polynomial]`, *optional*):
+            Milliseconds of sums over tensor-parallel ranks, beside the forward and beside the gradient of its input.
     """
 
     forward: Polynomial
@@ -72,6 +74,14 @@ class LayerCost:
     activations: Polynomial
     frozen_activations: Polynomial
     launch_ms: tuple[float, float] = (0.0, 0.0)
+    sums: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
+
+    @property
+    def with_sums(self) -> LayerCost:
+        """The same with the sums counted in the forward and in the gradient of the input."""
+        there, back = self.sums
+        sums = (Polynomial(), Polynomial())
+        return replace(self, forward=self.forward + there, data_gradient=self.data_gradient + back, sums=sums)
 
 
 class LayerCosts(Protocol):
@@ -95,6 +105,26 @@ class LayerCosts(Protocol):
             first_rank (`int`): Of a node's ranks, counted from 0.
         """
         ...
+
+
+@dataclass(frozen=True)
+class LayersWithoutSums:
+    """
+    Costs of layers as if sums over tensor-parallel ranks took no time; see [`LayerCosts`].
+
+    Args:
+        layers (`LayerCosts`): The costs.
+    """
+
+    layers: LayerCosts
+
+    def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
+        """See [`LayerCosts`]."""
+        return replace(self.layers.layer(module, index, tp_size), sums=(Polynomial(), Polynomial()))
+
+    def starting_at(self, first_rank: int) -> LayersWithoutSums:
+        """See [`LayerCosts`]."""
+        return LayersWithoutSums(self.layers.starting_at(first_rank))
 
 
 PACKED_ATTENTION = "bitfield"

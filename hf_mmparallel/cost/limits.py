@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,8 +11,10 @@ from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
 from ..schedule import GradientFlow, ahead_caps, keeps_all, live_caps, stage_depths
 from ..schedule.actions import StageKey
 from .devices import Hardware
+from .kept import grouped_copies
 from .layers import CostModel
 from .memory import StepUse, sample_features, state_per_rank
+from .rows import RowLayout
 from .stage_memory import GIB, StageMemory, stage_memories
 
 MEMORY_SHARE = 0.9
@@ -107,10 +111,7 @@ class _Rates:
         self.plan = plan
         self.share = {name: sizes.tokens[name].sum() / module.dp_size for name, module in plan.modules.items()}
         self.squares = {
-            name: sizes.squares[name].sum() / module.dp_size
-            if costs.spec.modules[name].attention == "eager" and module.cp_size == 1
-            else 0.0
-            for name, module in plan.modules.items()
+            name: _stored_pairs(costs, plan, sizes, name) / module.dp_size for name, module in plan.modules.items()
         }
         self.features = {name: float(sample_features(costs, sizes, name).sum()) for name in costs.spec.encoders}
 
@@ -133,6 +134,16 @@ class _Rates:
         if in_flight > 1 and keeps_all(self.plan.schedule, name in self.features):
             growing, fixed = 0.0, fixed + growing / in_flight  # all of the step stays, however it is cut
         return growing, fixed, np.stack([memory.extras[:, :2] @ grown, memory.extras[:, 2]], axis=1)
+
+
+def _stored_pairs(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name: str) -> float:
+    """Pairs of tokens that all samples store, and values of keys that are repeated for them, see [`held_sizes`]."""
+    tokens, module = sizes.tokens[name], plan.modules[name]
+    are_even = np.full(len(tokens), len(np.unique(tokens)) <= 1)  # then no row of a microbatch is padded
+    layout = replace(RowLayout.of(costs, name, module), block=1)
+    pairs = layout.sizes(np.ones_like(tokens), tokens, sizes.squares[name], tokens, are_even)[:, 2]
+    copies = grouped_copies(costs.spec.modules[name], costs.spec.uses.get((name, 0), ()), module.tp_size)
+    return float(pairs.sum() + copies * tokens[pairs > 0].sum())
 
 
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:

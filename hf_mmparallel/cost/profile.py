@@ -22,9 +22,9 @@ from .stages import windowed_squares
 PROFILE_VERSION = 2
 FIT_TOLERANCE = 0.15
 """A curve that is further than this share from one of its points does not fit."""
-CURVES = tuple(own.name for own in fields(LayerCost) if own.name != "launch_ms")
 TIMES = ("forward", "data_gradient", "weight_gradient")
-"""The curves that are times; the others are bytes."""
+CURVES = (*TIMES, "activations", "frozen_activations")
+"""The fields of [`LayerCost`] that are measured: times, and bytes."""
 _CONSTANTS = {own.name for own in fields(Hardware) if own.type in ("float", "float | None")}
 _CONSTANTS |= {"node_size", "network_cards"}
 _REMEDY = "Write one with `hf-mmparallel profile --output`."
@@ -360,12 +360,11 @@ class MeasuredLayers:
     Args:
         spec (`ModelSpec`): The model.
         profile ([`LayerProfile`]): The measurements.
-        fallback ([`LayerCosts`]): Costs of all layers, with links.
-        unlinked ([`LayerCosts`]): The same where links take no time.
+        fallback ([`LayerCosts`]): Costs of all layers.
     """
 
-    def __init__(self, spec: ModelSpec, profile: LayerProfile, fallback: LayerCosts, unlinked: LayerCosts):
-        self.spec, self.profile, self.fallback, self.unlinked = spec, profile, fallback, unlinked
+    def __init__(self, spec: ModelSpec, profile: LayerProfile, fallback: LayerCosts):
+        self.spec, self.profile, self.fallback = spec, profile, fallback
         self._layers = [layer.within(window_of(spec, layer.module, layer.layers[0])) for layer in profile.layers]
         self._measured = {
             (layer.module, index, layer.tp_size): layer for layer in self._layers for index in layer.layers
@@ -380,7 +379,7 @@ class MeasuredLayers:
 
     def starting_at(self, first_rank: int) -> MeasuredLayers:
         """See [`LayerCosts`]."""
-        placed = MeasuredLayers(self.spec, self.profile, self.fallback.starting_at(first_rank), self.unlinked)
+        placed = MeasuredLayers(self.spec, self.profile, self.fallback.starting_at(first_rank))
         placed._missing = self._missing
         return placed
 
@@ -390,18 +389,13 @@ class MeasuredLayers:
         if key not in self._known:
             own = self._measured.get(key)
             cost = self._scaled(*key) if own is None else own.cost
-            linked, unlinked = self.fallback.layer(*key), self.unlinked.layer(*key)
-            self._known[key] = replace(
-                cost,
-                forward=cost.forward + linked.forward + unlinked.forward * -1,
-                data_gradient=cost.data_gradient + linked.data_gradient + unlinked.data_gradient * -1,
-            )
+            self._known[key] = replace(cost, sums=self.fallback.layer(*key).sums)
         return self._known[key]
 
     def _scaled(self, module: str, index: int, tp_size: int) -> LayerCost:
         """Counted costs, times measured over counted costs of what is there."""
         source, nearest = next(self._nearest(module, index))
-        counted = self.unlinked.layer(module, index, tp_size)
+        counted = self.fallback.layer(module, index, tp_size)
         ratios = {name: self._ratio(nearest, name) for name in CURVES}
         self._missing.setdefault(
             (module, tp_size),
@@ -430,7 +424,7 @@ class MeasuredLayers:
         """Measured over counted costs of all points of some layers; None if nothing is counted."""
         measured = counted = 0.0
         for layer in layers:
-            polynomial = getattr(self.unlinked.layer(layer.module, layer.layers[0], layer.tp_size), name)
+            polynomial = getattr(self.fallback.layer(layer.module, layer.layers[0], layer.tp_size), name)
             measured += sum(getattr(point, name) for point in layer.points)
             counted += sum(polynomial(point.tokens, layer.squares(point, name)) for point in layer.points)
         return measured / counted if counted else None
@@ -464,13 +458,5 @@ def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> 
     """
     profile.check(spec)
     device = replace(device, **profile.constants)
-    no_rates = dict.fromkeys(("link_gb_per_s", "node_link_gb_per_s"), float("inf"))
-    no_latencies = dict.fromkeys(("collective_latency_us", "node_collective_latency_us"), 0.0)
-    unlinked = replace(device, **no_rates, **no_latencies)
-    layers = MeasuredLayers(
-        spec,
-        profile,
-        AnalyticLayers(spec, device, profile.value_bytes),
-        AnalyticLayers(spec, unlinked, profile.value_bytes),
-    )
+    layers = MeasuredLayers(spec, profile, AnalyticLayers(spec, device, profile.value_bytes))
     return CostModel(spec, device, layers, profile.value_bytes)

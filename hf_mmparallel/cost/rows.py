@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan
+from ..plan.step_plan import ChunkCuts
 from .kept import MASKED_ATTENTION
 from .layers import PACKED_ATTENTION, CostModel
 
@@ -135,8 +136,24 @@ class RowLayout:
             `np.ndarray` of shape `[groups, 3]`: The columns of [`ChunkSize`].
         """
         count = np.fromiter(map(len, groups), np.int64)
+        return self._of_rows(sizes, name, count, np.fromiter(chain.from_iterable(groups), np.int64))
+
+    def of_chunks(self, sizes: SampleSizes, name: str, cuts: ChunkCuts) -> NDArray:
+        """
+        [`~RowLayout.of_groups`] of chunks of a step.
+
+        Args:
+            sizes (`SampleSizes`): The samples.
+            name (`str`): The module.
+            cuts ([`ChunkCuts`]): Chunks of it; there is at least one.
+        """
+        return self._of_rows(
+            sizes, name, np.bincount(cuts.of_slot), cuts.slots[np.argsort(cuts.of_slot, kind="stable")]
+        )
+
+    def _of_rows(self, sizes: SampleSizes, name: str, count: NDArray, order: NDArray) -> NDArray:
+        """What groups compute whose samples, `count[i]` of each, are one after the other."""
         starts = np.cumsum(count) - count
-        order = np.fromiter(chain.from_iterable(groups), np.int64)
         tokens = sizes.tokens[name][order]
         longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
         squares = np.add.reduceat(sizes.squares[name][order], starts)

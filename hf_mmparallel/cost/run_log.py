@@ -14,7 +14,7 @@ from .profile import shape_digest
 
 RUN_LOG = "trainer_log.jsonl"
 """Name of the file in the output folder of a run."""
-LOG_VERSION = 2
+LOG_VERSION = 3
 Kind = Literal["forward", "backward"]
 KINDS: tuple[Kind, ...] = ("forward", "backward")
 
@@ -67,12 +67,15 @@ class TaskGroup:
         squares (`float`): The squared lengths of their sequences.
         measured_ms (`float`): What they took; of a task on several ranks the slowest counts.
         predicted_ms (`float`): What they were expected to take.
-        base_ms (`float`): What the device computes by the costs without a calibration, without a recomputation.
+        base_ms (`float`):
+            What the device computes by the costs without a calibration, without a recomputation and without sums.
         squares_ms (`float`): Of `base_ms`, the share that grows with squares.
-        recomputed_ms (`float`): By the costs without a calibration, the forwards that backwards run once more.
+        recomputed_ms (`float`):
+            By the costs without a calibration, the forwards that backwards run once more, without sums.
         recomputed_squares_ms (`float`): Of `recomputed_ms`, the share that grows with squares.
         launch_ms (`float`): By the costs without a calibration, what the host takes to launch all of that. A task
             takes this where it is more than what the device computes.
+        sums_ms (`float`): By the costs without a calibration, the sums over tensor-parallel ranks.
     """
 
     module: str
@@ -88,6 +91,7 @@ class TaskGroup:
     recomputed_ms: float = 0.0
     recomputed_squares_ms: float = 0.0
     launch_ms: float = 0.0
+    sums_ms: float = 0.0
 
 
 @dataclass(frozen=True)

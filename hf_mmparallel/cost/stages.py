@@ -190,7 +190,7 @@ def layer_table(
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
     forward, backward, launches = [], [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
-        layer = layers.layer(module, index, tp_size)
+        layer = layers.layer(module, index, tp_size).with_sums
         share = trainable_share(costs.spec, module, index)
         inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
         again = checkpointing and 0 <= index < part.num_layers
@@ -272,6 +272,21 @@ class StageCost:
         computed = self.backward(tokens, squares) + self._windowed_ms(tokens, squares, 2)
         exposed = self.gathers_backward * self.gather_token_ms * tokens - hidden
         return max(computed, self.launch_ms[1]) + max(0.0, exposed)
+
+    def times_ms(self, tokens: NDArray, squares: NDArray, is_backward: bool) -> NDArray:
+        """[`~StageCost.forward_ms`] or [`~StageCost.backward_ms`] of many chunks, to the last bit."""
+        if is_backward and self.backward == Polynomial():
+            return np.zeros(len(tokens))
+        of_token, of_square = self.gather_token_ms, self.gather_square_ms
+        if is_backward:
+            of_token, of_square = self.gathers_backward * of_token, ATTENTION_BACKWARD * of_square
+        polynomial = self.backward if is_backward else self.forward
+        windowed = np.zeros(len(tokens))
+        for own in self.windows:
+            windowed += own[1 + is_backward] * windowed_squares(tokens, squares, own[0], self.is_causal)
+        computed = polynomial.square * squares + polynomial.token * tokens + polynomial.constant + windowed
+        exposed = of_token * tokens - of_square * squares
+        return np.maximum(computed, self.launch_ms[is_backward]) + np.maximum(0.0, exposed)
 
     def _windowed_ms(self, tokens: float, squares: float, place: int) -> float:
         """Attention of the layers with a window."""

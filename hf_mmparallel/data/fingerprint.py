@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
+
+import numpy as np
 
 from ..plan import LANGUAGE_MODEL, StepPlan
 from ..schedule import Program
 from .context import BatchKey, ContextCut
-from .randomness import stable_seed
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,22 @@ def fingerprint(step: StepPlan, program: Program, cuts: Mapping[BatchKey, Contex
     """
     starts = list(accumulate((len(row) for row in step.microbatches[LANGUAGE_MODEL]), initial=0))
     return StepFingerprint(
-        stable_seed(step.epoch, step.samples, step.microbatches),
+        _arrangement(step),
         dict.fromkeys(program.replicas(LANGUAGE_MODEL), program.checksum),
         {starts[replica] + index: _checksum(cut) for (_, replica, index, _), cut in cuts.items()},
     )
+
+
+def _arrangement(step: StepPlan) -> int:
+    """Of the samples of a step, and of the microbatches that they are in."""
+    digest = hashlib.blake2b(repr((step.epoch, list(step.microbatches))).encode(), digest_size=8)
+    digest.update(np.array(step.samples, np.int64).tobytes())
+    for replicas in step.microbatches.values():
+        microbatches = list(chain.from_iterable(replicas))
+        sizes = [len(replicas), *map(len, replicas), *map(len, microbatches)]
+        digest.update(np.array(sizes, np.int64).tobytes())
+        digest.update(np.fromiter(chain.from_iterable(microbatches), np.int64).tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1
 
 
 def _checksum(cut: ContextCut) -> int:

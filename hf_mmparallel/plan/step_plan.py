@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -20,6 +20,50 @@ Slots = tuple[int, ...]
 def turn_of(index: Any, count: Any, turns: Any) -> Any:
     """In which of `turns` turns microbatch `index` of a replica has its place, if its `count` are spread evenly."""
     return (2 * index + 1) * turns // (2 * count)
+
+
+@dataclass(frozen=True)
+class SlotPlaces:
+    """
+    Where the slots of a module are.
+
+    Args:
+        slots (`np.ndarray` of shape `[samples]`): The slots.
+        replica (`np.ndarray` of shape `[samples]`): The replica of each.
+        microbatch (`np.ndarray` of shape `[samples]`): Its microbatch.
+        place (`np.ndarray` of shape `[samples]`): The place of that among all microbatches.
+    """
+
+    slots: NDArray
+    replica: NDArray
+    microbatch: NDArray
+    place: NDArray
+
+
+@dataclass(frozen=True)
+class ChunkCuts:
+    """
+    Chunks of a module, replica by replica and microbatch by microbatch.
+
+    Args:
+        replica (`np.ndarray` of shape `[chunks]`): Of each chunk.
+        microbatch (`np.ndarray` of shape `[chunks]`): Of each chunk.
+        chunk (`np.ndarray` of shape `[chunks]`): Its index in the microbatch.
+        slots (`np.ndarray` of shape `[samples]`): The samples of all chunks.
+        of_slot (`np.ndarray` of shape `[samples]`): The place among the chunks of each sample's.
+    """
+
+    replica: NDArray
+    microbatch: NDArray
+    chunk: NDArray
+    slots: NDArray
+    of_slot: NDArray
+
+    def find(self, replica: NDArray, microbatch: NDArray, chunk: NDArray) -> NDArray:
+        """The places of some chunks by replica, microbatch and index, all of which are among them."""
+        width, depth = int(self.microbatch.max()) + 1, int(self.chunk.max()) + 1
+        own = (self.replica * width + self.microbatch) * depth + self.chunk
+        return np.searchsorted(own, (replica * width + microbatch) * depth + chunk)
 
 
 @dataclass(frozen=True)
@@ -110,6 +154,66 @@ class StepPlan:
         is first asked for.
         """
         return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
+
+    def cut_chunks(self, module: str, replicas: Sequence[int]) -> ChunkCuts:
+        """
+        The chunks of some replicas of a module in arrays, which many of them need a fraction of the time for.
+
+        Args:
+            module (`str`): The module.
+            replicas (`Sequence[int]`): Replicas of it in ascending order.
+        """
+        found = self.slots_of(module, replicas)
+        key = np.full(len(found.slots), -1)
+        for target in self.targets.get(module, ()) if module != LANGUAGE_MODEL else ():
+            used, turns, _ = self.turns(found, target)
+            key[used] = np.maximum(key[used], turns)
+        key = np.where(key < 0, found.microbatch, key)
+        width = int(key.max(initial=0)) + 1
+        cells, of_slot = np.unique(found.place * width + key, return_inverse=True)
+        first = np.empty(len(cells), np.int64)
+        first[of_slot] = np.arange(len(of_slot))  # any sample of each chunk
+        place = cells // width
+        chunk = np.arange(len(cells)) - np.searchsorted(place, place)
+        return ChunkCuts(found.replica[first], found.microbatch[first], chunk, found.slots, of_slot)
+
+    def slots_of(self, module: str, replicas: Sequence[int]) -> SlotPlaces:
+        """
+        The slots of some replicas of a module, microbatch by microbatch.
+
+        Args:
+            module (`str`): The module.
+            replicas (`Sequence[int]`): Replicas of it in ascending order.
+        """
+        rows = [self.microbatches[module][replica] for replica in replicas]
+        counts = np.fromiter(map(len, rows), np.int64, len(rows))
+        microbatches = list(chain.from_iterable(rows))
+        sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))
+        place = np.repeat(np.arange(len(microbatches)), sizes)
+        replica = np.repeat(np.asarray(replicas, np.int64), counts)[place]
+        microbatch = (np.arange(len(microbatches)) - np.repeat(np.cumsum(counts) - counts, counts))[place]
+        slots = np.fromiter(chain.from_iterable(microbatches), np.int64, len(place))
+        return SlotPlaces(slots, replica, microbatch, place)
+
+    def turns(self, given: SlotPlaces, target: str) -> tuple[NDArray, NDArray, NDArray]:
+        """
+        [`~StepPlan.takers`] of many replicas at once.
+
+        Args:
+            given ([`SlotPlaces`]): Of a module in front of `target`.
+            target (`str`): The module that takes its features.
+
+        Returns:
+            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Which of the slots `target` takes, and for each of these its
+            turn and the number of turns.
+        """
+        takers, indices = (found[given.slots] for found in self.locations[target])
+        used = np.flatnonzero(takers >= 0)
+        counts = (self.whole or self)._counts[target][takers[used]]
+        most = np.zeros(int(given.replica.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(most, given.replica[used], counts)
+        turns = most[given.replica[used]]
+        return used, turn_of(indices[used], counts, turns), turns
 
     def replicas(self, module: str) -> list[int]:
         """The replicas of a module that have microbatches: of a part its own ones only."""

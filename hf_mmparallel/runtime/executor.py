@@ -16,7 +16,8 @@ from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling.stages import activation_dtype
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
-from ..schedule.actions import Action, Message, Program, Task
+from ..schedule import Program
+from ..schedule.actions import Action, Message, Task
 from ..schedule.graph import GradientFlow
 from ..schedule.lowering import receive_ahead
 from ..world import ACTIVITY

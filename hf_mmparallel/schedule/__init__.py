@@ -1,13 +1,14 @@
 """Which rank does what when: tasks, order, actions, checks, simulation, pictures."""
 
-from .actions import Action, DeadlockError, Message, Program, ProgramError, Task
+from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, condensed_program, lower, receive_ahead
 from .parts import Condensed, Part, condense, condensed_ranks
 from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
-from .replay import simulate_parts
-from .scheduler import Timeline, default_cost, schedule_tasks
+from .program import Program
+from .replay import Replay, simulate_parts
+from .scheduler import Timeline, default_cost, order_tasks, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Part",
     "Program",
     "ProgramError",
+    "Replay",
     "Simulation",
     "Span",
     "SumSpan",
@@ -37,6 +39,7 @@ __all__ = [
     "live_caps",
     "lower",
     "microbatch_forward_ms",
+    "order_tasks",
     "policy_caps",
     "receive_ahead",
     "schedule_tasks",

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
-from ..plan import ParallelPlan, StepPlan
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import Edge, ParallelPlan, StepPlan
 from .actions import Message, StageKey, Task
 
 
@@ -61,20 +66,120 @@ class GradientFlow:
 @dataclass(frozen=True)
 class TaskGraph:
     """
-    The work of one step.
+    The work of one step, as numbers: of thousands of replicas it is made, ordered and checked in arrays, and objects
+    are made only of what is looked at.
 
     Args:
-        tasks (`tuple[Task, ...]`):
-            Each after those that it waits for; within a stage forwards, and backwards, in the order of their chunks.
-        predecessors (`tuple[tuple[int, ...], ...]`): For each task, the places in `tasks` of those that it waits for.
-        messages (`tuple[Message, ...]`): All messages.
-        ends (`tuple[tuple[int, int], ...]`): For each message, the places in `tasks` of its source and its target.
+        stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of every stage, in the plan's order.
+        columns (`np.ndarray` of shape `[3, tasks]`):
+            Number of the stage, microbatch and chunk of each task. Forwards stand before backwards and each task after
+            those that it waits for; within a stage forwards, and backwards, in the order of their chunks.
+        forward (`np.ndarray` of shape `[tasks]`): The place of a backward's forward; -1 for forwards.
+        links (`np.ndarray` of shape `[2, messages]`): The places of the source and of the target of each message.
     """
 
-    tasks: tuple[Task, ...]
-    predecessors: tuple[tuple[int, ...], ...]
-    messages: tuple[Message, ...]
-    ends: tuple[tuple[int, int], ...]
+    stages: tuple[StageKey, ...]
+    columns: NDArray
+    forward: NDArray
+    links: NDArray
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self.forward)
+
+    @cached_property
+    def num_forwards(self) -> int:
+        return int(np.count_nonzero(self.forward < 0))
+
+    @property
+    def num_messages(self) -> int:
+        return self.links.shape[1]
+
+    def place(self, task: Task) -> int | None:
+        """The place of a task, if it is among them."""
+        stage = self._stage_numbers.get(task.stage_key)
+        if stage is None:
+            return None
+        same = (self.columns == np.array([[stage], [task.microbatch], [task.chunk]])).all(axis=0)
+        found = np.flatnonzero(same & ((self.forward >= 0) == (task.kind == "bwd")))
+        return int(found[0]) if len(found) else None
+
+    @cached_property
+    def _stage_numbers(self) -> dict[StageKey, int]:
+        return {key: number for number, key in enumerate(self.stages)}
+
+    def task(self, place: int) -> Task:
+        """The task at a place."""
+        stage, microbatch, chunk = self.columns[:, place].tolist()
+        name, replica, index = self.stages[stage]
+        return Task("fwd" if place < self.num_forwards else "bwd", name, replica, index, microbatch, chunk)
+
+    def message(self, number: int) -> Message:
+        """The message with a number."""
+        source, target = self.links[:, number].tolist()
+        return Message("act" if source < self.num_forwards else "grad", self.task(source), self.task(target))
+
+    @cached_property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks."""
+        return tuple(map(self.task, range(self.num_tasks)))
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """All messages."""
+        tasks, first = self.tasks, self.num_forwards
+        return tuple(Message("act" if s < first else "grad", tasks[s], tasks[t]) for s, t in self.ends)
+
+    @cached_property
+    def ends(self) -> tuple[tuple[int, int], ...]:
+        """For each message, the places in `tasks` of its source and its target."""
+        return tuple(zip(*self.links.tolist(), strict=True))
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """For each task, the places in `tasks` of those that it waits for; of a backward its forward comes first."""
+        found = [[] if forward < 0 else [forward] for forward in self.forward.tolist()]
+        for source, target in self.ends:
+            found[target].append(source)
+        return tuple(map(tuple, found))
+
+
+class StageRanks:
+    """
+    The ranks of the stages of a plan, in arrays.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+
+    Attributes:
+        starts (`np.ndarray` of shape `[stages + 1]`): Where the ranks of each stage start in `ranks`.
+        ranks (`np.ndarray`): The ranks of all stages, one stage after the other.
+    """
+
+    def __init__(self, plan: ParallelPlan):
+        grids = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
+        self.starts = np.cumsum([0, *map(len, grids)])
+        self.ranks = np.fromiter(chain.from_iterable(grids), np.int64, int(self.starts[-1]))
+
+    def of(self, stages: NDArray) -> tuple[NDArray, NDArray]:
+        """
+        The ranks of some stages.
+
+        Args:
+            stages (`np.ndarray` of shape `[n]`): Numbers of stages.
+
+        Returns:
+            `tuple[np.ndarray, np.ndarray]`: For each stage and rank of it, the place in `stages`, and the rank.
+        """
+        counts = self.starts[stages + 1] - self.starts[stages]
+        owner = np.repeat(np.arange(len(stages)), counts)
+        return owner, self.ranks[spread(self.starts[stages], counts)]
+
+
+def spread(starts: NDArray, counts: NDArray) -> NDArray:
+    """`starts[i], starts[i] + 1, ...`, `counts[i]` of them, for each `i`."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
 
 
 def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> TaskGraph:
@@ -89,92 +194,109 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
     Returns:
         `TaskGraph`: The graph.
     """
-    tasks, place = _forwards(plan, step)
-    links = [(source, target) for module in plan.modules for source, target in _links(plan, step, place, module)]
-    sources: list[list[int]] = [[] for _ in tasks]
-    for source, target in links:
-        sources[target].append(source)
-
-    backward: dict[int, int] = {}
+    modules = _forwards(plan, step)
+    stages = tuple((name, d, index) for name, module in plan.modules.items() for d, index, _ in module.stages())
+    columns = np.concatenate([module.columns for module in modules.values()], axis=1)
+    links, runs_back = _links(plan, modules, columns.shape[1])
+    forward = np.full(columns.shape[1], -1)
     if training:
-        for index, task in enumerate(tasks):
-            trainable = plan.stage(task.module, task.replica, task.stage).trainable
-            if trainable or any(source in backward for source in sources[index]):
-                backward[index] = -1
-
-    # A backward stands after all that it waits for when the forwards are walked from the last to the first; within a
-    # stage the chunks keep their order.
-    predecessors = [tuple(found) for found in sources]
-    forward_links = list(links)
-    grads: list[list[int]] = [[] for _ in tasks]
-    for source, target in links:
-        if source in backward:
-            grads[source].append(target)
-    num_forwards = len(tasks)
-    for index in _reversed_stages(plan, tasks[:num_forwards]):
-        if index not in backward:
-            continue
-        task = tasks[index]
-        backward[index] = len(tasks)
-        tasks.append(Task("bwd", *task.key))
-        predecessors.append((index, *(backward[target] for target in grads[index])))
-    ends = forward_links + [(backward[target], backward[source]) for source, target in links if source in backward]
-    messages = tuple(
-        Message("act" if source < num_forwards else "grad", tasks[source], tasks[target]) for source, target in ends
-    )
-    return TaskGraph(tuple(tasks), tuple(predecessors), messages, tuple(ends))
+        # A backward stands after all that it waits for when the forwards are walked from the last to the first; within
+        # a stage the chunks keep their order.
+        back = np.flatnonzero(runs_back)
+        order = np.concatenate([np.repeat(-i, module.columns.shape[1]) for i, module in enumerate(modules.values())])
+        replica, index = np.array([key[1:] for key in stages]).reshape(-1, 2)[columns[0, back]].T
+        back = back[np.lexsort((back, -index, replica, order[back]))]
+        place = np.full(columns.shape[1], -1)
+        place[back] = columns.shape[1] + np.arange(len(back))
+        grads = place[links[::-1, runs_back[links[0]]]]
+        columns, forward = np.concatenate([columns, columns[:, back]], axis=1), np.concatenate([forward, back])
+        links = np.concatenate([links, grads], axis=1)
+    return TaskGraph(stages, columns, forward, links)
 
 
-def _forwards(plan: ParallelPlan, step: StepPlan) -> tuple[list[Task], dict[tuple[str, int, int, int, int], int]]:
-    """The forwards of every module in turn, and where the forward of each key is in the list."""
-    tasks: list[Task] = []
-    place: dict[tuple[str, int, int, int, int], int] = {}
-    chunks = step.chunks
+@dataclass(frozen=True)
+class _Forwards:
+    """
+    The forwards of a module: of each chunk those of all stages, one after the other.
+
+    Args:
+        columns (`np.ndarray` of shape `[3, tasks]`): See [`TaskGraph`].
+        index (`np.ndarray` of shape `[tasks]`): The stage of each within its replica.
+        trainable (`np.ndarray` of shape `[tasks]`): Whether the stage of each is.
+        first (`np.ndarray` of shape `[chunks]`): The place, among those of all modules, of the first task.
+        count (`np.ndarray` of shape `[chunks]`): Stages of its replica.
+        replica (`np.ndarray` of shape `[chunks]`): Its replica.
+        slots (`np.ndarray`): The samples of all chunks.
+        chunk_of (`np.ndarray`): The chunk of each.
+    """
+
+    columns: NDArray
+    index: NDArray
+    trainable: NDArray
+    first: NDArray
+    count: NDArray
+    replica: NDArray
+    slots: NDArray
+    chunk_of: NDArray
+
+
+def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
+    """The forwards of every module, in the order of the graph."""
+    result: dict[str, _Forwards] = {}
+    num_stages = num_tasks = 0
     for name, module in plan.modules.items():
-        for replica in module.with_stages:
-            num_stages = len(module.replicas[replica])
-            for microbatch, own in enumerate(chunks.of_replica(name, replica)):
-                for chunk in range(len(own)):
-                    for stage in range(num_stages):
-                        task = Task("fwd", name, replica, stage, microbatch, chunk)
-                        place[task.key] = len(tasks)
-                        tasks.append(task)
-    return tasks, place
+        cuts = step.cut_chunks(name, module.with_stages)
+        counts = np.zeros(module.dp_size, np.int64)
+        counts[list(module.with_stages)] = [len(module.replicas[replica]) for replica in module.with_stages]
+        count = counts[cuts.replica]
+        index = spread(np.zeros_like(count), count)
+        stage = (num_stages + np.cumsum(counts) - counts)[cuts.replica].repeat(count) + index
+        trainable = np.array([stage.trainable for _, _, stage in module.stages()], bool)[stage - num_stages]
+        columns = np.stack([stage, cuts.microbatch.repeat(count), cuts.chunk.repeat(count)])
+        first = num_tasks + np.cumsum(count) - count
+        result[name] = _Forwards(columns, index, trainable, first, count, cuts.replica, cuts.slots, cuts.of_slot)
+        num_stages += int(counts.sum())
+        num_tasks += len(index)
+    return result
 
 
-def _links(
-    plan: ParallelPlan, step: StepPlan, place: dict[tuple[str, int, int, int, int], int], name: str
-) -> list[tuple[int, int]]:
-    """Which forwards of module `name` feed which forwards, in this module and behind its edges."""
-    edges = [edge for edge in plan.edges if edge.source == name]
-    takers: dict[tuple[str, int], tuple[int, int, int]] = {}
-    entries = {}
-    for edge in edges:
-        for replica in step.replicas(edge.target):
-            entries[edge.target, replica] = tuple(plan.edge_stages(edge, replica))
-            for microbatch, chunks in enumerate(step.chunks.of_replica(edge.target, replica)):
-                for chunk, slots in enumerate(chunks):
-                    for slot in slots:
-                        takers[edge.target, slot] = (replica, microbatch, chunk)
-    links = []
-    for replica in plan.modules[name].with_stages:
-        last = len(plan.modules[name].replicas[replica]) - 1
-        for microbatch, chunks in enumerate(step.chunks.of_replica(name, replica)):
-            for chunk, slots in enumerate(chunks):
-                first = place[name, replica, 0, microbatch, chunk]
-                links.extend((first + stage, first + stage + 1) for stage in range(last))
-                for edge in edges:
-                    found = {takers[edge.target, slot] for slot in slots if (edge.target, slot) in takers}
-                    for target_replica, target_microbatch, target_chunk in sorted(found):
-                        start = place[edge.target, target_replica, 0, target_microbatch, target_chunk]
-                        links.extend((first + last, start + stage) for stage in entries[edge.target, target_replica])
-    return links
+def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray]:
+    """Which forwards feed which, `[2, links]`, and whether each forward has a backward."""
+    runs_back = np.zeros(num_tasks, bool)
+    entering: dict[str, list[NDArray]] = {}
+    links: list[NDArray] = []
+    start = 0
+    for name, own in modules.items():
+        inner = start + np.flatnonzero(own.index)
+        links.append(np.stack([inner - 1, inner]))
+        needs = runs_back[start : start + len(own.index)]  # a view
+        needs |= own.trainable
+        for found in entering.get(name, ()):
+            np.logical_or.at(runs_back, found[1], runs_back[found[0]])
+        for index in range(1, int(own.index.max(initial=0)) + 1):
+            later = np.flatnonzero(own.index == index)
+            needs[later] |= needs[later - 1]
+        for edge in plan.edges:
+            if edge.source == name:
+                found = _crossing(plan, edge, own, modules[edge.target])
+                entering.setdefault(edge.target, []).append(found)
+                links.append(found)
+        start += len(own.index)
+    return np.concatenate(links, axis=1), runs_back
 
 
-def _reversed_stages(plan: ParallelPlan, forwards: list[Task]) -> list[int]:
-    """Places of the forwards, modules and stages from the last to the first, chunks of a stage in order."""
-    order = {name: index for index, name in enumerate(plan.modules)}
-    return sorted(
-        range(len(forwards)),
-        key=lambda i: (-order[forwards[i].module], forwards[i].replica, -forwards[i].stage, i),
-    )
+def _crossing(plan: ParallelPlan, edge: Edge, source: _Forwards, target: _Forwards) -> NDArray:
+    """Which forwards of one module feed which of another, `[2, links]`: those that share samples."""
+    _, mine, its = np.intersect1d(source.slots, target.slots, assume_unique=True, return_indices=True)
+    pairs = np.unique(np.stack([source.chunk_of[mine], target.chunk_of[its]]), axis=1)
+    module = plan.modules[edge.target]
+    entries: list[tuple[int, ...]] = [()] * module.dp_size
+    for replica in module.with_stages:
+        entries[replica] = tuple(plan.edge_stages(edge, replica))
+    starts = np.cumsum([0, *map(len, entries)])
+    flat = np.fromiter(chain.from_iterable(entries), np.int64, int(starts[-1]))
+    replica = target.replica[pairs[1]]
+    counts = starts[replica + 1] - starts[replica]
+    last = source.first + source.count - 1
+    entered = target.first[pairs[1]].repeat(counts) + flat[spread(starts[replica], counts)]
+    return np.stack([last[pairs[0]].repeat(counts), entered])

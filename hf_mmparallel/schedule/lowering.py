@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StepPlan, SyncGroup
-from .actions import Action, Program, StageKey, Task
+from .actions import Action, StageKey
 from .checks import verify
-from .graph import TaskGraph, build_graph
+from .graph import StageRanks, TaskGraph, build_graph
 from .parts import Part, condense
 from .policies import may_alternate, policy_caps
-from .scheduler import Cost, Timeline, default_cost, order_tasks
+from .program import Program
+from .rows import PartRows, ProgramRows, TaskTimes
+from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 
 
 def build_program(
@@ -61,18 +67,16 @@ def condensed_program(
     Args:
         parts (`Iterable[Part]`): What [`Condensed.parts`] gives; costs and caps of other parts are not asked for.
     """
-    actions: dict[int, tuple[Action, ...]] = {}
-    times: dict[Task, tuple[float, float]] = {}
+    rows, times = [], []
     for part in parts:
         groups = part.groups if training else ()
         graph, _, timeline = order_part(part, cost or default_cost, training, caps)
         program = lower(part.plan, graph, timeline, groups)
         if check:
-            verify(part.plan, graph, groups, program, is_part=True)
-        program = part.condensed(program)
-        actions.update(program.actions)
-        times.update(program.times_ms)
-    return Program(actions, times)
+            verify(part.plan, graph, groups, program, is_part=True, order=blocking_order(graph, timeline, groups))
+        rows.append(part.condensed(program))
+        times.append((graph, timeline.start_ms, timeline.end_ms))
+    return Program(ProgramRows(rows), TaskTimes(times))
 
 
 def order_part(
@@ -88,7 +92,7 @@ def order_part(
         caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`build_program`].
     """
     graph = build_graph(part.plan, part.step, training)
-    times_ms = [cost(task) for task in graph.tasks]
+    times_ms = task_times(cost, graph)
     own_caps = policy_caps(part.plan, part.step, caps)
     return graph, times_ms, order_tasks(part.plan, graph, times_ms, own_caps, training and may_alternate(part.plan))
 
@@ -111,47 +115,78 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequ
     Returns:
         `Program`: The program.
     """
-    by_rank: list[list[int]] = [[] for _ in range(plan.world_size)]
-    ranks = _ranks(plan, graph)
-    for index in sorted(range(len(graph.tasks)), key=timeline.started.__getitem__):
-        for rank in ranks[index]:
-            by_rank[rank].append(index)
+    rows = _rows(plan, graph, timeline, groups)
+    return Program(ProgramRows([rows]), TaskTimes([(graph, timeline.start_ms, timeline.end_ms)]))
 
-    order = sorted(
-        range(len(graph.messages)),
-        key=lambda i: (timeline.finished[graph.ends[i][0]], timeline.started[graph.ends[i][1]]),
-    )
-    outgoing: list[list[int]] = [[] for _ in graph.tasks]
-    incoming: list[list[int]] = [[] for _ in range(plan.world_size)]
-    for message in order:
-        source, target = graph.ends[message]
-        outgoing[source].append(message)
-        for rank in ranks[target]:
-            incoming[rank].append(message)
 
-    runs = [Action.run(task) for task in graph.tasks]
-    sends = [Action("send", message=message) for message in graph.messages]
-    recvs = [Action("recv", message=message) for message in graph.messages]
-    syncs = _syncs_of_ranks(plan, graph, timeline, groups)
-    actions: dict[int, tuple[Action, ...]] = {}
-    for rank in range(plan.world_size):
-        lanes = _Lanes(incoming[rank], graph, ranks)
-        row: list[Action] = []
-        waiting = iter([*syncs[rank], (math.inf, -1)])
-        instant, group = next(waiting)
-        for index in by_rank[rank]:
-            while instant < timeline.started[index]:
-                row.append(Action("sync", index=group))
-                instant, group = next(waiting)
-            row.extend(recvs[message] for message in lanes.take(index))
-            row.append(runs[index])
-            row.extend(sends[message] for message in outgoing[index])
-        while group >= 0:
-            row.append(Action("sync", index=group))
-            instant, group = next(waiting)
-        actions[rank] = tuple(row)
-    times = {task: (timeline.start_ms[i], timeline.end_ms[i]) for i, task in enumerate(graph.tasks)}
-    return Program(actions, times)
+def _rows(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> PartRows:
+    """[`lower`], as numbers: every action gets an event and a place at it, by which the lists are sorted."""
+    started, finished = np.array(timeline.started, np.int64), np.array(timeline.finished, np.int64)
+    num_tasks, num_messages = graph.num_tasks, graph.num_messages
+    source, target = graph.links
+    ranks = StageRanks(plan)
+    # [rank, event, what comes first at an event, code]
+    task, rank = ranks.of(graph.columns[0])
+    found = [(rank, started[task], np.full(len(task), _RUN), task)]
+    order = np.empty(num_messages, np.int64)  # of the messages, by their sends
+    order[np.lexsort((started[target], finished[source]))] = np.arange(num_messages)
+    message, rank = ranks.of(graph.columns[0, source])
+    found.append((rank, started[source[message]], _RUN + 1 + order[message], num_tasks + message))
+    message, rank = ranks.of(graph.columns[0, target])
+    event, place = _receives(ranks, graph, started[target], order, message, rank)
+    found.append((rank, event, place, num_tasks + num_messages + message))
+    instants = np.array(sync_instants(graph, timeline, groups), np.int64)
+    number = np.repeat(np.arange(len(groups)), [len(group.ranks) for group in groups])
+    rank = np.fromiter(chain.from_iterable(group.ranks for group in groups), np.int64, len(number))
+    found.append((rank, instants[number], number, num_tasks + 2 * num_messages + number))
+    rank, event, place, code = (np.concatenate([own[i] for own in found]) for i in range(4))
+    by_event = rank * (2 * num_tasks + 1) + event
+    starts = np.cumsum([0, *np.bincount(rank, minlength=plan.world_size).tolist()])
+    return PartRows(graph, starts, code[np.lexsort((place, by_event))], {r: r for r in range(plan.world_size)})
+
+
+_RUN = 2**62  # behind all receives of a task, and before its sends
+
+
+def _receives(
+    ranks: StageRanks, graph: TaskGraph, needed: NDArray, order: NDArray, message: NDArray, rank: NDArray
+) -> tuple[NDArray, NDArray]:
+    """
+    The event of the task that each receive stands before, and its place there: that of the first task of the rank that
+    needs the message itself, or one that is sent later in its lane. (A lane are messages to a rank whose sources share
+    ranks. To post each in the order of its sends keeps the order between every two ranks.)
+
+    Args:
+        needed (`np.ndarray` of shape `[messages]`): The event at which each message is needed.
+        order (`np.ndarray` of shape `[messages]`): The place of each message in the order of all sends.
+        message (`np.ndarray` of shape `[receives]`): The message of each receive.
+        rank (`np.ndarray` of shape `[receives]`): The rank of each receive.
+    """
+    lane = _lanes(ranks, graph, message, rank)
+    by_lane = np.lexsort((order[message], lane))
+    sent, event, lane = order[message[by_lane]], needed[message[by_lane]], lane[by_lane]
+    # The least event from here to the end of the lane, and where it is; later lanes have larger keys.
+    count = len(lane)
+    span = int(needed.max(initial=0)) + 1
+    key = ((lane * span + event) * count + np.arange(count))[::-1]
+    covering = (np.minimum.accumulate(key) % max(count, 1))[::-1]
+    result = np.empty((2, count), np.int64)
+    result[:, by_lane] = event[covering], sent[covering] * len(order) + sent
+    return result[0], result[1]
+
+
+def _lanes(ranks: StageRanks, graph: TaskGraph, message: NDArray, rank: NDArray) -> NDArray:
+    """For each receive the number of its lane."""
+    receive, source = ranks.of(graph.columns[0, graph.links[0, message]])
+    size = int(ranks.ranks.max(initial=0)) + 1
+    channel, number = np.unique(rank[receive] * size + source, return_inverse=True)
+    first = np.flatnonzero(np.diff(receive, prepend=-1))
+    if len(first) == len(receive):  # every source is one rank
+        return number
+    ends = (np.ones(len(receive)), (number, number[first][receive]))
+    return connected_components(coo_array(ends, (len(channel), len(channel))), False)[1].astype(np.int64)[
+        number[first]
+    ]
 
 
 def receive_ahead(actions: Sequence[Action]) -> list[Action]:
@@ -183,16 +218,6 @@ def receive_ahead(actions: Sequence[Action]) -> list[Action]:
     return result
 
 
-def _ranks(plan: ParallelPlan, graph: TaskGraph) -> list[tuple[int, ...]]:
-    """The ranks of each task of the graph."""
-    by_stage: dict[StageKey, tuple[int, ...]] = {
-        (name, replica, index): stage.all_ranks
-        for name, module in plan.modules.items()
-        for replica, index, stage in module.stages()
-    }
-    return [by_stage[task.stage_key] for task in graph.tasks]
-
-
 def sync_instants(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> list[int]:
     """
     For each gradient sum, the event of a timeline behind which it comes; idle groups come with the next one.
@@ -202,66 +227,25 @@ def sync_instants(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGro
         timeline (`Timeline`): Their order.
         groups (`Sequence[SyncGroup]`): The gradient sums.
     """
-    last: dict[StageKey, int] = {}
-    for index, task in enumerate(graph.tasks):
-        if task.kind == "bwd":
-            last[task.stage_key] = max(last.get(task.stage_key, -1), timeline.finished[index])
-    instants = [max((last.get(stage, -1) for stage in group.stages), default=-1) for group in groups]
-    following = 2 * len(graph.tasks)
+    last = last_backwards(graph, timeline.finished)
+    of_stage = dict(zip(graph.stages, last.tolist(), strict=True))
+    instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in groups]
+    following = 2 * graph.num_tasks
     for number in reversed(range(len(groups))):
         following = instants[number] = following if instants[number] < 0 else instants[number]
     return list(accumulate(instants, max))
 
 
-def _syncs_of_ranks(
-    plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]
-) -> list[list[tuple[float, int]]]:
-    """For each rank, (instant, group) of its gradient sums in order."""
-    result: list[list[tuple[float, int]]] = [[] for _ in range(plan.world_size)]
-    for number, instant in enumerate(sync_instants(graph, timeline, groups)):
-        for rank in groups[number].ranks:
-            result[rank].append((instant, number))
-    return result
+def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
+    """int64 `[stages]`: the event that the last backward of each stage is done; -1 without one."""
+    last, first = np.full(len(graph.stages), -1), graph.num_forwards
+    np.maximum.at(last, graph.columns[0, first:], np.array(finished[first:], np.int64))
+    return last
 
 
-class _Lanes:
-    """
-    The messages to one rank, cut into lanes whose sources share no rank. Posting each lane in the order of its sends
-    keeps the order between every two ranks.
-    """
-
-    def __init__(self, messages: Iterable[int], graph: TaskGraph, ranks: Sequence[tuple[int, ...]]):
-        self.queues: list[list[int]] = []
-        self.posted: list[int] = []
-        self.wanted: dict[int, list[tuple[int, int]]] = {}
-        messages = list(messages)
-        lane_of = self._lanes({ranks[graph.ends[message][0]] for message in messages})
-        for message in messages:
-            source, target = graph.ends[message]
-            lane = lane_of[ranks[source]]
-            self.wanted.setdefault(target, []).append((lane, len(self.queues[lane])))
-            self.queues[lane].append(message)
-
-    def _lanes(self, sources: set[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-        """Gives each set of source ranks the lane of all sets that it overlaps with."""
-        lanes: list[tuple[set[int], list[tuple[int, ...]]]] = []
-        for ranks in sorted(sources):
-            merged: tuple[set[int], list[tuple[int, ...]]] = (set(ranks), [ranks])
-            apart = []
-            for lane in lanes:
-                if lane[0].isdisjoint(merged[0]):
-                    apart.append(lane)
-                else:
-                    merged = (merged[0] | lane[0], merged[1] + lane[1])
-            lanes = [*apart, merged]
-        self.queues = [[] for _ in lanes]
-        self.posted = [0] * len(lanes)
-        return {ranks: number for number, (_, members) in enumerate(lanes) for ranks in members}
-
-    def take(self, target: int) -> list[int]:
-        """The messages to post before `target`: its own, and those sent before them in their lanes."""
-        result = []
-        for lane, place in self.wanted.get(target, ()):
-            result.extend(self.queues[lane][self.posted[lane] : place + 1])
-            self.posted[lane] = max(self.posted[lane], place + 1)
-        return result
+def blocking_order(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> NDArray:
+    """int64 `[tasks + groups]`: the place of each task, and of each gradient sum, in the order of a timeline."""
+    events = np.array([*timeline.started, *sync_instants(graph, timeline, groups)], np.int64)
+    order = np.empty(len(events), np.int64)
+    order[np.argsort(events, kind="stable")] = np.arange(len(events))
+    return order

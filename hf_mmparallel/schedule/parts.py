@@ -18,7 +18,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ModulePlan, ParallelPlan, Stage, StepPlan, SyncGroup
-from .actions import Action, Program, StageKey
+from .actions import StageKey
+from .program import Program
+from .rows import PartRows, ProgramRows
 
 Member = tuple[str, int]
 
@@ -45,14 +47,14 @@ class Part:
     ranks: tuple[int, ...]
     sums: tuple[int, ...]
 
-    def condensed(self, program: Program) -> Program:
-        """A program of the part with the numbers of the condensed plan."""
-        syncs = {local: Action("sync", index=index) for local, index in enumerate(self.sums)}
-        actions = {
-            self.ranks[rank]: tuple(row if row.index is None else syncs[row.index] for row in rows)
-            for rank, rows in program.actions.items()
-        }
-        return Program(actions, program.times_ms)
+    def condensed(self, program: Program) -> PartRows:
+        """The rows of a program of the part with the numbers of the condensed plan."""
+        assert isinstance(program.actions, ProgramRows)
+        (rows,) = program.actions.parts
+        codes = rows.codes.copy()
+        is_sum = codes >= rows.first_sum
+        codes[is_sum] = rows.first_sum + np.array(self.sums, np.int64)[codes[is_sum] - rows.first_sum]
+        return PartRows(rows.graph, rows.starts, codes, {self.ranks[rank]: row for rank, row in rows.row_of.items()})
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,11 @@ class Condensed:
         size = len(self._members)
         return connected_components(coo_array((np.ones(len(before)), (before, after)), (size, size)), False)[1]
 
+    def parts_of_stages(self, step: StepPlan) -> np.ndarray:
+        """int64 `[stages]`: the number of the part that each stage of the condensed plan is in."""
+        counts = [len(module.replicas[d]) for module in self.plan.modules.values() for d in range(module.dp_size)]
+        return np.repeat(self._labels(step), counts).astype(np.int64)
+
     def parts(self, step: StepPlan, rank: int | None = None) -> Iterator[Part]:
         """
         The parts of a step; a replica without samples is one, too.
@@ -213,22 +220,16 @@ class Condensed:
 
     def expand(self, program: Program) -> Program:
         """A program of condensed ranks as one of all ranks that these stand for."""
-        actions: dict[int, tuple[Action, ...]] = {}
-        syncs = [Action("sync", index=index) for index in range(len(self.all_groups))]
-        known: dict[tuple, tuple[Action, ...]] = {}  # ranks with the same sums share the object, too
-        for number, row in program.actions.items():
-            wanted = [action.index for action in row if action.index is not None]
-            for rank in self._ranks[number]:
-                own = tuple(self._sums_of_whole[rank].get(index, ()) for index in wanted)
-                if (number, own) not in known:
-                    sums = iter(own)
-                    known[number, own] = tuple(
-                        each
-                        for action in row
-                        for each in ((action,) if action.index is None else (syncs[index] for index in next(sums)))
-                    )
-                actions[rank] = known[number, own]
-        return Program(dict(sorted(actions.items())), program.times_ms)
+        assert isinstance(program.actions, ProgramRows)
+        parts = [
+            replace(
+                part,
+                row_of={rank: row for number, row in part.row_of.items() for rank in self._ranks[number]},
+                sums=self._sums_of_whole,
+            )
+            for part in program.actions.parts
+        ]
+        return Program(ProgramRows(parts), program.times_ms)
 
 
 def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, StepPlan, encoders_of
+from ..plan.step_plan import SlotPlaces
 from .actions import StageKey
 
 
@@ -83,50 +84,51 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
     """
     caps: dict[StageKey, float] = {}
+    first: dict[str, NDArray] = {}  # module -> of each replica the cap of its first stage
     for name in reversed(list(plan.modules)):
-        targets = [edge.target for edge in plan.edges if edge.source == name]
-        for replica in plan.modules[name].with_stages:
-            stages = plan.modules[name].replicas[replica]
-            indices = {slot: i for i, slots in enumerate(step.microbatches[name][replica]) for slot in slots}
-            behind = 0
-            for target in targets:
-                taken = step.takers(name, replica, target)
-                if not taken:  # nobody waits for what it makes
-                    continue
-                depth = _turns_in_flight(step, target, np.unique(step.locations[target][0][list(taken)]), caps)
-                own = np.fromiter((indices[slot] for slot in taken), np.int64, len(taken))
-                behind = max(behind, _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth))
-            for index in range(len(stages)):
-                caps[name, replica, index] = len(stages) - index + behind
+        module = plan.modules[name]
+        behind = np.zeros(module.dp_size, np.int64)
+        given = step.slots_of(name, module.with_stages)
+        for target in (edge.target for edge in plan.edges if edge.source == name):
+            behind = np.maximum(behind, _ahead(step, given, target, first[target], module.dp_size))
+        first[name] = behind + np.array([len(stages) for stages in module.replicas])
+        for replica, most in zip(module.with_stages, first[name][list(module.with_stages)].tolist(), strict=True):
+            caps.update({(name, replica, i): most - i for i in range(len(module.replicas[replica]))})
     return caps
 
 
-def _turns_in_flight(step: StepPlan, target: str, fed: np.ndarray, caps: Mapping[StageKey, float]) -> int:
-    """The most turns that some replicas of `target` have in flight at once."""
-    counts = {taker: len(step.microbatches[target][taker]) for taker in fed.tolist()}
-    turns = max(counts.values())
-    return max(ceil(caps[target, taker, 0] * turns / count) for taker, count in counts.items())
-
-
-def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:
+def _ahead(step: StepPlan, given: SlotPlaces, target: str, caps: NDArray, num_replicas: int) -> NDArray:
     """
-    The most microbatches that a module must be ahead of `depth` microbatches behind it, at any time.
+    The most microbatches that each replica of a module must be ahead of `target` at any time.
 
     Args:
-        indices (`np.ndarray`): int64 `[num_slots]`: for each of its samples, the microbatch that it is in.
-        takers (`np.ndarray`): int64 `[num_slots]`: the turn in which it is taken.
-        depth (`int`): Turns in flight behind it.
+        step (`StepPlan`): The arrangement.
+        given (`SlotPlaces`): Where the samples of the module are.
+        target (`str`): What takes them.
+        caps (`np.ndarray`): int64 `[replicas of the target]`: microbatches in flight there.
+        num_replicas (`int`): Replicas of the module.
     """
-    indices = np.unique(indices, return_inverse=True)[1]  # microbatches without samples have no tasks
-    wanted = np.zeros(takers.max() + 1, dtype=np.int64)  # how many microbatches each taker waits for
-    np.maximum.at(wanted, takers, indices + 1)
-    wanted = np.maximum.accumulate(wanted)
-    last = np.zeros(indices.max() + 1, dtype=np.int64)  # the taker that the last gradient of each comes from
-    np.maximum.at(last, indices, takers)
-    first = np.arange(len(wanted))
-    done = np.searchsorted(np.sort(last), first)
-    ahead = wanted[np.minimum(first + depth - 1, len(wanted) - 1)] - done
-    return max(depth, int(ahead.max()))
+    used, turn, turns = step.turns(given, target)
+    replica, taker = given.replica[used], step.locations[target][0][given.slots[used]]
+    counts = np.array([len(own) for own in (step.whole or step).microbatches[target]])
+    depth = np.zeros(num_replicas, np.int64)  # turns in flight behind each; 0 if nobody waits for what it makes
+    np.maximum.at(depth, replica, np.ceil(caps[taker] * turns / counts[taker]).astype(np.int64))
+    places, place = np.unique(given.place[used], return_inverse=True)  # microbatches without samples have no tasks
+    owner = np.empty(len(places), np.int64)
+    owner[place] = replica
+    index = np.arange(len(places)) - np.searchsorted(owner, owner)
+    wanted = np.zeros((num_replicas, int(turn.max(initial=-1)) + 1), np.int64)  # microbatches that each turn waits for
+    np.maximum.at(wanted, (replica, turn), index[place] + 1)
+    wanted = np.maximum.accumulate(wanted, axis=1)
+    last = np.zeros(len(places), np.int64)  # the turn that the last gradient of each microbatch comes from
+    np.maximum.at(last, place, turn)
+    done = np.zeros_like(wanted)
+    np.add.at(done, (owner, last), 1)
+    done = np.cumsum(done, axis=1) - done
+    columns = np.arange(wanted.shape[1])
+    reached = np.clip(columns + depth[:, None] - 1, 0, max(len(columns) - 1, 0))
+    ahead = np.take_along_axis(wanted, reached, axis=1) - done
+    return np.maximum(depth, ahead.max(axis=1, initial=0))
 
 
 def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:

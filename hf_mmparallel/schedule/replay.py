@@ -3,160 +3,191 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .actions import Message, StageKey
-from .graph import TaskGraph
-from .lowering import order_part, sync_instants
-from .parts import Condensed, Part
-from .scheduler import Cost, Timeline, default_cost
+from ..plan import ParallelPlan, StepPlan, SyncGroup
+from .actions import StageKey
+from .graph import TaskGraph, build_graph
+from .lowering import last_backwards
+from .parts import Condensed
+from .policies import may_alternate, policy_caps
+from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 from .simulator import Simulation, Span, SumSpan
 
 
 def simulate_parts(
     condensed: Condensed,
-    parts: Iterable[Part],
+    step: StepPlan,
     cost: Cost | None = None,
-    message_ms: Callable[[Message], float] | None = None,
+    messages_ms: Callable[[TaskGraph], Sequence[float]] | None = None,
     sync_ms: Callable[[int], float] | None = None,
     *,
     order_cost: Cost | None = None,
     training: bool = True,
     caps: Mapping[StageKey, float] | None = None,
-) -> Simulation:
+) -> Replay:
     """
     What [`simulate`] gives for the program of [`condensed_program`], which is neither written nor checked: tasks that
-    run in an order which has been simulated can't deadlock.
+    run in an order which has been simulated can't deadlock. Its parts are in the arrays of one graph.
 
     Args:
         condensed ([`Condensed`]): The layout.
-        parts (`Iterable[Part]`): All parts of a step.
+        step (`StepPlan`): The arrangement.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; a backward is two forwards when left out.
-        message_ms (`Callable[[Message], float]`, *optional*): Time that a message travels; none when left out.
+        messages_ms (`Callable[[TaskGraph], Sequence[float]]`, *optional*):
+            Times that the messages of a graph travel; none when left out.
         sync_ms (`Callable[[int], float]`, *optional*): Time of the gradient sum of a group; none when left out.
         order_cost (`Callable[[Task], float]`, *optional*): What tasks are ordered by, if that is not `cost`.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards and gradient sums.
         caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`condensed_program`].
+
+    Returns:
+        [`Replay`]: When each task runs.
     """
+    plan = condensed.plan
     cost, order_cost = cost or default_cost, order_cost or cost or default_cost
-    replays = []
-    for part in parts:
-        graph, times_ms, timeline = order_part(part, order_cost, training, caps)
-        if order_cost is not cost:
-            times_ms = [cost(task) for task in graph.tasks]
-        replays.append(_PartReplay(part, graph, timeline, times_ms, message_ms))
-    sums: dict[int, list[SumSpan]] = {}
+    graph = build_graph(plan, step, training)
+    times_ms = task_times(order_cost, graph)
+    parts = condensed.parts_of_stages(step)
+    alternate = training and may_alternate(plan)
+    timeline = order_tasks(plan, graph, times_ms, policy_caps(plan, step, caps), alternate, parts)
+    if order_cost is not cost:
+        times_ms = task_times(cost, graph)
+    replay = Replay(plan, graph, timeline, times_ms, parts, messages_ms)
     if training:
-        _run_sums(replays, sync_ms, sums)
-    for replay in replays:
-        replay.run_until(math.inf)
-    spans = [span for replay in replays for span in replay.spans()]
-    spans.sort(key=lambda span: (span.start_ms, span.rank))
-    ordered = sorted((span for own in sums.values() for span in own), key=lambda span: (span.start_ms, span.rank))
-    end = max((time for replay in replays for time in replay.free_ms), default=0.0)
-    peaks = {key: peak for replay in replays for key, peak in replay.peak_in_flight().items()}
-    return Simulation(tuple(spans), end, condensed.plan.world_size, peaks, tuple(ordered))
+        replay.run_sums(condensed.groups, sync_ms)
+    replay.finish()
+    return replay
 
 
-def _run_sums(
-    replays: list[_PartReplay], sync_ms: Callable[[int], float] | None, sums: dict[int, list[SumSpan]]
-) -> None:
-    """Runs gradient sums one after the other, each when all parts have come to it; notes those that take time."""
-    members: dict[int, list[tuple[_PartReplay, float, tuple[int, ...]]]] = {}
-    for replay in replays:
-        part = replay.part
-        instants = sync_instants(replay.graph, replay.timeline, part.groups)
-        for number, instant, group in zip(part.sums, instants, part.groups, strict=True):
-            members.setdefault(number, []).append((replay, instant, group.ranks))
-    for number in sorted(members):
-        for replay, instant, _ in members[number]:
-            replay.run_until(instant)
-        start = max(replay.free_ms[rank] for replay, _, ranks in members[number] for rank in ranks)
-        duration_ms = 0.0 if sync_ms is None else sync_ms(number)
-        end = start + duration_ms
-        for replay, _, ranks in members[number]:
-            for rank in ranks:
-                replay.free_ms[rank] = end
-                if not duration_ms:
-                    continue
-                own, first = sums.setdefault(replay.part.ranks[rank], []), start
-                if own and own[-1].end_ms == first:  # one right after the other is one span
-                    first = own.pop().start_ms
-                own.append(SumSpan(replay.part.ranks[rank], first, end))
-
-
-class _PartReplay:
-    """The tasks of a part, each as soon as its ranks are free and its messages are there."""
+class Replay:
+    """The tasks of all parts, each as soon as its ranks are free and its messages are there."""
 
     def __init__(
         self,
-        part: Part,
+        plan: ParallelPlan,
         graph: TaskGraph,
         timeline: Timeline,
         times_ms: list[float],
-        message_ms: Callable[[Message], float] | None,
+        parts: NDArray,
+        messages_ms: Callable[[TaskGraph], Sequence[float]] | None,
     ):
-        self.part, self.graph, self.timeline, self.times_ms = part, graph, timeline, times_ms
-        ranks = {
-            (name, replica, index): stage.all_ranks
-            for name, module in part.plan.modules.items()
-            for replica, index, stage in module.stages()
-        }
-        self.ranks = [ranks[task.stage_key] for task in graph.tasks]
-        self.incoming: list[list[tuple[int, float]]] = [[] for _ in graph.tasks]
-        for message, (source, target) in zip(graph.messages, graph.ends, strict=True):
-            self.incoming[target].append((source, 0.0 if message_ms is None else message_ms(message)))
-        self.order = sorted(range(len(graph.tasks)), key=timeline.started.__getitem__)
-        self.num_done = 0
-        self.free_ms = [0.0] * part.plan.world_size
-        self.start_ms, self.end_ms = [0.0] * len(graph.tasks), [0.0] * len(graph.tasks)
+        self.sums: dict[int, list[SumSpan]] = {}
+        self.graph, self.times_ms, self.parts = graph, times_ms, parts
+        self.ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
+        self.stage_of, self.started = graph.columns[0].tolist(), timeline.started
+        self.finished = timeline.finished
+        self.incoming: list[list[tuple[int, float]]] = [[] for _ in range(graph.num_tasks)]
+        travel_ms = [0.0] * graph.num_messages if messages_ms is None else messages_ms(graph)
+        for (source, target), own_ms in zip(graph.ends, travel_ms, strict=True):
+            self.incoming[target].append((source, own_ms))
+        of_task = parts[graph.columns[0]]
+        order = np.lexsort((np.array(timeline.started, np.int64), of_task))
+        self.num_parts = int(parts.max(initial=-1)) + 1
+        ends = np.cumsum(np.bincount(of_task, minlength=self.num_parts)).tolist()
+        self.order = [own.tolist() for own in np.split(order, ends[:-1])]
+        self.num_done = [0] * self.num_parts
+        self.free_ms = [0.0] * plan.world_size
+        self.start_ms, self.end_ms = [0.0] * graph.num_tasks, [0.0] * graph.num_tasks
 
-    def run_until(self, instant: float) -> None:
-        """Runs the tasks whose start is before an event of the timeline."""
-        started, free_ms, end_ms = self.timeline.started, self.free_ms, self.end_ms
-        for index in self.order[self.num_done :]:
+    def run_until(self, part: int, instant: float) -> None:
+        """Runs the tasks of a part whose start is before an event of its timeline."""
+        started, free_ms, end_ms, order = self.started, self.free_ms, self.end_ms, self.order[part]
+        for place in range(self.num_done[part], len(order)):
+            index = order[place]
             if started[index] > instant:
-                break
-            self.num_done += 1
-            start = max([free_ms[rank] for rank in self.ranks[index]])
+                return
+            self.num_done[part] = place + 1
+            ranks = self.ranks[self.stage_of[index]]
+            start = max([free_ms[rank] for rank in ranks])
             for source, travel_ms in self.incoming[index]:
                 start = max(start, end_ms[source] + travel_ms)
             self.start_ms[index] = start
             end_ms[index] = end = start + self.times_ms[index]
-            for rank in self.ranks[index]:
+            for rank in ranks:
                 free_ms[rank] = end
 
-    def spans(self) -> list[Span]:
-        """Of every task on each of its ranks, by the numbers of the condensed plan."""
-        numbers = self.part.ranks
-        return [
-            Span(numbers[rank], task, start, end)
-            for task, ranks, start, end in zip(self.graph.tasks, self.ranks, self.start_ms, self.end_ms, strict=True)
-            for rank in ranks
-        ]
+    def finish(self) -> None:
+        """Runs what is left."""
+        for part in range(self.num_parts):
+            self.run_until(part, math.inf)
+
+    def run_sums(self, groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
+        """Runs gradient sums one after the other, each when all parts have come to it; notes those that take time."""
+        instants = self._instants(groups)
+        for number, group in enumerate(groups):
+            for part, instant in instants[number].items():
+                self.run_until(part, instant)
+            start = max(self.free_ms[rank] for rank in group.ranks)
+            duration_ms = 0.0 if sync_ms is None else sync_ms(number)
+            end = start + duration_ms
+            for rank in group.ranks:
+                self.free_ms[rank] = end
+                if not duration_ms:
+                    continue
+                own, first = self.sums.setdefault(rank, []), start
+                if own and own[-1].end_ms == first:  # one right after the other is one span
+                    first = own.pop().start_ms
+                own.append(SumSpan(rank, first, end))
+
+    def _instants(self, groups: Sequence[SyncGroup]) -> list[dict[int, float]]:
+        """For each gradient sum, part -> the event of its timeline behind which it comes, as in [`sync_instants`]."""
+        last = last_backwards(self.graph, self.finished)
+        numbers = {key: number for number, key in enumerate(self.graph.stages)}
+        of_rank = np.zeros(len(self.free_ms), np.int64)
+        for ranks, part in zip(self.ranks, self.parts.tolist(), strict=True):
+            of_rank[list(ranks)] = part
+        found: list[dict[int, float]] = []
+        for group in groups:
+            stages = [numbers[key] for key in group.stages]
+            latest = np.full(self.num_parts, -1)
+            np.maximum.at(latest, self.parts[stages], last[stages])
+            own = np.unique(of_rank[list(group.ranks)])
+            found.append(dict(zip(own.tolist(), latest[own].tolist(), strict=True)))
+        following: dict[int, float] = {}
+        for instants in reversed(found):  # idle ones come with the next one
+            for part, instant in instants.items():
+                following[part] = instants[part] = following.get(part, math.inf) if instant < 0 else instant
+        latest_of: dict[int, float] = {}
+        for instants in found:
+            for part, instant in instants.items():
+                latest_of[part] = instants[part] = max(instant, latest_of.get(part, -1))
+        return found
+
+    @property
+    def iteration_ms(self) -> float:
+        """From the first start to the end of the last action."""
+        return max(self.free_ms, default=0.0)
+
+    def simulation(self) -> Simulation:
+        """All of it, on the ranks of the condensed plan."""
+        times = zip(self.graph.tasks, self.stage_of, self.start_ms, self.end_ms, strict=True)
+        spans = [Span(rank, task, start, end) for task, stage, start, end in times for rank in self.ranks[stage]]
+        spans.sort(key=lambda span: (span.start_ms, span.rank))
+        sums = sorted(
+            (span for own in self.sums.values() for span in own), key=lambda span: (span.start_ms, span.rank)
+        )
+        return Simulation(tuple(spans), self.iteration_ms, len(self.free_ms), self.peak_in_flight(), tuple(sums))
 
     def peak_in_flight(self) -> dict[StageKey, float]:
         """See [`Simulation`]."""
-        stages: dict[StageKey, int] = {}
-        forwards: list[tuple[int, int, int]] = []  # stage, microbatch, place of the task
-        last = list(range(len(self.graph.tasks)))  # of each forward its backward, or itself
-        for index, task in enumerate(self.graph.tasks):
-            if task.kind == "fwd":
-                forwards.append((stages.setdefault(task.stage_key, len(stages)), task.microbatch, index))
-            else:
-                last[self.graph.predecessors[index][0]] = index
-        if not forwards:
+        graph, first = self.graph, self.graph.num_forwards
+        if not first:
             return {}
-        stage, microbatch, place = np.array(forwards).T
+        stage, microbatch, _ = graph.columns[:, :first]
+        last = np.arange(first)  # of each forward its backward, or itself
+        last[graph.forward[first:]] = np.arange(first, graph.num_tasks)
         _, same, counts = np.unique(
             stage * (microbatch.max() + 1) + microbatch, return_inverse=True, return_counts=True
         )
         share = 1 / counts[same]
-        times = np.concatenate([np.array(self.start_ms)[place], np.array(self.end_ms)[np.array(last)[place]]])
+        times = np.concatenate([np.array(self.start_ms[:first]), np.array(self.end_ms)[last]])
         changes, stage = np.concatenate([share, -share]), np.concatenate([stage, stage])
         order = np.lexsort((changes, times, stage))
         live = np.cumsum(changes[order])  # every stage ends with none
-        peaks = np.maximum.reduceat(live, np.searchsorted(stage[order], np.arange(len(stages))))
-        return {key: round(max(peak, 0.0), 6) for key, peak in zip(stages, peaks.tolist(), strict=True)}
+        stages, starts = np.unique(stage[order], return_index=True)
+        peaks = np.maximum.reduceat(live, starts).tolist()
+        return {graph.stages[own]: round(max(peak, 0.0), 6) for own, peak in zip(stages.tolist(), peaks, strict=True)}

@@ -7,12 +7,26 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..plan import ParallelPlan
 from .actions import StageKey, Task
 from .graph import TaskGraph
 from .policies import task_phases
+from .windows import Windows
 
 Cost = Callable[[Task], float]
+"""Task -> milliseconds. If it has a method `of_graph`, [`TaskGraph`] -> times of its tasks, that is asked."""
+
+
+_MANY_TASKS = 2048  # of a part, from which on all stages are simulated at once
+
+
+def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
+    """What each task of a graph takes."""
+    of_graph = getattr(cost, "of_graph", None)
+    return [cost(task) for task in graph.tasks] if of_graph is None else of_graph(graph).tolist()
 
 
 @dataclass(frozen=True)
@@ -39,25 +53,12 @@ def default_cost(task: Task) -> float:
     return 1.0 if task.kind == "fwd" else 2.0
 
 
-class _Stage:
-    """The queues of one stage during the simulation."""
-
-    __slots__ = ("backwards", "cap", "forward_due", "forwards", "island", "live", "next", "number", "ranks")
-
-    def __init__(self, number: int, ranks: tuple[int, ...], cap: float):
-        self.number = number
-        self.ranks = ranks
-        self.cap = cap
-        self.island = 0
-        self.forwards: list[int] = []
-        self.next = 0
-        self.backwards: list[int] = []
-        self.live = 0  # microbatches of which a backward is left
-        self.forward_due = False  # what ran last was a backward
-
-
-class _Scheduler:
-    """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
+class _Tables:
+    """
+    What a simulation reads, as lists of numbers, over which an event takes a few microseconds: tasks are places in the
+    graph, stages numbers. A *cell* is a microbatch on a stage. An *island* are stages that share ranks; where these
+    are all on the same ranks, one rank stands for them.
+    """
 
     def __init__(
         self,
@@ -65,181 +66,229 @@ class _Scheduler:
         graph: TaskGraph,
         times_ms: Sequence[float],
         caps: Mapping[StageKey, float],
-        alternate: bool = False,
-        limit_ms: float = math.inf,
+        parts: NDArray | None = None,
     ):
-        self.tasks = graph.tasks
-        self.times_ms = times_ms
-        self.alternate, self.limit_ms = alternate, limit_ms
+        self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
+        self.caps = [caps.get(key, math.inf) for key in graph.stages]
+        ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
+        self.islands = _islands(ranks)
+        self.island_of = [0] * len(ranks)
+        for island, stages in enumerate(self.islands):
+            for stage in stages:
+                self.island_of[stage] = island
+        parts = np.zeros(len(ranks), np.int64) if parts is None else parts
+        count = int(parts.max(initial=-1)) + 1
+        of_island = parts[[stages[0] for stages in self.islands]]
+        self.islands_of_part = _lists(of_island, np.arange(len(self.islands)), count)
+        self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)
+        self.in_turn = [len({ranks[stage] for stage in stages}) == 1 for stages in self.islands]
+        self.ranks = [own[:1] if self.in_turn[i] else own for own, i in zip(ranks, self.island_of, strict=True)]
+        self.first_rank = [own[0] for own in self.ranks]
+        self.phases = _phases(plan, graph)
+        self.num_forwards = graph.num_forwards
+
+        count, first = graph.num_tasks, graph.num_forwards
+        stage, microbatch, chunk = graph.columns
+        sources = np.concatenate([graph.links[0], graph.forward[first:]])
+        targets = np.concatenate([graph.links[1], np.arange(first, count)])
+        self.missing = np.bincount(targets, minlength=count).tolist()
+        # One list for all, since many short ones would keep the garbage collector busy.
+        self.followers = targets[np.argsort(sources, kind="stable")].tolist()
+        self.stops = [0, *np.cumsum(np.bincount(sources, minlength=count)).tolist()]
+        self.forwards = _lists(stage[:first], np.arange(first), len(graph.stages))
+        cells, cell = np.unique(stage * (microbatch.max(initial=0) + 1) + microbatch, return_inverse=True)
+        backwards = np.bincount(cell[first:], minlength=len(cells))
+        opens = (chunk == 0) & (backwards[cell] > 0)  # the first forward of a microbatch that has a backward
+        self.stage_of, self.cell, self.opens = stage.tolist(), cell.tolist(), opens.tolist()
+        self.backwards_left = backwards.tolist()
+        self.microbatch, self.chunk = microbatch.tolist(), chunk.tolist()
+
+
+def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
+    """The values of each key from 0 to `count`."""
+    flat = values[np.argsort(keys, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(keys, minlength=count)).tolist()
+    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+class _Simulation:
+    """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
+
+    def __init__(self, tables: _Tables, alternate: bool = False):
+        self.tables, self.alternate = tables, alternate
         self.could_wait = False  # whether a stage took another backward, for which it would wait where it alternates
-        self.stages: list[_Stage] = []
-        by_key: dict[StageKey, _Stage] = {}
-        for name, module in plan.modules.items():
-            for replica, index, stage in module.stages():
-                key = (name, replica, index)
-                by_key[key] = _Stage(len(self.stages), stage.all_ranks, caps.get(key, math.inf))
-                self.stages.append(by_key[key])
-        self.islands = _islands(self.stages)
-        self.in_turn = [len({stage.ranks for stage in island}) == 1 for island in self.islands]
-        self.stage_of = [by_key[task.stage_key] for task in self.tasks]
-        self._read(graph)
-        self.phases = _Phases(plan, self.tasks, [stage.ranks for stage in self.stage_of])
-        self.busy = [False] * plan.world_size
+        num_stages, num_tasks = len(tables.ranks), tables.graph.num_tasks
+        self.next = [0] * num_stages  # place of the next forward in those of the stage
+        self.backwards: list[list[int]] = [[] for _ in range(num_stages)]  # heaps of those that could run
+        self.live = [0] * num_stages  # microbatches of which a backward is left
+        self.forward_due = [False] * num_stages  # what ran last was a backward
+        self.missing, self.backwards_left = list(tables.missing), list(tables.backwards_left)
+        self.busy = [False] * tables.num_ranks
+        self.phases = None if tables.phases is None else _Phases(tables)
         self.running: list[tuple[float, int]] = []
-        self.now = 0.0
         self.events = 0
-        count = len(self.tasks)
-        self.start_ms, self.end_ms = [0.0] * count, [0.0] * count
-        self.started, self.finished = [0] * count, [0] * count
+        self.start_ms, self.end_ms = [0.0] * num_tasks, [0.0] * num_tasks
+        self.started, self.finished = [0] * num_tasks, [0] * num_tasks
 
-    def _read(self, graph: TaskGraph) -> None:
-        """Fills the queues: what each task waits for, the backwards of each microbatch, the forwards of each stage."""
-        self.backwards_left: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> how many
-        count = len(self.tasks)
-        self.missing = [len(found) for found in graph.predecessors]
-        self.successors: list[list[int]] = [[] for _ in range(count)]
-        for index, (task, found) in enumerate(zip(self.tasks, graph.predecessors, strict=True)):
-            for other in found:
-                self.successors[other].append(index)
-            stage = self.stage_of[index]
-            if task.kind == "fwd":
-                stage.forwards.append(index)
-            else:
-                key = (stage.number, task.microbatch)
-                self.backwards_left[key] = self.backwards_left.get(key, 0) + 1
-
-    def run(self) -> Timeline | None:
+    def run(self, part: int, limit_ms: float = math.inf) -> float | None:
         """
-        Simulates until every task is done; `None` if stages that alternate wait for each other in a circle, or if it
-        takes no less than the limit.
+        Simulates until every task of a part is done, and says when that is; `None` if stages that alternate wait for
+        each other in a circle, or if it takes no less than the limit.
         """
-        left = len(self.tasks)
-        for island in range(len(self.islands)):
-            self._dispatch(island)
+        self.could_wait, self.events, self.running = False, 0, []
+        tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
+        stage_of, first_rank, island_of = tables.stage_of, tables.first_rank, tables.island_of
+        followers, stops, num_forwards = tables.followers, tables.stops, tables.num_forwards
+        missing, busy = self.missing, self.busy
+        push, pop, dispatch, finish = heapq.heappush, heapq.heappop, self._dispatch, self._finish
+        for island in tables.islands_of_part[part]:
+            dispatch(island, now)
         while left:
-            if self.alternate and not self.running:
+            if self.alternate and not running:
                 return None
-            if self.running and self.running[0][0] >= self.limit_ms:
+            if running and running[0][0] >= limit_ms:
                 return None
-            assert self.running, "caps below those of `live_caps` leave nothing to run"
+            assert running, "caps below those of `live_caps` leave nothing to run"
             dirty: set[int] = set()
-            limit = self.running[0][0] * (1 + 1e-12) + 1e-9
-            while self.running and self.running[0][0] <= limit:
-                self.now, index = heapq.heappop(self.running)
-                self._finish(index, dirty)
+            limit = running[0][0] * (1 + 1e-12) + 1e-9
+            while running and running[0][0] <= limit:
+                now, index = pop(running)
                 left -= 1
+                finish(index)
+                dirty.add(island_of[stage_of[index]])
+                for other in followers[stops[index] : stops[index + 1]]:
+                    missing[other] -= 1
+                    if not missing[other]:
+                        stage = stage_of[other]
+                        if other >= num_forwards:
+                            push(self.backwards[stage], other)
+                        if not busy[first_rank[stage]]:  # else it is looked at when it is free
+                            dirty.add(island_of[stage])
             for island in sorted(dirty):
-                self._dispatch(island)
-        return Timeline(tuple(self.start_ms), tuple(self.end_ms), tuple(self.started), tuple(self.finished))
+                dispatch(island, now)
+        return now
 
-    def _candidate(self, stage: _Stage) -> tuple[int, int, int, int, int] | None:
-        """The task that the stage would run next, with its priority in front."""
-        forward, fits = None, False
-        if stage.next < len(stage.forwards):
-            index = stage.forwards[stage.next]
-            task = self.tasks[index]
-            fits = (
-                bool(task.chunk)
-                or stage.live < stage.cap
-                or (stage.number, task.microbatch) not in self.backwards_left
-            )
-            if not self.missing[index] and fits and self.phases.is_due(index):
-                forward = (0 if stage.forward_due else 1, task.microbatch, task.chunk, stage.number, index)
-        waits = stage.forward_due and (fits if self.alternate else forward is not None)
-        if stage.backwards and not waits:
-            index = stage.backwards[0]
-            if self.phases.is_due(index):
-                self.could_wait |= stage.forward_due and fits
-                return (0, self.tasks[index].microbatch, self.tasks[index].chunk, stage.number, index)
+    def adopt(self, other: _Simulation, part: int) -> _Simulation:
+        """This one, with the order of a part as in another."""
+        for index in self.tables.tasks_of_part[part]:
+            self.start_ms[index], self.end_ms[index] = other.start_ms[index], other.end_ms[index]
+            self.started[index], self.finished[index] = other.started[index], other.finished[index]
+        return self
+
+    def _candidate(self, stage: int) -> int:
+        """The task that the stage would run next, or -1."""
+        tables, phases, forward, fits = self.tables, self.phases, -1, False
+        queue, place = tables.forwards[stage], self.next[stage]
+        if place < len(queue):
+            index = queue[place]
+            fits = not tables.opens[index] or self.live[stage] < tables.caps[stage]
+            if fits and not self.missing[index] and (phases is None or phases.is_due(index)):
+                forward = index
+        backwards = self.backwards[stage]
+        if not backwards:
+            return forward
+        due = self.forward_due[stage]
+        if due and (fits if self.alternate else forward >= 0):
+            return forward
+        if phases is None or phases.is_due(backwards[0]):
+            self.could_wait |= due and fits
+            return backwards[0]
         return forward
 
-    def _dispatch(self, island: int) -> None:
+    def _dispatch(self, island: int, now: float) -> None:
         """Starts tasks on the island's free ranks, the best first, until none can start."""
-        stages = self.islands[island]
-        if self.in_turn[island] and self.busy[stages[0].ranks[0]]:
+        stages, tables, busy = self.tables.islands[island], self.tables, self.busy
+        if tables.in_turn[island]:  # all stages are on the same ranks
+            if busy[tables.ranks[stages[0]][0]]:
+                return
+            if len(stages) == 1:
+                index = self._candidate(stages[0])
+                if index >= 0:
+                    self._start(index, now)
+                return
+            found = [index for index in map(self._candidate, stages) if index >= 0]
+            if found:
+                self._start(found[0] if len(found) == 1 else min(found, key=self._priority), now)
             return
         while True:
-            best = None
-            for stage in stages:
-                if any(map(self.busy.__getitem__, stage.ranks)):
-                    continue
-                candidate = self._candidate(stage)
-                if candidate is not None and (best is None or candidate < best):
-                    best = candidate
-            if best is None:
+            free = (stage for stage in stages if not any(map(busy.__getitem__, tables.ranks[stage])))
+            found = [index for index in map(self._candidate, free) if index >= 0]
+            if not found:
                 return
-            self._start(best[-1])
-            if self.in_turn[island]:  # all stages are on the same ranks
-                return
+            self._start(min(found, key=self._priority), now)
 
-    def _start(self, index: int) -> None:
-        stage = self.stage_of[index]
-        stage.forward_due = self.tasks[index].kind == "bwd"
-        if self.tasks[index].kind == "fwd":
-            stage.next += 1
-            if not self.tasks[index].chunk and (stage.number, self.tasks[index].microbatch) in self.backwards_left:
-                stage.live += 1
+    def _priority(self, index: int) -> tuple[bool, int, int, int, int]:
+        """What comes first among stages that share ranks: backwards, and forwards that are due."""
+        tables = self.tables
+        is_late = index < tables.num_forwards and not self.forward_due[tables.stage_of[index]]
+        return is_late, tables.microbatch[index], tables.chunk[index], tables.stage_of[index], index
+
+    def _start(self, index: int, now: float) -> None:
+        tables = self.tables
+        stage = tables.stage_of[index]
+        if index < tables.num_forwards:
+            self.forward_due[stage] = False
+            self.next[stage] += 1
+            self.live[stage] += tables.opens[index]
         else:
-            heapq.heappop(stage.backwards)
-        for rank in stage.ranks:
+            self.forward_due[stage] = True
+            heapq.heappop(self.backwards[stage])
+        for rank in tables.ranks[stage]:
             self.busy[rank] = True
         self.started[index] = self.events
         self.events += 1
-        self.start_ms[index] = self.now
-        self.end_ms[index] = self.now + self.times_ms[index]
-        heapq.heappush(self.running, (self.end_ms[index], index))
+        self.start_ms[index] = now
+        self.end_ms[index] = end_ms = now + tables.times_ms[index]
+        heapq.heappush(self.running, (end_ms, index))
 
-    def _finish(self, index: int, dirty: set[int]) -> None:
-        stage = self.stage_of[index]
-        if self.tasks[index].kind == "bwd":
-            key = (stage.number, self.tasks[index].microbatch)
-            self.backwards_left[key] -= 1
-            stage.live -= not self.backwards_left[key]
-        for rank in stage.ranks:
+    def _finish(self, index: int) -> None:
+        tables = self.tables
+        stage = tables.stage_of[index]
+        if index >= tables.num_forwards:
+            cell = tables.cell[index]
+            self.backwards_left[cell] -= 1
+            self.live[stage] -= not self.backwards_left[cell]
+        for rank in tables.ranks[stage]:
             self.busy[rank] = False
-        self.phases.finish(index)
+        if self.phases is not None:
+            self.phases.finish(index)
         self.finished[index] = self.events
         self.events += 1
-        dirty.add(stage.island)
-        for other in self.successors[index]:
-            self.missing[other] -= 1
-            if not self.missing[other]:
-                target = self.stage_of[other]
-                dirty.add(target.island)
-                if self.tasks[other].kind == "bwd":
-                    heapq.heappush(target.backwards, other)
 
 
 class _Phases:
     """Which phase each rank is in: the earliest that it has a task of left."""
 
-    def __init__(self, plan: ParallelPlan, tasks: Sequence[Task], ranks: Sequence[tuple[int, ...]]):
-        phases = task_phases(plan)
-        self.is_single = not any(phases.values())
-        if self.is_single:
-            return
-        self.of_task = [phases[task.module, task.kind] for task in tasks]
-        self.ranks = ranks
-        self.left = [[0] * (1 + max(phases.values())) for _ in range(plan.world_size)]
-        for phase, own in zip(self.of_task, ranks, strict=True):
+    def __init__(self, tables: _Tables):
+        assert tables.phases is not None
+        self.of_task = tables.phases
+        self.ranks = [tables.ranks[stage] for stage in tables.stage_of]
+        self.left = [[0] * (1 + max(self.of_task, default=0)) for _ in range(tables.num_ranks)]
+        for phase, own in zip(self.of_task, self.ranks, strict=True):
             for rank in own:
                 self.left[rank][phase] += 1
 
     def is_due(self, index: int) -> bool:
         """Whether all earlier phases of the task's ranks are done."""
-        if self.is_single:
-            return True
         phase = self.of_task[index]
         return not phase or not any(any(self.left[rank][:phase]) for rank in self.ranks[index])
 
     def finish(self, index: int) -> None:
         """Counts a task as done."""
-        if not self.is_single:
-            for rank in self.ranks[index]:
-                self.left[rank][self.of_task[index]] -= 1
+        for rank in self.ranks[index]:
+            self.left[rank][self.of_task[index]] -= 1
 
 
-def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
+def _phases(plan: ParallelPlan, graph: TaskGraph) -> list[int] | None:
+    """The phase of each task; `None` where there is one."""
+    phases = task_phases(plan)
+    if not any(phases.values()):
+        return None
+    of_stage = np.array([[phases[key[0], kind] for kind in ("fwd", "bwd")] for key in graph.stages]).reshape(-1, 2)
+    return of_stage[graph.columns[0], (graph.forward >= 0).astype(int)].tolist()
+
+
+def _islands(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Groups stages that share ranks, directly or through others."""
     parent: dict[int, int] = {}
 
@@ -249,16 +298,13 @@ def _islands(stages: list[_Stage]) -> list[list[_Stage]]:
             rank = parent[rank]
         return rank
 
-    for stage in stages:
-        first = root(stage.ranks[0])
-        for rank in stage.ranks[1:]:
+    for own in ranks:
+        first = root(own[0])
+        for rank in own[1:]:
             parent[root(rank)] = first
-    groups: dict[int, list[_Stage]] = {}
-    for stage in stages:
-        groups.setdefault(root(stage.ranks[0]), []).append(stage)
-    for island, members in enumerate(groups.values()):
-        for stage in members:
-            stage.island = island
+    groups: dict[int, list[int]] = {}
+    for stage, own in enumerate(ranks):
+        groups.setdefault(root(own[0]), []).append(stage)
     return list(groups.values())
 
 
@@ -296,8 +342,7 @@ def schedule_tasks(
     Returns:
         `Timeline`: When each task runs.
     """
-    times_ms = [(cost or default_cost)(task) for task in graph.tasks]
-    return order_tasks(plan, graph, times_ms, caps or {}, alternate)
+    return order_tasks(plan, graph, task_times(cost or default_cost, graph), caps or {}, alternate)
 
 
 def order_tasks(
@@ -306,12 +351,52 @@ def order_tasks(
     times_ms: Sequence[float],
     caps: Mapping[StageKey, float],
     alternate: bool = False,
+    parts: NDArray | None = None,
 ) -> Timeline:
-    """[`schedule_tasks`] with the time of each task of the graph."""
-    scheduler = _Scheduler(plan, graph, times_ms, caps)
-    found = scheduler.run()
-    assert found is not None
-    if alternate and scheduler.could_wait:
-        end_ms = max(found.end_ms, default=0.0)
-        found = _Scheduler(plan, graph, times_ms, caps, True, end_ms).run() or found
-    return found
+    """
+    [`schedule_tasks`] with the time of each task of the graph.
+
+    Args:
+        parts (`np.ndarray`, *optional*):
+            int64 `[stages]`: the number of the part, see [`Part`], of each stage. Parts are ordered one by one,
+            and the events of each are numbered from 0; all is one part when left out.
+    """
+    if parts is None and graph.num_tasks >= _MANY_TASKS:
+        found = _in_windows(plan, graph, times_ms, caps, alternate)
+        if found is not None:
+            return found
+    tables = _Tables(plan, graph, times_ms, caps, parts)
+    found, other = _Simulation(tables), None
+    for part in range(len(tables.tasks_of_part)):
+        end_ms = found.run(part)
+        assert end_ms is not None
+        if alternate and found.could_wait:
+            other = other or _Simulation(tables, True)
+            if other.run(part, end_ms) is not None:
+                found = other if parts is None else found.adopt(other, part)
+    return Timeline(tuple(found.start_ms), tuple(found.end_ms), tuple(found.started), tuple(found.finished))
+
+
+def _in_windows(
+    plan: ParallelPlan,
+    graph: TaskGraph,
+    times_ms: Sequence[float],
+    caps: Mapping[StageKey, float],
+    alternate: bool,
+) -> Timeline | None:
+    """What the events one by one give, where [`Windows`] can give it."""
+    grids = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
+    if sum(map(len, grids)) > len(set().union(*grids)) or any(task_phases(plan).values()):
+        return None
+    of_stage = [caps.get(key, math.inf) for key in graph.stages]
+    found = Windows(graph, times_ms, of_stage, False)
+    if not found.run():
+        return None
+    assert found.is_done, "caps below those of `live_caps` leave nothing to run"
+    if alternate and found.could_wait:
+        other = Windows(graph, times_ms, of_stage, True)
+        if not other.run():
+            return None
+        if other.is_done and other.end_ms.max() < found.end_ms.max():
+            found = other
+    return Timeline(*(tuple(own.tolist()) for own in (found.start_ms, found.end_ms, *found.events())))

@@ -10,8 +10,9 @@ from itertools import chain
 import numpy as np
 
 from ..plan import ParallelPlan
-from .actions import Action, DeadlockError, Message, Program, StageKey, Task
+from .actions import Action, DeadlockError, Message, StageKey, Task
 from .checks import waiting_table
+from .program import Program
 from .scheduler import Cost, default_cost
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from ..arrange.draw import number_text
 from ..cost import StepCost
 from ..cost.calibration import uncalibrated
+from ..cost.layers import LayersWithoutSums
 from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
-from ..cost.stages import StageCost
+from ..cost.stages import StageCost, stage_costs
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule import Task, simulate
 from ..schedule.actions import StageKey
@@ -79,6 +80,7 @@ class StepComparer:
         modules = {name: replace(module, activation_checkpointing=False) for name, module in plan.modules.items()}
         self.planner = planner
         self.base = uncalibrated(planner.costs)
+        self.unlinked = replace(self.base, layers=LayersWithoutSums(self.base.layers))
         self.plain_plan = replace(plan, modules=modules)
 
     def predict(self, step: StepPlan, sizes: SampleSizes, workloads: Workloads) -> Prediction:
@@ -167,25 +169,31 @@ class _TaskCosts:
         plan, costs = comparer.planner.plan, comparer.planner.costs
         step, sizes = prediction.planned.step, prediction.sizes
         self.predicted = StepCost(costs, plan, step, sizes)
-        self.base = StepCost(comparer.base, plan, step, sizes)
-        self.plain = StepCost(comparer.base, comparer.plain_plan, step, sizes)
-        self.stages, self.plain_stages = (
-            {key: replace(stage, launch_ms=(0.0, 0.0)) for key, stage in cost.stages.items()}
-            for cost in (self.base, self.plain)
+        self.chunks = self.predicted.chunks
+        self.base = stage_costs(comparer.base, plan)
+        self.stages, self.unlinked, self.plain = (
+            {key: replace(stage, launch_ms=(0.0, 0.0)) for key, stage in stages.items()}
+            for stages in (
+                self.base,
+                stage_costs(comparer.unlinked, plan),
+                stage_costs(comparer.unlinked, comparer.plain_plan),
+            )
         )
 
     def of(self, task: Task) -> tuple[float, ...]:
         """
-        Tokens and squares; time as predicted; by the base costs what the device computes without a recomputation, what
-        of it grows with squares, the recomputation, what of that grows with squares; the launches of all of it.
+        Tokens and squares; time as predicted; by the base costs what the device computes without a recomputation and
+        without sums, what of it grows with squares, the recomputation, what of that grows with squares; the launches
+        of all of it; the sums.
         """
-        chunk = self.plain.chunks[task.module, task.replica, task.microbatch, task.chunk]
+        chunk = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
         tokens, squares = chunk.tokens, chunk.squares
-        base, of_squares = self._parts(self.plain_stages, task, tokens, squares)
-        whole, all_of_squares = self._parts(self.stages, task, tokens, squares)
-        again = max(0.0, whole - base), max(0.0, all_of_squares - of_squares)
-        launched = self.base.stages[task.stage_key].launch_ms[task.kind == "bwd"]
-        return tokens, squares, self.predicted(task), base, of_squares, *again, launched
+        base, of_squares = self._parts(self.plain, task, tokens, squares)
+        computed, all_of_squares = self._parts(self.unlinked, task, tokens, squares)
+        whole, _ = self._parts(self.stages, task, tokens, squares)
+        again = max(0.0, computed - base), max(0.0, all_of_squares - of_squares)
+        launched = self.base[task.stage_key].launch_ms[task.kind == "bwd"]
+        return tokens, squares, self.predicted(task), base, of_squares, *again, launched, max(0.0, whole - computed)
 
     @staticmethod
     def _parts(stages: Mapping[StageKey, StageCost], task: Task, tokens: float, squares: float) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..cost import StepCost, eager_caps, memory_per_rank
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes
-from ..schedule import Condensed, Simulation, Span, SumSpan, condensed_ranks, default_cost, simulate_parts
+from ..schedule import Condensed, Replay, Simulation, Span, SumSpan, condensed_ranks, default_cost, simulate_parts
 from .steps import PlannedStep, Prediction, StepPlanner
 
 
@@ -71,29 +71,53 @@ def predict_arranged(
         sizes (`SampleSizes`, *optional*): Of its samples, if it was arranged without them: the program does not
             depend on them then.
     """
-    costs, plan, step = planner.costs, planner.plan, arranged.step
-    known = arranged.sizes
-    sizes = known if sizes is None else sizes
+    known, sizes = arranged.sizes, arranged.sizes if sizes is None else sizes
     assert sizes is not None
-    cost = StepCost(costs, plan, step, sizes, condensed.whole_groups)
+    simulation = _replayed(planner, condensed, arranged, sizes, known).simulation()
+    memory = memory_per_rank(planner.costs, planner.plan, arranged.step, sizes, simulation.peak_in_flight)
+    update_ms = optimizer_ms(planner.costs, planner.plan) if planner.training else 0.0
+    utilisation = planner.utilisation(sizes, simulation.iteration_ms + update_ms)
+    return Prediction(planner.plan, arranged, sizes, simulation, memory, utilisation, update_ms)
+
+
+def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
+    """
+    The time of a step before the optimizer's, as [`predict_arranged`] gives it, in a fraction of the time.
+
+    Args:
+        planner ([`StepPlanner`]): Of the whole plan.
+        arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`], with sizes.
+    """
+    assert arranged.sizes is not None
+    return _replayed(planner, planner.condensed, arranged, arranged.sizes, arranged.sizes).iteration_ms
+
+
+def _replayed(
+    planner: StepPlanner, condensed: Condensed, arranged: PlannedStep, sizes: SampleSizes, known: SampleSizes | None
+) -> Replay:
+    """A step with the costs of some sizes, ordered by those of the sizes that are known before, if any are."""
+    costs, plan, step = planner.costs, planner.plan, arranged.step
+    cost = StepCost(costs, plan, step, sizes, condensed.whole_groups, planner.stage_costs)
     caps = None
     if known is not None and plan.schedule == "eager" and planner.training:
         caps = eager_caps(costs, plan, step, known, planner.memory_bytes)
-    order_cost = default_cost if known is None else cost if known is sizes else StepCost(costs, plan, step, known)
-    simulation = simulate_parts(
+    order_cost = (
+        default_cost
+        if known is None
+        else cost
+        if known is sizes
+        else StepCost(costs, plan, step, known, (), planner.stage_costs)
+    )
+    return simulate_parts(
         condensed,
-        condensed.parts(step),
+        step,
         cost,
-        cost.message_ms,
+        cost.messages_ms,
         cost.sync_ms,
         order_cost=order_cost,
         training=planner.training,
         caps=caps,
     )
-    memory = memory_per_rank(costs, plan, step, sizes, simulation.peak_in_flight)
-    update_ms = optimizer_ms(planner.costs, plan) if planner.training else 0.0
-    utilisation = planner.utilisation(sizes, simulation.iteration_ms + update_ms)
-    return Prediction(plan, arranged, sizes, simulation, memory, utilisation, update_ms)
 
 
 def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation:
@@ -105,5 +129,5 @@ def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation
         arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`].
     """
     condensed = planner.condensed
-    found = simulate_parts(condensed, condensed.parts(arranged.step), training=planner.training)
-    return _on_all_ranks(found, planner.plan)
+    found = simulate_parts(condensed, arranged.step, training=planner.training)
+    return _on_all_ranks(found.simulation(), planner.plan)

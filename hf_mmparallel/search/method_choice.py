@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
-from .condense import predict_condensed
+from .condense import iteration_ms
 from .steps import StepPlanner
 
 KEEPING_LIMITS = ("hierarchical", "tapered")
@@ -62,9 +63,11 @@ def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> Metho
         [`MethodChoice`]: The choice, which depends on nothing else, so that all ranks with the same batches agree.
     """
     has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
-    step_ms: dict[str, float] = {}
+    found: dict[str, float] = {}
+    update_ms = optimizer_ms(planner.costs, planner.plan) if planner.training else 0.0
     for method in KEEPING_LIMITS if has_limit else CHOICES:
-        tried = replace(planner, method=method)
-        times = [predict_condensed(tried, planner.condensed, batch).step_ms for batch in batches]
-        step_ms[method] = sum(times) / len(times)
-    return MethodChoice(min(step_ms, key=lambda method: round(step_ms[method], 6)), step_ms)
+        tried = planner.with_method(method)
+        arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)
+        times = [iteration_ms(tried, step) + update_ms for step in arranged]
+        found[method] = sum(times) / len(times)
+    return MethodChoice(min(found, key=lambda method: round(found[method], 6)), found)

@@ -10,8 +10,10 @@ from typing import Protocol
 from ..arrange import arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, model_flops
 from ..cost.optimizer import optimizer_ms
+from ..cost.stages import StageCost, stage_costs
 from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
 from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
+from ..schedule.actions import StageKey
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
@@ -88,6 +90,12 @@ class StepPlanner:
     training: bool = True
     limits: Mapping[str, int] | None = None
 
+    def with_method(self, method: str) -> StepPlanner:
+        """The same with another arrangement, and with all that is known of the layout."""
+        result = replace(self, method=method)
+        result.__dict__.update(condensed=self.condensed, stage_costs=self.stage_costs)
+        return result
+
     def with_limits(self, typical: SampleSizes) -> StepPlanner:
         """
         The same with limits of microbatches that are found once, so that they can be said, and compared with all
@@ -154,6 +162,11 @@ class StepPlanner:
         """The layout with one rank for all that run the same list."""
         return condense(self.plan, self.groups)
 
+    @cached_property
+    def stage_costs(self) -> Mapping[StageKey, StageCost]:
+        """The costs of the stages, which no step changes."""
+        return stage_costs(self.costs, self.plan)
+
     def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
         """
         The program of a step, with costs from the sizes of its samples where they are known; of the ranks in the part
@@ -163,7 +176,7 @@ class StepPlanner:
         parts = list(self.condensed.parts(step, rank))
         plan, own = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
-            cost = StepCost(self.costs, plan, own, sizes, self.groups)
+            cost = StepCost(self.costs, plan, own, sizes, self.groups, self.stage_costs)
             if plan.schedule == "eager" and self.training:
                 caps = eager_caps(self.costs, plan, own, sizes, self.memory_bytes)
         program = condensed_program(parts, cost, self.training, caps)

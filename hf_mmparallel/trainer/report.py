@@ -24,7 +24,7 @@ from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan
 from ..schedule import Simulation
 from ..schedule.draw import gantt_png
-from ..search.condense import on_all_ranks, predict_arranged, simulate_arranged
+from ..search.condense import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
 from ..search.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
 from ..search.split import split_stability, too_small
 from ..search.steps import PlannedStep, StepPlanner
@@ -126,20 +126,21 @@ def predict(trainer: MultimodalParallelTrainer) -> tuple[StepPlanner, StepReport
     choice, sizes = None, None if planner.sizes is None else planner.sizes(draw.samples)
     if trainer.args.microbatch_assignment is None and sizes is not None and sizes.known:
         choice = trainer.method_choice = choose_method(planner, [sizes])
-        planner = replace(planner, method=choice.method)
+        planner = planner.with_method(choice.method)
     planned = planner.arrange_draw(draw)
     if sizes is None or not sizes.known:
         tokens = mean_tokens(trainer)
         if tokens is None:
             return planner, StepReport(planned, simulate_arranged(planner, planned), None)
         return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(draw.samples)))
-    before = replace(planner, method="contiguous").arrange_draw(draw)
+    before = planner.with_method("contiguous").arrange_draw(draw)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
-    before_ms = predict_arranged(planner, planner.condensed, before).step_ms
+    before_ms = iteration_ms(planner, before)
     large = None
     if start is not None and planner.limits and planner.method in KEEPING_LIMITS:
         large = LargeSamples.of(start, planner.limits)
     report = _costed(planner, planned)
+    before_ms += report.optimizer_ms
     return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice, large=large)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_mmparallel.arrange import greedy
 from hf_mmparallel.arrange.exchange import Room
 from hf_mmparallel.arrange.greedy import NoRoomError, fill_bins
 
@@ -94,3 +95,23 @@ def test_what_is_taken_already_counts_for_limits():
 
 def test_no_items_are_in_no_bins():
     assert fill([], np.zeros(0, np.int64), np.ones(3)).tolist() == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 9), st.sampled_from([1.0, 1 / 3, 7.0]))
+def test_bins_that_are_alike_get_what_a_look_at_all_of_them_gives(data, num_problems, num_bins, share):
+    """With ties, and with loads that only rounding makes alike."""
+    weight = st.one_of(st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.floats(0, 1e-15), st.floats(0, 10))
+    weights = np.array(data.draw(st.lists(weight, min_size=1, max_size=30)))
+    problem = np.array(
+        data.draw(st.lists(st.integers(0, num_problems - 1), min_size=len(weights), max_size=len(weights)))
+    )
+    order = np.array(data.draw(st.permutations(range(len(weights)))))
+    start = st.lists(weight, min_size=num_problems * num_bins, max_size=num_problems * num_bins)
+    loads = np.array(data.draw(start)).reshape(num_problems, num_bins, 1)
+    found = []
+    for few in (-1, 1000):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(greedy, "_FEW_PROBLEMS", few)
+            found.append(fill_bins(problem, weights[:, None], order, np.full(num_bins, share), loads).tolist())
+    assert found[0] == found[1]

@@ -12,7 +12,7 @@ import transformers
 from rich.console import Console
 
 from hf_mmparallel.cli.main import main
-from hf_mmparallel.cli.profile import links_text, misfits, report
+from hf_mmparallel.cli.profile import constants_text, links_text, misfits, report
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec, layer_profile
@@ -70,6 +70,8 @@ def test_profile_prints_and_writes_what_plan_reads(model, tmp_path, capsys, stea
     layer = costs.layers.layer("language_model", 2, 1)
     assert layer.forward(24, 576) == pytest.approx(0.1 + 24e-3 + 576e-6)
     assert layer.weight_gradient.constant == pytest.approx(0.1)
+    shares = [f"{profile.constants[f'{form}_attention_share']:.0%}" for form in ("masked", "block")]
+    assert f"attention reaches {shares[0]} of its rate under a dense mask, {shares[1]} as `bitfield`. Links:" in out
 
 
 def test_only_some_modules_and_layouts(model, tmp_path, capsys, steady):
@@ -122,6 +124,21 @@ def test_under_torchrun_links_are_measured_and_the_first_rank_writes(model, tmp_
     assert device.node_size == constants["node_size"] == 2
     assert 1e6 * constants["node_message_gb_per_s"] == device.message_bytes_per_ms([1, 2])
     assert 1e6 * constants["link_gb_per_s"] == device.link_bytes_per_ms([0, 1])
+
+
+def test_shares_of_the_device_are_said():
+    constants = {
+        "launch_us": 4.25,
+        "matmul_efficiency": 0.76,
+        "attention_efficiency": 0.31,
+        "memory_efficiency": 0.8,
+        "masked_attention_share": 0.42,
+        "block_attention_share": 1.13,
+    }
+    assert constants_text(constants).splitlines()[0] == (
+        "Device: a launch takes 4.2 us; of the peak reach products 76%, attention 31%, element-wise work (of the "
+        "memory's rate) 80%; attention reaches 42% of its rate under a dense mask, 113% as `bitfield`."
+    )
 
 
 def test_links_that_were_not_measured_are_said():

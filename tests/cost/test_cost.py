@@ -139,7 +139,7 @@ def test_time_follows_ranks_and_their_sums():
 
 def test_each_matrix_that_is_cut_by_columns_sums_the_gradient_of_its_input():
     layers = h100(model()).layers
-    one, two = (layers.layer(LANGUAGE_MODEL, 1, size) for size in (1, 2))
+    one, two = (layers.layer(LANGUAGE_MODEL, 1, size).with_sums for size in (1, 2))
     ring = 2 * HIDDEN / H100.link_bytes_per_ms(range(2))  # two bytes a value, half of them twice
     inputs = 2 * 6 * HIDDEN * BYTE_MS / 2  # what of the matrices' inputs and outputs is on both ranks
     whole = (NORM_BYTES + 2 * 3 * 2 * HIDDEN) * BYTE_MS / 2

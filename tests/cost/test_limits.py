@@ -48,6 +48,26 @@ def test_microbatches_of_as_many_tokens_fit_and_no_larger_ones(name, frozen):
     assert peaks[LANGUAGE_MODEL, 0, 0] == in_flight[LANGUAGE_MODEL, 0, 0]
 
 
+@pytest.mark.parametrize("heads", [4, 2])
+def test_masks_of_padded_rows_are_part_of_the_limit(heads):
+    """Rows of unlike lengths have a dense mask under `"sdpa"`, and keys that are repeated for their groups."""
+    spec = model()
+    language = replace(spec.language_model, num_kv_heads=heads)
+    spec = replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")})
+    lengths = np.tile([1000, 999], 512)
+    sizes = SampleSizes.of_sequences({"vision": [[1]] * 1024, LANGUAGE_MODEL: [[own] for own in lengths.tolist()]})
+    costs, budget = h100(spec), 5e8
+    in_flight = steady_in_flight(plan)
+
+    def fullest(size: int) -> float:
+        step = contiguous_step(plan, range(1024), size)
+        return max(m.total for m in memory_per_rank(costs, plan, step, sizes, in_flight).values())
+
+    size = fitting_tokens(costs, plan, sizes, budget)[LANGUAGE_MODEL] / 1000
+    assert size > 4 and fullest(int(size)) <= budget < fullest(int(size) + 2)
+
+
 def test_modules_on_one_rank_share_it_by_what_they_have_to_do():
     spec = model()
     plan = resolve_plan(spec, PLANS["shared ranks"])

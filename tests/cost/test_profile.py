@@ -215,9 +215,9 @@ def test_constants_of_the_device_are_what_is_missing_is_counted_by():
 def test_sums_over_tensor_parallel_ranks_are_added():
     spec = models.model()
     costs = measured_costs(spec, H100, profile_of(spec, LAYERS, tp_sizes=(1, 2)))
-    layer, counted = costs.layers.layer(LANGUAGE_MODEL, 1, 2), analytic_costs(spec, H100).layers
+    layer, counted = costs.layers.layer(LANGUAGE_MODEL, 1, 2).with_sums, analytic_costs(spec, H100).layers
     unlinked = analytic_costs(spec, replace(H100, link_gb_per_s=float("inf"), collective_latency_us=0.0)).layers
-    with_links, without = (source.layer(LANGUAGE_MODEL, 1, 2) for source in (counted, unlinked))
+    with_links, without = (source.layer(LANGUAGE_MODEL, 1, 2).with_sums for source in (counted, unlinked))
     sums = with_links.forward.token - without.forward.token
     backward_sums = with_links.data_gradient.token - without.data_gradient.token
     assert 0 < sums < backward_sums

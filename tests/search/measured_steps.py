@@ -109,9 +109,16 @@ def header(costs: CostModel, **changes: Any) -> RunHeader:
     return replace(found, **changes)
 
 
-def write_log(path: Path, costs: CostModel, truth: CostModel, count: int = 8, **changes: Any) -> Path:
+def write_log(
+    path: Path,
+    costs: CostModel,
+    truth: CostModel,
+    count: int = 8,
+    plugins: dict[str, ModulePlugin] | None = None,
+    **changes: Any,
+) -> Path:
     """The log of a run that was predicted by some costs and took what others say."""
-    comparer = StepComparer(planner(costs))
+    comparer = StepComparer(planner(costs, plugins))
     append_line(path, header(costs, **changes))
     for index in range(count):
         peak = MemoryPeak(1, 3.0 + 2.0 * 4.0, 3.0 + 4.0, 3.0)

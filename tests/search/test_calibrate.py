@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, memory_per_rank
+from hf_mmparallel.cost import CostModel, Hardware, Polynomial, StepCost, analytic_costs, memory_per_rank
 from hf_mmparallel.cost.calibrate import MIN_WINDOWS, calibrate_logs
 from hf_mmparallel.cost.calibration import (
     Calibration,
@@ -22,7 +22,7 @@ from hf_mmparallel.cost.calibration import (
 )
 from hf_mmparallel.cost.profile import measured_costs
 from hf_mmparallel.cost.run_log import KINDS, LoggedWindow, read_run_log
-from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
 from hf_mmparallel.search.comparison import StepComparer
 from tests.cost import models
 from tests.cost.test_profile import profile_of
@@ -149,6 +149,51 @@ def test_launches_have_a_factor_of_their_own(tmp_path, launch, forward, backward
         assert own["after"].worst < 0.03 < 0.1 < own["before"].median
 
 
+def test_each_coefficient_is_found_where_only_one_solution_fits(tmp_path):
+    """Tasks that all take their launches, or all what they compute, have many solutions; here are enough of both."""
+    wanted = {"forward": TimeScale(2.0, 6.0, launch=1.5), "backward": TimeScale(1.5, 3.0, launch=1.5)}
+    path = write_log(tmp_path / "log.jsonl", launching(), corrected(launching(), {"vision": wanted}), count=12)
+    found = calibrate_logs([path]).calibration.scales["vision"]
+    for kind in KINDS:
+        scale = wanted[kind]
+        groups = [g for window in windows_of(path) for g in window.groups if (g.module, g.kind) == ("vision", kind)]
+        computed = [scale.token * (g.base_ms - g.squares_ms) + scale.square * g.squares_ms for g in groups]
+        for times in (computed, [scale.launches * g.launch_ms for g in groups]):
+            same = [g.measured_ms == pytest.approx(time, rel=1e-3) for g, time in zip(groups, times, strict=True)]
+            assert sum(same) > 3, "more tasks of each sort than coefficients"
+        for name in ("token", "square", "launch"):
+            assert getattr(found[kind], name) == pytest.approx(getattr(scale, name), rel=0.01), (kind, name)
+        assert found[kind].layer_ms == 0.0
+
+
+SLOW_LINKS = replace(CPU, collective_latency_us=200.0, link_gb_per_s=0.05)
+CUT = {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(tp_size=2)}
+
+
+def test_sums_of_tensor_parallel_ranks_have_a_factor_of_their_own(tmp_path):
+    """A machine that computes at another speed has the same links, and the other way round."""
+    linked = analytic_costs(SPEC, SLOW_LINKS)
+    scale, slow = TimeScale(0.5, 0.5), TimeScale(0.5, 0.5, sum=3.0)
+    computes, both = (
+        corrected(linked, {LANGUAGE_MODEL: dict.fromkeys(KINDS, own), "vision": dict.fromkeys(KINDS, scale)})
+        for own in (scale, slow)
+    )
+    alone = write_log(tmp_path / "alone.jsonl", linked, computes)  # no ranks that share matrices
+    assert all(group.sums_ms == 0.0 for window in windows_of(alone) for group in window.groups)
+    for own in calibrate_logs([alone]).calibration.scales[LANGUAGE_MODEL].values():
+        assert (own.token, own.sum) == (pytest.approx(0.5, rel=1e-4), None)
+    cut = {
+        name: write_log(tmp_path / f"{name}.jsonl", linked, truth, plugins=CUT)
+        for name, truth in (("computes", computes), ("both", both))
+    }
+    groups = [g for window in windows_of(cut["both"]) for g in window.groups if g.module == LANGUAGE_MODEL]
+    assert all(0.2 * group.measured_ms < 3.0 * group.sums_ms < 0.95 * group.measured_ms for group in groups)
+    for logs, wanted in (([cut["computes"]], 1.0), ([cut["both"]], 3.0), ([alone, cut["both"]], 3.0)):
+        result = calibrate_logs(logs).calibration
+        for own in result.scales[LANGUAGE_MODEL].values():
+            assert (own.token, own.sums) == pytest.approx((0.5, wanted), rel=0.02), logs
+
+
 def test_launches_that_no_task_shows_keep_their_time(tmp_path):
     quick = launching(replace(CPU, launch_us=0.01))
     truth = corrected(quick, {name: {kind: TimeScale(3.0, 3.0) for kind in KINDS} for name in SPEC.modules})
@@ -190,14 +235,15 @@ def test_a_profile_goes_into_the_file(tmp_path):
 
 
 def test_every_cost_of_a_layer_is_corrected():
-    twice = TimeScale(2.0, 2.0, launch=2.0)
+    twice = TimeScale(2.0, 2.0, launch=2.0, sum=2.0)
     scales = {name: {"forward": twice, "backward": twice} for name in SPEC.modules}
     base, costs = counted(), corrected(counted(), scales, activations=2.0)
-    for module, index in (("vision", 1), (LANGUAGE_MODEL, -1), (LANGUAGE_MODEL, models.LAYERS)):
-        before, after = (own.layers.layer(module, index, 1) for own in (base, costs))
+    for module, index, tp_size in (("vision", 1, 2), (LANGUAGE_MODEL, -1, 1), (LANGUAGE_MODEL, models.LAYERS, 1)):
+        before, after = (own.layers.layer(module, index, tp_size) for own in (base, costs))
+        assert any(own != Polynomial() for own in before.sums) == (tp_size > 1)
         for field in fields(before):
             plain, changed = getattr(before, field.name), getattr(after, field.name)
-            wanted = tuple(2 * own for own in plain) if field.name == "launch_ms" else plain * 2
+            wanted = tuple(own * 2 for own in plain) if isinstance(plain, tuple) else plain * 2
             assert changed == wanted, field.name
     placed, started = (own.layers.starting_at(1).layer("vision", 1, 2) for own in (base, costs))
     assert started.forward == placed.forward * 2
@@ -263,7 +309,7 @@ def test_a_log_holds_runs_one_after_the_other(log):
     for content, complaint in (
         ("", "is empty"),
         ("a picture", r"is no log of steps \(line 1\)"),
-        (text.replace('"version": 2', '"version": 7'), "is a log of version 7"),
+        (text.replace('"version": 3', '"version": 7'), "is a log of version 7"),
         (text.replace('"tasks"', '"jobs"'), "is a log with fields missing in line 2"),
     ):
         log.write_text(content)

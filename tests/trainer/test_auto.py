@@ -258,7 +258,7 @@ def test_auto_on_one_process_is_the_stock_trainer(tmp_path: Path):
 def test_a_profile_of_layers_takes_the_place_of_counted_costs(tmp_path: Path):
     def prepare(path: str | None) -> CostModel:
         args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, layer_profile=path)
-        return prepare_model(tiny.FAMILIES["llava"](), args, MultimodalParallelPlugin(auto=True)).costs
+        return prepare_model(tiny.FAMILIES["llava"](), args, MultimodalParallelPlugin(auto=True), World()).costs
 
     counted = prepare(None)
     slow = profile_of(counted.spec, {(LANGUAGE_MODEL, 0): 1000.0})
@@ -274,7 +274,7 @@ def test_a_profile_of_layers_takes_the_place_of_counted_costs(tmp_path: Path):
 def test_a_described_device_takes_the_place_of_the_ranks_own(tmp_path: Path):
     def device(**settings: Any) -> Hardware:
         args = MultimodalTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
-        return prepare_model(tiny.FAMILIES["llava"](), args, MultimodalParallelPlugin(auto=True)).costs.device
+        return prepare_model(tiny.FAMILIES["llava"](), args, MultimodalParallelPlugin(auto=True), World()).costs.device
 
     path = tmp_path / "gpu.yaml"
     path.write_text("like: l40s\nname: my-gpu\nmemory_gib: 40.5\n")

@@ -36,6 +36,7 @@ from hf_mmparallel.trainer.report import (
 )
 from hf_mmparallel.trainer.rows import RowChoice
 from hf_mmparallel.trainer.sample_sizes import representative_draw
+from hf_mmparallel.world import World
 from tests.plan.specs import model_spec
 
 LM = "language_model"
@@ -88,7 +89,7 @@ def test_the_report_has_the_step_that_the_choice_compared():
 
 
 def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "core_per_rank", lambda device: True)
+    monkeypatch.setattr(report, "core_per_rank", lambda world: True)
     plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=2)})
     step = SimpleNamespace(samples=range(32), microbatches={LM: [[()] * 3, [()] * 3]})
     trainer: Any = SimpleNamespace(
@@ -97,6 +98,7 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
         train_dataset=[],
         sample_tokens=None,
         rows=RowChoice(False, "`packing=False`"),
+        world=World(),
         _engine=SimpleNamespace(plan=plan, device="cpu"),
     )
     predicted: Any = replace(prediction(BEFORE, AFTER), planned=SimpleNamespace(step=step))

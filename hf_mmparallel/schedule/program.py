@@ -1,0 +1,97 @@
+"""The ordered actions of all ranks, with a text form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .actions import Action, Task, TaskKey
+from .rows import ProgramRows, TaskTimes, checksum
+
+_TIMES = re.compile(r"(.*) \[(\S+), (\S+)\]")
+
+
+@dataclass(frozen=True)
+class Program:
+    """
+    The ordered actions of every rank for one global batch.
+
+    Args:
+        actions (`Mapping[int, tuple[Action, ...]]`): Rank -> its actions.
+        times_ms (`Mapping[Task, tuple[float, float]]`, *optional*): Task -> its predicted start and end.
+    """
+
+    actions: Mapping[int, tuple[Action, ...]]
+    times_ms: Mapping[Task, tuple[float, float]] = field(default_factory=dict)
+
+    @cached_property
+    def backward_keys(self) -> frozenset[TaskKey]:
+        """The keys of all tasks that have a backward."""
+        return frozenset(
+            action.task.key
+            for actions in self.actions.values()
+            for action in actions
+            if action.op == "bwd" and action.task is not None
+        )
+
+    @cached_property
+    def checksum(self) -> int:
+        """Of the actions of all ranks in their order, without times; the same in every process."""
+        return checksum(self.actions)
+
+    def replicas(self, module: str) -> frozenset[int]:
+        """The replicas of a module that its ranks work for."""
+        if isinstance(self.actions, ProgramRows):
+            return self.actions.replicas(module)
+        rows = {id(row): row for row in self.actions.values()}.values()
+        tasks = (action.task for row in rows for action in row)
+        return frozenset(task.replica for task in tasks if task is not None and task.module == module)
+
+    def has_backward(self, task: Task) -> bool:
+        """
+        Whether the chunk of `task` has a backward on its stage. Where it has none the forward needs no graph, and
+        what it sends needs no gradient.
+        """
+        return task.key in self.backward_keys
+
+    def of_rank(self, rank: int) -> Program:
+        """The part that one rank needs to run: its own actions, with their times."""
+        actions = self.actions.get(rank, ())
+        tasks = [action.task for action in actions if action.task is not None]
+        if isinstance(self.times_ms, TaskTimes):
+            return Program({rank: actions}, self.times_ms.of_tasks(tasks))
+        return Program({rank: actions}, {task: self.times_ms[task] for task in tasks if task in self.times_ms})
+
+    def dump(self) -> str:
+        """The program as text, one action a line under a line for each rank."""
+        lines = []
+        for rank in sorted(self.actions):
+            lines.append(f"rank {rank}")
+            for action in self.actions[rank]:
+                times = self.times_ms.get(action.task) if action.task is not None else None
+                lines.append(f"  {action}" if times is None else f"  {action} [{times[0]!r}, {times[1]!r}]")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """Reads what [`~Program.dump`] writes. Raises `ValueError` for anything else."""
+        actions: dict[int, list[Action]] = {}
+        times: dict[Task, tuple[float, float]] = {}
+        current: list[Action] | None = None
+        for line in text.splitlines():
+            stripped = line.strip()
+            if not stripped:
+                continue
+            if stripped.startswith("rank "):
+                current = actions.setdefault(int(stripped.removeprefix("rank ")), [])
+                continue
+            if current is None:
+                raise ValueError(f"`{stripped}` stands before the first rank. Start the text with a line `rank 0`.")
+            match = _TIMES.fullmatch(stripped)
+            action = Action.parse(match[1] if match else stripped)
+            if match and action.task is not None:
+                times[action.task] = (float(match[2]), float(match[3]))
+            current.append(action)
+        return cls({rank: tuple(row) for rank, row in actions.items()}, times)
