@@ -19,6 +19,7 @@ import argparse
 import re
 import sys
 
+import balance_figures
 import calibration_figures
 import device_figures
 import figures
@@ -29,7 +30,15 @@ import scale_figures
 import search_figures
 from figures import ROOT
 
-QUOTING = (calibration_figures, figures, mode_figures, paper_figures, published_figures, search_figures)
+QUOTING = (
+    balance_figures,
+    calibration_figures,
+    figures,
+    mode_figures,
+    paper_figures,
+    published_figures,
+    search_figures,
+)
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
 BLOCKS = {name: block for source in (*QUOTING, device_figures, scale_figures) for name, block in source.BLOCKS.items()}
 

@@ -26,7 +26,7 @@ from .checkpointing import enable_checkpointing
 from .features import count_rows, flat_rows, merge_output
 from .given_features import features_given
 from .hollow import hidden_of, hollow_parameters, is_hollow, replace_layers, with_hidden
-from .loss import IGNORE_INDEX
+from .loss import IGNORE_INDEX, token_loss
 from .spec import ModulePart, layers_of, module_parts
 
 __all__ = ["ModuleStage", "is_hollow", "prepare_stages"]
@@ -146,6 +146,24 @@ def _check_arguments(module: nn.Module, args: Any, kwargs: Any, hidden: Tensor) 
             )
 
 
+@dataclass(frozen=True)
+class OwnLoss:
+    """
+    The loss that a model's forward has for some labels, and what a plan sums for the same labels and logits.
+
+    Args:
+        mean (`torch.Tensor`): Of the forward, a scalar.
+        total (`torch.Tensor`): The loss of the next token, summed over target tokens, a scalar.
+        num_targets (`torch.Tensor`): Number of target tokens, a scalar.
+        of_batch (`bool`): Whether the labels are the batch's, not its `shift_labels` in their place.
+    """
+
+    mean: Tensor
+    total: Tensor
+    num_targets: Tensor
+    of_batch: bool
+
+
 class ModuleStage:
     """
     Consecutive layers of one module, computed by the model's own forward; made by [`prepare_stages`].
@@ -159,7 +177,7 @@ class ModuleStage:
 
     Attributes:
         asks_own_loss (`bool`): Whether the next forward to the logits with targets leaves the model's own loss.
-        own_loss (`torch.Tensor`, *optional*): What it left, a scalar.
+        own_loss ([`OwnLoss`], *optional*): What it left.
     """
 
     def __init__(
@@ -179,7 +197,8 @@ class ModuleStage:
         self._gate = _gate_of(layers_of(model, self.module_spec.stack)) if cut else None
         self._checked = False
         self.asks_own_loss = False
-        self.own_loss: Tensor | None = None
+        self.own_loss: OwnLoss | None = None
+        self._asked_with: tuple[Tensor, bool] | None = None  # labels, and whether they are the batch's
 
     @property
     def module_spec(self) -> ModuleSpec:
@@ -381,8 +400,11 @@ class ModuleStage:
     def _logits(self, output: Any) -> Tensor:
         """The logits of a forward; keeps its loss if it made one."""
         loss = getattr(output, "loss", None)
-        if loss is not None:
-            self.own_loss, self.asks_own_loss = loss.detach(), False
+        if loss is not None and self._asked_with is not None:
+            labels, of_batch = self._asked_with
+            with torch.no_grad():
+                self.own_loss = OwnLoss(loss.detach(), *token_loss(self.model, output.logits, labels), of_batch)
+            self.asks_own_loss, self._asked_with = False, None
         return output.logits
 
     def _text_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,9 +417,10 @@ class ModuleStage:
             pixels = name in encoder_inputs and isinstance(value, Tensor) and value.is_floating_point()
             if name not in ("labels", "shift_labels") and not pixels:
                 kwargs[name] = value
-        labels = inputs.get("labels")
+        labels = inputs.get("labels", inputs.get("shift_labels"))  # any will do to compare two losses
         if self.asks_own_loss and labels is not None and (labels[..., 1:] != IGNORE_INDEX).any():
             kwargs["labels"] = labels
+            self._asked_with = labels, "shift_labels" not in inputs
         return {**kwargs, "use_cache": False, "return_dict": True}
 
     def _merge_outputs(

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..plan import LANGUAGE_MODEL
 from .spec import ENCODER_OF_MODALITY, ModulePart, find_stack, inside, module_parts, placeholder_token
@@ -97,7 +98,7 @@ def check_causal(model: PreTrainedModel) -> None:
 
     Raises:
         `ValueError`: For an encoder-decoder model, or one whose language model is one; for a model without a
-            language-model head; for one that is trained on masked tokens.
+            language-model head; for one that is trained on masked tokens or on another loss.
     """
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or config.is_encoder_decoder:
@@ -106,10 +107,10 @@ def check_causal(model: PreTrainedModel) -> None:
             "the encoder's states, and its labels are not shifted. A plan needs a decoder that reads text and media "
             f"as one sequence. {_OTHERWISE} {_COMPOSE}."
         )
-    if _is_one_of(model, AutoModel) and model.get_output_embeddings() is None:
+    if not _has_head(model):
         raise ValueError(
-            f"`{type(model).__name__}` has no language-model head, so that it has no loss over tokens. Name "
-            f"the model's class that has one as `architectures` in its `config.json`. {_OTHERWISE} {_COMPOSE}."
+            f"`{type(model).__name__}` has no language-model head, so that it has no loss of the next token. Name the "
+            f"model's class that has one as `architectures` in its `config.json`. {_OTHERWISE} {_COMPOSE}."
         )
     if type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False):
         remedy = (
@@ -121,11 +122,23 @@ def check_causal(model: PreTrainedModel) -> None:
             f"`{type(model).__name__}` is a model of masked tokens (`is_decoder=False`): each token attends to those "
             f"behind it too. A plan needs a causal language model. {remedy} it without `parallel`."
         )
+    loss = _own_loss(model)
+    if loss:
+        raise ValueError(
+            f"`{type(model).__name__}` is trained on the loss `{loss}`, and `parallel` trains on that of the next "
+            "token. Use the model's class for causal language modeling, or train it without `parallel`."
+        )
 
 
-def _is_one_of(model: PreTrainedModel, auto: Any) -> bool:
-    """Whether an auto class has the model's class for its configuration."""
-    if type(model.config) not in auto._model_mapping:
-        return False
-    known = auto._model_mapping[type(model.config)]
-    return type(model) in (known if isinstance(known, (list, tuple)) else (known,))
+def _has_head(model: PreTrainedModel) -> bool:
+    """Whether a model or a part of it has output embeddings."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return any(part.get_output_embeddings() is not None for part in parts)
+
+
+def _own_loss(model: PreTrainedModel) -> str:
+    """The name of the loss that transformers gives a class of models, unless it is that of the next token."""
+    name: Any = getattr(model, "loss_type", None)
+    if hasattr(model, "_loss_function") or LOSS_MAPPING.get(name, ForCausalLMLoss) is ForCausalLMLoss:
+        return ""  # of a loss that the user gives, the first step says whether it is
+    return name

@@ -227,16 +227,13 @@ class ParallelEngine(nn.Module):
             ranks = holding.peers(self.rank)
             if ranks is not None and len(ranks) > 1 and not self.spec.parameters[name].trainable:
                 frozen.setdefault(ranks, {})[name] = named[name]
-        # With smoothed labels the Trainer does not ask a model for its loss, and no model has one for a row of tokens
-        # that is cut over ranks.
-        comparable = not label_smoothing and self.cutter is None
-        comparable &= "labels" in inspect.signature(self.module.forward).parameters
+        has_loss = "labels" in inspect.signature(self.module.forward).parameters
         stages = {
             key: stage
             for key, stage in self.stages.items()
-            if comparable and stage.module == LANGUAGE_MODEL and stage.is_last
+            if has_loss and stage.module == LANGUAGE_MODEL and stage.is_last
         }
-        return FirstStepCheck(replicated, copies, frozen, stages, self.world)
+        return FirstStepCheck(replicated, copies, frozen, stages, bool(label_smoothing), self.world)
 
     def _before_sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes the gradients of this rank ready to be added to those of others."""

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
+from ..modeling import token_loss
 from ..modeling.stages import ModuleStage
 from ..world import World
 from .executor import StepResult
@@ -38,8 +40,8 @@ class FirstStepCheck:
             (ranks, group, parameters) of each gradient sum of this rank, in one order on all ranks.
         frozen (`Mapping[tuple[int, ...], Mapping[str, nn.Parameter]]`):
             Ranks that hold the same tensors -> those of this rank that get no gradient, in one order on all of them.
-        stages (`Mapping[StageKey, ModuleStage]`):
-            The stages of this rank that end in a loss which can be compared.
+        stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank that end in a loss.
+        smooths (`bool`): Whether what is summed for a microbatch is the loss of smoothed labels, which no model has.
         world ([`World`]): All ranks.
     """
 
@@ -49,12 +51,14 @@ class FirstStepCheck:
         copies: Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]],
         frozen: Mapping[tuple[int, ...], Mapping[str, nn.Parameter]],
         stages: Mapping[StageKey, ModuleStage],
+        smooths: bool,
         world: World,
     ):
         self.rows = rows
         self.copies = copies
         self.frozen = frozen
         self.stages = stages
+        self.smooths = smooths
         self.world = world
         self._gradients: dict[int, torch.Tensor] = {}
 
@@ -146,24 +150,56 @@ class FirstStepCheck:
                     )
 
     def _loss(self, key: StageKey, result: StepResult) -> str | None:
-        """A sentence if the model's own loss of a microbatch is not what was summed for it."""
+        """A sentence if the model's own loss of a microbatch is not what is summed for it."""
         stage = self.stages[key]
         own, stage.own_loss, stage.asks_own_loss = stage.own_loss, None, False
         if own is None:
             return None
-        losses = (found for task, found in result.losses.items() if task.stage_key == key)
-        total, count = next((float(loss), int(count)) for loss, count in losses if count)
-        mean = total / count
-        if not (math.isfinite(float(own)) or math.isfinite(mean)):
-            return None  # nothing to compare; the Trainer warns of it
-        tolerance = max(_LOSS, 4 * torch.finfo(own.dtype).eps)  # some models take the loss in half precision
-        if abs(float(own) - mean) <= tolerance * abs(mean):
-            return None
-        return (
-            f"The loss of `{type(stage.model).__name__}` for the first microbatch is {float(own):.6g}. The mean over "
-            f"its {count} target tokens of the loss of the next token, on which `parallel` trains, is {mean:.6g}. "
-            "Train this model without `parallel`, or pass labels for which the two are equal."
-        )
+        text = _other_function(stage.model, own.mean.device)
+        if text:
+            return text
+        sums = [(own.total, own.num_targets)]
+        if own.of_batch and not self.smooths:
+            losses = (found for task, found in result.losses.items() if task.stage_key == key)
+            sums.append(next((loss, count) for loss, count in losses if count))
+        for total, count in sums:
+            mean = float(total) / int(count)
+            if not _equal(own.mean, mean):
+                return (
+                    f"The loss of `{type(stage.model).__name__}` for the first microbatch is {float(own.mean):.6g}. "
+                    f"The mean over its {int(count)} target tokens of the loss of the next token, on which `parallel` "
+                    f"trains, is {mean:.6g}. Train this model without `parallel`, or pass labels for which the two "
+                    "are equal."
+                )
+        return None
+
+
+def _other_function(model: PreTrainedModel, device: torch.device) -> str | None:
+    """
+    A sentence if a model's loss function is not that of the next token for labels and logits that are drawn. Those of
+    an untrained model say little: whatever the target, its loss is that of the uniform distribution.
+    """
+    drawn = torch.Generator().manual_seed(0)
+    logits = 8 * torch.randn(1, 16, 32, generator=drawn).to(device)
+    labels = torch.randint(32, (1, 16), generator=drawn).to(device)
+    own = model.loss_function(logits=logits, labels=labels, vocab_size=32)
+    total, count = token_loss(model, logits, labels)
+    mean = float(total) / int(count)
+    if _equal(own, mean):
+        return None
+    return (
+        f"The loss function of `{type(model).__name__}` gives {float(own):.6g} for random logits and labels. With the "
+        f"labels of the next token as `shift_labels`, on which `parallel` trains, it gives {mean:.6g}. Train this "
+        "model without `parallel`, or correct its `loss_function`."
+    )
+
+
+def _equal(own: torch.Tensor, mean: float) -> bool:
+    """Whether two losses differ by rounding only; so do two that are not finite, of which the Trainer warns."""
+    if not (math.isfinite(float(own)) or math.isfinite(mean)):
+        return True
+    tolerance = max(_LOSS, 4 * torch.finfo(own.dtype).eps)  # some models take the loss in half precision
+    return abs(float(own) - mean) <= tolerance * abs(mean)
 
 
 def _unequal(names: Sequence[str], num_parameters: int, ranks: tuple[int, ...]) -> str:

@@ -186,6 +186,10 @@ METHODS: Mapping[str, Entry] = {
 """The methods of `Trainer`."""
 
 
+_AT_IMPORT = {name: vars(Trainer).get(name) for name in METHODS}
+"""Methods of the stock Trainer, to tell those that are replaced in its class later."""
+
+
 def check_overrides(cls: type, ours: type) -> None:
     """
     Refuses overrides that a plan would ignore, or that replace what it needs.
@@ -207,31 +211,74 @@ def check_overrides(cls: type, ours: type) -> None:
             reached = place < order.index(ours)
             if isinstance(entry, NeverCalled) or not reached or not _calls(vars(owner)[name], name):
                 raise ValueError(_refusal(owner, ours, name, entry))
+    for name, entry in METHODS.items():
+        method = vars(Trainer).get(name)
+        if isinstance(entry, Holds) or method is _AT_IMPORT[name]:
+            continue
+        reached = name not in vars(ours) or _calls(vars(ours)[name], name)
+        if isinstance(entry, NeverCalled) or not reached or not _calls(method, name):
+            raise ValueError(f"`Trainer.{name}` {_fate(entry)}. {entry.remedy}")
+
+
+def check_assignment(cls: type, name: str, method: Any) -> None:
+    """
+    Refuses a method of one Trainer that a plan would ignore, or that replaces what it needs.
+
+    Args:
+        cls (`type`): The class of the Trainer.
+        name (`str`): The attribute that is set.
+        method (`Any`): What it is set to.
+
+    Raises:
+        `ValueError`: As [`check_overrides`].
+    """
+    entry = METHODS.get(name)
+    if entry is None or isinstance(entry, Holds):
+        return
+    if isinstance(entry, NeverCalled) or not _calls(method, name):
+        raise ValueError(f"`{name}` of this `{cls.__name__}` {_fate(entry)}. {entry.remedy}")
 
 
 def _calls(method: Any, name: str) -> bool:
-    """Whether the code of an override mentions the method that it overrides; true where there is no code to read."""
+    """
+    Whether the code of an override mentions the method that it overrides, by name or by a variable that has it; true
+    where there is no code to read.
+    """
     function = inspect.unwrap(getattr(method, "__func__", method))
     code = getattr(function, "__code__", None)
     pending = [] if code is None else [code]
     found = code is None
     while pending:
         code = pending.pop()
-        found = found or name in code.co_names
+        used = [function.__globals__.get(variable) for variable in code.co_names]
+        found = found or name in code.co_names or _has_method(used, name)
         pending += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    return found
+    return found or _has_method(_closed_over(function), name)
+
+
+def _closed_over(function: Any) -> list[Any]:
+    """The values of the variables that a function has from where it was defined."""
+    return list(inspect.getclosurevars(function).nonlocals.values()) if inspect.isfunction(function) else []
+
+
+def _has_method(values: list[Any], name: str) -> bool:
+    """Whether one of the values is a function or method of this name."""
+    return any(callable(value) and getattr(value, "__name__", None) == name for value in values)
+
+
+def _fate(entry: NeverCalled | Extends) -> str:
+    """What becomes of an override that is refused, and why."""
+    if isinstance(entry, NeverCalled):
+        return f"is overridden, but under a plan it is never called: {entry.reason}"
+    return f"is overridden without a call of the inherited method, which a plan needs: {entry.reason}"
 
 
 def _refusal(owner: type, ours: type, name: str, entry: NeverCalled | Extends) -> str:
     """Why an override is refused, and what to do instead."""
-    if isinstance(entry, NeverCalled):
-        fate = f"is overridden, but under a plan it is never called: {entry.reason}"
-    else:
-        fate = f"is overridden without a call of the inherited method, which a plan needs: {entry.reason}"
     remedy = entry.remedy
     if issubclass(owner, Trainer) and not issubclass(owner, ours):
         remedy = (
             f"A `{owner.__name__}` can't be mixed in: use `MultimodalParallelTrainer` alone, with the data collator "
             f"of `{owner.__name__}` and `remove_unused_columns=False`, or {_WITHOUT}."
         )
-    return f"`{owner.__name__}.{name}` {fate}. {remedy}"
+    return f"`{owner.__name__}.{name}` {_fate(entry)}. {remedy}"

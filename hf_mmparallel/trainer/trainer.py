@@ -60,7 +60,7 @@ from .loaders import check_loader, eval_loader, train_loader
 from .memory_ratio import Mark, MemoryRatio
 from .model_card import write_model_card
 from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler_of_groups, stock_groups
-from .overrides import check_overrides
+from .overrides import check_assignment, check_overrides
 from .progress import DataProgress, check_trainer_state
 from .report import report_plan
 from .rows import row_choice
@@ -209,6 +209,11 @@ class MultimodalParallelTrainer(Trainer):
                 report_plan(self)
                 if self.search is not None:
                     report_search(self.search, Path(self.args.output_dir))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("is_planned"):
+            check_assignment(type(self), name, value)
+        super().__setattr__(name, value)
 
     @functools.cached_property
     def world(self) -> World:
@@ -365,6 +370,7 @@ class MultimodalParallelTrainer(Trainer):
 
     @planned
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        check_overrides(type(self), MultimodalParallelTrainer)
         engine = self._engine
         steps = told_in_optimizer(lambda: self._prepared_optimizer, lambda: engine.account, engine.device)
         with shared_failure("optimizer, callbacks or log"), steps:
@@ -455,6 +461,7 @@ class MultimodalParallelTrainer(Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Metrics on all ranks, predictions on rank 0, each sample once and in the sampler's order."""
+        check_overrides(type(self), MultimodalParallelTrainer)
         check_loader(dataloader, "get_test_dataloader" if description == "Prediction" else "get_eval_dataloader")
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only

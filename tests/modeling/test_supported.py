@@ -126,6 +126,18 @@ def test_models_that_are_not_causal_are_refused(model: type, sentence: str):
     config.is_decoder = True
     with torch.device("meta"):
         check_supported(hf.BertLMHeadModel(config))
+        with pytest.raises(ValueError, match="`BertForMaskedLM` is trained on the loss `ForMaskedLM`"):
+            check_supported(hf.BertForMaskedLM(config))
+
+
+@pytest.mark.parametrize(
+    "suffix", ["Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"]
+)
+def test_models_without_a_language_model_head_are_refused(suffix: str):
+    name = f"Llama{suffix}"
+    config = hf.LlamaConfig(**SIZES, vocab_size=64)
+    with torch.device("meta"), pytest.raises(ValueError, match=f"`{name}` has no language-model head, .* next token"):
+        check_supported(getattr(hf, name)(config))
 
 
 def test_encoders_alone_are_refused():

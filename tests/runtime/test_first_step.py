@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -108,16 +110,51 @@ class OwnLoss:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
 
-def another_loss() -> None:
-    model = tiny.FAMILIES["llava"]()
+def another_loss(layout: dict[str, int], settings: dict[str, Any]) -> None:
+    family = "llava" if "pp_size" in layout else "llama"
+    model = tiny.FAMILIES[family]()
     model.loss_function = OwnLoss()
-    runs.make_trainer("llava", {LM: {"pp_size": 2}}, model=model).train()
+    runs.make_trainer(family, {LM: layout}, model=model, **settings).train()
 
 
-def test_a_loss_that_is_not_of_the_next_token_is_refused():
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [({"pp_size": 2}, {}), ({"pp_size": 2}, {"label_smoothing_factor": 0.1}), ({"cp_size": 2}, {})],
+    ids=["alone", "smoothed", "context"],
+)
+def test_a_loss_that_is_not_of_the_next_token_is_refused(layout: dict[str, int], settings: dict[str, Any]):
     errors = assert_ranks_raise(
         another_loss,
+        3 if "pp_size" in layout else 2,
+        layout,
+        settings,
+        match=r"The loss function of `Lla\w+` gives \d+\.\d+ for random logits and labels\. .*, it gives \d+\.\d+\.",
+    )
+    assert len(set(errors)) == 1
+
+
+def another_loss_in_the_forward(settings: dict[str, Any]) -> None:
+    """The forward adds to the loss, whatever its loss function is."""
+    model = tiny.FAMILIES["llava"]()
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def added(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss + 0.1
+        return output
+
+    model.forward = added
+    runs.make_trainer("llava", {LM: {"pp_size": 2}}, model=model, **settings).train()
+
+
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing_factor": 0.1}], ids=["alone", "smoothed"])
+def test_a_forward_with_another_loss_is_refused(settings: dict[str, Any]):
+    errors = assert_ranks_raise(
+        another_loss_in_the_forward,
         3,
+        settings,
         match=r"The loss of `LlavaForConditionalGeneration` for the first microbatch is 4\.\d+\. The mean",
     )
     assert len(set(errors)) == 1

@@ -23,6 +23,7 @@ from transformers.integrations import integration_utils
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.trainer import argument_table as table
+from hf_mmparallel.trainer import overrides
 from hf_mmparallel.trainer import trainer as trainer_module
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
 from hf_mmparallel.trainer.checks import check_launcher
@@ -250,6 +251,7 @@ def watched_run(folder: Path) -> tuple[dict[str, set[str]], Counter[str], list[s
     runs.draw_nothing()
     count_calls(Trainer)
     count_calls(MultimodalParallelTrainer)
+    overrides._AT_IMPORT.update({name: vars(Trainer).get(name) for name in METHODS})  # counting replaces nothing
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
@@ -376,6 +378,71 @@ def test_overrides_that_hold_are_not_refused():
     for name in of_kind(Holds, METHODS):
         check_overrides(overriding(name, calls=False), MultimodalParallelTrainer)
     check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
+
+
+def method_of(name: str, calls: bool) -> Any:
+    """A function for one Trainer or for the stock class, with or without a call of the method that it replaces."""
+    inherited = getattr(Trainer, name)
+
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        return inherited(*args, **kwargs)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return None
+
+    return extended if calls else replaced
+
+
+@pytest.fixture
+def under_a_plan() -> MultimodalParallelTrainer:
+    trainer = object.__new__(MultimodalParallelTrainer)
+    trainer.is_planned = True
+    return trainer
+
+
+@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if not isinstance(entry, Holds)])
+def test_methods_set_on_a_trainer_are_refused_as_overrides_are(name: str, under_a_plan: MultimodalParallelTrainer):
+    entry: Any = METHODS[name]
+    for calls in (False, True):
+        if calls and isinstance(entry, Extends):
+            setattr(under_a_plan, name, method_of(name, calls=True))
+            continue
+        with pytest.raises(ValueError) as raised:
+            setattr(under_a_plan, name, method_of(name, calls))
+        sentence = str(raised.value)
+        assert sentence.startswith(f"`{name}` of this `MultimodalParallelTrainer` is overridden")
+        assert entry.reason in sentence and sentence.endswith(entry.remedy)
+        assert name not in vars(under_a_plan)
+
+
+def test_methods_set_on_a_trainer_that_hold_or_have_no_plan(under_a_plan: MultimodalParallelTrainer):
+    for name in of_kind(Holds, METHODS):
+        setattr(under_a_plan, name, method_of(name, calls=False))
+    alone = object.__new__(MultimodalParallelTrainer)
+    alone.is_planned = False
+    for name in METHODS:
+        setattr(alone, name, method_of(name, calls=False))
+
+
+@pytest.mark.parametrize("name", [name for name, entry in METHODS.items() if not isinstance(entry, Holds)])
+def test_methods_replaced_in_the_stock_class_are_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    replaced = method_of(name, calls=False)
+    monkeypatch.setattr(Trainer, name, replaced)
+    with pytest.raises(ValueError) as raised:
+        check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
+    assert str(raised.value).startswith(f"`Trainer.{name}` is overridden")
+    entry: Any = METHODS[name]
+    assert entry.reason in str(raised.value)
+
+
+def test_a_stock_method_that_is_extended_holds_where_a_plan_calls_it(monkeypatch: pytest.MonkeyPatch):
+    extended = method_of("_inner_training_loop", calls=True)
+    monkeypatch.setattr(Trainer, "_inner_training_loop", extended)
+    check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
+    unreached = method_of("training_step", calls=True)
+    monkeypatch.setattr(Trainer, "training_step", unreached)
+    with pytest.raises(ValueError, match="`Trainer.training_step` is overridden"):
+        check_overrides(MultimodalParallelTrainer, MultimodalParallelTrainer)
 
 
 class SFTTrainer(Trainer):
