@@ -16,6 +16,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolv
 from hf_mmparallel.search.steps import StepPlanner
 from hf_mmparallel.trainer import loaders, memory_ratio
 from hf_mmparallel.trainer.memory_ratio import MemoryRatio, allocated_since
+from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import run_distributed
 from tests.plan.specs import model_spec
@@ -46,7 +47,7 @@ def planner() -> StepPlanner:
 
 def engine_of(predicted: float) -> Any:
     account = SimpleNamespace(predicted=lambda: RankMemory(activations=predicted))
-    return SimpleNamespace(account=account, groups=SimpleNamespace(control=None))
+    return SimpleNamespace(account=account, world=World())
 
 
 def test_limits_follow_the_largest_ratio_of_a_few_steps(said: list[str]):
