@@ -227,9 +227,9 @@ class Simulations:
     def try_orders(self, share: float) -> None:
         """
         Other schedules and arrangements, where these are left open: of the fastest layout of each shape (which modules
-        share ranks, how many stages each has) slices with each arrangement, then with each schedule; all replicas of
-        it with the best of them, and of the next layouts of that shape, as far as the slices say that they could be
-        the fastest. As many shapes as a share of the effort allows, but two, and none that is much slower.
+        share ranks, how many stages each has) slices with each schedule and each arrangement; all replicas of it with
+        the best of them, and of the next layouts of that shape, as far as the slices say that they could be the
+        fastest. As many shapes as a share of the effort allows, but two, and none that is much slower.
         """
         if len(self.problem.schedules) == len(self.problem.methods) == 1:
             return
