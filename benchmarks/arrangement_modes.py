@@ -18,11 +18,11 @@ from paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
 from rich.table import Table
 
 from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
-from hf_mmparallel.cost.rows import chunk_sizes
+from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
-from hf_mmparallel.search.condense import predict_condensed
-from hf_mmparallel.search.method_choice import CHOICES, KEEPING_LIMITS, choose_method
-from hf_mmparallel.search.steps import Prediction, StepPlanner
+from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.method_choice import CHOICES, KEEPING_LIMITS, choose_method
+from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")
 MICROBATCHES = (4, 8)

@@ -17,11 +17,11 @@ from hf_mmparallel.cost import layer_table
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
 from hf_mmparallel.schedule import condense
-from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.search.steps import Prediction
+from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.step_planner import Prediction
 
 MOST_MICROBATCHES = 256
 CUT = 1.3  # times the best: layouts whose closed form is slower are not simulated

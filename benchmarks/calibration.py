@@ -48,7 +48,7 @@ from hf_mmparallel.cost.calibration import uncalibrated
 from hf_mmparallel.cost.run_log import RUN_LOG, LoggedWindow, tasks_of
 from hf_mmparallel.runtime.links import link_constants
 from hf_mmparallel.search.comparison import StepComparer, kind_of
-from hf_mmparallel.search.steps import Prediction
+from hf_mmparallel.steps.step_planner import Prediction
 from hf_mmparallel.world import World
 
 RANKS = 2
@@ -257,7 +257,7 @@ def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) 
     dist.barrier()
     result: dict[str, Any] = {"links": links}
     plans = (FITTED, *sizes.judged)
-    drawing = mock.patch("hf_mmparallel.trainer.report.draw_prediction")
+    drawing = mock.patch("hf_mmparallel.trainer.start_report.draw_prediction")
     with drawing, redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # the plans
         fitted = [
             train(case, shapes, sizes.batch, sizes.fitted_steps, 0, folder / name, None)

@@ -16,10 +16,10 @@ from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import UnawareOptions, all_trained
-from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.partition import partition_layers, partition_shared
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.steps.condensed import predict_condensed
 
 DEVICE = find_device("a40")
 MICROBATCH = SECOND_RUN.microbatch_samples

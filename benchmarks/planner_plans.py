@@ -32,7 +32,7 @@ from hf_mmparallel.plan.resolve import check_plan
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import simulate
 from hf_mmparallel.search.problem import Candidate, Layout
-from hf_mmparallel.search.steps import PlannedStep, StepPlanner
+from hf_mmparallel.steps.step_planner import PlannedStep, StepPlanner
 from hf_mmparallel.world import World
 
 FROZEN = ((), ("tower",), (LANGUAGE_MODEL,))

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device, training_flops
-from hf_mmparallel.cost.engine import Engine
+from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import (
@@ -24,10 +24,10 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.schedule import condense
-from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.fully_sharded import FullySharded, fully_sharded
 from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.search.steps import Prediction, StepPlanner
+from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 FOLDER = Path(__file__).parent / "published"
 RECOMPUTED = {"none": (False,), "full": (True,), "selective": (False, True)}

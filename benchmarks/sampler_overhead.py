@@ -45,7 +45,7 @@ from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.media import readers
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 
 sys.path.append(str(common.ROOT / "examples"))
 from charts import build_processor, chart_dataset  # pyright: ignore[reportMissingImports]

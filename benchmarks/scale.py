@@ -37,7 +37,7 @@ from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import keys_of_rank
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Program
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 
 DATASET, MODEL, METHOD = "synthchartnet", "llama3-3b", "hierarchical"
 REPLICA, DEEP = ModulePlugin(pp_size=2, tp_size=4), ModulePlugin(pp_size=8, tp_size=8)

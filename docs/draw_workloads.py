@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import step_balance
-from hf_mmparallel.arrange.draw import BEFORE, balance_png
+from hf_mmparallel.drawing.workload_chart import BEFORE, balance_png
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

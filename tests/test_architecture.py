@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -24,20 +25,25 @@ LEVELS = {
     "arrange": 1,
     "cost": 1,
     "schedule": 1,
-    "search": 2,
+    "drawing": 2,
+    "steps": 2,
     "data": 3,
     "modeling": 3,
+    "search": 3,
     "runtime": 4,
     "callbacks": 5,
-    "cli": 5,
     "page": 5,
-    "trainer": 5,
+    "planner": 5,
+    "cli": 6,
+    "trainer": 6,
 }
 FORBIDDEN = {
     "plan": ("torch", "transformers", "accelerate"),
     "arrange": ("torch", "transformers", "accelerate"),
     "cost": ("torch", "transformers", "accelerate"),
     "schedule": ("torch", "transformers", "accelerate"),
+    "drawing": ("torch", "transformers", "accelerate"),
+    "steps": ("torch.distributed", "transformers", "accelerate"),
     "search": ("torch.distributed", "transformers", "accelerate"),
     "page": ("torch", "transformers", "accelerate"),
 }
@@ -92,6 +98,34 @@ def cycle(root: Path) -> list[str] | None:
     except CycleError as error:
         return error.args[1]
     return None
+
+
+def file_cycle(root: Path) -> list[str] | None:
+    """Files that import each other when they are loaded, or `None`; imports inside functions are left out."""
+    names = {".".join((root.name, *path.relative_to(root).with_suffix("").parts)): path for path in root.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        if path.name == "__init__.py":
+            continue
+        lines = {node.lineno for node in ast.parse(path.read_text()).body}
+        for line, imported in imports_of(path, root):
+            target = imported if imported in names else imported.rpartition(".")[0]
+            if line in lines and target in names and target != name:
+                graph.setdefault(name, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def test_no_two_files_import_each_other():
+    assert file_cycle(PACKAGE) is None
+
+
+def test_no_two_files_of_the_package_have_one_name():
+    names = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_imports_point_down():

@@ -24,8 +24,8 @@ from .estimate import Pipeline
 from .exchange import Room, exchange, padded
 from .greedy import NoRoomError, fill_bins
 from .length_arrangement import arrange_by_length
+from .microbatch_sizes import LARGEST, Sizes, best_count, best_sizes
 from .replicas import assign_replicas
-from .sizes import LARGEST, Sizes, best_count, best_sizes
 from .tracks import Track, cut, generator_tracks, microbatch_counts, tracks_of
 
 _LANGUAGE_EVEN = 0.5  # what the language model counts between microbatches, where encoders come first and count 1

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
 from .lengths import NUM_ORDERS, group_by_length, possible_orders
-from .sizes import Sizes
+from .microbatch_sizes import Sizes
 
 if TYPE_CHECKING:
     from .hierarchical import Batch, Placement

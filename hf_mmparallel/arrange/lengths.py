@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from .deferral import pair_order
 from .greedy import NoRoomError
-from .sizes import Sizes
+from .microbatch_sizes import Sizes
 
 NUM_ORDERS = 3
 _CLOSE = 1e-3  # of a microbatch: how near its cost comes to the least possible

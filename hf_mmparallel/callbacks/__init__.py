@@ -3,8 +3,8 @@
 from .base import EngineCallback
 from .metrics import ParallelMetricsCallback
 from .prediction import PredictionCallback
-from .progress import LossProgressCallback
-from .timeline import TimelineCallback
+from .progress_bar import LossProgressCallback
+from .step_timelines import TimelineCallback
 
 __all__ = [
     "EngineCallback",

@@ -12,12 +12,12 @@ from typing import Any
 from ..arrange.balance import excess
 from ..cost import training_flops
 from ..plan import ModelSpec
-from ..runtime.devices import MEASURED
+from ..runtime.device_detection import MEASURED
 from ..runtime.executor import StepResult
 from ..runtime.work import ModuleWork
 from ..world import World
-from .balance import RanStep, forward_metrics, last_step, mean_of, measure
 from .base import EngineCallback
+from .workload_balance import RanStep, forward_metrics, last_step, mean_of, measure
 
 _MOST_STEPS = 1000  # of which a log tells, when the loss is logged seldom
 

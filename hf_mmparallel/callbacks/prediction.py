@@ -28,7 +28,7 @@ from ..search.comparison import (
     rank_durations,
     times_on_a_rank,
 )
-from ..search.steps import Prediction
+from ..steps.step_planner import Prediction
 from .base import EngineCallback, not_worth_a_run
 from .metrics import core_per_rank
 

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .arguments import add_env_parser, add_plan_parser, add_simulate_parser
-from .calibrate import add_calibrate_parser
-from .profile import add_profile_parser
+from .calibrate_command import add_calibrate_parser
+from .parsers import add_env_parser, add_plan_parser, add_simulate_parser
+from .profile_command import add_profile_parser
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from .limits import MEMORY_SHARE, eager_caps, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
-from .stages import LayerTable, StageCost, data_gradients, layer_table, stage_costs
+from .stage_times import LayerTable, StageCost, data_gradients, layer_table, stage_costs
 from .step import StepCost
 from .workloads import batch_workloads
 

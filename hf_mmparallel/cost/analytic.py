@@ -9,7 +9,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .collectives import all_reduce
 from .devices import Hardware
 from .elementwise import FUSED_SCORE_BYTES, SCORE_BYTES, layer_elementwise
-from .engine import OURS, Engine
+from .engine_traits import OURS, Engine
 from .kept import (
     DTYPE_BYTES,
     FULL,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL, ModuleSpec, ParameterUse
-from .engine import Engine
+from .engine_traits import Engine
 from .kept import FULL, LayerShape, Matrix, Norm, Precision, chain_widths, is_attention, is_split
 
 _RMS_STEPS = 6

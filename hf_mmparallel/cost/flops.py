@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, SampleSizes
 from .analytic import layer_flops
-from .stages import data_gradients, inner_gradient_share, trainable_share, windowed_squares
+from .stage_times import data_gradients, inner_gradient_share, trainable_share, windowed_squares
 
 
 def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:

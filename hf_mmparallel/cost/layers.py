@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ..plan import ModelSpec
 from .devices import Hardware
-from .engine import OURS, Engine
+from .engine_traits import OURS, Engine
 
 BYTES_PER_VALUE = 2
 

@@ -14,7 +14,7 @@ from .devices import Hardware
 from .kept import grouped_copies
 from .layers import CostModel
 from .memory import StepUse, sample_features, state_per_rank
-from .rows import RowLayout
+from .row_sizes import RowLayout
 from .stage_memory import GIB, StageMemory, stage_memories
 
 MEMORY_SHARE = 0.9

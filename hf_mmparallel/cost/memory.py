@@ -11,7 +11,7 @@ from ..plan import ParallelPlan, SampleSizes, StepPlan
 from ..schedule.actions import StageKey
 from .kept import grouped_copies
 from .layers import CostModel
-from .rows import ChunkKey, chunk_sizes
+from .row_sizes import ChunkKey, chunk_sizes
 from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
 
 

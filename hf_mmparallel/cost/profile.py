@@ -17,7 +17,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec
 from .analytic import DTYPE_BYTES, AnalyticLayers
 from .devices import Hardware
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
-from .stages import windowed_squares
+from .stage_times import windowed_squares
 
 PROFILE_VERSION = 2
 FIT_TOLERANCE = 0.15

@@ -23,7 +23,7 @@ from .kept import (
     with_trainable,
 )
 from .layers import CostModel, Polynomial
-from .stages import data_gradients
+from .stage_times import data_gradients
 
 GIB = 2**30
 GRADIENT_BUCKET_BYTES = 25 * 2**20

@@ -16,8 +16,8 @@ from ..schedule.actions import Message, StageKey
 from .collectives import all_reduce
 from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
-from .rows import ChunkKey, ChunkSize, RowLayout, chunk_sizes
-from .stages import StageCost, stage_costs
+from .row_sizes import ChunkKey, ChunkSize, RowLayout, chunk_sizes
+from .stage_times import StageCost, stage_costs
 
 
 class StepCost:

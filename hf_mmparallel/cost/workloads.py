@@ -7,8 +7,8 @@ import numpy as np
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, Workloads
 from .layers import CostModel
 from .limits import fitting_tokens
-from .rows import RowLayout
-from .stages import layer_table
+from .row_sizes import RowLayout
+from .stage_times import layer_table
 
 
 def batch_workloads(

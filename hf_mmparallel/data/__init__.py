@@ -1,7 +1,7 @@
 """From datasets to the inputs of each task."""
 
 from .chat_collator import ChatCollator, PretokenizedCollator
-from .context import cut_row, shard_row
+from .context_tokens import cut_row, shard_row
 from .defaults import default_collator
 from .packing import PackingCollator, unpack
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, StepPlan
 from ..schedule import Program
-from .context import BatchKey, ContextCut
+from .context_tokens import BatchKey, ContextCut
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule import Program
-from ..search.steps import StepPlanner
+from ..steps.step_planner import StepPlanner
 from .bad_samples import BadSample, stored_row
-from .context import BatchKey, ContextCut, ContextCutter
+from .context_tokens import BatchKey, ContextCut, ContextCutter
 from .digests import text_digest
 from .draws import Draw
 from .fingerprint import StepFingerprint, fingerprint

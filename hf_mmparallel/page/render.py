@@ -16,7 +16,7 @@ from ..arrange.balance import Balance
 from ..cost.stage_memory import GIB
 from ..plan import layout_data
 from .content import MemoryCurves, PlanChoice, PlanPage, TextTable
-from .timeline import RankRow, module_colors, rank_rows, timeline_data
+from .script_data import RankRow, module_colors, rank_rows, timeline_data
 
 MAX_REPLICAS = 8
 SCRIPTS = ("numbers.js", "picture.js", "page.js")  # one scope

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..cost.devices import PEAK_OF_DTYPE
 from ..kernels.bitfield_attention import bitfield_attention, encode_words
-from .devices import known_device, measure_device
+from .device_detection import known_device, measure_device
 from .timing import run_seconds, synchronize
 
 _LAUNCHES = 200

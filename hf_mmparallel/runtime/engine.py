@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cost import CostModel, analytic_costs, find_device
-from ..data.context import WORDS, ContextCutter, layer_costs, layer_windows
+from ..data.context_tokens import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
@@ -30,7 +30,7 @@ from ..plan import (
     sync_groups,
 )
 from ..schedule import Program, Task, build_program
-from ..search.steps import StepPlanner
+from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, doing
 from .executor import Executor, StepResult
 from .first_step import FirstStepCheck

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..data.context import WORDS
+from ..data.context_tokens import WORDS
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling.stages import activation_dtype

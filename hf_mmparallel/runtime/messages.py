@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..data.context import WORDS, BatchKey
+from ..data.context_tokens import WORDS, BatchKey
 from ..data.loader import StepBatch
 from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage

@@ -12,7 +12,7 @@ from ..cost import RankMemory
 from ..cost.stage_memory import GIB
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule.actions import Action, Task
-from ..search.steps import PlannedStep, StepPlanner
+from ..steps.step_planner import PlannedStep, StepPlanner
 from .gradients import local
 
 _STEPPING = "_hf_mmparallel_stepping"

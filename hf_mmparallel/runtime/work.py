@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.context import WORDS
+from ..data.context_tokens import WORDS
 from ..kernels.bitfield_attention import decode_words
 from ..modeling.hollow import hidden_of
 from .messages import num_rows_of

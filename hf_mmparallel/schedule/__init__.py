@@ -1,12 +1,12 @@
 """Which rank does what when: tasks, order, actions, checks, simulation, pictures."""
 
 from .actions import Action, DeadlockError, Message, ProgramError, Task
-from .checks import check_program
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, condensed_program, lower, receive_ahead
 from .parts import Condensed, Part, condense, condensed_ranks
 from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
 from .program import Program
+from .program_checks import check_program
 from .replay import Replay, simulate_parts
 from .scheduler import Timeline, default_cost, order_tasks, schedule_tasks
 from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulate

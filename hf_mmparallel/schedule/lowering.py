@@ -11,13 +11,13 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StepPlan, SyncGroup
+from .action_lists import PartRows, ProgramRows, TaskTimes
 from .actions import Action, StageKey
-from .checks import verify
 from .graph import StageRanks, TaskGraph, build_graph
 from .parts import Part, condense
 from .policies import may_alternate, policy_caps
 from .program import Program
-from .rows import PartRows, ProgramRows, TaskTimes
+from .program_checks import verify
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 
 

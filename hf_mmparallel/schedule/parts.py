@@ -18,9 +18,9 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ModulePlan, ParallelPlan, Stage, StepPlan, SyncGroup
+from .action_lists import PartRows, ProgramRows
 from .actions import StageKey
 from .program import Program
-from .rows import PartRows, ProgramRows
 
 Member = tuple[str, int]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from .action_lists import ProgramRows, TaskTimes, checksum
 from .actions import Action, Task, TaskKey
-from .rows import ProgramRows, TaskTimes, checksum
 
 _TIMES = re.compile(r"(.*) \[(\S+), (\S+)\]")
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, SyncGroup
+from .action_lists import PartRows
 from .graph import StageRanks, TaskGraph
-from .rows import PartRows
 
 
 class Proof:

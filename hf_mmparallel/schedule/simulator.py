@@ -11,8 +11,8 @@ import numpy as np
 
 from ..plan import ParallelPlan
 from .actions import Action, DeadlockError, Message, StageKey, Task
-from .checks import waiting_table
 from .program import Program
+from .program_checks import waiting_table
 from .scheduler import Cost, default_cost
 
 

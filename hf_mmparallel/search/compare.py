@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
+from ..steps.condensed import on_all_ranks, predict_condensed
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, unlike
-from .condense import on_all_ranks, predict_condensed
+from .encoders_replicated import ReplicatedEncoders
 from .explain import bound_of, least_memory_bytes, reason_for
 from .fully_sharded import FullySharded, fully_sharded
 from .options import Kind, ModuleOptions
 from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
 from .ratio import RatioLayouts
-from .replicated import ReplicatedEncoders
 from .simulations import step_planner
 from .single_layout import SingleLayouts, even_layers
 from .strategy_space import ModuleDemand, Role

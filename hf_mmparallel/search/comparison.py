@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..arrange.draw import number_text
 from ..cost import StepCost
 from ..cost.calibration import uncalibrated
 from ..cost.layers import LayersWithoutSums
 from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
-from ..cost.stages import StageCost, stage_costs
+from ..cost.stage_times import StageCost, stage_costs
+from ..drawing.workload_chart import number_text
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule import Task, simulate
 from ..schedule.actions import StageKey
-from .steps import PlannedStep, Prediction, StepPlanner
+from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 
 _GROUPS = 4  # of the tasks of a kind of stages, by their size
 _SPREAD = 0.02  # of their sizes, below which they are one group

@@ -12,7 +12,7 @@ from ..cost import layer_table, model_flops
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.collectives import all_gather, all_reduce
 from ..cost.optimizer import update_bytes
-from ..cost.rows import group_sizes
+from ..cost.row_sizes import group_sizes
 from ..plan import ParameterSpec, SampleSizes
 from .options import Kind, ModuleOptions
 from .problem import PlanningProblem

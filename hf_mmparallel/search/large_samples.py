@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .steps import Prediction
+from ..steps.step_planner import Prediction
 
 
 def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...], int, int]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..arrange.lengths import group_by_length
 from ..cost import layer_table
-from ..cost.rows import RowLayout
+from ..cost.row_sizes import RowLayout
 from ..plan import ModulePlan, Stage
 from .problem import PlanningProblem, draw_batch
 

@@ -11,8 +11,8 @@ from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.parallel_plan import SCHEDULES, Schedule
-from .method_choice import CHOICES, KEEPING_LIMITS
-from .steps import Prediction
+from ..steps.method_choice import CHOICES, KEEPING_LIMITS
+from ..steps.step_planner import Prediction
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ..steps.condensed import on_all_ranks
 from .candidates import CandidateSpace, unlike
-from .condense import on_all_ranks
 from .explain import bound_of, no_plan_error, reason_for
 from .problem import PlanningProblem, SearchResult
 from .simulations import Simulations, unlike_sizes

@@ -14,11 +14,11 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from ..plan.parallel_plan import Schedule
+from ..steps.condensed import predict_condensed
+from ..steps.step_planner import Prediction, StepPlanner
 from .candidates import CandidateSpace, Estimated
-from .condense import predict_condensed
 from .large_samples import runs_large_samples_alone
 from .problem import Candidate, PlanningProblem, RankedPlan, draw_batch
-from .steps import Prediction, StepPlanner
 
 _NUM_BATCHES, _FEWER_BATCHES = 3, 2
 _MANY_SAMPLES = 4096  # of a batch, beside which others are so alike that fewer are enough

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..cost import CostModel, layer_table
-from ..cost.rows import RowLayout
+from ..cost.row_sizes import RowLayout
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes
 from .stability import StabilityReport, draw_from, minimum_stable_batch
 

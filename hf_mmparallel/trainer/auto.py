@@ -13,11 +13,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..arrange.contiguous import num_microbatches
 from ..callbacks.base import not_worth_a_run
-from ..cli.answer import Answer, Inputs
-from ..cli.inputs import ModelSource, Samples
-from ..cli.output import page_of, save_plan
-from ..cli.report import origins, print_labelled, print_runners_up, summary
-from ..cli.settings import Settings
 from ..cost.stage_memory import GIB
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
@@ -25,14 +20,19 @@ from ..modeling.possible_sizes import possible_sizes
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_trained, check_world_size
+from ..planner.answer import Answer, Inputs
+from ..planner.files import page_of, save_plan
+from ..planner.inputs import ModelSource, Samples
+from ..planner.settings import Settings
+from ..planner.text import origins, print_labelled, print_runners_up, summary
 from ..search.problem import PlanningProblem, SearchResult
 from ..search.search import search_plans
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
-from .limits import allowed_bytes
-from .report import mean_tokens, size_origin, stderr_console
-from .sample_sizes import representative_draw
+from .oversized_samples import allowed_bytes
 from .saved_plan import SAVED_PLAN, check_same_settings
+from .start_report import mean_tokens, size_origin, stderr_console
+from .training_sizes import representative_draw
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer

@@ -36,11 +36,11 @@ from ..plan import (
     plan_for_model,
 )
 from ..plan.plugin import reject_unknown_keys
-from ..runtime.devices import device_of_ranks, tf32_is_on
+from ..runtime.device_detection import device_of_ranks, tf32_is_on
 from ..runtime.engine import ParallelEngine
 from ..world import World
 from .arguments import MultimodalTrainingArguments
-from .checks import check_model
+from .start_checks import check_model
 
 logger = get_logger(__name__)
 

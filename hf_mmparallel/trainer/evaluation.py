@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
-from ..data.context import WORDS
+from ..data.context_tokens import WORDS
 from ..data.packing import unpack
 from ..modeling.hollow import cast_values
 from ..runtime.engine import ParallelEngine

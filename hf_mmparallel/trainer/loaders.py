@@ -20,17 +20,17 @@ from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
-from ..search.method_choice import DEFAULT_METHOD
-from ..search.steps import SizeFunction, StepPlanner
+from ..steps.method_choice import DEFAULT_METHOD
+from ..steps.step_planner import SizeFunction, StepPlanner
 from ..world import World
 from .arguments import AUTO
-from .checks import check_dataset
-from .limits import allowed_bytes
 from .memory_ratio import MemoryRatio, allocated_since
+from .oversized_samples import allowed_bytes
+from .start_checks import check_dataset
 
 if TYPE_CHECKING:
-    from .sample_sizes import SharedSizes
     from .trainer import MultimodalParallelTrainer
+    from .training_sizes import SharedSizes
 
 
 def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from ..data.draws import Draw
 from ..plan import SampleSizes
 from ..runtime.engine import ParallelEngine
-from ..search.steps import StepPlanner
+from ..steps.step_planner import StepPlanner
 
 logger = get_logger(__name__)
 

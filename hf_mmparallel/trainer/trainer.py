@@ -33,7 +33,7 @@ from ..runtime.atomic import atomic_folder, save_errors, sync_file
 from ..runtime.engine import ParallelEngine
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.out_of_memory import mark_steps, told_in_optimizer
-from ..search.method_choice import KEEPING_LIMITS, MethodChoice
+from ..steps.method_choice import KEEPING_LIMITS, MethodChoice
 from ..world import ACTIVITY, World, shared_failure
 from .agreement import SampleAgreement, TargetCount, check_same_folder
 from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
@@ -51,22 +51,22 @@ from .build import (
     single_process_arguments,
     with_packing,
 )
-from .checks import check_launch, check_launcher, check_output_dir, check_trainer
 from .columns import check_columns, choose_collator, missing_columns
+from .data_progress import DataProgress, check_trainer_state
 from .evaluation import check_full_precision, evaluate
 from .finite import FiniteCheck
-from .limits import LimitWatch
 from .loaders import check_loader, eval_loader, train_loader
 from .memory_ratio import Mark, MemoryRatio
 from .model_card import write_model_card
 from .optimizer_state import is_by_name, load_optimizer_and_scheduler, scheduler_of_groups, stock_groups
 from .overrides import check_assignment, check_overrides
-from .progress import DataProgress, check_trainer_state
-from .report import report_plan
-from .rows import row_choice
-from .sample_sizes import TrainingSizes
+from .oversized_samples import LimitWatch
+from .packing_choice import row_choice
 from .saved_plan import SAVED_PLAN, warn_of_other_settings
 from .signature import by_name, shows_stock_signature
+from .start_checks import check_launch, check_launcher, check_output_dir, check_trainer
+from .start_report import report_plan
+from .training_sizes import TrainingSizes
 
 logger = get_logger(__name__)
 

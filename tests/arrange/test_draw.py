@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-from hf_mmparallel.arrange import draw
 from hf_mmparallel.arrange.balance import Balance
+from hf_mmparallel.drawing import workloads as draw
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
 

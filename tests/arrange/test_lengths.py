@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.greedy import NoRoomError
 from hf_mmparallel.arrange.lengths import NUM_ORDERS, group_by_length, possible_orders
-from hf_mmparallel.arrange.sizes import Sizes
+from hf_mmparallel.arrange.microbatch_sizes import Sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_plan
 from tests.plan.specs import model_spec
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange.estimate import Pipeline
-from hf_mmparallel.arrange.sizes import LARGEST, Sizes, best_count, best_sizes
+from hf_mmparallel.arrange.microbatch_sizes import LARGEST, Sizes, best_count, best_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from hf_mmparallel.plan.parallel_plan import Schedule
 from tests.plan.specs import model_spec

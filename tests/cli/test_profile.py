@@ -12,7 +12,7 @@ import transformers
 from rich.console import Console
 
 from hf_mmparallel.cli.main import main
-from hf_mmparallel.cli.profile import constants_text, links_text, misfits, report
+from hf_mmparallel.cli.profile_command import constants_text, links_text, misfits, report
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec, layer_profile

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_mmparallel.cost import analytic_costs, layer_flops
-from hf_mmparallel.cost.stages import trainable_share
+from hf_mmparallel.cost.stage_times import trainable_share
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec
 from tests import tiny

@@ -10,7 +10,7 @@ from hf_mmparallel.cost import analytic_costs, model_flops
 from hf_mmparallel.cost.flops import attended_squares
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.runtime.work import language_work
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, VOCABULARY, model
 
 WINDOW = 8

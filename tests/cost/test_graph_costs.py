@@ -7,7 +7,7 @@ import pytest
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads
-from hf_mmparallel.cost.stages import stage_costs
+from hf_mmparallel.cost.stage_times import stage_costs
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import build_graph, condense
 from tests.cost.models import PLAIN, model

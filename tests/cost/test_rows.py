@@ -8,7 +8,7 @@ import pytest
 from hf_mmparallel.arrange import arrange_step, step_balance
 from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads
 from hf_mmparallel.cost.memory import held_sizes
-from hf_mmparallel.cost.rows import chunk_sizes
+from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
 from tests.cost.models import PLAIN, h100, model

@@ -11,12 +11,12 @@ from transformers import AutoConfig, LlamaForCausalLM
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, layer_table
 from hf_mmparallel.cost.collectives import all_gather, all_reduce
-from hf_mmparallel.cost.engine import Engine
+from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.cost.kept import grouped_copies
 from hf_mmparallel.cost.memory import held_sizes
 from hf_mmparallel.cost.optimizer import optimizer_ms
-from hf_mmparallel.cost.rows import chunk_sizes
-from hf_mmparallel.cost.stages import windowed_squares
+from hf_mmparallel.cost.row_sizes import chunk_sizes
+from hf_mmparallel.cost.stage_times import windowed_squares
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan

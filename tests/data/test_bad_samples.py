@@ -17,7 +17,7 @@ from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.media import readers
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
 from .conversations import broken, conversation, image_file, undecoded

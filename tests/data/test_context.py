@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.data.context import ContextCut, ContextCutter, cut_row, layer_costs, layer_windows, shard_row
+from hf_mmparallel.data.context_tokens import (
+    ContextCut,
+    ContextCutter,
+    cut_row,
+    layer_costs,
+    layer_windows,
+    shard_row,
+)
 from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan

@@ -9,8 +9,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from hf_mmparallel.cli.inputs import read_model
 from hf_mmparallel.data.hub import check_hub
+from hf_mmparallel.planner.inputs import read_model
 
 
 @pytest.fixture

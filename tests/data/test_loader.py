@@ -25,7 +25,7 @@ from hf_mmparallel.data.loader import (
     stable_seed,
 )
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
 SPEC = model_spec()
@@ -199,7 +199,7 @@ def test_arrangement_program_and_reading_take_place_in_the_worker_and_equal_the_
         return iter(DataLoader(dataset, batch_sampler=draws, collate_fn=as_is, num_workers=num_workers))  # type: ignore
 
     inline, ahead = list(steps(0)), steps(1)
-    for name in ("hf_mmparallel.search.steps.StepPlanner.__call__", f"{__name__}.Noisy.__getitem__"):
+    for name in ("hf_mmparallel.steps.step_planner.StepPlanner.__call__", f"{__name__}.Noisy.__getitem__"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("the main process does a worker's work"))
     for here, there in zip(inline, ahead, strict=True):
         assert here.step == there.step and here.draw == there.draw and here.program == there.program

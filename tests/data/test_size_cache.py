@@ -24,7 +24,7 @@ from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_cache import SizeCache
 from hf_mmparallel.data.size_sources import LayerTokens, LazySizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from hf_mmparallel.trainer.sample_sizes import representative_draw
+from hf_mmparallel.trainer.training_sizes import representative_draw
 from tests.data.test_chat_collator import llava, say
 from tests.plan.specs import model_spec
 

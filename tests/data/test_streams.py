@@ -23,7 +23,7 @@ from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.plan.specs import model_spec
 
 SPEC = model_spec()

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import example, given, settings
 
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, render_page, write_page
-from hf_mmparallel.page.timeline import rank_rows, timeline_data
+from hf_mmparallel.page.script_data import rank_rows, timeline_data
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModelSpec,

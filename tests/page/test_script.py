@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import hf_mmparallel.page
-from hf_mmparallel.page.timeline import rank_rows, timeline_data
-from hf_mmparallel.schedule.draw import COLORS
+from hf_mmparallel.drawing.timeline import COLORS
+from hf_mmparallel.page.script_data import rank_rows, timeline_data
 from tests.page.pages import example_page
 
 TEMPLATES = Path(hf_mmparallel.page.__file__).parent / "templates"

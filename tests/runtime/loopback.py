@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_mmparallel.data.context import ContextCutter
+from hf_mmparallel.data.context_tokens import ContextCutter
 from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.kernels.bitfield_attention import context_parallel

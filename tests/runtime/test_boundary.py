@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.data.context import ContextCutter
+from hf_mmparallel.data.context_tokens import ContextCutter
 from hf_mmparallel.data.loader import StepBatch, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (

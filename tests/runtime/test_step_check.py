@@ -16,7 +16,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.step_check import StepCheck
 from hf_mmparallel.schedule import Program, Task, build_program
-from hf_mmparallel.search.steps import PlannedStep
+from hf_mmparallel.steps.step_planner import PlannedStep
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed

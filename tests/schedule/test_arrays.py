@@ -30,10 +30,10 @@ from hf_mmparallel.schedule import (
     simulate_parts,
     windows,
 )
-from hf_mmparallel.schedule.checks import verify
+from hf_mmparallel.schedule.action_lists import PartRows, ProgramRows
 from hf_mmparallel.schedule.lowering import blocking_order
+from hf_mmparallel.schedule.program_checks import verify
 from hf_mmparallel.schedule.proof import Proof
-from hf_mmparallel.schedule.rows import PartRows, ProgramRows
 from tests.plan.specs import model_spec
 from tests.schedule import plain
 from tests.schedule.builders import Case, cases, make_plan, make_step

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from PIL import Image, ImageColor
 
+from hf_mmparallel.drawing.timeline import SUM_COLOR, chrome_trace, gantt_png, gantt_text, rank_ranges
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Simulation, Span, Task, build_program, simulate
-from hf_mmparallel.schedule.draw import SUM_COLOR, chrome_trace, gantt_png, gantt_text, rank_ranges
 from tests.schedule.builders import cases, chain, make_step, module_spec
 
 

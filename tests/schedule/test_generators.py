@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_mmparallel.drawing.timeline import chrome_trace, gantt_png, gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, sync_groups
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import (
@@ -21,7 +22,6 @@ from hf_mmparallel.schedule import (
     simulate,
     stage_depths,
 )
-from hf_mmparallel.schedule.draw import chrome_trace, gantt_png, gantt_text
 from tests.schedule.builders import Case, cases, make_plan, make_step, module_spec
 from tests.schedule.test_program import uneven
 

@@ -27,8 +27,8 @@ from hf_mmparallel.schedule import (
     schedule_tasks,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
-from hf_mmparallel.schedule.checks import verify
 from hf_mmparallel.schedule.policies import may_alternate
+from hf_mmparallel.schedule.program_checks import verify
 from tests.plan.specs import model_spec
 from tests.schedule.builders import cases, make_plan, make_step
 

@@ -16,7 +16,7 @@ from hf_mmparallel.cost.run_log import LoggedWindow, MemoryPeak, RunHeader, appe
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.search.comparison import MeasuredStep, StepComparer
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost import models
 
 SPEC = models.model()

@@ -10,7 +10,7 @@ import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
-from hf_mmparallel.cost.engine import Engine
+from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.compare import (
@@ -25,15 +25,15 @@ from hf_mmparallel.search.compare import (
     compare,
     with_faster,
 )
+from hf_mmparallel.search.encoders_replicated import ReplicatedEncoders
 from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
-from hf_mmparallel.search.method_choice import KEEPING_LIMITS
 from hf_mmparallel.search.options import Kind, ModuleOptions
 from hf_mmparallel.search.problem import PlanningProblem, draw_batch
 from hf_mmparallel.search.ratio import RatioLayouts
-from hf_mmparallel.search.replicated import ReplicatedEncoders
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.single_layout import SingleLayouts, even_layers
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.method_choice import KEEPING_LIMITS
+from hf_mmparallel.steps.step_planner import StepPlanner
 
 from ..cost.models import LAYERS, model
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_mmparallel.cli.table import plan_cells
 from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.planner.tables import plan_cells
 from hf_mmparallel.schedule import Simulation, simulate
-from hf_mmparallel.schedule.draw import gantt_text
-from hf_mmparallel.search.condense import on_all_ranks, predict_arranged, simulate_arranged
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.condensed import on_all_ranks, predict_arranged, simulate_arranged
+from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import h100, model
 from tests.search.test_search import sizes_of
 

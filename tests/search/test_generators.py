@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hf_mmparallel.cli.table import plan_table
 from hf_mmparallel.cost import StepCost, analytic_costs, eager_caps, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
+from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan, check_plan
+from hf_mmparallel.planner.tables import plan_table
 from hf_mmparallel.schedule import Message, Task, condense, live_caps
-from hf_mmparallel.schedule.draw import gantt_text
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.steps.condensed import predict_condensed
 from tests.cost.models import HIDDEN, PLAIN, model, module
 from tests.search.test_search import Exhaustive, problem_of
 

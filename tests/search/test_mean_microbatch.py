@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_mmparallel.cost.rows import chunk_sizes
+from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.condense import predict_condensed
 from hf_mmparallel.search.mean_microbatch import MeanMicrobatches
 from hf_mmparallel.search.options import Kind, ModuleOptions
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.simulations import step_planner
+from hf_mmparallel.steps.condensed import predict_condensed
 from tests.search.test_search import problem_of
 
 BATCH, DP, COUNT = 64, 2, 8

@@ -11,8 +11,8 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.search.method_choice import CHOICES, KEEPING_LIMITS, MethodChoice, choose_method
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.method_choice import CHOICES, KEEPING_LIMITS, MethodChoice, choose_method
+from hf_mmparallel.steps.step_planner import StepPlanner
 
 SPEC = PUBLISHED_MODELS["llama3-1b"].spec
 BATCHES = [PUBLISHED["synthchartnet"].draw(64, seed) for seed in range(2)]

@@ -17,13 +17,13 @@ from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
-from hf_mmparallel.search.condense import on_all_ranks, predict_condensed
 from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
 from hf_mmparallel.search.partition import partition_layers
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, draw_batch
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import AS_FAST, in_order, step_planner
+from hf_mmparallel.steps.condensed import on_all_ranks, predict_condensed
 from tests.cost.models import LAYERS, PLAIN, model, module
 
 FROZEN = [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)]

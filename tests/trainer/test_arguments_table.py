@@ -26,8 +26,8 @@ from hf_mmparallel.trainer import argument_table as table
 from hf_mmparallel.trainer import overrides
 from hf_mmparallel.trainer import trainer as trainer_module
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
-from hf_mmparallel.trainer.checks import check_launcher
 from hf_mmparallel.trainer.overrides import METHODS, Extends, Holds, NeverCalled, check_overrides
+from hf_mmparallel.trainer.start_checks import check_launcher
 from tests import tiny
 from tests.distributed import run_distributed
 

@@ -37,7 +37,7 @@ from hf_mmparallel.plan import (
     SampleSizes,
     resolve_plan,
 )
-from hf_mmparallel.runtime.devices import products_in
+from hf_mmparallel.runtime.device_detection import products_in
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.search import options
 from hf_mmparallel.search.candidates import CandidateSpace

@@ -19,9 +19,9 @@ from hf_mmparallel import ParallelMetricsCallback, TimelineCallback
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.callbacks import LossProgressCallback
 from hf_mmparallel.callbacks import metrics as metrics_module
-from hf_mmparallel.callbacks.balance import RanStep, arrangement_metrics, forward_metrics, mean_of, measure
 from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, flops_utilisation
-from hf_mmparallel.callbacks.timeline import cost_from
+from hf_mmparallel.callbacks.step_timelines import cost_from
+from hf_mmparallel.callbacks.workload_balance import RanStep, arrangement_metrics, forward_metrics, mean_of, measure
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.runtime.executor import StepResult, TimedTask
 from hf_mmparallel.runtime.work import ModuleWork

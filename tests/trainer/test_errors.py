@@ -354,7 +354,7 @@ def test_the_docs_list_every_refused_argument():
 def test_losses_and_norms_over_a_whole_batch_are_refused():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from hf_mmparallel.trainer.checks import check_model
+    from hf_mmparallel.trainer.start_checks import check_model
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "vocab_size": 32}
@@ -369,7 +369,7 @@ def test_losses_and_norms_over_a_whole_batch_are_refused():
 
 @pytest.mark.parametrize("make", encoder_decoders.ALL)
 def test_encoder_decoder_models_are_refused(make: Callable[[], Any]):
-    from hf_mmparallel.trainer.checks import check_model
+    from hf_mmparallel.trainer.start_checks import check_model
 
     model = make()
     sentence = f"`{type(model).__name__}` is an encoder-decoder model: .* Train it without `parallel`, or"
@@ -397,7 +397,7 @@ def test_layers_in_no_module_are_told_of(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_models_without_the_loss_of_the_next_token_are_refused():
-    from hf_mmparallel.trainer.checks import check_model
+    from hf_mmparallel.trainer.start_checks import check_model
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config = BertConfig(vocab_size=64, num_attention_heads=4, **sizes)
@@ -420,7 +420,7 @@ def test_a_plan_is_not_searched_for_where_its_prediction_would_leave_out_layers(
     "make", [encoder_decoders.with_whisper, encoder_decoders.bart_decoder, tiny.FAMILIES["voxtral"]]
 )
 def test_encoders_and_decoders_of_such_models_are_not_refused(make: Callable[[], Any]):
-    from hf_mmparallel.trainer.checks import check_model
+    from hf_mmparallel.trainer.start_checks import check_model
 
     check_model(make())
 

@@ -11,8 +11,8 @@ import pytest
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Workloads, resolve_plan
 from hf_mmparallel.trainer import limits, report
-from hf_mmparallel.trainer.limits import LargeSamples, LimitWatch
-from hf_mmparallel.trainer.sample_sizes import StartSizes
+from hf_mmparallel.trainer.oversized_samples import LargeSamples, LimitWatch
+from hf_mmparallel.trainer.training_sizes import StartSizes
 from tests import tiny
 from tests.distributed import run_distributed
 from tests.plan.specs import model_spec

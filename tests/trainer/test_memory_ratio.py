@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_mmparallel.cost import RankMemory, analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer import loaders, memory_ratio
 from hf_mmparallel.trainer.memory_ratio import MemoryRatio, allocated_since
 from hf_mmparallel.world import World

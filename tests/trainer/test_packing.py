@@ -15,7 +15,7 @@ from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, Multimodal
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.trainer import rows
-from hf_mmparallel.trainer.rows import row_choice
+from hf_mmparallel.trainer.packing_choice import row_choice
 from tests import tiny
 from tests.distributed import run_distributed
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from hf_mmparallel.cli.answer import check_memory
-from hf_mmparallel.cli.settings import Settings
 from hf_mmparallel.cost import RankMemory, find_device, usable_bytes
+from hf_mmparallel.planner.answer import check_memory
+from hf_mmparallel.planner.settings import Settings
 from hf_mmparallel.trainer.loaders import training_planner
 
 

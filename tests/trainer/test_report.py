@@ -22,20 +22,20 @@ from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Simulation
-from hf_mmparallel.search.method_choice import MethodChoice, choose_method
-from hf_mmparallel.search.steps import StepPlanner
+from hf_mmparallel.steps.method_choice import MethodChoice, choose_method
+from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer import report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.model_card import plan_section
-from hf_mmparallel.trainer.report import (
+from hf_mmparallel.trainer.packing_choice import RowChoice
+from hf_mmparallel.trainer.start_report import (
     StepReport,
     arrangement_lines,
     report_lines,
     settings_without_effect,
     size_origin,
 )
-from hf_mmparallel.trainer.rows import RowChoice
-from hf_mmparallel.trainer.sample_sizes import representative_draw
+from hf_mmparallel.trainer.training_sizes import representative_draw
 from hf_mmparallel.world import World
 from tests.plan.specs import model_spec
 

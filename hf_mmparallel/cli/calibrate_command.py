@@ -64,7 +64,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
     """
     from ..cost.calibrate import calibrate_logs
     from ..cost.calibration import Calibration, read_costs
-    from .report import new_console
+    from ..planner.text import new_console
 
     logs = [log_file(path) for path in args.logs]
     if args.profile and not Path(args.profile).is_file():

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..arrange.balance import Balance, measured_balance
-from ..arrange.draw import BEFORE, MEASURED, balance_png
 from ..cost import StepCost
+from ..drawing.timeline import chrome_trace, gantt_png
+from ..drawing.workload_chart import BEFORE, MEASURED, balance_png
 from ..schedule import Simulation, Span, Task, simulate
-from ..schedule.draw import chrome_trace, gantt_png
-from .balance import last_balances
 from .base import EngineCallback, not_worth_a_run
+from .workload_balance import last_balances
 
 
 class TimelineCallback(EngineCallback):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import positive
+from .parsers import positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,8 +87,8 @@ def run_profile(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..modeling.layer_profile import LENGTHS, ProfileSettings, profile_layers
+    from ..planner.inputs import read_model
     from ..runtime.constants import measured_constants
-    from .inputs import read_model
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
-from .condense import iteration_ms
-from .steps import StepPlanner
+from .condensed import iteration_ms
+from .step_planner import StepPlanner
 
 KEEPING_LIMITS = ("hierarchical", "tapered")
 """The arrangements whose microbatches keep to limits of tokens and memory."""

@@ -11,13 +11,13 @@ from rich.table import Table
 from ..cost import LayerCosts, RankMemory
 from ..cost.calibration import CalibratedLayers
 from ..cost.profile import MeasuredLayers
+from ..drawing.timeline import gantt_text
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SyncGroup
 from ..runtime.groups import context_groups, talking_pairs
-from ..schedule.draw import gantt_text
 from ..search.problem import RankedPlan, SearchResult
 from .answer import Answer
 from .settings import Settings
-from .table import plan_table, range_text
+from .tables import plan_table, range_text
 
 WIDTH = 160  # of what goes into a file or a pipe
 NARROW = 100  # columns, below which tables leave out lines

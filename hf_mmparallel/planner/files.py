@@ -13,8 +13,8 @@ from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ParallelPlan, layout_data
 from ..search.problem import RankedPlan
 from .answer import Answer
-from .report import batch_text, layouts_text, origins, samples_text, summary
-from .table import layout_text, plan_cells
+from .tables import layout_text, plan_cells
+from .text import batch_text, layouts_text, origins, samples_text, summary
 
 if TYPE_CHECKING:
     from ..page import PlanPage
@@ -207,9 +207,9 @@ def page_of(
         what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): What was changed, and the answers.
     """
     from ..arrange.balance import compare_with_contiguous, step_balance
+    from ..cli.env_command import environment
     from ..cost import memory_timeline
     from ..page import MemoryCurves, PlanChoice, PlanPage, TextTable
-    from .env import environment
 
     prediction, result = answer.prediction, answer.result
     planned, sizes = prediction.planned, prediction.sizes

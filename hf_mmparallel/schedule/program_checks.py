@@ -8,11 +8,11 @@ from itertools import pairwise
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, StepPlan, SyncGroup
+from .action_lists import ProgramRows
 from .actions import Action, DeadlockError, Message, ProgramError, StageKey, Task
 from .graph import TaskGraph, build_graph
 from .program import Program
 from .proof import Proof
-from .rows import ProgramRows
 
 
 def check_program(

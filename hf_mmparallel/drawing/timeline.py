@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .actions import Task
-from .simulator import Simulation, Span, SumSpan
+from ..schedule.actions import Task
+from ..schedule.simulator import Simulation, Span, SumSpan
 
 COLORS = ("#2F6DB5", "#E0762B", "#2E9B6B", "#8A5BB8", "#C2476B", "#7A6A53")
 SUM_COLOR = "#8C929B"

@@ -18,7 +18,7 @@ from ..data.sample_sizes import SizeSource, size_source
 from ..data.size_sources import LayerTokens, keep_sizes, measure_samples, spread
 from ..data.streams import StreamSizes, StreamWindow
 from ..plan import LANGUAGE_MODEL, SampleSizes
-from ..search.steps import SizeFunction
+from ..steps.step_planner import SizeFunction
 from ..world import shared_failure
 from .loaders import without_unused_columns
 

@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 
 from ..cost import RankMemory
+from ..drawing.timeline import rank_ranges
 from ..plan import ModelSpec, ParallelPlan, stage_parameters
 from ..schedule import GradientFlow, Simulation
-from ..schedule.draw import rank_ranges
 
 
 @dataclass

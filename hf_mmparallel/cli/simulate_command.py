@@ -6,15 +6,15 @@ import argparse
 from dataclasses import replace
 
 from ..arrange import contiguous_step, num_microbatches
+from ..drawing.timeline import chrome_trace, gantt_png
 from ..plan import LANGUAGE_MODEL, ParallelPlan, check_plan, plan_for_model
+from ..planner.answer import Inputs, batch_to_fill, predict_plan
+from ..planner.inputs import read_model, read_samples
+from ..planner.settings import Settings, read_plugin
+from ..planner.tables import plan_table
+from ..planner.text import groups_text, ms_text, new_console, plural, print_gantt, print_labelled, report
 from ..schedule import build_program, simulate
-from ..schedule.draw import chrome_trace, gantt_png
-from .answer import Inputs, batch_to_fill, predict_plan
-from .inputs import read_model, read_samples
-from .plan import warn_of_memory, write_files
-from .report import groups_text, ms_text, new_console, plural, print_gantt, print_labelled, report
-from .settings import Settings, read_plugin
-from .table import plan_table
+from .plan_command import warn_of_memory, write_files
 
 
 def run_simulate(args: argparse.Namespace) -> None:

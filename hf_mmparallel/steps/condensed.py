@@ -9,7 +9,7 @@ from ..cost import StepCost, eager_caps, memory_per_rank
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes
 from ..schedule import Condensed, Replay, Simulation, Span, SumSpan, condensed_ranks, default_cost, simulate_parts
-from .steps import PlannedStep, Prediction, StepPlanner
+from .step_planner import PlannedStep, Prediction, StepPlanner
 
 
 def on_all_ranks(prediction: Prediction) -> Prediction:

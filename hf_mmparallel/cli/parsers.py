@@ -141,19 +141,19 @@ def add_env_parser(commands: Any) -> None:
 
 
 def _run_plan(args: argparse.Namespace) -> None:
-    from .plan import run_plan
+    from .plan_command import run_plan
 
     run_plan(args)
 
 
 def _run_simulate(args: argparse.Namespace) -> None:
-    from .simulate import run_simulate
+    from .simulate_command import run_simulate
 
     run_simulate(args)
 
 
 def _run_env(args: argparse.Namespace) -> None:
-    from .env import print_environment
+    from .env_command import print_environment
 
     print_environment()
 

@@ -12,27 +12,27 @@ from rich.console import Console
 
 from ..arrange import num_microbatches
 from ..arrange.balance import Balance, step_balance
-from ..arrange.draw import BEFORE, balance_png, number_text
 from ..callbacks.base import not_worth_a_run
 from ..callbacks.metrics import core_per_rank
-from ..cli.table import plan_table, range_text
 from ..cost import RankMemory
 from ..data.draws import Draw
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
+from ..drawing.timeline import gantt_png
+from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..modeling import count_rows
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan
+from ..planner.tables import plan_table, range_text
 from ..schedule import Simulation
-from ..schedule.draw import gantt_png
-from ..search.condense import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
-from ..search.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
 from ..search.split import split_stability, too_small
-from ..search.steps import PlannedStep, StepPlanner
+from ..steps.condensed import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
+from ..steps.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
+from ..steps.step_planner import PlannedStep, StepPlanner
 from .arguments import AUTO, MultimodalTrainingArguments
-from .limits import LargeSamples
 from .loaders import training_planner, without_unused_columns
 from .model_card import SCHEDULE, WORKLOADS
-from .sample_sizes import representative_draw
+from .oversized_samples import LargeSamples
+from .training_sizes import representative_draw
 
 if TYPE_CHECKING:
     from .trainer import MultimodalParallelTrainer

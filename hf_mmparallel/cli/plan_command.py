@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from ..schedule.draw import chrome_trace, gantt_png
-from .answer import Answer, Inputs, check_memory, solve
-from .inputs import read_model, read_samples
-from .output import WhatIfs, figures, page_of, plan_line, save_plan
-from .report import ms_text, new_console, print_gantt, print_runners_up, report
-from .settings import Settings, read_layout
-from .stability import stability_lines
-from .table import layout_text
+from ..drawing.timeline import chrome_trace, gantt_png
+from ..planner.answer import Answer, Inputs, check_memory, solve
+from ..planner.files import WhatIfs, figures, page_of, plan_line, save_plan
+from ..planner.inputs import read_model, read_samples
+from ..planner.settings import Settings, read_layout
+from ..planner.stability_text import stability_lines
+from ..planner.tables import layout_text
+from ..planner.text import ms_text, new_console, print_gantt, print_runners_up, report
 
 if TYPE_CHECKING:
     from ..search.compare import ComparedPlan

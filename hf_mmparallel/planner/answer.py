@@ -10,11 +10,11 @@ from ..arrange import num_microbatches
 from ..cost import CostModel, RankMemory, fitting_tokens
 from ..cost.calibration import costs_from, read_costs
 from ..data.draws import Draw
+from ..drawing.timeline import rank_ranges
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
-from ..schedule.draw import rank_ranges
-from ..search.method_choice import choose_method
 from ..search.problem import PlanningProblem, SearchResult
-from ..search.steps import Prediction, StepPlanner
+from ..steps.method_choice import choose_method
+from ..steps.step_planner import Prediction, StepPlanner
 from .inputs import ModelSource, Samples
 from .settings import Settings, check_searchable, has_all_sizes
 

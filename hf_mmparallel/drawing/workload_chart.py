@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..schedule.draw import COLORS, tint
-from .balance import Balance, Times
+from ..arrange.balance import Balance, Times
+from .timeline import COLORS, tint
 
 MAX_REPLICAS = 8
 BEFORE, MEASURED = "before, contiguous", "measured"

@@ -14,7 +14,7 @@ from ..plan import SampleSizes, StepPlan, Workloads
 from .arguments import AUTO
 
 if TYPE_CHECKING:
-    from .sample_sizes import StartSizes
+    from .training_sizes import StartSizes
 
 logger = get_logger(__name__)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ..drawing.timeline import COLORS, rank_ranges
 from ..plan import ParallelPlan
 from ..schedule import Simulation, Task
 from ..schedule.actions import StageKey
-from ..schedule.draw import COLORS, rank_ranges
 from .content import MemoryCurves
 
 # Memory is written in steps of this share of the highest value.
