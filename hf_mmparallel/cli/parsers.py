@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..planner.argument_types import above_zero, positive
+
 PLAN_EXAMPLES = """\
 examples:
   hf-mmparallel plan --model ./my-vlm --dataset chartqa --gpus 64 --gpu-type h100 --output plan.yaml --html plan.html
@@ -153,7 +155,7 @@ def _run_simulate(args: argparse.Namespace) -> None:
 
 
 def _run_env(args: argparse.Namespace) -> None:
-    from .env_command import print_environment
+    from ..planner.environment import print_environment
 
     print_environment()
 
@@ -203,7 +205,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "operation counts",
     )
     group.add_argument(
-        "--memory-limit-gib", type=_above_zero, metavar="GIB", help="memory of a rank (90 %% of the device's)"
+        "--memory-limit-gib", type=above_zero, metavar="GIB", help="memory of a rank (90 %% of the device's)"
     )
 
 
@@ -280,21 +282,3 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--html", metavar="FILE", help="write one page with all there is, to hand around")
     group.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     group.add_argument("--trace", metavar="FILE", help="write the schedule for chrome://tracing and Perfetto")
-
-
-def positive(text: str) -> int:
-    """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"`{text}` must be a whole number of at least 1.")
-    return int(text)
-
-
-def _above_zero(text: str) -> float:
-    """A number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"`{text}` must be a number above 0.")
-    return value

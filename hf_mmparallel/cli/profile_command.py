@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .parsers import positive
+from ..planner.argument_types import positive
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -207,9 +207,9 @@ def page_of(
         what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): What was changed, and the answers.
     """
     from ..arrange.balance import compare_with_contiguous, step_balance
-    from ..cli.env_command import environment
     from ..cost import memory_timeline
     from ..page import MemoryCurves, PlanChoice, PlanPage, TextTable
+    from .environment import environment
 
     prediction, result = answer.prediction, answer.result
     planned, sizes = prediction.planned, prediction.sizes

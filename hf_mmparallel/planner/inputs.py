@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..cli.parsers import positive
 from ..cost.sample_presets import SAMPLE_PRESETS
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ModuleSpec, ParameterSpec, SampleSizes
 from ..plan.plugin import reject_unknown_keys
+from .argument_types import positive
 from .settings import Settings, named_pairs
 
 GENERATOR_KEYS = ("layers", "hidden", "heads", "intermediate", "tokens")

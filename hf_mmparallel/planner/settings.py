@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..arrange import ARRANGEMENTS
-from ..cli.parsers import positive
 from ..cost import MEMORY_SHARE, Hardware, device_from, find_device, usable_bytes
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.devices import PEAK_OF_DTYPE
@@ -17,6 +16,7 @@ from ..cost.stage_memory import GIB
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, frozen_as_planned
 from ..plan.parallel_plan import SCHEDULES, Schedule
 from ..plan.plugin import reject_unknown_keys
+from .argument_types import positive
 
 SHORT_NAMES = {
     "dp": "dp_size",
