@@ -1,4 +1,4 @@
-"""Which rank does what when: tasks, order, actions, checks, simulation, pictures."""
+"""Which rank does what when: tasks, order, actions, checks, simulation."""
 
 from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
