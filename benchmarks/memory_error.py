@@ -44,7 +44,7 @@ from transformers import PrinterCallback, TrainerCallback
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.cost import CostModel, StepCost, analytic_costs, memory_per_rank, memory_timeline
 from hf_mmparallel.schedule import simulate
-from hf_mmparallel.trainer import report
+from hf_mmparallel.trainer import start_report as report
 
 GOAL = 0.15
 MIB = 2**20

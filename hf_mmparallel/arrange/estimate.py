@@ -33,7 +33,7 @@ class Pipeline:
             For each module and stage, what the stage takes for one millisecond of the whole module on one rank.
         depth (`tuple[int, ...]`): How far each stage is from the start of the longest chain.
         before (`tuple[tuple[int, ...], ...]`): The stages that each stage gets its inputs from.
-        gpipe (`bool`): Whether all forwards go first.
+        forwards_first (`bool`): Whether all forwards go first.
     """
 
     modules: tuple[str, ...]
@@ -41,7 +41,7 @@ class Pipeline:
     shares: tuple[tuple[float, ...], ...]
     depth: tuple[int, ...]
     before: tuple[tuple[int, ...], ...]
-    gpipe: bool
+    forwards_first: bool
 
     @classmethod
     def of(cls, plan: ParallelPlan, backward_ratio: Mapping[str, float]) -> Pipeline:
@@ -88,7 +88,7 @@ class Pipeline:
             tuple(tuple(shares[name]) for name in plan.modules),
             tuple(depth),
             tuple(before),
-            plan.schedule == "gpipe",
+            plan.policy.keeps_all(is_encoder=False),
         )
 
     @property
@@ -124,7 +124,7 @@ class Pipeline:
         before. Under GPipe all forwards are before all backwards.
         """
         depth, microbatch = np.array(self.depth), np.arange(count)[:, None]
-        if self.gpipe:
+        if self.forwards_first:
             return np.stack([microbatch + depth, count + 2 * self.num_stages - 2 - depth + microbatch])
         return np.stack([2 * microbatch + depth, 2 * microbatch + 2 * self.num_stages - 1 - depth])
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
-from ..schedule import GradientFlow, ahead_caps, keeps_all, live_caps, stage_depths
+from ..schedule import GradientFlow, ahead_caps, live_caps, stage_depths
 from ..schedule.actions import StageKey
 from .devices import Hardware
 from .kept import grouped_copies
@@ -94,7 +94,7 @@ def _check_room(plan: ParallelPlan, free: dict[int, float], memory_bytes: float)
         names = ", ".join(dict.fromkeys(name for name, _, _ in plan.stages_of_rank(fullest)))
         remedy = (
             "Use fewer samples a step or more memory."
-            if plan.schedule in ("1f1b", "eager")
+            if plan.policy.is_one_phase
             else f'`schedule="{plan.schedule}"` keeps the activations of all microbatches of a step: use `"1f1b"`, or '
             "fewer samples a step."
         )
@@ -131,7 +131,7 @@ class _Rates:
                 growing += in_flight * self.features[edge.source] / copies
         if name in self.features and memory.hands_on_only:
             fixed += self.features[name] / self.plan.modules[name].dp_size
-        if in_flight > 1 and keeps_all(self.plan.schedule, name in self.features):
+        if in_flight > 1 and self.plan.policy.keeps_all(name in self.features):
             growing, fixed = 0.0, fixed + growing / in_flight  # all of the step stays, however it is cut
         return growing, fixed, np.stack([memory.extras[:, :2] @ grown, memory.extras[:, 2]], axis=1)
 
@@ -170,7 +170,7 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     flow = GradientFlow(plan)
     encoders = encoders_of(plan)
     depths = {
-        key: plan.num_microbatches if keeps_all(plan.schedule, key[0] in encoders) else depth + (key[0] in encoders)
+        key: plan.num_microbatches if plan.policy.keeps_all(key[0] in encoders) else depth + (key[0] in encoders)
         for key, depth in stage_depths(plan).items()
     }
     return {key: float(depth) if flow.has_backward(*key) else 1.0 for key, depth in depths.items()}

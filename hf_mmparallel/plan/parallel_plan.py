@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
+from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
 
-SCHEDULES = ("1f1b", "gpipe", "eager", "encoders_first")
-Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first"]
 ASSIGNMENTS = (
     "hierarchical",
     "tapered",
@@ -182,6 +181,11 @@ class ParallelPlan:
     schedule: Schedule = "1f1b"
     num_microbatches: int = 1
     microbatch_assignment: str | None = None
+
+    @property
+    def policy(self) -> SchedulePolicy:
+        """What the schedule's name stands for."""
+        return POLICIES[self.schedule]
 
     @cached_property
     def world_size(self) -> int:

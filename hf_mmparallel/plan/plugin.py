@@ -13,14 +13,13 @@ from typing import Any
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,
-    SCHEDULES,
     ContextSettings,
     ModulePlan,
     ParallelPlan,
-    Schedule,
     write_data,
 )
 from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
+from .schedules import SCHEDULES, Schedule
 
 AUTO = "auto"
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")

@@ -4,7 +4,7 @@ from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, condensed_program, lower, receive_ahead
 from .parts import Condensed, Part, condense, condensed_ranks
-from .policies import ahead_caps, keeps_all, live_caps, policy_caps, stage_depths
+from .policies import ahead_caps, live_caps, policy_caps, stage_depths
 from .program import Program
 from .program_checks import check_program
 from .replay import Replay, simulate_parts
@@ -35,7 +35,6 @@ __all__ = [
     "condensed_program",
     "condensed_ranks",
     "default_cost",
-    "keeps_all",
     "live_caps",
     "lower",
     "microbatch_forward_ms",

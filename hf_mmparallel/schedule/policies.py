@@ -14,12 +14,7 @@ from .actions import StageKey
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
     """
-    In which phase of a step each kind of task runs. A rank starts no task of a phase while it has one of an earlier
-    phase left.
-
-    Under GPipe all forwards are before all backwards. Under `"encoders_first"` all encoder forwards come first, then
-    all of the language model, then all encoder backwards, as in DIP (Entrain, section 4.7.2). Under 1F1B there is one
-    phase. What a task waits for is never in a later phase, so that phases can't deadlock.
+    In which phase of a step each kind of task runs, see [`SchedulePolicy`].
 
     Args:
         plan (`ParallelPlan`): The layout and the name of its schedule.
@@ -27,23 +22,17 @@ def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
     Returns:
         `dict[tuple[str, str], int]`: (module, `"fwd"` or `"bwd"`) -> phase.
     """
-    tasks = [(name, kind) for name in plan.modules for kind in ("fwd", "bwd")]
-    if plan.schedule == "gpipe":
-        return {(name, kind): int(kind == "bwd") for name, kind in tasks}
-    if plan.schedule == "encoders_first":
-        encoders = encoders_of(plan)
-        return {(name, kind): 1 if name not in encoders else 0 if kind == "fwd" else 2 for name, kind in tasks}
-    return dict.fromkeys(tasks, 0)
+    encoders = encoders_of(plan)
+    return {
+        (name, kind): phase
+        for name in plan.modules
+        for kind, phase in zip(("fwd", "bwd"), plan.policy.phases(name in encoders), strict=True)
+    }
 
 
 def may_alternate(plan: ParallelPlan) -> bool:
-    """Whether the order that waits for a forward after each backward is tried: where both kinds are in one phase."""
-    return plan.schedule in ("1f1b", "eager")
-
-
-def keeps_all(schedule: str, is_encoder: bool) -> bool:
-    """Whether the stages of a module keep all microbatches of a step in flight, since their forwards all go first."""
-    return schedule == "gpipe" or (schedule == "encoders_first" and is_encoder)
+    """Whether the order that waits for a forward after each backward is tried."""
+    return plan.policy.is_one_phase
 
 
 def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
@@ -164,8 +153,8 @@ def policy_caps(
         forwards all go first.
     """
     encoders = encoders_of(plan)
-    least = {k: cap for k, cap in live_caps(plan, step).items() if not keeps_all(plan.schedule, k[0] in encoders)}
-    if plan.schedule != "eager":
+    least = {k: cap for k, cap in live_caps(plan, step).items() if not plan.policy.keeps_all(k[0] in encoders)}
+    if not plan.policy.fills_memory:
         return least
     allowed = ahead_caps(plan, step) if caps is None else caps
     return {key: max(cap, allowed.get(key, cap)) for key, cap in least.items()}

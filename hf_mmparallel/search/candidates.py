@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
-from ..schedule import keeps_all
+from ..plan.schedules import POLICIES
 from .combinations import (
     Choice,
     Combinations,
@@ -86,7 +86,7 @@ def needed_bytes(
         # Samples of an encoder may be used a microbatch later.
         in_flight = np.minimum(num_microbatches, choice.pp_size + behind[name] + is_encoder)
         at_the_end = np.minimum(num_microbatches, 1 + behind[name] + is_encoder)
-        if keeps_all(problem.first_schedule, is_encoder):
+        if POLICIES[problem.first_schedule].keeps_all(is_encoder):
             in_flight = at_the_end = np.asarray(num_microbatches)
         early = choice.state_bytes + in_flight * choice.kept_bytes + choice.running_bytes
         late = choice.last_state_bytes + at_the_end * choice.kept_bytes + choice.last_running_bytes

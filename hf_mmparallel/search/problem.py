@@ -10,7 +10,7 @@ import numpy as np
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
 from ..plan.ownership import partly_frozen_stages, trainable_stages
-from ..plan.parallel_plan import SCHEDULES, Schedule
+from ..plan.schedules import SCHEDULES, Schedule
 from ..steps.method_choice import CHOICES, KEEPING_LIMITS
 from ..steps.step_planner import Prediction
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..cost.memory import state_per_rank
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
-from ..plan.parallel_plan import Schedule
+from ..plan.schedules import Schedule
 from ..steps.condensed import predict_condensed
 from ..steps.step_planner import Prediction, StepPlanner
 from .candidates import CandidateSpace, Estimated

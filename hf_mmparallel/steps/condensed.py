@@ -99,7 +99,7 @@ def _replayed(
     costs, plan, step = planner.costs, planner.plan, arranged.step
     cost = StepCost(costs, plan, step, sizes, condensed.whole_groups, planner.stage_costs)
     caps = None
-    if known is not None and plan.schedule == "eager" and planner.training:
+    if known is not None and plan.policy.fills_memory and planner.training:
         caps = eager_caps(costs, plan, step, known, planner.memory_bytes)
     order_cost = (
         default_cost

@@ -177,7 +177,7 @@ class StepPlanner:
         plan, own = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
             cost = StepCost(self.costs, plan, own, sizes, self.groups, self.stage_costs)
-            if plan.schedule == "eager" and self.training:
+            if plan.policy.fills_memory and self.training:
                 caps = eager_caps(self.costs, plan, own, sizes, self.memory_bytes)
         program = condensed_program(parts, cost, self.training, caps)
         return self.condensed.expand(program)

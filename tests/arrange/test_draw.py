@@ -7,7 +7,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from hf_mmparallel.arrange.balance import Balance
-from hf_mmparallel.drawing import workloads as draw
+from hf_mmparallel.drawing import workload_chart as draw
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_mmparallel.cost import Hardware, find_device
 from hf_mmparallel.cost.devices import PEAK_OF_DTYPE
-from hf_mmparallel.runtime import devices
+from hf_mmparallel.runtime import device_detection as devices
 from hf_mmparallel.runtime.device_detection import (
     device_of_ranks,
     known_device,

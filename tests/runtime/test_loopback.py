@@ -23,7 +23,7 @@ from hf_mmparallel.plan import (
     StepPlan,
 )
 from hf_mmparallel.plan.ownership import trainable_stages
-from hf_mmparallel.plan.parallel_plan import Schedule
+from hf_mmparallel.plan.schedules import Schedule
 from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
 from tests import tiny
 from tests.runtime.loopback import assert_close, reference, run_loopback

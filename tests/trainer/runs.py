@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.trainer import report
+from hf_mmparallel.trainer import start_report as report
 from tests import tiny
 
 SAMPLES = 22

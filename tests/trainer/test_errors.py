@@ -379,7 +379,7 @@ def test_encoder_decoder_models_are_refused(make: Callable[[], Any]):
 
 def test_layers_in_no_module_are_told_of(monkeypatch: pytest.MonkeyPatch):
     """They run as parts of the language model, whose times and layout they then are not."""
-    from hf_mmparallel.trainer import checks
+    from hf_mmparallel.trainer import start_checks as checks
 
     told: list[str] = []
     monkeypatch.setattr(checks.logger, "warning", told.append)

@@ -10,7 +10,8 @@ import pytest
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Workloads, resolve_plan
-from hf_mmparallel.trainer import limits, report
+from hf_mmparallel.trainer import oversized_samples as limits
+from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.oversized_samples import LargeSamples, LimitWatch
 from hf_mmparallel.trainer.training_sizes import StartSizes
 from tests import tiny

@@ -24,7 +24,7 @@ from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_pla
 from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.steps.method_choice import MethodChoice, choose_method
 from hf_mmparallel.steps.step_planner import StepPlanner
-from hf_mmparallel.trainer import report
+from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.model_card import plan_section
 from hf_mmparallel.trainer.packing_choice import RowChoice
