@@ -23,7 +23,7 @@ from hf_mmparallel.plan import (
     StepPlan,
 )
 from hf_mmparallel.plan.ownership import trainable_stages
-from hf_mmparallel.plan.schedules import Schedule
+from hf_mmparallel.plan.schedules import SCHEDULES, Schedule
 from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
 from tests import tiny
 from tests.runtime.loopback import assert_close, reference, run_loopback
@@ -124,7 +124,7 @@ def plans(draw, spec) -> ParallelPlan:
             rows.append(row)
         replicas[name] = rows
     ordered = {name: replicas[name] for name in spec.modules}
-    return assemble(spec, ordered, draw(st.sampled_from(["1f1b", "gpipe", "eager", "encoders_first"])))
+    return assemble(spec, ordered, draw(st.sampled_from(SCHEDULES)))
 
 
 def has_items(module: str, slot: int, max_items: int) -> bool:

@@ -21,6 +21,7 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.parallel_plan import Schedule
+from hf_mmparallel.plan.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def cases(draw, generators: tuple[str, ...] = ()) -> Case:
                     grids.append(tuple(draw(st.permutations(range(5)))[:tp_size]))
             modules[name].append(grids)
     tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
-    spec, plan = make_plan(modules, specs, draw(st.sampled_from(["1f1b", "gpipe", "eager", "encoders_first"])), tied)
+    spec, plan = make_plan(modules, specs, draw(st.sampled_from(SCHEDULES)), tied)
     slots = range(draw(st.integers(0, 14)))
     microbatches: dict[str, list[list[list[int]]]] = {}
     for name in names:

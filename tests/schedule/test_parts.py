@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, StepPlan, Workloads, resolve_plan, sync_groups
+from hf_mmparallel.plan.schedules import SCHEDULES
 from hf_mmparallel.schedule import (
     Action,
     DeadlockError,
@@ -133,7 +134,7 @@ def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
 
 
 @pytest.mark.parametrize("method", sorted(ARRANGEMENTS))
-@pytest.mark.parametrize("schedule", ["1f1b", "eager", "gpipe", "encoders_first"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "layouts",
     [

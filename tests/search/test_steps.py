@@ -9,6 +9,7 @@ import pytest
 
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan.schedules import SCHEDULES
 from hf_mmparallel.schedule import check_program
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import h100, module
@@ -27,7 +28,7 @@ def sizes_of(num_samples: int, share: float) -> SampleSizes:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.8])
-@pytest.mark.parametrize("schedule", ["1f1b", "eager", "gpipe", "encoders_first"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "layouts",
     [
