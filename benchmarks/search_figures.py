@@ -37,5 +37,18 @@ def quotes_of_planner() -> Iterator[str]:
     )
 
 
+def quotes_of_plans() -> Iterator[str]:
+    """How far off the predictions of the plans with real computation are."""
+    real = result("planner")["parts"]["real"]
+    longer = {plan["plan"]: plan["measured_ms"] / plan["predicted_ms"] - 1 for plan in real["plans"]}
+    tensor = sorted(value for plan, value in longer.items() if "tp 2" in plan)
+    others = sorted(value for plan, value in longer.items() if "tp 2" not in plan)
+    assert len(longer) == 10 and len(tensor) == 2 and all(abs(value) <= 0.065 for value in others[:7])
+    yield "Seven of the ten plans on real ranks are within 6 %"
+    yield f"The two with tensor parallelism take {percent(tensor[0])} and {percent(tensor[1])} % longer than predicted"
+    yield f"with a rank correlation of {real['rank_correlation']:.2f} the first goal is missed"
+    yield f"takes {percent(others[-1])} % longer; why was not found out"
+
+
 BLOCKS = {"search_quality": search_quality}
-QUOTES = {"docs/planner.md": quotes_of_planner}
+QUOTES = {"docs/planner.md": quotes_of_planner, "docs/benchmarks.md": quotes_of_plans}
