@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,11 +55,11 @@ class SampleMeasure(Protocol):
         ...
 
 
-class _OneByOne:
+class _OneByOne(ABC):
     """Measures samples that share no work."""
 
-    def __call__(self, sample: Any) -> Lengths:
-        raise NotImplementedError
+    @abstractmethod
+    def __call__(self, sample: Any) -> Lengths: ...
 
     def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> Iterator[Lengths | Exception]:
         return (_attempt(self, read, index) for index in indices)

@@ -27,7 +27,6 @@ class GradientFlow:
 
     def __init__(self, plan: ParallelPlan):
         self._backward: dict[StageKey, bool] = {}
-        self._input: dict[StageKey, bool] = {}
         self._features: dict[str, bool] = {}
         for name, module in plan.modules.items():
             replicas = [(replica, module.replicas[replica]) for replica in module.with_stages]
@@ -40,15 +39,9 @@ class GradientFlow:
                 }
                 before = False
                 for index, stage in enumerate(stages):
-                    needs = before or index in taking
-                    self._input[name, replica, index] = needs
-                    before = needs or stage.trainable
+                    before = before or index in taking or stage.trainable
                     self._backward[name, replica, index] = before
             self._features[name] = any(self._backward[name, replica, len(stages) - 1] for replica, stages in replicas)
-
-    def input_needs_grad(self, module: str, replica: int, stage: int) -> bool:
-        """Whether the stage needs the gradient of its hidden state or of features that enter it."""
-        return self._input[module, replica, stage]
 
     def hidden_needs_grad(self, module: str, replica: int, stage: int) -> bool:
         """Whether the stage sends a gradient to the stage before it."""
@@ -142,6 +135,46 @@ class TaskGraph:
         for source, target in self.ends:
             found[target].append(source)
         return tuple(map(tuple, found))
+
+
+@dataclass(frozen=True)
+class TaskCounts:
+    """
+    What a simulation of a graph counts down, at its beginning. A *cell* is a microbatch on a stage.
+
+    Args:
+        missing (`np.ndarray` of shape `[tasks]`): How many tasks each waits for.
+        followers (`np.ndarray`): Those that wait for a task, for one task after the other.
+        num_followers (`np.ndarray` of shape `[tasks]`): How many of them each task has.
+        cell (`np.ndarray` of shape `[tasks]`): The cell of each task.
+        backwards (`np.ndarray` of shape `[cells]`): Backwards of each cell.
+        opens (`np.ndarray` of shape `[tasks]`): Whether it is the first forward of a cell that has a backward.
+    """
+
+    missing: NDArray
+    followers: NDArray
+    num_followers: NDArray
+    cell: NDArray
+    backwards: NDArray
+    opens: NDArray
+
+    @classmethod
+    def of(cls, graph: TaskGraph) -> TaskCounts:
+        """Those of a graph."""
+        count, first = graph.num_tasks, graph.num_forwards
+        stage, microbatch, chunk = graph.columns
+        sources = np.concatenate([graph.links[0], graph.forward[first:]])
+        targets = np.concatenate([graph.links[1], np.arange(first, count)])
+        cells, cell = np.unique(stage * (microbatch.max(initial=0) + 1) + microbatch, return_inverse=True)
+        backwards = np.bincount(cell[first:], minlength=len(cells))
+        return cls(
+            np.bincount(targets, minlength=count),
+            targets[np.argsort(sources, kind="stable")],
+            np.bincount(sources, minlength=count),
+            cell,
+            backwards,
+            (chunk == 0) & (backwards[cell] > 0),
+        )
 
 
 class StageRanks:

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from ..plan import ParallelPlan
 from .actions import StageKey, Task
-from .graph import TaskGraph
+from .graph import TaskCounts, TaskGraph
 from .policies import task_phases
 from .windows import Windows
 
 Cost = Callable[[Task], float]
 """Task -> milliseconds. If it has a method `of_graph`, [`TaskGraph`] -> times of its tasks, that is asked."""
-
 
 _MANY_TASKS = 2048  # of a part, from which on all stages are simulated at once
 
@@ -56,7 +55,7 @@ def default_cost(task: Task) -> float:
 class _Tables:
     """
     What a simulation reads, as lists of numbers, over which an event takes a few microseconds: tasks are places in the
-    graph, stages numbers. A *cell* is a microbatch on a stage. An *island* are stages that share ranks; where these
+    graph, stages numbers, cells as in [`TaskCounts`]. An *island* are stages that share ranks; where these
     are all on the same ranks, one rank stands for them.
     """
 
@@ -87,21 +86,14 @@ class _Tables:
         self.phases = _phases(plan, graph)
         self.num_forwards = graph.num_forwards
 
-        count, first = graph.num_tasks, graph.num_forwards
-        stage, microbatch, chunk = graph.columns
-        sources = np.concatenate([graph.links[0], graph.forward[first:]])
-        targets = np.concatenate([graph.links[1], np.arange(first, count)])
-        self.missing = np.bincount(targets, minlength=count).tolist()
+        first, counts = graph.num_forwards, TaskCounts.of(graph)
+        self.missing, self.backwards_left = counts.missing.tolist(), counts.backwards.tolist()
         # One list for all, since many short ones would keep the garbage collector busy.
-        self.followers = targets[np.argsort(sources, kind="stable")].tolist()
-        self.stops = [0, *np.cumsum(np.bincount(sources, minlength=count)).tolist()]
-        self.forwards = _lists(stage[:first], np.arange(first), len(graph.stages))
-        cells, cell = np.unique(stage * (microbatch.max(initial=0) + 1) + microbatch, return_inverse=True)
-        backwards = np.bincount(cell[first:], minlength=len(cells))
-        opens = (chunk == 0) & (backwards[cell] > 0)  # the first forward of a microbatch that has a backward
-        self.stage_of, self.cell, self.opens = stage.tolist(), cell.tolist(), opens.tolist()
-        self.backwards_left = backwards.tolist()
-        self.microbatch, self.chunk = microbatch.tolist(), chunk.tolist()
+        self.followers = counts.followers.tolist()
+        self.stops = [0, *np.cumsum(counts.num_followers).tolist()]
+        self.forwards = _lists(graph.columns[0, :first], np.arange(first), len(graph.stages))
+        self.cell, self.opens = counts.cell.tolist(), counts.opens.tolist()
+        self.stage_of, self.microbatch, self.chunk = graph.columns.tolist()
 
 
 def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
@@ -389,12 +381,13 @@ def _in_windows(
     if sum(map(len, grids)) > len(set().union(*grids)) or any(task_phases(plan).values()):
         return None
     of_stage = [caps.get(key, math.inf) for key in graph.stages]
-    found = Windows(graph, times_ms, of_stage, False)
+    counts = TaskCounts.of(graph)
+    found = Windows(graph, counts, times_ms, of_stage, False)
     if not found.run():
         return None
     assert found.is_done, "caps below those of `live_caps` leave nothing to run"
     if alternate and found.could_wait:
-        other = Windows(graph, times_ms, of_stage, True)
+        other = Windows(graph, counts, times_ms, of_stage, True)
         if not other.run():
             return None
         if other.is_done and other.end_ms.max() < found.end_ms.max():

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .graph import TaskGraph, spread
+from .graph import TaskCounts, TaskGraph, spread
 
 _FEWEST_TASKS = 16  # of a window, on average, below which the events one by one are faster
 _MOST_ELEMENTS = 4_000_000  # of a table of stages and their backwards
@@ -26,29 +26,27 @@ class Windows:
 
     Args:
         graph ([`TaskGraph`]): The tasks.
+        counts ([`TaskCounts`]): Those of the graph; they stay as they are.
         times_ms (`Sequence[float]`): Of each task.
         caps (`Sequence[float]`): Microbatches in flight on each stage.
         alternate (`bool`): Whether stages wait for a forward after a backward.
     """
 
-    def __init__(self, graph: TaskGraph, times_ms: Sequence[float], caps: Sequence[float], alternate: bool):
+    def __init__(
+        self, graph: TaskGraph, counts: TaskCounts, times_ms: Sequence[float], caps: Sequence[float], alternate: bool
+    ):
         self.graph, self.alternate, self.caps = graph, alternate, np.array(caps, float)
         self.times_ms = np.array(times_ms, float)
         self.could_wait = False
         count, first, size = graph.num_tasks, graph.num_forwards, len(graph.stages)
-        self.stage, microbatch, chunk = graph.columns
-        sources = np.concatenate([graph.links[0], graph.forward[first:]])
-        targets = np.concatenate([graph.links[1], np.arange(first, count)])
-        self.missing, self.ready_ms = np.bincount(targets, minlength=count), np.zeros(count)
-        self.followers = targets[np.argsort(sources, kind="stable")]
-        self.num_followers = np.bincount(sources, minlength=count)
+        self.stage, self.cell, self.opens = graph.columns[0], counts.cell, counts.opens
+        self.missing, self.ready_ms = counts.missing.copy(), np.zeros(count)
+        self.followers, self.num_followers = counts.followers, counts.num_followers
         self.first_follower = np.cumsum(self.num_followers) - self.num_followers
-        cells, self.cell = np.unique(self.stage * (microbatch.max(initial=0) + 1) + microbatch, return_inverse=True)
-        self.backwards_left = np.bincount(self.cell[first:], minlength=len(cells))
-        self.opens = (chunk == 0) & (self.backwards_left[self.cell] > 0)
+        self.backwards_left = counts.backwards.copy()
         self.queue = np.append(np.argsort(self.stage[:first], kind="stable"), 0)
-        counts = np.bincount(self.stage[:first], minlength=size)
-        self.next, self.stop = np.cumsum(counts) - counts, np.cumsum(counts)
+        forwards = np.bincount(self.stage[:first], minlength=size)
+        self.next, self.stop = np.cumsum(forwards) - forwards, np.cumsum(forwards)
         backwards = np.bincount(self.stage[first:], minlength=size)
         order = first + np.argsort(self.stage[first:], kind="stable")
         self.column = np.zeros(count, np.int64)

@@ -233,11 +233,11 @@ def different_seeds() -> None:
 
 
 def different_folders_to_save_checkpoints() -> None:
-    runs.make_trainer("llava", {}, f"/tmp/run-{dist.get_rank()}", save_strategy="steps", save_steps=2)
+    runs.make_trainer("llava", {}, f"run-{dist.get_rank()}", save_strategy="steps", save_steps=2)
 
 
 def different_folders_to_save_the_model() -> None:
-    runs.make_trainer("llava", {}).save_model(f"/tmp/run-{dist.get_rank()}")
+    runs.make_trainer("llava", {}).save_model(f"run-{dist.get_rank()}")
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def different_folders_to_save_the_model() -> None:
         (
             different_folders_to_save_checkpoints,
             2,
-            "`output_dir` is `/tmp/run-0` on rank 0 and `/tmp/run-1` on rank 1",
+            "`output_dir` is `run-0` on rank 0 and `run-1` on rank 1",
         ),
-        (different_folders_to_save_the_model, 2, "`output_dir` is `/tmp/run-0` on rank 0 and `/tmp/run-1` on rank 1"),
+        (different_folders_to_save_the_model, 2, "`output_dir` is `run-0` on rank 0 and `run-1` on rank 1"),
         (different_models, 2, r"`lm_head.weight` is different on ranks? .*0.* than on rank.* 1"),
         (
             different_plans,
