@@ -26,9 +26,9 @@ from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.layer_profile import ProfileSettings, profile_layers
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, sync_groups
 from hf_mmparallel.plan.resolve import check_plan
+from hf_mmparallel.profiling.layer_profile import ProfileSettings, profile_layers
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import simulate
 from hf_mmparallel.search.problem import Candidate, Layout

@@ -34,8 +34,8 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.composed.llava_export import to_llava
 from hf_mmparallel.data import PretokenizedCollator
-from hf_mmparallel.modeling.llava_export import to_llava
 
 DEFAULTS = {
     "output_dir": "out/digits",

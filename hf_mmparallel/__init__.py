@@ -12,8 +12,8 @@ from ._registration import register_attention
 
 if TYPE_CHECKING:
     from .callbacks import EngineCallback, ParallelMetricsCallback, TimelineCallback
+    from .composed import MultimodalConfig, MultimodalModel
     from .data import ChatCollator, PackingCollator
-    from .modeling.composed import MultimodalConfig, MultimodalModel
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
     from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments
 
@@ -39,8 +39,8 @@ _MODULE_OF = {
     "ChatCollator": ".data",
     "EngineCallback": ".callbacks",
     "ModulePlugin": ".plan",
-    "MultimodalConfig": ".modeling.composed",
-    "MultimodalModel": ".modeling.composed",
+    "MultimodalConfig": ".composed",
+    "MultimodalModel": ".composed",
     "MultimodalParallelPlugin": ".plan",
     "MultimodalParallelTrainer": ".trainer",
     "MultimodalTrainingArguments": ".trainer",

@@ -1,4 +1,8 @@
-"""Arrangements of a global batch over replicas and microbatches, and of tokens over ranks, as pure functions."""
+"""
+Arrangements of a global batch over replicas and microbatches, and of tokens over context-parallel ranks.
+
+Pure functions of numbers on top of `plan`; imported by everything that plans or predicts a step.
+"""
 
 from .balance import Balance, compare_with_contiguous, measured_balance, step_balance
 from .blocks import BLOCK, block_counts, block_workloads, distribute

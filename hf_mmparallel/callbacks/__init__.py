@@ -1,4 +1,8 @@
-"""Callbacks that see the engine: efficiency in the log, measured timelines as pictures."""
+"""
+Callbacks that see the engine: efficiency in the log, predictions beside it, measured timelines as pictures.
+
+Use the engine and the costs; imported by the Trainer and by users.
+"""
 
 from .base import EngineCallback
 from .metrics import ParallelMetricsCallback

@@ -1,1 +1,5 @@
-"""The command `hf-mmparallel`: plans, simulations and the environment, without a GPU."""
+"""
+The command `hf-mmparallel`: arguments of its subcommands, and what each prints.
+
+The top of the package beside `trainer`; nothing imports it.
+"""

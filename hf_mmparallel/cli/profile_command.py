@@ -86,8 +86,8 @@ def run_profile(args: argparse.Namespace) -> None:
     import torch
     from rich.console import Console
 
-    from ..modeling.layer_profile import LENGTHS, ProfileSettings, profile_layers
     from ..planner.inputs import read_model
+    from ..profiling.layer_profile import LENGTHS, ProfileSettings, profile_layers
     from ..runtime.constants import measured_constants
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

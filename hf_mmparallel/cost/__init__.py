@@ -1,4 +1,8 @@
-"""What a layout and its samples cost, counted or measured: time of each task, memory of each rank."""
+"""
+The cost of a layout and its samples, counted or measured: the time of each task, the memory of each rank.
+
+Uses `plan` only and no torch; imported by the search, the planner, and what predicts or measures steps.
+"""
 
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops
 from .device_table import device_from, device_table, find_device, recognize_device

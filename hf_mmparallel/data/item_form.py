@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..modeling.skeleton import entered_shape, make_skeleton
 from ..modeling.spec import ModulePart, find_stack, module_parts
 from .chat_collator import TOKEN_FIELDS, as_array
+from .skeleton import entered_shape, make_skeleton
 
 
 @dataclass(frozen=True)

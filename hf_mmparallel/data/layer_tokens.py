@@ -12,7 +12,6 @@ from scipy.optimize import nnls
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..modeling.skeleton import entered_shape, make_skeleton
 from ..modeling.spec import module_parts
 from ..plan import ModelSpec
 from .chat_collator import TOKEN_FIELDS
@@ -21,6 +20,7 @@ from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
 from .size_sources import LayerTokens, keep_sizes, measure_samples, spread
+from .skeleton import entered_shape, make_skeleton
 from .streams import StreamSizes, StreamWindow
 
 logger = logging.get_logger(__name__)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.bitfield_attention import decode_words
-from ..modeling.mask_rules import MaskRule, config_and_class, real_tokens
-from ..modeling.position_rules import PositionRule
 from .chat_collator import IGNORED, TOKEN_FIELDS
+from .mask_rules import MaskRule, config_and_class, real_tokens
+from .position_rules import PositionRule
 
 ATTENTION = "bitfield"
 

@@ -1,4 +1,8 @@
-"""Models cut into modules and stages."""
+"""
+A model described as numbers, cut into modules and stages, loaded in parts.
+
+Uses `plan`, `kernels`, `adapters` and the world; imported by `composed`, `profiling`, `data`, `runtime` and above.
+"""
 
 from .features import count_rows
 from .loss import token_loss

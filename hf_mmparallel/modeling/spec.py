@@ -17,8 +17,8 @@ from transformers.activations import ACT2FN
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
-from .encoder_outputs import meta_inputs
 from .features import feature_specs
+from .forward_inputs import meta_inputs
 from .meta_forward import meta_forward
 from .tensor_parallel import mark_replicated
 

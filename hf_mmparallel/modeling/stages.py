@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..adapters.adapter_files import adapter_names
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelPlan, ParameterSpec, stage_holds
-from .adapter_files import adapter_names
 from .checkpointing import enable_checkpointing
 from .features import count_rows, flat_rows, merge_output
 from .given_features import features_given

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ..adapters.adapter import Adapter
+from ..adapters.adapter_files import adapter_names
+from ..adapters.peft_models import wrap_as_peft_model
 from ..plan import ModelSpec
-from .adapter_files import adapter_names
-from .adapters import Adapter
 from .loading import initialize_rest
-from .peft_models import wrap_as_peft_model
 from .tensor_parallel import base_name
 
 

@@ -1,4 +1,8 @@
-"""One HTML page of a plan that needs nothing else: its timeline, memory and workloads, and the plans beside it."""
+"""
+One HTML page of a plan that needs nothing else: its timeline, memory and workloads, and the plans beside it.
+
+Uses `plan`, `schedule` and `drawing`; imported by the planner and the Trainer.
+"""
 
 from .content import MemoryCurves, PlanChoice, PlanPage, TextTable
 from .render import render_page, write_page

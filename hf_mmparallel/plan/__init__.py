@@ -1,4 +1,8 @@
-"""Plans as data: what a model is, what a user asks for, who holds what."""
+"""
+Plans as data: what a model is, what a user asks for, which rank holds what.
+
+The bottom of the package, without torch; may be imported by everything.
+"""
 
 from .model_spec import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, ParameterUse
 from .ownership import Holding, SyncGroup, holdings, stage_holds, stage_parameters, sync_groups

@@ -182,7 +182,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
 
     assert settings.gpus is not None
     check_searchable(settings)
-    from ..modeling.possible_sizes import possible_sizes
+    from .possible_sizes import possible_sizes
 
     fixed = possible_sizes(
         inputs.source.model, costs.spec, settings.plugin

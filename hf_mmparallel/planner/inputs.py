@@ -63,8 +63,8 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
         from ..data.hub import check_hub
 
         check_hub("model", source, f"`--model {source}`", "Give a folder or a config.json")
+    from ..adapters.adapter import add_adapters
     from ..modeling import build_model_spec, check_supported
-    from ..modeling.adapters import add_adapters
     from ..modeling.loading import build_on_meta
 
     try:

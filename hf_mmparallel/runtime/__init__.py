@@ -1,1 +1,5 @@
-"""What runs on ranks: process groups, transport, the executor, gradient sync, checkpoints."""
+"""
+What runs on ranks: process groups, transport, the executor, gradient sums, checkpoints.
+
+Uses all below it; imported by callbacks, the planner and the Trainer.
+"""

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .._files import readable
-from ..modeling.adapter_files import (
+from ..adapters.adapter import Adapter
+from ..adapters.adapter_files import (
     ADAPTER_WEIGHTS,
     adapter_file_key,
     adapter_folder,
@@ -27,7 +28,6 @@ from ..modeling.adapter_files import (
     parameters_to_save,
     write_adapters,
 )
-from ..modeling.adapters import Adapter
 from ..modeling.loading import (
     WEIGHTS,
     WEIGHTS_INDEX,

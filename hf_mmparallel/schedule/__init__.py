@@ -1,4 +1,8 @@
-"""Which rank does what when: tasks, order, actions, checks, simulation."""
+"""
+Which rank does what when: tasks, order, actions, checks, simulation.
+
+Pure functions of `plan` and numbers; imported by everything that plans, runs or draws a step.
+"""
 
 from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph

@@ -16,13 +16,13 @@ from ..callbacks.base import not_worth_a_run
 from ..cost.stage_memory import GIB
 from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
-from ..modeling.possible_sizes import possible_sizes
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..planner.answer import Answer, Inputs
 from ..planner.files import page_of, save_plan
 from ..planner.inputs import ModelSource, Samples
+from ..planner.possible_sizes import possible_sizes
 from ..planner.settings import Settings
 from ..planner.text import origins, print_labelled, print_runners_up, summary
 from ..search.problem import PlanningProblem, SearchResult

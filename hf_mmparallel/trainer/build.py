@@ -12,6 +12,9 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, TrainingArguments
 
 from .._files import readable
+from ..adapters.adapter import Adapter, add_adapters
+from ..adapters.adapter_files import adapter_names
+from ..adapters.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
 from ..arrange import num_microbatches
 from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
@@ -20,12 +23,8 @@ from ..cost.profile import LayerProfile
 from ..data.loader import seeded
 from ..data.packing import ATTENTION
 from ..modeling import build_model_spec
-from ..modeling.adapter_files import adapter_names
-from ..modeling.adapters import Adapter, add_adapters
 from ..modeling.checkpointing import Recomputation, enable_checkpointing
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
-from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
-from ..modeling.possible_sizes import check_context, check_matrices
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -36,6 +35,7 @@ from ..plan import (
     plan_for_model,
 )
 from ..plan.plugin import reject_unknown_keys
+from ..planner.possible_sizes import check_context, check_matrices
 from ..runtime.device_detection import device_of_ranks, tf32_is_on
 from ..runtime.engine import ParallelEngine
 from ..world import World

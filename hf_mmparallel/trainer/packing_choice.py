@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..data.mask_rules import MaskRule
 from ..data.packing import ATTENTION, PackingCollator
-from ..modeling.mask_rules import MaskRule
-from ..modeling.position_rules import PositionRule
+from ..data.position_rules import PositionRule
 from ..plan import LANGUAGE_MODEL, ModelSpec
 
 

@@ -16,8 +16,8 @@ from transformers import (
     LlavaProcessor,
 )
 
+from hf_mmparallel.composed.multimodal_model import MultimodalModel
 from hf_mmparallel.data import ChatCollator, PretokenizedCollator, chat_collator
-from hf_mmparallel.modeling.composed import MultimodalModel
 from tests.data.processors import tokenizer
 
 IGNORED = -100

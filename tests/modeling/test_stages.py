@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, OPTConfig, OPTForCausalLM, PreTrainedModel, WhisperConfig
 
+from hf_mmparallel.composed.multimodal_model import MultimodalModel
 from hf_mmparallel.modeling import ModuleStage, build_model_spec, is_hollow, prepare_stages, token_loss
-from hf_mmparallel.modeling.composed import MultimodalModel
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, Stage
 from tests import tiny
 

@@ -21,14 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.adapters import add_adapters
-from hf_mmparallel.modeling.possible_sizes import possible_sizes
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlugin,
@@ -37,6 +36,7 @@ from hf_mmparallel.plan import (
     SampleSizes,
     resolve_plan,
 )
+from hf_mmparallel.planner.possible_sizes import possible_sizes
 from hf_mmparallel.runtime.device_detection import products_in
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.search import options

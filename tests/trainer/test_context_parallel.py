@@ -12,8 +12,8 @@ import transformers
 
 from hf_mmparallel import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.possible_sizes import check_context
 from hf_mmparallel.plan import resolve_plan
+from hf_mmparallel.planner.possible_sizes import check_context
 from hf_mmparallel.trainer.build import prepare_context
 from tests import tiny
 from tests.distributed import run_distributed

@@ -315,7 +315,7 @@ def omni() -> dict[str, Any]:
 
 def composed() -> dict[str, Any]:
     """A model of a CLIP tower, a Whisper encoder and a Llama, with samples that have both, one or none."""
-    from tests.modeling import test_composed as parts
+    from tests.composed import test_composed as parts
 
     model, rows = parts.compose("clip_whisper_llama")
     generator = torch.Generator().manual_seed(0)
@@ -337,7 +337,7 @@ def composed() -> dict[str, Any]:
 def merging() -> dict[str, Any]:
     """Qwen2.5-VL's vision encoder, Phi-4's audio encoder and an OPT, with samples that have both, one or none."""
     from hf_mmparallel import MultimodalModel
-    from tests.modeling import test_composed_families as parts
+    from tests.composed import test_composed_families as parts
 
     torch.manual_seed(0)
     encoders = {VISION: parts.ENCODERS["qwen2_5_vl"][0](), "audio": parts.ENCODERS["phi4_audio"][0]()}

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.modeling.peft_models import is_peft_model, unwrap_peft_model
+from hf_mmparallel.adapters.peft_models import is_peft_model, unwrap_peft_model
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.trainer import runs

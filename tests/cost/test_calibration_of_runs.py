@@ -27,7 +27,7 @@ from hf_mmparallel.search.comparison import StepComparer
 from tests.cost import models
 from tests.cost.test_profile import profile_of
 
-from .measured_steps import (
+from ..search.measured_steps import (
     CPU,
     SCALES,
     SPEC,

@@ -21,8 +21,8 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from hf_mmparallel.data.mask_rules import MaskRule, words_of_batch
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, dense_mask
-from hf_mmparallel.modeling.mask_rules import MaskRule, words_of_batch
 from tests import tiny
 
 LISTENING = "listening"

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from hf_mmparallel.modeling.composed import MultimodalModel
+from hf_mmparallel.composed.multimodal_model import MultimodalModel
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests.modeling.test_stages import assert_same, make_plan

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest, window_of
-from .hollow import hidden_of
+from ..modeling.hollow import hidden_of
 from .layer_runs import Clock, CudaClock, Forward, HostClock, Inputs, ModuleRuns, Skeleton
 
 BEFORE, AFTER = "before", "after"

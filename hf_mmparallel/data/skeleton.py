@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .hollow import hidden_of, placeholder
-from .spec import find_stack, layers_of, module_parts
+from ..modeling.hollow import hidden_of, placeholder
+from ..modeling.spec import find_stack, layers_of, module_parts
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 
-from hf_mmparallel.modeling.adapter_files import modules_to_save
-from hf_mmparallel.modeling.adapters import add_adapters
+from hf_mmparallel.adapters.adapter import add_adapters
+from hf_mmparallel.adapters.adapter_files import modules_to_save
 from hf_mmparallel.modeling.spec import build_model_spec
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime.test_checkpoint import LAYOUTS, lay_out, tiny_llava

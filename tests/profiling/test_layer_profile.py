@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_mmparallel.cost import find_device, layer_flops
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.layer_profile import Chunk, ProfileSettings, profile_layers
-from hf_mmparallel.modeling.layer_runs import Forward, HostClock, ModuleRuns, Skeleton
 from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.profiling.layer_profile import Chunk, ProfileSettings, profile_layers
+from hf_mmparallel.profiling.layer_runs import Forward, HostClock, ModuleRuns, Skeleton
 from tests import tiny
 
 torch.set_num_threads(1)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.bitfield_attention import encode_words
+from ..modeling.spec import ModulePart
 from ..plan import LANGUAGE_MODEL, ModelSpec
-from .spec import ModulePart
 
 MAX_TILES = 12
 _SIZES = ("image_size", "input_size")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from .configuration_composed import EncoderSettings
-from .meta_forward import meta_forward
+from ..modeling.forward_inputs import meta_inputs, number_in_config
+from ..modeling.meta_forward import meta_forward
+from .multimodal_config import EncoderSettings
 
 
 def named_output(output: Any) -> Any:
@@ -87,7 +86,7 @@ def fitted_settings(
 
 def configured_width(config: Any) -> int | None:
     """The width of an encoder's features that its config says, which may be that inside the encoder."""
-    return _setting(config, "out_hidden_size", "hidden_size", "d_model", "embed_dim")
+    return number_in_config(config, "out_hidden_size", "hidden_size", "d_model", "embed_dim")
 
 
 def _merges(output: Any) -> bool:
@@ -96,54 +95,3 @@ def _merges(output: Any) -> bool:
     if not isinstance(hidden, torch.Tensor) or not isinstance(pooled, torch.Tensor):
         return False
     return hidden.dim() == pooled.dim() == 2 and pooled.shape[0] < hidden.shape[0]
-
-
-def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
-    """Inputs of one sample on the meta device, by the names of arguments; `None` where these say too little."""
-    arguments = forward_arguments(encoder)
-    config, main = encoder.config, arguments[0]
-    channels = _setting(config, "num_channels", "in_channels", "in_chans") or 3
-    if "input_ids" in arguments:
-        return {"input_ids": torch.zeros(1, 4, dtype=torch.int64, device="meta"), "use_cache": False}
-    shape: tuple[int, ...] | None = None
-    rest: dict[str, Any] = {}
-    if "grid_thw" in arguments:
-        side, patch = 2 * (_setting(config, "spatial_merge_size") or 1), _setting(config, "patch_size") or 0
-        shape = (side * side, channels * (_setting(config, "temporal_patch_size") or 1) * patch**2)
-        rest["grid_thw"] = torch.tensor([[1, side, side]], device="cpu")  # a forward reads its values
-    elif main == "pixel_values" and "spatial_shapes" not in arguments:
-        size = getattr(config, "image_size", None) or 224
-        sides = (size, size) if isinstance(size, int) else tuple(size)
-        shape = (1, channels, *sides)
-        if "image_sizes" in arguments:
-            rest["image_sizes"] = torch.tensor([sides], device="cpu")
-    elif main == "input_features" and _setting(config, "num_mel_bins") and _setting(config, "max_source_positions"):
-        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
-    elif main == "hidden_states" and _setting(config, "input_size"):
-        shape = (1, 64, config.input_size)
-    if shape is None:
-        return None
-    required = dict.fromkeys(name for name in required_arguments(encoder) if name != main)
-    return {**required, main: torch.empty(shape, dtype=encoder.dtype, device="meta"), **rest}
-
-
-def _setting(config: Any, *names: str) -> int | None:
-    """The first of these that a config says as a number."""
-    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
-
-
-def required_arguments(encoder: nn.Module) -> list[str]:
-    """Arguments of a forward without a default."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(encoder.forward).parameters.items()
-    return [name for name, p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
-
-
-def forward_arguments(encoder: nn.Module) -> list[str]:
-    """Names of what an encoder's forward takes, its main input first."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    skipped = ("output_attentions", "output_hidden_states", "return_dict")
-    parameters = inspect.signature(encoder.forward).parameters
-    arguments = [name for name, p in parameters.items() if p.kind in kinds and name not in skipped]
-    main = getattr(encoder, "main_input_name", None)
-    return sorted(arguments, key=lambda argument: argument != main)

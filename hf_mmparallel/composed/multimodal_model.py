@@ -21,7 +21,11 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, CausalLMOutputWithPast
 
-from .composed_parts import (
+from ..modeling.features import flat_rows
+from ..modeling.forward_inputs import required_arguments
+from ..modeling.spec import ModulePart
+from .encoder_outputs import fitted_settings, named_output, select_features
+from .encoder_parts import (
     EncoderInputs,
     LanguageModelHead,
     build_encoder,
@@ -34,10 +38,7 @@ from .composed_parts import (
     load_language_model,
     projector_table,
 )
-from .configuration_composed import EncoderSettings, MultimodalCallbacks, MultimodalConfig, check_encoder_names
-from .encoder_outputs import fitted_settings, named_output, required_arguments, select_features
-from .features import flat_rows
-from .spec import ModulePart
+from .multimodal_config import EncoderSettings, MultimodalCallbacks, MultimodalConfig, check_encoder_names
 
 
 class MultimodalPreTrainedModel(PreTrainedModel):

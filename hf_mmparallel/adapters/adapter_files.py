@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..plan import ModelSpec
-from .adapters import DEFAULT_NAME, Adapter
+from .adapter import DEFAULT_NAME, Adapter
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 

@@ -31,10 +31,10 @@ from transformers import (
     WhisperModel,
 )
 
+from hf_mmparallel.composed.llava_export import to_llava
+from hf_mmparallel.composed.multimodal_config import EncoderSettings, MultimodalCallbacks, MultimodalConfig
+from hf_mmparallel.composed.multimodal_model import MultimodalModel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages
-from hf_mmparallel.modeling.composed import MultimodalModel
-from hf_mmparallel.modeling.configuration_composed import EncoderSettings, MultimodalCallbacks, MultimodalConfig
-from hf_mmparallel.modeling.llava_export import to_llava
 from tests.modeling.test_stages import make_plan, reference, run_stages
 
 VISION = {

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from .configuration_composed import EncoderSettings, MultimodalConfig
-from .encoder_outputs import configured_width, forward_arguments
+from ..modeling.forward_inputs import forward_arguments
+from .encoder_outputs import configured_width
+from .multimodal_config import EncoderSettings, MultimodalConfig
 
 # fmt: off
 LANGUAGE_MODEL_INPUTS = frozenset({

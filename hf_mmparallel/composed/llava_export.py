@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from .composed import MultimodalModel
+from .multimodal_model import MultimodalModel
 
 LLAVA_ENCODERS = ("CLIPVisionModel", "SiglipVisionModel")
 

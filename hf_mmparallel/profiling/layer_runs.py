@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.bitfield_attention.hf import NAME as BITFIELD
+from ..modeling.features import flat_rows
+from ..modeling.hollow import hidden_of, hollow_parameters, placeholder, with_hidden
+from ..modeling.loading import build_on_meta, initialize_rest
+from ..modeling.loss import token_loss
+from ..modeling.spec import build_model_spec, layers_of
+from ..modeling.stages import ModuleStage
+from ..modeling.tensor_parallel import apply_module_tp
 from ..plan import LANGUAGE_MODEL, ModelSpec
-from .features import flat_rows
-from .hollow import hidden_of, hollow_parameters, placeholder, with_hidden
 from .layer_inputs import encoder_inputs, text_inputs
-from .loading import build_on_meta, initialize_rest
-from .loss import token_loss
-from .spec import build_model_spec, layers_of
-from .stages import ModuleStage
-from .tensor_parallel import apply_module_tp
 
 _WEIGHT_SCALE = 0.02
 

@@ -1,0 +1,5 @@
+"""
+Times of a model's layers, measured on one device.
+
+Uses `modeling` and `cost`; imported by the command line.
+"""
