@@ -48,6 +48,12 @@ def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> to
     return functools.reduce(torch.promote_types, found) if found else torch.bfloat16
 
 
+def hidden_dtype(spec: ModelSpec, module: str) -> torch.dtype:
+    """The widest dtype of the hidden states between the layers of a module."""
+    own = spec.modules[module]
+    return activation_dtype(spec, [p for p in own.parameters if p.layer < own.num_layers])
+
+
 class _Leave(Exception):
     """Carries the hidden state out of a forward."""
 
@@ -215,8 +221,7 @@ class ModuleStage:
     @cached_property
     def input_dtype(self) -> torch.dtype:
         """Dtype in which hidden states travel between the stages of this module."""
-        own = self.module_spec
-        return activation_dtype(self.spec, [p for p in own.parameters if p.layer < own.num_layers])
+        return hidden_dtype(self.spec, self.module)
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:

@@ -221,6 +221,13 @@ class ModelSpec:
         )
         return (*into, *(Edge(LANGUAGE_MODEL, name) for name in self.generators))
 
+    def edge_width(self, source: str, target: str) -> int:
+        """
+        Width of the tensors that go from one module to another, or between the stages of one: a module with features
+        ends in a projector to the width of its target, others hand over their hidden states.
+        """
+        return self.modules[target if self.modules[source].features else source].hidden_size
+
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
         """Name -> parameter."""

@@ -32,7 +32,7 @@ from ..plan import (
 from ..schedule import Program, Task, build_program
 from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, doing
-from .executor import Executor, StepResult
+from .executor import Executor
 from .first_step import FirstStepCheck
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups, tensor_parallel_rows
@@ -40,6 +40,7 @@ from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters
 from .sharded_model import ShardedModel
 from .step_check import StepCheck
+from .step_result import StepResult
 from .transport import DistributedTransport
 
 

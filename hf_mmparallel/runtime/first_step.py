@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from ..modeling import token_loss
 from ..modeling.stages import ModuleStage
+from ..schedule.actions import StageKey
 from ..world import World
-from .executor import StepResult
 from .gradients import local
-from .messages import StageKey
 from .replicated import ReplicatedParameters
+from .step_result import StepResult
 
 _RELATIVE = 0.02  # of a gradient's norm: kernels that add in any order differ by less, shares of a gradient by more
 _SMALLEST = 1e-4  # of the largest norm: below it a gradient may be nothing but rounding

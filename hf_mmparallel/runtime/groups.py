@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
         for source in plan.modules[edge.source].replicas:
             for replica, stages in enumerate(plan.modules[edge.target].replicas):
                 for index in plan.edge_stages(edge, replica):
-                    for targets in stages[index].ranks:
-                        pairs.update(_pairs(source[-1].all_ranks, targets))
+                    for sources, targets in product(source[-1].ranks, stages[index].ranks):
+                        pairs.update(_pairs(sources, targets))
     return sorted(pairs)
 
 

@@ -24,9 +24,8 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.schedules import SCHEDULES, Schedule
-from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
 from tests import tiny
-from tests.runtime.loopback import assert_close, reference, run_loopback
+from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, assert_close, reference, run_loopback
 
 torch.set_num_threads(1)
 
