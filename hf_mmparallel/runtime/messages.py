@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..plan import FeatureSpec
 from ..schedule.actions import Message, Task
 from .payloads import Payload, Payloads, ends_of
 from .routes import Route, compose, feature_routes, hidden_state_routes
@@ -41,39 +42,38 @@ class StepMessages:
             `list[tuple[Route, torch.Tensor | None]]`: The routes, each with the places of its tokens among those that
             the task has on this rank, `None` for all of them in order.
         """
-        payload = self.payload(message)
-        producer, consumer = ends_of(message)
-        is_producer = task.key == producer.key
-        meshes = payload.producer_mesh, payload.consumer_mesh
-        places = None
+        payload, rank = self.payload(message), self.inputs.rank
+        is_producer = task.key == ends_of(message)[0].key
         if payload.features is None:
-            routes = hidden_state_routes(num_tokens, *meshes)
+            places, routes = None, hidden_state_routes(num_tokens, payload.producer_mesh, payload.consumer_mesh)
         else:
-            shared = set(self.inputs.samples(consumer))
-            samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
-            ends = [
-                self._owners(payload, end, mesh, samples, end.key == task.key)
-                for end, mesh in zip((producer, consumer), meshes, strict=True)
-            ]
-            places = ends[0 if is_producer else 1][1]
-            assert places is not None
-            routes = feature_routes(len(places), *meshes, *(cp_ranks for cp_ranks, _ in ends))
+            places, routes = self._feature_routes(message, payload.features, is_producer)
         return [
             (route, compose(places, route.tokens))
             for route in routes
-            if self.inputs.rank in (route.producers if is_producer else route.consumers)
+            if rank in (route.producers if is_producer else route.consumers)
         ]
 
-    def _owners(
-        self, payload: Payload, task: Task, mesh: tuple, samples: list[int], is_here: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _feature_routes(
+        self, message: Message, features: tuple[FeatureSpec, ...], is_producer: bool
+    ) -> tuple[torch.Tensor, list[Route]]:
         """
-        For each token of some samples at one end of a message, its cp rank and its place there. Nothing has to be
-        known of the other end if it has a single cp rank.
+        All routes of features, and the place of each token of the message at the end that this rank runs.
+
+        The other end may be a task of other ranks only: of it nothing has to be known if it has a single cp rank, and
+        otherwise this rank knows how its tokens are cut.
         """
-        if payload.features is None or (not is_here and len(mesh) == 1):
-            return None, None
-        return self.inputs.feature_owners(task, payload.features).select(samples)
+        payload, (producer, consumer) = self.payload(message), ends_of(message)
+        here, there = (producer, consumer) if is_producer else (consumer, producer)
+        shared = set(self.inputs.samples(consumer))
+        samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
+        own, places = self.inputs.feature_owners(here, features).select(samples)
+        other = None
+        if len(self.inputs.stage(there).ranks) > 1:
+            other, _ = self.inputs.feature_owners(there, features).select(samples)
+        computed_on, needed_on = (own, other) if is_producer else (other, own)
+        meshes = payload.producer_mesh, payload.consumer_mesh
+        return places, feature_routes(len(places), *meshes, computed_on, needed_on)
 
     def shapes(self, payload: Payload, task: Task) -> list[torch.Size]:
         """Shapes of the tensors of a payload that enter a task on this rank."""
