@@ -21,7 +21,7 @@ from .message_queues import Incoming, MessageQueues
 from .messages import StepMessages
 from .payloads import Payload, Payloads
 from .routes import num_tokens_of
-from .sample_checks import check_feature_tokens, check_features_come, check_labels
+from .sample_checks import check_feature_tokens, check_features_computed, check_labels
 from .step_inputs import StepInputs
 from .step_result import StepResult, TimedTask
 from .timing import StepClock
@@ -57,7 +57,7 @@ class Executor:
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         transport (`Transport`): Carries the messages.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`):
-            Ranks -> group, for each tp group, and ranks that share tokens, of the meshes of this rank.
+            Ranks -> group, for each tp group and each group of cp ranks in the meshes of this rank.
         loss_function (`Callable`):
             (logits, labels, whether they are shifted) -> (sum over target tokens, number of target tokens).
         device (`torch.device`): Where stages compute.
@@ -164,7 +164,7 @@ class _Step:
         if message.kind == "act":
             shapes = self.messages.shapes(payload, task)
         else:
-            shapes = [output.shape for output in payload.among(self.running[task.key].outputs)]
+            shapes = [output.shape for output in payload.select_outputs(self.running[task.key].outputs)]
         num_tokens = sum(map(num_tokens_of, shapes))
         self.queues.receive(message, payload, self.messages.routes(message, task, num_tokens))
 
@@ -172,7 +172,7 @@ class _Step:
         """Sends what a task computed to one of its consumers, or the gradient of an input to one of its producers."""
         payload, task = self.messages.payload(message), message.source
         if message.kind == "act":
-            outputs = payload.among(self.running[task.key].outputs)
+            outputs = payload.select_outputs(self.running[task.key].outputs)
             tokens = _flat_tokens([output.detach() for output in outputs], payload.width)
         else:
             tokens = self.gradients[task.key][payload.producer[0]]
@@ -189,7 +189,7 @@ class _Step:
         executor = self.executor
         needs_graph = self.program.has_backward(task)
         leaves, received = self.received_tensors(task, needs_graph)
-        check_features_come(self.inputs, task)
+        check_features_computed(self.inputs, task)
         executor.before_forward(task)
         stage = executor.stages[task.stage_key]
         batch = self.inputs.forward_batch(task, any(leaf.requires_grad for leaf in leaves.values()))
@@ -223,7 +223,7 @@ class _Step:
             leaves[module] = leaf
             with torch.set_grad_enabled(needs_graph):
                 tensors = [piece.view(shape) for piece, shape in zip(leaf.split(sizes), shapes, strict=True)]
-            received[module] = payload.spread(tensors)
+            received[module] = payload.place_tensors(tensors)
         return leaves, received
 
     def leaf(self, payload: Payload, messages: Sequence[Incoming], num_tokens: int) -> Tensor:
@@ -269,19 +269,20 @@ class _Step:
         }
 
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient of each output of a task: what its consumers sent back."""
+        """The gradient of each output of a task: the sum of what its consumers sent back."""
         result: list[Tensor | None] = [None] * len(outputs)
         for payload, messages in _by_payload(self.queues.arrived(task)):
-            crossed = payload.among(outputs)
+            crossed = payload.select_outputs(outputs)
             sizes = [num_tokens_of(output.shape) for output in crossed]
             total = self.queues.sum_gradients(messages, sum(sizes), self.inputs.tp_group(task))
             pieces = [
                 piece.view(output.shape).to(output.dtype)
                 for piece, output in zip(total.split(sizes), crossed, strict=True)
             ]
-            for place, piece in enumerate(payload.spread(pieces)):
-                known = result[place]
-                result[place] = piece if known is None else known if piece is None else known + piece
+            for place, piece in enumerate(payload.place_tensors(pieces)):
+                if piece is not None:
+                    known = result[place]
+                    result[place] = piece if known is None else known + piece
         return [torch.zeros_like(out) if g is None else g for out, g in zip(outputs, result, strict=True)]
 
     def release(self, task: Task) -> None:

@@ -51,11 +51,11 @@ class Payload:
         """Equal for payloads that carry the same tensors of a module to another one, or to other replicas of it."""
         return self.producer[0], self.consumer[0], self.outputs
 
-    def among(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs of the producer that cross."""
+    def select_outputs(self, outputs: Sequence[Any]) -> list[Any]:
+        """Those outputs of the producer that cross the edge."""
         return list(outputs) if self.outputs is None else [outputs[place] for place in self.outputs]
 
-    def spread(self, tensors: Sequence[Any]) -> list[Any]:
+    def place_tensors(self, tensors: Sequence[Any]) -> list[Any]:
         """The tensors that crossed at their places among the producer's outputs, `None` for those that did not."""
         if self.outputs is None:
             return list(tensors)

@@ -11,9 +11,9 @@ from ..schedule.actions import Task
 from .step_inputs import StepInputs
 
 
-def check_features_come(inputs: StepInputs, task: Task) -> None:
+def check_features_computed(inputs: StepInputs, task: Task) -> None:
     """
-    Raises `ValueError` for a sample with placeholders whose features enter at a task, but are computed by none.
+    Raises `ValueError` for a sample with placeholders whose features enter a task, but are computed nowhere.
 
     Args:
         inputs ([`StepInputs`]): The inputs of the step.

@@ -24,8 +24,8 @@ class Transport(Protocol):
     Ordered channels between ranks: the n-th `recv` from a rank gets the n-th tensor that this rank sent here. Neither
     call blocks; a received buffer is valid after `wait`, a sent tensor must not change before.
 
-    With `receives_ahead` a `recv` may be posted while the message's cause is still to be sent; without, the first one
-    of a channel may wait for its sender.
+    If `receives_ahead`, `recv` never blocks, even before the sender has run. If not, the first `recv` of a channel can
+    block until the other rank starts its send.
     """
 
     rank: int
@@ -79,7 +79,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 @dataclass
 class _Sent:
-    """Keeps the tensor of a send alive until it has left, which gloo only says when it is waited for."""
+    """A send whose tensor has to stay alive until it has left, which gloo reports only to `wait`."""
 
     work: Handle
     tensor: torch.Tensor

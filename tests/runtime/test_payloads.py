@@ -106,7 +106,7 @@ def test_a_payload_has_its_ends_its_width_and_the_features_that_enter():
     assert (first.producer_mesh, first.consumer_mesh) == (((9,),), ((10, 11), (12, 13)))
     assert first.outputs == (0, 2) and [feature.modality for feature in first.features or ()] == ["image", "video"]
     assert later.outputs == (1,) and [feature.layer for feature in later.features or ()] == [2]
-    assert first.among("abc") == ["a", "c"] and first.spread(["a", "c"]) == ["a", None, "c"]
+    assert first.select_outputs("abc") == ["a", "c"] and first.place_tensors(["a", "c"]) == ["a", None, "c"]
     assert first.width == later.width == 10
 
 
@@ -121,7 +121,7 @@ def test_edges_between_encoders_and_behind_the_language_model_are_payloads_like_
 def test_hidden_states_are_all_outputs_in_the_width_of_their_module():
     hidden = Payloads(graph_plan(), graph_spec()).of(act("vision", 0, "vision", 1))
     assert hidden.outputs is None and hidden.features is None and hidden.width == 9
-    assert hidden.among("ab") == hidden.spread("ab") == ["a", "b"]
+    assert hidden.select_outputs("ab") == hidden.place_tensors("ab") == ["a", "b"]
 
 
 def test_a_gradient_has_the_payload_of_what_it_is_the_gradient_of():
