@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..plan import ModelSpec, ModuleSpec
+from .dtensors import from_shard
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -387,13 +388,6 @@ def _drop_full_storage(model: nn.Module, names: Iterable[str]) -> None:
             continue
         local = parameter.to_local()
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
-            copy = DTensor.from_local(
-                local.clone(),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._parameters[attribute] = nn.Parameter(copy, parameter.requires_grad)
+            parent, _, attribute = name.rpartition(".")
+            copy = nn.Parameter(from_shard(local.clone(), parameter), parameter.requires_grad)
+            model.get_submodule(parent)._parameters[attribute] = copy

@@ -139,8 +139,8 @@ class ParameterShards:
         return _union([shard.holders for shard in self.shards])
 
     @property
-    def sums(self) -> tuple[tuple[int, ...], ...]:
-        """The sets of ranks that each sum their gradients, one for each set of several holders."""
+    def copy_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Each set of several ranks that hold equal copies of a slice, and sum their gradients."""
         return tuple(dict.fromkeys(shard.holders for shard in self.shards if len(shard.holders) > 1))
 
     def on_rank(self, rank: int) -> tuple[Shard, ...]:
@@ -263,7 +263,7 @@ def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str
     lists: dict[int, list[list[str]]] = {}  # of each object, which many parameters share
     for name, shards in trained.items():
         if id(shards) not in lists:
-            lists[id(shards)] = [names.setdefault((shards.stages, ranks), []) for ranks in shards.sums]
+            lists[id(shards)] = [names.setdefault((shards.stages, ranks), []) for ranks in shards.copy_groups]
         for members in lists[id(shards)]:
             members.append(name)
     order = {name: number for number, name in enumerate(modules)}

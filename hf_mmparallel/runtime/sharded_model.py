@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from .._files import readable
 from ..adapters.adapter import Adapter
@@ -28,6 +28,7 @@ from ..adapters.adapter_files import (
     parameters_to_save,
     write_adapters,
 )
+from ..modeling.dtensors import is_on_mesh, local, shard_as
 from ..modeling.loading import (
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -37,10 +38,9 @@ from ..modeling.loading import (
     fill_parameters,
 )
 from ..modeling.tensor_parallel import base_name
-from ..plan import Holding, ModelSpec, ParallelPlan, holdings
+from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
 from .atomic import sync_file
-from .gradients import local
 
 _LOAD_CHUNK_BYTES = 1 << 30
 
@@ -65,13 +65,13 @@ class ShardedModel:
     adapter: Adapter | None = None
 
     @functools.cached_property
-    def holdings(self) -> dict[str, Holding]:
+    def shards(self) -> dict[str, ParameterShards]:
         """Parameter -> where it lives."""
-        return holdings(self.spec, self.plan)
+        return parameter_shards(self.spec, self.plan)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has a parameter, or a shard of it."""
-        return self.holdings[name].peers(self.world.rank) is not None
+        return bool(self.shards[name].on_rank(self.world.rank))
 
     def save(self, folder: str | Path) -> None:
         """Writes the adapters if there are any, otherwise the model."""
@@ -135,14 +135,14 @@ class ShardedModel:
 
     def _owned(self, skip: Collection[str]) -> Iterator[tuple[str, torch.Tensor, Any]]:
         """
-        Yields (name, whole tensor, layer) for everything that this rank owns. Ranks of one tensor-parallel group pass
-        the parameters in one order, so each has to iterate to the end.
+        Yields (name, whole tensor, layer) of the parameters and buffers that this rank owns. The ranks of a tp group
+        pass the parameters in one order, so each has to iterate to the end.
         """
         parameters = dict(self.model.named_parameters())
         for module, part in self.spec.modules.items():
             for entry in part.parameters:
                 if entry.name not in skip and self.holds(entry.name):
-                    tensor = self._whole(parameters[entry.name], self.holdings[entry.name].owner)
+                    tensor = self._whole(parameters[entry.name], self.shards[entry.name].owner)
                     if tensor is not None:
                         yield entry.name, tensor, (module, entry.layer)
         for name, tensor in _persistent_buffers(self.model).items():
@@ -150,22 +150,25 @@ class ShardedModel:
                 yield name, tensor.detach().cpu(), None
 
     def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
-        """The whole tensor in host memory on its owner; the ranks that hold shards of the owner's copy take part."""
+        """The whole tensor in host memory on its owner; the other ranks of the owner's tp group take part."""
         tensor = tensor.detach()
-        if isinstance(tensor, DTensor) and self.world.processes[owner] in tensor.device_mesh.mesh.flatten().tolist():
+        if isinstance(tensor, DTensor) and is_on_mesh(tensor, self.world.processes[owner]):
             with doing("gathering the shards of a parameter", waits=True):
                 tensor = tensor.full_tensor()
         return tensor.cpu() if owner == self.world.rank else None
 
     def _owner_of_buffer(self, name: str) -> int:
         """The rank that owns the parameters next to a buffer, the first rank when there are none."""
-        parent = name
-        while parent:
-            parent = parent.rpartition(".")[0]
-            for parameter, holding in self.holdings.items():
-                if parent and parameter.startswith(parent + "."):
-                    return holding.owner
-        return 0
+        return next((self._owners[parent] for parent in _parents(name) if parent in self._owners), 0)
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, int]:
+        """Submodule -> the owner of its first parameter."""
+        result: dict[str, int] = {}
+        for name, shards in self.shards.items():
+            for parent in _parents(name):
+                result.setdefault(parent, shards.owner)
+        return result
 
     def save_adapters(self, folder: str | Path, adapter: Adapter) -> None:
         """
@@ -200,14 +203,14 @@ class ShardedModel:
         self.world.raise_together(lambda: self._read(folder))
 
     def _read(self, folder: str | Path) -> None:
-        """Reads what the rank holds, about a gigabyte at a time."""
+        """Reads the parameters of this rank, about a gigabyte at a time."""
         model, files = self.model, checkpoint_files(folder)
         adapters = adapter_parameters(model)
         aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name)
         parameters = dict(model.named_parameters())
-        names = [name for name in self.holdings if self.holds(name) and name not in adapters]
+        names = [name for name in self.shards if self.holds(name) and name not in adapters]
         chunk: list[str] = []
         size = 0
         for index, name in enumerate(names):
@@ -259,10 +262,7 @@ class ShardedModel:
                         "it."
                     )
                 value = reader.get_tensor(key)
-                if isinstance(parameter, DTensor):
-                    value = value.to(parameter.device)
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                local(parameter).copy_(local(value))
+                local(parameter).copy_(local(shard_as(value, parameter) if isinstance(parameter, DTensor) else value))
 
     # Gathering
 
@@ -280,18 +280,17 @@ class ShardedModel:
             `dict[str, torch.Tensor]` or `None`: In host memory, by first names, on rank 0; `None` elsewhere.
         """
         world = self.world
-        table = {name: holding for name, holding in self.holdings.items() if names is None or name in names}
-        held = dict(self.model.named_parameters())
-        own_buffers = {n: b for n, b in (buffers or {}).items() if self._owner_of_buffer(n) == world.rank}
-        owned = {n: held[n] for n, holding in table.items() if holding.owner == world.rank} | own_buffers
+        owners = {name: shards.owner for name, shards in self.shards.items() if names is None or name in names}
+        parameters = dict(self.model.named_parameters())
+        owned = {name: parameters[name] for name, owner in owners.items() if owner == world.rank}
+        owned |= {n: buffer for n, buffer in (buffers or {}).items() if self._owner_of_buffer(n) == world.rank}
         kinds = world.all_gather({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
-        owners = {name: holding.owner for name, holding in table.items()}
-        owners |= {name: owner for owner, kind in enumerate(kinds) for name in kind if name not in table}
+        owners |= {name: owner for owner, kind in enumerate(kinds) for name in kind if name not in owners}
         result: dict[str, torch.Tensor] = {}
         for name, owner in owners.items():
             tensor: Any = None
-            if owner == world.rank or (name in table and self.holds(name)):
-                tensor = self._whole(owned[name] if name in owned else held[name], owner)
+            if name in owned or (name in self.shards and self.holds(name)):
+                tensor = self._whole(owned[name] if name in owned else parameters[name], owner)
             if world.rank == owner != 0:
                 world.send(tensor, 0)
             elif world.rank == 0 != owner:
@@ -321,6 +320,12 @@ class ShardedModel:
         return result
 
 
+def _parents(name: str) -> list[str]:
+    """Names of the submodules that a parameter or buffer is in, the innermost first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a state dict has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -337,7 +342,7 @@ def _write_part(
     state = revert_weight_conversion(model, state)
     tensors = {key: tensor.contiguous() for key, tensor in state.items()}
     shared = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    if len(shared) < len(tensors):  # pieces of one tensor; a file takes none that share memory
+    if len(shared) < len(tensors):  # views of one tensor; safetensors refuses shared memory
         tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     name = f"part-{rank:05d}-{index:05d}.safetensors"
     save_file(tensors, folder / name, metadata={"format": "pt"})
