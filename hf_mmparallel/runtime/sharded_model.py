@@ -8,7 +8,6 @@ and any other layout can load. Keys are those of the original checkpoint format,
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +34,11 @@ from ..modeling.loading import (
     adapter_parameters,
     another_model,
     checkpoint_files,
-    fill_parameters,
 )
 from ..modeling.tensor_parallel import base_name
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
-from .atomic import sync_file
+from .weight_files import read_in_place, write_config, write_index, write_part
 
 _LOAD_CHUNK_BYTES = 1 << 30
 
@@ -113,13 +111,13 @@ class ShardedModel:
         size, last = 0, None
         for name, tensor, layer in self._owned(ignored):
             if size >= max_shard_bytes and layer != last:
-                written.append(_write_part(model, pending, folder, world.rank, len(written)))
+                written.append(write_part(model, pending, folder, world.rank, len(written)))
                 pending, size = {}, 0
             pending[base_name(name)] = tensor
             size += tensor.numel() * tensor.element_size()
             last = layer
         if pending:
-            written.append(_write_part(model, pending, folder, world.rank, len(written)))
+            written.append(write_part(model, pending, folder, world.rank, len(written)))
         parts = [part for of_rank in world.all_gather(written) for part in of_rank]
         names = {
             part: WEIGHTS if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
@@ -129,8 +127,8 @@ class ShardedModel:
             (folder / part).rename(folder / names[part])
         if world.is_first:
             if len(parts) > 1:
-                _write_index(folder, [(names[part], sizes) for part, sizes in parts], self.spec)
-            _write_config(model, folder)
+                write_index(folder, [(names[part], sizes) for part, sizes in parts], self.spec)
+            write_config(model, folder)
         world.barrier()
 
     def _owned(self, skip: Collection[str]) -> Iterator[tuple[str, torch.Tensor, Any]]:
@@ -218,12 +216,12 @@ class ShardedModel:
             chunk.append(name)
             size += part.numel() * part.element_size()
             if size >= _LOAD_CHUNK_BYTES or index == len(names) - 1:
-                for missing in sorted(_read_in_place(model, files, chunk, folder)):
+                for missing in sorted(read_in_place(model, files, chunk, folder)):
                     tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
-                    if not tied or _read_in_place(model, files, tied[:1], folder):
+                    if not tied or read_in_place(model, files, tied[:1], folder):
                         raise ValueError(another_model(model, folder, [missing]))
                 chunk, size = [], 0
-        _read_in_place(model, files, list(_persistent_buffers(model)), folder)
+        read_in_place(model, files, list(_persistent_buffers(model)), folder)
 
     def load_adapters(self, folder: str | Path, adapter: Adapter) -> None:
         """
@@ -330,68 +328,3 @@ def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a state dict has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
-
-
-def _write_part(
-    model: Any, state: dict[str, torch.Tensor], folder: Path, rank: int, index: int
-) -> tuple[str, dict[str, int]]:
-    """Writes one file; returns its name for now and the size in bytes of each tensor under its original key."""
-    from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = revert_weight_conversion(model, state)
-    tensors = {key: tensor.contiguous() for key, tensor in state.items()}
-    shared = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    if len(shared) < len(tensors):  # views of one tensor; safetensors refuses shared memory
-        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    name = f"part-{rank:05d}-{index:05d}.safetensors"
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    sync_file(folder / name)
-    return name, {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
-
-
-def _write_index(folder: Path, parts: list[tuple[str, dict[str, int]]], spec: ModelSpec) -> None:
-    """Writes which file has which key."""
-    index = {
-        "metadata": {
-            "total_parameters": spec.num_parameters,
-            "total_size": sum(size for _, sizes in parts for size in sizes.values()),
-        },
-        "weight_map": {key: name for name, sizes in parts for key in sizes},
-    }
-    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _write_config(model: Any, folder: Path) -> None:
-    """Writes the configurations beside the weights, and the code of a model that is not part of transformers."""
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    if getattr(model, "_auto_class", None) is not None:
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, folder, config=model.config)
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-@torch.no_grad()
-def _read_in_place(model: Any, files: Collection[Path], names: Collection[str], folder: str | Path) -> set[str]:
-    """Copies tensors from files into the live ones; returns the names that no file has."""
-    live: dict[str, tuple[dict[str, Any], torch.Tensor]] = {}
-    try:
-        for name in names:
-            parent, _, attribute = name.rpartition(".")
-            module = model.get_submodule(parent)
-            home = module._parameters if attribute in module._parameters else module._buffers
-            live[name] = (home, home[attribute])
-            empty = torch.empty_like(home[attribute], device="meta")
-            home[attribute] = nn.Parameter(empty, requires_grad=False) if home is module._parameters else empty
-        missing = fill_parameters(model, files, names, "cpu", str(folder))
-        for name, (home, tensor) in live.items():
-            if name not in missing:
-                local(tensor).copy_(local(home[name.rpartition(".")[2]]))
-    finally:
-        for name, (home, tensor) in live.items():
-            home[name.rpartition(".")[2]] = tensor
-    return missing
