@@ -237,9 +237,9 @@ class ModuleStage:
         """Yields name and tensor of each parameter that this stage uses, under their names in the whole model."""
         real = {name: p for name, p in self.model.named_parameters() if not is_hollow(p)}
         num_layers = self.module_spec.num_layers
-        for name, places in self.spec.places.items():
+        for name, used_at in self.spec.used_at.items():
             if name in real and any(
-                module == self.module and stage_holds(self.layers, num_layers, layer) for module, layer in places
+                module == self.module and stage_holds(self.layers, num_layers, layer) for module, layer in used_at
             ):
                 yield name, real[name]
 

@@ -236,7 +236,7 @@ class ModelSpec:
         return {p.name: p for module in self.modules.values() for p in module.parameters}
 
     @cached_property
-    def places(self) -> dict[str, tuple[tuple[str, int], ...]]:
+    def used_at(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Parameter -> (module, layer) of each use; more than one where it is tied."""
         return {
             p.name: ((name, p.layer), self.tied[p.name]) if p.name in self.tied else ((name, p.layer),)

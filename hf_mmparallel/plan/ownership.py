@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
 from .parallel_plan import ParallelPlan, Stage
+
+StageKey = tuple[str, int, int]  # module, replica, stage
 
 
 def stage_holds(layers: tuple[int, int], num_layers: int, layer: int) -> bool:
@@ -37,8 +38,8 @@ def trainable_stages(
     """Whether each stage of `module` has a parameter that gets a gradient."""
     used_at = {parameter.layer for parameter in module.parameters if parameter.trainable}
     for parameter in module.parameters:
-        place, layer = tied.get(parameter.name, ("", 0))
-        if parameter.trainable and place == module.name:
+        tied_in, layer = tied.get(parameter.name, ("", 0))
+        if parameter.trainable and tied_in == module.name:
             used_at.add(layer)
     return [any(stage_holds(layers, module.num_layers, layer) for layer in used_at) for layers in ranges]
 
@@ -106,13 +107,13 @@ class ParameterShards:
         shards (`tuple[Shard, ...]`): In the order of their slices.
     """
 
-    stages: tuple[tuple[str, int, int], ...]
+    stages: tuple[StageKey, ...]
     shards: tuple[Shard, ...]
 
     @classmethod
     def from_copies(
         cls,
-        stages: tuple[tuple[str, int, int], ...],
+        stages: tuple[StageKey, ...],
         copies: Iterable[tuple[tuple[Cut, ...], tuple[int, ...]]],
     ) -> ParameterShards:
         """
@@ -126,22 +127,16 @@ class ParameterShards:
         by_slice: dict[tuple[Cut, ...], list[tuple[int, ...]]] = {}
         for cuts, ranks in copies:
             by_slice.setdefault(cuts, []).append(ranks)
-        return cls(stages, tuple(Shard(cuts, _union(ranks), ranks[0][0]) for cuts, ranks in by_slice.items()))
+        shards = []
+        for cuts, sets in by_slice.items():
+            holders = sets[0] if len(sets) == 1 else tuple(sorted(set().union(*sets)))
+            shards.append(Shard(cuts, holders, sets[0][0]))
+        return cls(stages, tuple(shards))
 
     @property
     def owner(self) -> int:
         """The rank that writes the parameter where it is saved whole."""
         return self.shards[0].owner
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold the parameter or a shard of it, in ascending order."""
-        return _union([shard.holders for shard in self.shards])
-
-    @property
-    def copy_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Each set of several ranks that hold equal copies of a slice, and sum their gradients."""
-        return tuple(dict.fromkeys(shard.holders for shard in self.shards if len(shard.holders) > 1))
 
     def on_rank(self, rank: int) -> tuple[Shard, ...]:
         """The shards that a rank holds a copy of."""
@@ -152,19 +147,14 @@ class ParameterShards:
         return tuple(shard for shard in self.shards if shard.owner == rank)
 
 
-def _union(parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """All ranks in ascending order."""
-    return parts[0] if len(parts) == 1 else tuple(sorted(set().union(*parts)))
-
-
 def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, ParameterShards]:
     """Parameter -> where it lives, in the order of the model; parameters that live alike share the object."""
     stage_tables = {name: _stage_tables(spec, plan, name) for name in spec.modules}
-    columns: dict[tuple, tuple[tuple[tuple[str, int, int], ...], list[tuple[int, ...]]]] = {}
+    columns: dict[tuple, tuple[tuple[StageKey, ...], list[tuple[int, ...]]]] = {}
     known: dict[tuple, ParameterShards] = {}
     result: dict[str, ParameterShards] = {}
     for parameter in spec.parameters.values():
-        uses = [(name, stage_tables[name][layer]) for name, layer in spec.places[parameter.name]]
+        uses = [(name, stage_tables[name][layer]) for name, layer in spec.used_at[parameter.name]]
         # By identity: equal tables of a module are one object, and those of many replicas are long.
         layout = tuple(dict.fromkeys((name, id(table)) for name, table in uses))
         key = (layout, parameter.tp_dim, parameter.tp_blocks)
@@ -208,7 +198,7 @@ def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, t
 
 def _tp_columns(
     plan: ParallelPlan, uses: Sequence[tuple[str, Sequence[int]]]
-) -> tuple[tuple[tuple[str, int, int], ...], list[tuple[int, ...]]]:
+) -> tuple[tuple[StageKey, ...], list[tuple[int, ...]]]:
     """
     The stages that use a parameter, and for each index in a tp group the ranks that have it, in ascending order.
 
@@ -235,7 +225,7 @@ class SyncGroup:
 
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
-    stages: tuple[tuple[str, int, int], ...]
+    stages: tuple[StageKey, ...]
 
 
 def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
@@ -259,11 +249,12 @@ def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str
         trained (`Mapping[str, ParameterShards]`): Parameter -> where it lives, in the order of the model.
         modules (`Sequence[str]`): In topological order.
     """
-    names: dict[tuple[tuple[tuple[str, int, int], ...], tuple[int, ...]], list[str]] = {}
+    names: dict[tuple[tuple[StageKey, ...], tuple[int, ...]], list[str]] = {}
     lists: dict[int, list[list[str]]] = {}  # of each object, which many parameters share
     for name, shards in trained.items():
         if id(shards) not in lists:
-            lists[id(shards)] = [names.setdefault((shards.stages, ranks), []) for ranks in shards.copy_groups]
+            summed = dict.fromkeys(shard.holders for shard in shards.shards if len(shard.holders) > 1)
+            lists[id(shards)] = [names.setdefault((shards.stages, ranks), []) for ranks in summed]
         for members in lists[id(shards)]:
             members.append(name)
     order = {name: number for number, name in enumerate(modules)}

@@ -1,4 +1,4 @@
-"""A model under a plan on this rank: what the Trainer holds in place of a wrapped model."""
+"""A model under a plan on this rank, which the Trainer has in place of a wrapped model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ParallelEngine(nn.Module):
     """
     Prepares this rank's part of a model and runs steps on it.
 
-    The model is pruned in place: what other ranks hold loses its memory, names stay those of the whole model.
+    The model is pruned in place: parameters of other ranks lose their memory, names stay those of the whole model.
 
     Args:
         model (`PreTrainedModel`): The whole model; owned weights may still be on the meta device when `load` is given.
@@ -79,7 +79,8 @@ class ParallelEngine(nn.Module):
         label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
         seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
         load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
-        costs (`CostModel`, *optional*): What layers cost, the same on all ranks; where tokens are cut it decides how.
+        costs (`CostModel`, *optional*):
+            Costs of layers, the same on all ranks; context parallelism cuts tokens by them.
     """
 
     def __init__(
