@@ -11,7 +11,7 @@ from torch import nn
 
 from ..modeling.dtensors import local
 from .groups import ProcessGroups
-from .messages import StageKey
+from ..plan.ownership import StageKey
 from .sharded_model import ShardedModel
 
 
