@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
+from ..plan import ParallelPlan, SampleSizes, StepPlan
 from ..schedule import GradientFlow, ahead_caps, live_caps, stage_depths
 from ..schedule.actions import StageKey
 from .devices import Hardware
@@ -168,7 +168,7 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     backward follows.
     """
     flow = GradientFlow(plan)
-    encoders = encoders_of(plan)
+    encoders = plan.encoders
     depths = {
         key: plan.num_microbatches if plan.policy.keeps_all(key[0] in encoders) else depth + (key[0] in encoders)
         for key, depth in stage_depths(plan).items()

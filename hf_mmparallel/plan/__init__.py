@@ -1,5 +1,5 @@
 """
-Plans as data: what a model is, what a user asks for, which rank holds what.
+Plans as data: the description of a model, the user's settings, and the assignment of layers and samples to ranks.
 
 The bottom of the package, without torch; may be imported by everything.
 """
@@ -9,7 +9,6 @@ from .ownership import Holding, SyncGroup, holdings, stage_holds, stage_paramete
 from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
 from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
-from .sides import encoders_of, generators_of
 from .sizes import SampleSizes, Workloads
 from .step_plan import StepPlan
 
@@ -35,9 +34,7 @@ __all__ = [
     "check_plan",
     "check_trained",
     "check_world_size",
-    "encoders_of",
     "frozen_as_planned",
-    "generators_of",
     "holdings",
     "layout_data",
     "plan_for_model",

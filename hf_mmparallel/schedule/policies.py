@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, StepPlan, encoders_of
+from ..plan import ParallelPlan, StepPlan
 from ..plan.step_plan import SlotPlaces
 from .actions import StageKey
 
@@ -22,7 +22,7 @@ def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
     Returns:
         `dict[tuple[str, str], int]`: (module, `"fwd"` or `"bwd"`) -> phase.
     """
-    encoders = encoders_of(plan)
+    encoders = plan.encoders
     return {
         (name, kind): phase
         for name in plan.modules
@@ -131,7 +131,7 @@ def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
     """
-    encoders = encoders_of(plan)
+    encoders = plan.encoders
     return {key: cap + 2 * (key[0] in encoders) for key, cap in live_caps(plan, step).items()}
 
 
@@ -152,7 +152,7 @@ def policy_caps(
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches; without the stages whose
         forwards all go first.
     """
-    encoders = encoders_of(plan)
+    encoders = plan.encoders
     least = {k: cap for k, cap in live_caps(plan, step).items() if not plan.policy.keeps_all(k[0] in encoders)}
     if not plan.policy.fills_memory:
         return least
