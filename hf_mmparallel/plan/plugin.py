@@ -273,7 +273,7 @@ class MultimodalParallelPlugin:
             given = {key: size for key, size in sizes.items() if key in module.named or size != getattr(default, key)}
             if given:
                 result[name] = given
-            return result
+        return result
 
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
