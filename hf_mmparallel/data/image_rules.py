@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.auto_mappings import IMAGE_PROCESSOR_MAPPING_NAMES, PROCESSOR_MAPPING_NAMES
 
 from ..cost.image_tokens import Crops, ImageRule, PatchGrid
-from ..modeling.features import flat_rows
-from ..modeling.hollow import hidden_of
+from ..modeling.features import flat_features
 from ..modeling.spec import ModulePart, find_stack, layers_of, module_parts
+from ..modeling.unowned import hidden_of
 from ..plan import ModelSpec
 
 IMAGE = "image"
@@ -101,7 +101,7 @@ def _run_once(model: PreTrainedModel, part: ModulePart, field: str, size: tuple[
             output = part.features[IMAGE](**{part.input_names(IMAGE)[0]: pixels})
     finally:
         handle.remove()
-    return seen[0], flat_rows(getattr(output, field)).shape[0]
+    return seen[0], flat_features(getattr(output, field)).shape[0]
 
 
 def _tiles(model_type: str, height: int, width: int) -> Callable[[int, int], int] | None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.hollow import hidden_of, placeholder
 from ..modeling.spec import find_stack, layers_of, module_parts
+from ..modeling.unowned import hidden_of, identity_layer
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
@@ -35,7 +35,7 @@ def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
     """
     memo: dict[int, Any] = {}
     for stack in stacks:
-        memo |= {id(layer): placeholder(layer) for layer in layers_of(model, stack)}
+        memo |= {id(layer): identity_layer(layer) for layer in layers_of(model, stack)}
     for module in model.modules():  # hooks may hold process groups, which can't be copied
         memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith(_HOOKS)}
     for parameter in model.parameters():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..data.context_tokens import WORDS
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
-from ..modeling.stages import activation_dtype
+from ..modeling.dtypes import activation_dtype
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan
 from ..schedule import Program
 from ..schedule.actions import Action, Message, Task

@@ -9,7 +9,7 @@ import torch
 
 from ..data.context_tokens import WORDS, BatchKey
 from ..data.loader import StepBatch
-from ..modeling import count_rows
+from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import Message, Task
 from .boundary import Leg, Placement, RowSpace, spread_legs, straight_legs
@@ -69,7 +69,7 @@ class MessageGeometry:
         if key in self.cuts:
             return self.cuts[key].rows
         if key not in self._rows:
-            self._rows[key] = count_rows(self.batches[key], self.spec)
+            self._rows[key] = count_feature_tokens(self.batches[key], self.spec)
         return self._rows[key]
 
     def features(self, message: Message) -> list[tuple[int, FeatureSpec]]:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from ..data.context_tokens import WORDS
 from ..data.packing import unpack
-from ..modeling.hollow import cast_values
+from ..modeling.dtypes import cast_values
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
 from ..world import doing

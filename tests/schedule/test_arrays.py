@@ -215,7 +215,7 @@ def test_changed_rows_are_refused_by_name(case, seed):
     changed = Program(
         ProgramActions([replace(rows, codes=rows.codes[:-1], starts=np.minimum(rows.starts, len(rows.codes) - 1))])
     )
-    with pytest.raises(ProgramError, match="never does"):
+    with pytest.raises(ProgramError, match="never runs"):
         verify(part.plan, graph, part.groups, changed, is_part=True, order=order)
 
 
