@@ -1,4 +1,4 @@
-"""A copy of a model that takes no memory, to see what enters the first layer of an encoder."""
+"""A copy of a model without memory for weights, to find the shape of the input of an encoder's first layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class _Entered(Exception):
-    """Leaves an encoder at its first layer with the shape of what enters it."""
+    """Raised to leave an encoder at its first layer, with the shape of the layer's input."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -25,9 +25,9 @@ class _Entered(Exception):
 
 def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
     """
-    A copy of a model on the CPU, without hooks and with stand-ins for its layers.
+    A copy of a model on the CPU, without hooks and with identity layers.
 
-    Its parameters take no memory: each is one zero expanded to its shape.
+    Its parameters use no memory: each is one expanded zero.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The whole model on any device, or what a rank keeps of it.
@@ -48,7 +48,7 @@ def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
 
 def entered_shape(skeleton: Any, module: str, modality: str, inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """
-    The shape of what enters the first layer of an encoder.
+    The input shape of the first layer of an encoder.
 
     Args:
         skeleton: What [`make_skeleton`] gave.

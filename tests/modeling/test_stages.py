@@ -363,7 +363,9 @@ def test_features_that_read_layers_of_an_earlier_stage_are_refused():
     model, batch = make_composed(audio_layer=-4)
     spec = build_model_spec(model)
     assert_same(model, make_plan(spec, {"audio": [1]}), batch)
-    with pytest.raises(ValueError, match=r"output of layers \(2, 4\) of `audio` depends on what other stages hold"):
+    with pytest.raises(
+        ValueError, match=r"output of layers \(2, 4\) of `audio` depends on parameters of other stages"
+    ):
         assert_same(model, make_plan(spec, {"audio": [2]}), batch)
 
 
@@ -395,7 +397,9 @@ def test_a_norm_that_is_registered_before_the_layers_and_cannot_be_found_is_refu
     model.model.decoder.layers[0].self_attn_layer_norm = _OddNorm(64)
     spec = build_model_spec(model)
     assert_same(model, make_plan(spec, {}), make_batch("llama"))
-    with pytest.raises(ValueError, match=r"output of layers \(2, 4\) of `language_model` depends on what other"):
+    with pytest.raises(
+        ValueError, match=r"output of layers \(2, 4\) of `language_model` depends on parameters of other"
+    ):
         assert_same(model, make_plan(spec, {LANGUAGE_MODEL: [2]}), make_batch("llama"))
 
 

@@ -401,7 +401,7 @@ def test_models_without_the_loss_of_the_next_token_are_refused():
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config = BertConfig(vocab_size=64, num_attention_heads=4, **sizes)
-    with torch.device("meta"), pytest.raises(ValueError, match="is a model of masked tokens.*Set `is_decoder=True`"):
+    with torch.device("meta"), pytest.raises(ValueError, match="is a masked language model.*Set `is_decoder=True`"):
         check_model(BertForMaskedLM(config))
     with torch.device("meta"), pytest.raises(ValueError, match="`BertModel` has no language-model head"):
         check_model(BertModel(config))

@@ -11,7 +11,7 @@ from .words import decode_words
 
 def dense_mask(mask: BitfieldMask, window: int = 0) -> Tensor:
     """
-    Which query sees which key: bool `[batch, query_length, key_length]`.
+    The dense mask, true for visible pairs: bool `[batch, query_length, key_length]`.
 
     Args:
         mask (`BitfieldMask`): The words.
@@ -43,7 +43,7 @@ def reference_attention(
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
-        mask (`BitfieldMask`): Who sees whom.
+        mask (`BitfieldMask`): The mask.
         scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
@@ -126,7 +126,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _scores(
     query: Tensor, key: Tensor, mask: BitfieldMask, scale: float | None, softcap: float, window: int
 ) -> tuple[Tensor, Tensor | float]:
-    """Scores, -inf where nothing is seen, and their derivative by the scores without a cap."""
+    """Scores, -inf for invisible pairs, and their derivative with respect to the uncapped scores."""
     key = _for_each_query_head(key, query)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     slope = 1.0

@@ -133,7 +133,7 @@ def backward(
 
 def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """
-    What the backward kernels read of each query.
+    Statistics of each query for the backward kernels.
 
     Args:
         grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
@@ -165,7 +165,7 @@ def head_parts(head_dim: int) -> dict[str, int]:
 
 
 def _constants(query: Tensor, key: Tensor, plan: MaskPlan, tile: Tile, softcap: float) -> dict[str, Any]:
-    """What the kernels of attention are compiled for."""
+    """Compile-time constants of the attention kernels."""
     return {
         **head_parts(query.shape[3]),
         "GROUP": query.shape[1] // key.shape[1],
@@ -206,5 +206,5 @@ def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[f
 
 
 def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the device of a tensor the one that kernels start on."""
+    """Makes the device of a tensor current, on which kernels are launched."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
