@@ -372,7 +372,8 @@ def test_what_sizes_do_not_tell_is_decoded_and_said_once(monkeypatch, caplog):
             assert_lacks_pixels(lean(samples()), collator(samples()))
     told = [record.getMessage() for record in caplog.records if "decoded where only text is needed" in record.message]
     assert told == [
-        "`LlavaProcessor` can't process an image from its size alone, so images are decoded where only text is needed: RuntimeError"
+        "`LlavaProcessor` can't process an image from its size alone, so images are decoded where only text is "
+        "needed: RuntimeError"
     ]
 
 

@@ -223,7 +223,7 @@ def test_a_prompt_of_images_and_text_is_one_span():
 )
 def test_masks_that_a_word_cannot_say_are_refused(cls: type, what: str):
     batch = tiny.collate("qwen2_vl")(tiny.make_dataset("qwen2_vl", 2))
-    with pytest.raises(ValueError, match=f"`{cls.__name__}` {what}, which a mask word can't say.* without packing"):
+    with pytest.raises(ValueError, match=f"`{cls.__name__}` {what}, which mask words can't express.* without packing"):
         words_of_batch(qwen(cls), batch)
 
 

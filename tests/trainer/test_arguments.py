@@ -164,7 +164,10 @@ def test_a_layout_does_not_share_memory_with_what_was_given():
         ({"global_batch_size": 0}, r"`global_batch_size=0` must be at least 1"),
         ({"parallel": "autos"}, r"`parallel='autos'` is neither .* a dict, or \"auto\""),
         ({"parallel": {"auto": True, "plan": 3}}, r"`plan=3` is no plan"),
-        ({"parallel": {"auto": True, "num_microbatches": 3}}, r"`num_microbatches` is given and to be found"),
+        (
+            {"parallel": {"auto": True, "num_microbatches": 3}},
+            r"`num_microbatches` is given, but `auto=True`",
+        ),
         (
             {"parallel": {"auto": True, "modules": {"vision": {"layers_per_stage": [2, 2]}}}},
             r"`layers_per_stage=\[2, 2\]` of `vision` is chosen by the search",

@@ -85,11 +85,11 @@ LAYOUTS = {
     ),
     "stages of a DeepStack tower": (
         ("qwen3_vl", {VISION: {"pp_size": 2}}, {}),
-        r"`pp_size=2`: features leave `vision` from inside its layers \(DeepStack\).* Use `pp_size=1`",
+        r"`pp_size=2`: `vision` outputs features of inner layers \(DeepStack\).* Use `pp_size=1`",
     ),
     "ranks shared with a later module": (
         ("llava", {VISION: {"colocate_with": LM}, LM: {"dp_size": 2}}, {}),
-        r"`vision` can't be colocated with `language_model`: it must stand before",
+        r"`vision` can't be colocated with `language_model`, which must come before",
     ),
     "frozen names that are not there": (
         ("llava", {VISION: {"freeze": "projektor"}}, {}),

@@ -210,10 +210,10 @@ REFUSED = {
     "bias": "`bias='lora_only'` of the adapter `default`.*Use `bias='none'`",
     "token rows": "`trainable_token_indices=.*Use `modules_to_save`",
     "parameters": "`target_parameters=.*Name layers in `target_modules`",
-    "aLoRA": "`ALoraLinearVariant`, a kind of LoRA",
+    "aLoRA": "`ALoraLinearVariant`, a LoRA variant",
     "tied": "has `lm_head`, whose `lm_head.weight` is tied",
     "merged": "is merged or disabled. Call `model.unmerge_adapter",
-    "base weights": "q_proj.base_layer.weight` is trained beside its adapter",
+    "base weights": "q_proj.base_layer.weight` is trainable in addition to its adapter",
     "for inference": "Nothing is trained .*is_trainable=True",
 }
 

@@ -283,7 +283,7 @@ def test_mistakes_are_named():
     _refuse(r"torch.bool \[2, 61\]", mask=_words() > 0)
     _refuse("words of the mask are .*60", mask=_words(length=60))
     _refuse("keys and values alike", states={"value": value[..., :8]})
-    _refuse("head_dim must be equal", states={"query": query[..., :8]})
+    _refuse("head_dim must agree", states={"query": query[..., :8]})
     _refuse("2 heads of keys must divide the 3 of queries", states={"query": query[:, :3]})
     _refuse("one dtype and one device", states={"query": query.half()})
     _refuse("must be .*head_dim", states={"query": query[0]})
