@@ -52,8 +52,8 @@ def bitfield_attention(
 
     Returns:
         `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`; the log-sum-exp
-        `[batch, heads, query_length]`, natural, with the sink. A query that sees nothing gets 0 and `-inf` (the sink's
-        logit when there are sinks), and gives no gradient.
+        `[batch, heads, query_length]`, natural, with the sink. A query without visible keys gets 0 and `-inf` (the
+        sink's logit when there are sinks), and gives no gradient.
 
     Raises:
         `ValueError`: If shapes, dtypes or devices do not go together, or dropout is not 0.

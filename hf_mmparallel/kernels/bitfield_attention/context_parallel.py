@@ -263,10 +263,10 @@ def context_parallel_attention(
             `heads`.
         value (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Values of this rank's rows.
         shard (`SequenceShard`): Which part of the row this is.
-        scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): One more logit per head that takes weight, gives none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
         return_lse (`bool`, *optional*, defaults to `False`): Whether to return the log-sum-exp of each row too.
 
     Returns:

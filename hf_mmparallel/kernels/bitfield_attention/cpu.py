@@ -41,9 +41,9 @@ def forward(
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         plan (`CpuPlan`): The compiled mask.
-        scale (`float`): Of the scores.
+        scale (`float`): Factor of the scores.
         softcap (`float`, *optional*, defaults to 0.0): 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): One more logit per head.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The output like `query`, and `[batch, heads, query_length]` in float32
@@ -78,9 +78,9 @@ def backward(
     Gradients of [`forward`] with respect to queries, keys, values and sinks.
 
     Args:
-        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Of the output.
+        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
         query, key, value (`torch.Tensor`): As in the forward pass.
-        out, lse (`torch.Tensor`): What it returned.
+        out, lse (`torch.Tensor`): Outputs of the forward pass.
         plan, scale, softcap, sinks: As in the forward pass.
 
     Returns:

@@ -164,7 +164,7 @@ def bitfield_attention_forward(
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): The mask, if there are no words.
         dropout (`float`, *optional*, defaults to 0.0): Must be 0.
-        scaling (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        scaling (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
         is_causal (`bool`, *optional*): What a layer without mask and words says about itself.
         sliding_window (`int`, *optional*): The layer's window in tokens.
         softcap (`float`, *optional*): Scores become `softcap * tanh(score / softcap)`.
