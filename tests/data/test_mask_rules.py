@@ -331,7 +331,9 @@ def test_a_class_without_source_is_served(monkeypatch: pytest.MonkeyPatch):
 
 def test_masks_that_are_not_drawn_by_transformers_are_refused():
     rule = MaskRule(transformers.BloomConfig())
-    with pytest.raises(ValueError, match=r"`BloomForCausalLM.create_masks_for_generate` draws .* without packing"):
+    with pytest.raises(
+        ValueError, match=r"`BloomForCausalLM.create_masks_for_generate` does not use .* without packing"
+    ):
         rule({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()})
 
 

@@ -194,7 +194,7 @@ def with_adapter(kind: str) -> Any:
 
 REFUSED = {
     **{
-        name: f"`{name}`.*Only LoRA .*Use a `LoraConfig`, or train without `parallel`"
+        name: f"`{name}`.*only LoRA .*Use a `LoraConfig`, or train without `parallel`"
         for name in (
             "AdaLoraConfig",
             "IA3Config",
@@ -205,7 +205,7 @@ REFUSED = {
             "PromptTuningConfig",
         )
     },
-    "PeftMixedModel": "`PeftMixedModel` mixes kinds",
+    "PeftMixedModel": "`PeftMixedModel` has several kinds",
     "several": r"several adapters, \['default', 'second'\].*delete_adapter\('second'\)",
     "bias": "`bias='lora_only'` of the adapter `default`.*Use `bias='none'`",
     "token rows": "`trainable_token_indices=.*Use `modules_to_save`",

@@ -276,7 +276,7 @@ def test_mistakes_are_named():
     query, key, value, sinks = _inputs()
     _refuse("`dropout=0.1`.*attention_dropout=0.0", dropout=0.1)
     _refuse("`window=-1`", window=-1)
-    _refuse("`backend='flash'` is none of 'triton', 'cpu'", backend="flash")
+    _refuse("`backend='flash'` is not one of 'triton', 'cpu'", backend="flash")
     _refuse(r"torch.float32 \[3\] on cpu; there are 4 query heads", sinks=sinks[:3])
     _refuse(r"torch.int64 \[1, 61\].*need torch.int64 \[2, 61\]", mask=_words(batch=1))
     _refuse(r"torch.int32 \[2, 61\]", mask=_words().int())
@@ -292,7 +292,7 @@ def test_mistakes_are_named():
     low = {name: tensor.detach().bfloat16() for name, tensor in (("query", query), ("key", key), ("value", value))}
     _refuse("interpreter, which multiplies bfloat16 wrongly", states=low, backend="triton")
     wide = torch.randn(2, 4, LENGTH, 257)
-    _refuse("up to 256 columns", states=dict.fromkeys(("query", "key", "value"), wide), backend="triton")
+    _refuse("a head_dim up to 256", states=dict.fromkeys(("query", "key", "value"), wide), backend="triton")
     mask = BitfieldMask.from_words(_words())
     short = BitfieldMask(mask.query_words, mask.query_positions, mask.key_words[:, :9], mask.key_positions[:, :9])
     _refuse(r"key words of the mask are torch.int64 \[2, 9\]", mask=short)
