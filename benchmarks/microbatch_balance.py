@@ -70,9 +70,9 @@ from hf_mmparallel.schedule import (
     Task,
     build_graph,
     build_program,
+    in_flight_limits,
     lower,
     microbatch_forward_ms,
-    policy_caps,
     schedule_tasks,
     simulate,
 )
@@ -204,7 +204,7 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
     graph = build_graph(plan, step)
     waits = may_alternate(plan) and not variant.one_order
-    program = lower(plan, graph, schedule_tasks(plan, graph, cost, policy_caps(plan, step), waits), [])
+    program = lower(plan, graph, schedule_tasks(plan, graph, cost, in_flight_limits(plan, step), waits), [])
     simulation = simulate(plan, program, cost)
     forwards = microbatch_forward_ms(simulation.spans)
     peaks = activation_peaks(analytic_costs(spec, find_device("a40")), plan, step, sizes, simulation.spans)

@@ -1,5 +1,5 @@
 """
-PEFT adapters on models in parts: their settings, their modules, their files, and models that peft has wrapped.
+PEFT adapters of models that are split over ranks: settings, injection, files, and conversion of `PeftModel`s.
 
 Uses `plan` only; imported by `modeling`, `runtime`, the planner and the Trainer.
 """

@@ -1,4 +1,4 @@
-"""Adapters of several modules as one `peft` adapter."""
+"""Merges the adapter settings of several modules into one `peft` adapter, and injects it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PER_LAYER = {
     "target_modules", "exclude_modules", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "layers_to_transform",
     "layers_pattern", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
 }  # fmt: skip
-# Setting -> why a module can't have it, what to do.
+# Setting that can't be restricted to a module -> remedy.
 _REFUSED = {
     "modules_to_save": "Leave these parts out of `freeze` instead; they are then trained and saved with the adapter",
     "trainable_token_indices": "Use `peft` without it",
@@ -41,11 +41,11 @@ _REFUSED = {
 @dataclass(frozen=True)
 class Adapter:
     """
-    The one adapter of a model.
+    The adapter of a model.
 
     Args:
-        config (`LoraConfig`): What `peft` knows of it, as it is saved.
-        name (`str`, *optional*, defaults to `"default"`): Its name in the names of parameters.
+        config (`LoraConfig`): Its `peft` config, as it is saved.
+        name (`str`, *optional*, defaults to `"default"`): Its name, which is part of parameter names.
     """
 
     config: Any
@@ -54,10 +54,10 @@ class Adapter:
 
 def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
     """
-    The one `LoraConfig` of all modules' configs; see [`add_adapters`] for the arguments and what is refused.
+    Merges the configs of all modules into one `LoraConfig`; for arguments and errors see [`add_adapters`].
 
-    The configs become one adapter: a list of all layers, with the ranks and scales that differ as patterns, so that
-    `PeftModel.from_pretrained(base, folder)` reads what is trained here.
+    The merged config lists all target layers, with patterns for ranks and scales that differ, so that
+    `PeftModel.from_pretrained(base, folder)` can load the trained adapter.
     """
     from ..plan.plugin import reject_unknown_keys
 
@@ -73,21 +73,21 @@ def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> An
 
 def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Adapter:
     """
-    Injects LoRA into the modules that have a config and freezes what else is in them. Modules without one keep their
-    own `requires_grad`. Done on the whole model, before it is cut; [`build_model_spec`] then sees the adapters. They
-    are float32 on weights of half precision, as `get_peft_model` makes them.
+    Injects LoRA into the modules with a config and freezes their other parameters. `requires_grad` of modules without
+    a config does not change. It is called on the whole model, before pruning and [`build_model_spec`]. Adapters on
+    half-precision weights are float32, as with `get_peft_model`.
 
     Args:
-        model (`PreTrainedModel`): The whole model, also on the meta device.
-        spec (`ModelSpec`): The model without adapters.
+        model (`PreTrainedModel`): The whole model, on any device including `meta`.
+        spec (`ModelSpec`): Description of the model without adapters.
         configs (`Mapping[str, LoraConfig | dict]`): Module -> a `peft` config or its dict.
 
     Returns:
-        [`Adapter`]: The one adapter.
+        [`Adapter`]: The merged adapter.
 
     Raises:
-        `ValueError`: For other adapters than LoRA, for settings that reach beyond the module's layers, and for
-        settings other than targets, ranks and scales that differ between modules.
+        `ValueError`: For adapters other than LoRA, for settings that affect parameters outside of the module's
+        layers, and for settings other than targets, ranks and scales that differ between modules.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.tuners_utils import cast_adapter_dtype
@@ -104,19 +104,21 @@ def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Ada
 
 
 def _parse(module: str, config: Any) -> Any:
-    """A module's config as an object, refusing what can't be one module's."""
+    """Parses the config of a module. Raises `ValueError` for settings that can't be restricted to a module."""
     from peft import LoraConfig, get_peft_config
 
     if isinstance(config, Mapping):
         config = get_peft_config({"peft_type": "LORA", **config})
     if type(config) is not LoraConfig:
         raise ValueError(
-            f"`peft_config` of module `{module}` is a `{type(config).__name__}`; only LoRA can be cut with a module. "
+            f"`peft_config` of module `{module}` is a `{type(config).__name__}`; only LoRA can be split over ranks. "
             f"Use a `LoraConfig`."
         )
     for setting, remedy in _REFUSED.items():
         if getattr(config, setting, None):
-            raise ValueError(f"`{setting}` in the `peft_config` of module `{module}` can't be kept to it. {remedy}.")
+            raise ValueError(
+                f"`{setting}` in the `peft_config` of module `{module}` can't be restricted to the module. {remedy}."
+            )
     if config.bias != "none":
         raise ValueError(
             f"`bias={config.bias!r}` in the `peft_config` of module `{module}` trains biases of the whole model. "
@@ -131,20 +133,20 @@ def _parse(module: str, config: Any) -> Any:
 
 
 def _check_common(configs: Mapping[str, Any]) -> None:
-    """Raises for settings that one adapter has only once and that differ between modules."""
+    """Raises `ValueError` for settings that differ between modules but are common to the whole adapter."""
     (first, config), *others = configs.items()
     for name, other in others:
         for field in fields(config):
-            mine, its = getattr(config, field.name), getattr(other, field.name)
-            if field.name not in _PER_LAYER and mine != its:
+            value, other_value = getattr(config, field.name), getattr(other, field.name)
+            if field.name not in _PER_LAYER and value != other_value:
                 raise ValueError(
-                    f"`{field.name}` is {mine!r} in the `peft_config` of module `{first}` and {its!r} in that of "
-                    f"`{name}`, but an adapter has it once. Make them equal."
+                    f"`{field.name}` is {value!r} in the `peft_config` of module `{first}` and {other_value!r} in "
+                    f"that of `{name}`, but it is common to the whole adapter. Make them equal."
                 )
 
 
 def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) -> dict[str, tuple[int, float]]:
-    """Name of each layer of the module that the config means -> its rank and alpha."""
+    """Name of each layer of the module that the config targets -> its rank and alpha."""
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
     from peft.utils.other import get_pattern_key
@@ -162,10 +164,10 @@ def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) 
         config.target_modules = set(wanted)
     if wanted == "all-linear":
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        found = [name for name, layer in layers.items() if isinstance(layer, nn.Linear) and layer is not head]
+        targets = [name for name, layer in layers.items() if isinstance(layer, nn.Linear) and layer is not head]
     else:
-        found = [name for name in layers if check_target_module_exists(config, name)]
-    if not found:
+        targets = [name for name in layers if check_target_module_exists(config, name)]
+    if not targets:
         raise ValueError(
             f"`target_modules={wanted!r}` matches no layer of module `{module}`, such as `{min(layers)}`. "
             f"Name layers of this module."
@@ -175,12 +177,12 @@ def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) 
             config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r),
             config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha),
         )
-        for name in found
+        for name in targets
     }
 
 
 def _merge(config: Any, ranks: Mapping[str, tuple[int, float]], base: str | None) -> Any:
-    """One config for all layers."""
+    """The merged config for all layers."""
     from peft import LoraConfig
 
     common = {field.name: getattr(config, field.name) for field in fields(config) if field.init}

@@ -1,4 +1,4 @@
-"""What a folder of `peft` holds: which parameters, under which keys."""
+"""The contents of a `peft` adapter folder: parameters, keys and config."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def adapter_folder(folder: str | Path, adapter: Adapter) -> Path:
-    """Where `PeftModel.save_pretrained(folder)` puts an adapter."""
+    """The folder in which `PeftModel.save_pretrained(folder)` saves an adapter."""
     return Path(folder) if adapter.name == DEFAULT_NAME else Path(folder) / adapter.name
 
 
 def adapter_names(spec: ModelSpec) -> set[str]:
-    """The adapters' own parameters: those of a layer that keeps its weight in `base_layer`."""
+    """Names of the adapters' parameters: those of a layer with a `base_layer`, except the base layer's."""
     names = [p.name for module in spec.modules.values() for p in module.parameters]
     wrapped = {name.partition(".base_layer.")[0] + "." for name in names if ".base_layer." in name}
     owners = tuple(wrapped)
@@ -29,39 +29,39 @@ def adapter_names(spec: ModelSpec) -> set[str]:
 
 
 def adapter_file_key(name: str, adapter: Adapter) -> str:
-    """The key that `peft` writes a parameter under."""
+    """The key of a parameter in `peft`'s files."""
     if name.endswith(f".lora_magnitude_vector.{adapter.name}.weight"):
-        name = name.removesuffix(".weight")  # as it was called before it became a module
+        name = name.removesuffix(".weight")  # its name before it became a module
     parent, _, last = name.rpartition(".")
-    plain = parent if last == adapter.name else f"{parent.removesuffix('.' + adapter.name)}.{last}"
-    return "base_model.model." + plain
+    key = parent if last == adapter.name else f"{parent.removesuffix('.' + adapter.name)}.{last}"
+    return "base_model.model." + key
 
 
 def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
     """
-    The largest submodules that hold every parameter that is trained without being part of an adapter.
+    Names of the largest submodules that contain all trainable parameters outside of adapters, and nothing else.
 
     Args:
-        spec (`ModelSpec`): The model with adapters.
-        adapters (`set[str]`): Names of the adapters' own parameters.
+        spec (`ModelSpec`): Description of the model with adapters.
+        adapters (`set[str]`): Names of the adapters' parameters.
     """
     parameters = [p for module in spec.modules.values() for p in module.parameters]
     trained = [p.name for p in parameters if p.trainable and p.name not in adapters]
-    blocked: set[str] = set()  # submodules with something that is not trained like this
+    blocked: set[str] = set()  # submodules with frozen or adapter parameters
     for p in parameters:
         if not p.trainable or p.name in adapters:
             parts = p.name.split(".")[:-1]
             blocked |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
-    found: dict[str, None] = {}
+    modules: dict[str, None] = {}
     for name in trained:
         parts = name.split(".")[:-1]
         prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-        found[next((prefix for prefix in prefixes if prefix not in blocked), ".".join(parts))] = None
-    return [name for name in found if not any(name.startswith(other + ".") for other in found)]
+        modules[next((prefix for prefix in prefixes if prefix not in blocked), ".".join(parts))] = None
+    return [name for name in modules if not any(name.startswith(other + ".") for other in modules)]
 
 
 def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
-    """Names of all parameters that an adapter folder has: the adapters' own, and those of [`modules_to_save`]."""
+    """Names of all parameters in an adapter folder: the adapters', and those of [`modules_to_save`]."""
     prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
     names = [p.name for module in spec.modules.values() for p in module.parameters]
     return [name for name in names if name in adapters or name.startswith(prefixes)]
@@ -69,8 +69,8 @@ def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
 
 def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
     """
-    The `LoraConfig` beside saved adapters, with all that is trained in `modules_to_save` and with the class of the
-    base model, by which `AutoPeftModel` finds it.
+    The `LoraConfig` saved with adapters, with `modules_to_save` and the class of the base model, which `AutoPeftModel`
+    reads.
     """
     saved = copy.deepcopy(adapter.config)
     saved.inference_mode = True
@@ -83,14 +83,14 @@ def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
 
 def write_adapters(state: Mapping[str, torch.Tensor], model: Any, spec: ModelSpec, adapter: Adapter, folder: Path):
     """
-    Writes whole tensors as `peft` saves them.
+    Writes whole tensors in `peft`'s format.
 
     Args:
-        state (`Mapping[str, torch.Tensor]`): By the names of [`parameters_to_save`].
+        state (`Mapping[str, torch.Tensor]`): The tensors, by the names of [`parameters_to_save`].
         model (`PreTrainedModel`): The base model, or this rank's part of it.
-        spec (`ModelSpec`): The model with adapters.
+        spec (`ModelSpec`): Description of the model with adapters.
         adapter ([`Adapter`]): The adapter.
-        folder (`Path`): Where to.
+        folder (`Path`): The target folder.
     """
     from safetensors.torch import save_file
 

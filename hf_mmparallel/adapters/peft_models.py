@@ -1,4 +1,4 @@
-"""Models as `PeftModel`s: made for one process, taken apart for a plan, and put together again."""
+"""`PeftModel`s: wrapping a model for one process, unwrapping it for a plan, and assembling it again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .adapter import DEFAULT_NAME, Adapter, merge_configs
 from .adapter_files import adapter_file_key, adapter_names, modules_to_save, parameters_to_save, saved_config
 
 _ALONE = "or train without `parallel`"
-# Setting -> (why it can't be laid out, what to do).
+# Setting -> (why it can't be laid out, remedy).
 _REFUSED = {
     "bias": ("it trains biases of layers that have no adapter", "Use `bias='none'`"),
     "trainable_token_indices": (
-        "it keeps single rows of an embedding beside it",
+        "it trains single rows of an embedding",
         "Use `modules_to_save` for the whole embedding",
     ),
     "target_parameters": ("it adapts parameters, not layers", "Name layers in `target_modules`"),
@@ -28,9 +28,9 @@ _REFUSED = {
 
 def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Any:
     """
-    The whole model as a `peft.PeftModel` that trains the same as [`add_adapters`], for one process.
+    Wraps the whole model as a `peft.PeftModel` with the same training as [`add_adapters`], for one process.
 
-    What is trained without being an adapter, such as a projector, becomes one of `peft`'s `modules_to_save`.
+    Trainable parts outside of adapters, such as projectors, become `peft`'s `modules_to_save`.
     """
     from peft import get_peft_model
 
@@ -45,7 +45,7 @@ def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) 
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model has adapters, around it or in its layers."""
+    """Whether a model is a `PeftModel` or has layers with adapters."""
     from peft import PeftMixedModel, PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -55,7 +55,7 @@ def is_peft_model(model: Any) -> bool:
 
 
 def base_model_of(model: Any) -> Any:
-    """The model that a `PeftModel` wraps, other models as they are."""
+    """The model that a `PeftModel` wraps; other models are returned unchanged."""
     from peft import PeftModel
 
     return model.get_base_model() if isinstance(model, PeftModel) else model
@@ -63,15 +63,17 @@ def base_model_of(model: Any) -> Any:
 
 def unwrap_peft_model(model: Any) -> tuple[Any, Adapter]:
     """
-    The base model with the LoRA layers that are in it, and their adapter. What `peft` keeps twice to train it
-    (`modules_to_save`) takes the place of the original.
+    Unwraps the base model with its LoRA layers. The trainable copies of `modules_to_save` replace the originals.
 
     Args:
         model (`PeftModel` or `PreTrainedModel`):
-            What `get_peft_model` or `add_adapter` made. It can't be used any more.
+        A model with adapters from `get_peft_model` or `add_adapter`. It can't be used afterwards.
 
-    Raises:
-        `ValueError`: For adapters that a plan can't lay out, which are named with the reason. The model is as before.
+    Returns:
+        `tuple[PreTrainedModel, Adapter]`: The base model with LoRA layers, and the adapter.
+
+        Raises:
+            `ValueError`: For adapters that a plan can't lay out. The model is then unchanged.
     """
     config, name = _only_adapter(model)
     base = base_model_of(model)
@@ -90,18 +92,18 @@ def unwrap_peft_model(model: Any) -> tuple[Any, Adapter]:
 
 
 def mark_adapted(model: Any, adapter: Adapter) -> None:
-    """Tells transformers that a model has trainable adapters, without which it refuses to train quantized weights."""
+    """Marks a model as having trainable adapters; transformers refuses to train quantized weights without them."""
     model._hf_peft_config_loaded = True
     model.peft_config = {adapter.name: adapter.config}
 
 
 def _only_adapter(model: Any) -> tuple[Any, str]:
-    """The one adapter of a model, a LoRA; its config and name."""
+    """Config and name of a model's only adapter. Raises `ValueError` unless it is a single LoRA adapter."""
     from peft import LoraConfig, PeftMixedModel
 
     if isinstance(model, PeftMixedModel):
         raise ValueError(
-            f"A `PeftMixedModel` mixes kinds of adapters, of which only LoRA can be cut. Use LoRA, {_ALONE}."
+            f"A `PeftMixedModel` has several kinds of adapters; only LoRA can be split over ranks. Use LoRA, {_ALONE}."
         )
     configs = dict(getattr(model, "peft_config", None) or {})
     if len(configs) > 1:
@@ -112,20 +114,20 @@ def _only_adapter(model: Any) -> tuple[Any, str]:
         )
     if not configs:
         raise ValueError(
-            "The model has layers of adapters, but no `peft_config` that says what they are. Make them with "
+            "The model has layers with adapters, but no `peft_config` that describes them. Create them with "
             "`get_peft_model`."
         )
     ((name, config),) = configs.items()
     if type(config) is not LoraConfig:
         raise ValueError(
-            f"The adapter `{name}` is a `{type(config).__name__}`. Only LoRA is known to train alike when the layers "
-            f"of a model, or their weights, are on several ranks. Use a `LoraConfig`, {_ALONE}."
+            f"The adapter `{name}` is a `{type(config).__name__}`; only LoRA can be split over ranks. Use a "
+            f"`LoraConfig`, {_ALONE}."
         )
     return config, name
 
 
 def _check_layers(base: Any, name: str, config: Any) -> None:
-    """Raises `ValueError` for what only the whole `PeftModel` would do right."""
+    """Raises `ValueError` for settings and layers that are only correct within the whole `PeftModel`."""
     for setting, (reason, remedy) in _REFUSED.items():
         value = getattr(config, setting, None)
         if value and value != "none":
@@ -136,7 +138,7 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
         variant = getattr(layer, "lora_variant", {}).get(name)
         if variant is not None and not _name_of(variant).startswith("Dora"):
             raise ValueError(
-                f"`{path}` has a `{_name_of(variant)}`, a kind of LoRA whose layers need more than their own input. "
+                f"`{path}` has a `{_name_of(variant)}`, a LoRA variant whose layers need more than their input. "
                 f"Use plain LoRA, {_ALONE}."
             )
         if getattr(layer, "merged", False) is True or getattr(layer, "disable_adapters", False) is True:
@@ -147,7 +149,7 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
     for path, parameter in base.named_parameters():
         if parameter.requires_grad and ".base_layer." in path:
             raise ValueError(
-                f"`{path}` is trained beside its adapter, which `peft` does not save. Freeze it, or use "
+                f"`{path}` is trainable in addition to its adapter, and `peft` does not save it. Freeze it, or use "
                 "`modules_to_save` in place of an adapter."
             )
     tied = getattr(base, "all_tied_weights_keys", None) or {}
@@ -156,17 +158,17 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
         if used:
             raise ValueError(
                 f"`modules_to_save` of the adapter `{name}` has `{path}`, whose `{used[0]}` is tied to another "
-                f"parameter: `peft` trains a copy that is not. Target it by LoRA, {_ALONE}."
+                f"parameter, but `peft` trains an untied copy. Target it by LoRA, {_ALONE}."
             )
 
 
 def _name_of(variant: Any) -> str:
-    """The class of a variant of LoRA, which `peft` keeps as a class or as an instance."""
+    """Class name of a LoRA variant, which `peft` stores as a class or as an instance."""
     return (variant if isinstance(variant, type) else type(variant)).__name__
 
 
 def _saved_modules(base: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The parts that `peft` trains whole, each with a copy of the original."""
+    """Names and wrappers of `modules_to_save`, which `peft` trains as a copy beside the original."""
     from peft.utils.other import ModulesToSaveWrapper
 
     yield from [(name, m) for name, m in base.named_modules() if isinstance(m, ModulesToSaveWrapper)]
@@ -174,20 +176,20 @@ def _saved_modules(base: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapping[str, torch.Tensor]) -> Any:
     """
-    A whole base model as a `PeftModel`.
+    Wraps a whole base model as a `PeftModel`.
 
-    Parts that are trained whole have no original any more: `disable_adapter()` turns off LoRA only.
+    The originals of `modules_to_save` no longer exist, so `disable_adapter()` turns off LoRA only.
 
     Args:
-        base (`PreTrainedModel`): The whole base model, without layers of adapters.
-        spec (`ModelSpec`): The model with adapters.
+        base (`PreTrainedModel`): The whole base model, without adapters.
+        spec (`ModelSpec`): Description of the model with adapters.
         adapter ([`Adapter`]): The adapter.
-        state (`Mapping[str, torch.Tensor]`): At least what an adapter folder holds, by the names of parameters.
+        state (`Mapping[str, torch.Tensor]`): Parameter -> tensor, at least for all of [`parameters_to_save`].
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
     config = saved_config(base, spec, adapter)
-    initialised = config.init_lora_weights
+    initialisation = config.init_lora_weights
     config.inference_mode, config.init_lora_weights = False, False  # some initialisations change the base
     with torch.random.fork_rng(devices=[]):
         model: Any = get_peft_model(base, config, adapter_name=adapter.name)
@@ -196,5 +198,5 @@ def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapp
         model, {adapter_file_key(name, adapter): state[name] for name in names}, adapter_name=adapter.name
     )
     assert not result.unexpected_keys, result.unexpected_keys
-    config.init_lora_weights = initialised
+    config.init_lora_weights = initialisation
     return model

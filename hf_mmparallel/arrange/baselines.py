@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of, generators_of
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots
 from .contiguous import Replicas, contiguous, counts_of, coupled, in_turns
 
@@ -176,7 +176,7 @@ class _Pipeline:
         """From the encoder with most stages to the end of the generator with most stages."""
         encoders, generators = (
             sorted(names, key=lambda name: -len(plan.modules[name].replicas[0]))[:1]
-            for names in (encoders_of(plan), generators_of(plan))
+            for names in (plan.encoders, plan.generators)
         )
         num_replicas = plan.modules[LANGUAGE_MODEL].dp_size
         times, ratios = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots, turn_of
 from .tracks import microbatch_counts
 
@@ -66,7 +66,7 @@ def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]], in_groups: 
         in_groups (`bool`, *optional*, defaults to `True`): Otherwise all replicas are one group.
     """
     result: dict[str, Replicas] = {}
-    for name in encoders_of(plan):
+    for name in plan.encoders:
         dp_size = plan.modules[name].dp_size
         groups = gcd(dp_size, len(language)) if in_groups else 1
         sources, takers = len(language) // groups, dp_size // groups

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from .contiguous import Replicas, counts_of
 from .deferral import possible_pairs
 from .matching import bottleneck_matching
@@ -47,7 +47,7 @@ def entrain(
     """
     language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
     encoder = np.zeros(len(language))
-    for name in encoders_of(plan):
+    for name in plan.encoders:
         encoder += workloads.forward_ms[name]
     counts = np.array(counts_of(plan, workloads, microbatch_size))
     long_first = np.where(encoder > 0, 0.0, -language)

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Stage, encoders_of, generators_of
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Stage
 
 
 def stage_share(plan: ParallelPlan, module: str, stage: Stage) -> float:
@@ -50,7 +50,7 @@ class Pipeline:
         chains: dict[str, list[int]] = {}
         costs: list[tuple[str, int, float]] = []
         count = 0
-        encoders, generators = encoders_of(plan)[::-1], generators_of(plan)
+        encoders, generators = plan.encoders[::-1], plan.generators
         for name in (LANGUAGE_MODEL, *encoders, *generators):
             stages, chains[name] = plan.modules[name].replicas[0], []
             places: list[int] = []

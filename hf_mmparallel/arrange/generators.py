@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, Workloads, generators_of
+from ..plan import ParallelPlan, Workloads
 from ..plan.step_plan import Slots
 from .estimate import Pipeline
 from .exchange import Room
@@ -36,7 +36,7 @@ def generated(plan: ParallelPlan, workloads: Workloads, language: Sequence[Seque
     Returns:
         `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Generator -> replica -> microbatch -> the slots it takes.
     """
-    if not generators_of(plan):
+    if not plan.generators:
         return {}
     replica, microbatch = (np.zeros(workloads.num_samples, np.int64) for _ in range(2))
     for number, microbatches in enumerate(language):

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads, encoders_of, generators_of
+from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots, turn_of
 from .estimate import stage_share
 from .exchange import Room, exchange, stable_order
@@ -215,7 +215,7 @@ def microbatch_counts(plan: ParallelPlan, workloads: Workloads, count: int) -> N
     names = list(plan.modules)
     work = np.array([float(np.sum(workloads.forward_ms[n])) * (1 + workloads.backward_ratio[n]) for n in names])
     beside = whole * work
-    sides = (encoders_of(plan), [LANGUAGE_MODEL], generators_of(plan))
+    sides = (plan.encoders, [LANGUAGE_MODEL], plan.generators)
     # Encoders are chains side by side, and so are generators.
     fill = sum(beside[:, [names.index(n) for n in side]].max(axis=1, initial=0.0) for side in sides)
     return replica_counts(count * len(whole), np.asarray(fill), (ranks @ work).max(axis=1))
@@ -230,12 +230,12 @@ def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, flo
         workloads (`Workloads`): What samples cost.
         weight (`Mapping[str, float]`): Module -> what a millisecond of its forward counts.
     """
-    return _tracks(plan, workloads, weight, encoders_of(plan))
+    return _tracks(plan, workloads, weight, plan.encoders)
 
 
 def generator_tracks(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:
     """The tracks of the generators of a plan, see [`tracks_of`]."""
-    return _tracks(plan, workloads, weight, generators_of(plan))
+    return _tracks(plan, workloads, weight, plan.generators)
 
 
 def _tracks(

@@ -1,7 +1,7 @@
 """
-Models composed of unimodal ones: encoders with projectors before a language model, as one HF model.
+Models composed of unimodal ones: encoders with projectors and a language model, as one HF model.
 
-Below the trainer, above `modeling`; nothing that trains a model knows of this package.
+Uses `modeling`; no package that trains a model imports it.
 """
 
 from .multimodal_config import MultimodalConfig

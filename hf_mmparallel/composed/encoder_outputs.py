@@ -1,4 +1,4 @@
-"""What an encoder returns: which part of it are its features, and how wide they are, asked of the encoder itself."""
+"""Selection of the features in an encoder's output, and detection of their kind and width."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .multimodal_config import EncoderSettings
 
 
 def named_output(output: Any) -> Any:
-    """An encoder's output with fields; a bare tensor is the last hidden state."""
+    """An encoder's output as a `ModelOutput`; a bare tensor becomes its `last_hidden_state`."""
     return BaseModelOutput(last_hidden_state=output) if isinstance(output, torch.Tensor) else output
 
 
 def select_features(name: str, output: Any, settings: EncoderSettings) -> torch.Tensor:
-    """The features of an encoder's output that its settings ask for, `(items, tokens, width)` or `(rows, width)`."""
+    """Selects features from an encoder's output by its settings: `(items, tokens, width)` or `(tokens, width)`."""
     if settings.feature_select == "pooled":
         features = getattr(output, "pooler_output", None)
         if features is None:
             raise ValueError(
                 f"Encoder `{name}` has no pooled output. Use `feature_select='full'`, with `pooling='mean'` for one "
-                "token an item."
+                "token per item."
             )
         return features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
     if settings.feature_layer is None:
@@ -59,15 +59,16 @@ def fitted_settings(
     name: str, encoder: PreTrainedModel, settings: EncoderSettings, given: Mapping[str, Any]
 ) -> EncoderSettings:
     """
-    Settings with what the encoder itself says where the user says nothing: which output its features are, and their
-    width. An encoder whose items are packed in rows and whose `pooler_output` has fewer rows merges patches: these are
-    its features. Settings of encoders that can't be asked are returned as they are.
+    Completes settings by a forward of the encoder on the meta device: the output with its features, and their width.
+    If the encoder packs its items and its `pooler_output` has fewer tokens than `last_hidden_state`, it merges
+    patches, and the features are `pooler_output`. Settings of encoders whose inputs are not known are returned
+    unchanged.
 
     Args:
         name (`str`): The encoder's name.
         encoder (`PreTrainedModel`): The encoder, on any device.
-        settings (`EncoderSettings`): What is known.
-        given (`Mapping[str, Any]`): The settings that the user gave.
+        settings (`EncoderSettings`): The settings so far.
+        given (`Mapping[str, Any]`): The settings given by the user, which are not changed.
     """
     inputs = meta_inputs(encoder)
     if inputs is None:
@@ -85,12 +86,12 @@ def fitted_settings(
 
 
 def configured_width(config: Any) -> int | None:
-    """The width of an encoder's features that its config says, which may be that inside the encoder."""
+    """Width of an encoder's features according to its config, which may be the width of its layers instead."""
     return number_in_config(config, "out_hidden_size", "hidden_size", "d_model", "embed_dim")
 
 
 def _merges(output: Any) -> bool:
-    """Whether the pooled rows are the hidden rows of several patches each, not one for each item."""
+    """Whether `pooler_output` merges several patches per token, rather than pooling one token per item."""
     hidden, pooled = getattr(output, "last_hidden_state", None), getattr(output, "pooler_output", None)
     if not isinstance(hidden, torch.Tensor) or not isinstance(pooled, torch.Tensor):
         return False

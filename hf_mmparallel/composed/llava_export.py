@@ -1,4 +1,4 @@
-"""Composed models that are Llava in all but name, turned into Llava."""
+"""Conversion of composed models with Llava's architecture to Llava."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LLAVA_ENCODERS = ("CLIPVisionModel", "SiglipVisionModel")
 
 def to_llava(model: MultimodalModel) -> LlavaForConditionalGeneration:
     """
-    The same model as a [`LlavaForConditionalGeneration`], which plain transformers loads.
+    Converts a composed model to [`LlavaForConditionalGeneration`], which transformers loads without this package.
 
     Args:
         model ([`MultimodalModel`]):
@@ -31,7 +31,7 @@ def to_llava(model: MultimodalModel) -> LlavaForConditionalGeneration:
     settings = model.config.settings(name)
     vision_config = copy.deepcopy(model.config.encoder_configs[name])
     if settings.feature_layer is None:
-        vision_config.tie_last_hidden_states = True  # hidden_states[-1] is then what last_hidden_state is
+        vision_config.tie_last_hidden_states = True  # makes hidden_states[-1] equal to last_hidden_state
     num_patches = (vision_config.image_size // vision_config.patch_size) ** 2
     has_class_token = hasattr(model.model.encoders[name].embeddings, "class_embedding")
     dropped = settings.feature_select == "default"
@@ -63,7 +63,7 @@ def to_llava(model: MultimodalModel) -> LlavaForConditionalGeneration:
 
 
 def _check(model: MultimodalModel) -> str:
-    """The name of the only encoder, if Llava can express the model."""
+    """Name of the only encoder. Raises `ValueError` if Llava can't express the model."""
     names = model.config.encoder_names
     if len(names) != 1:
         raise ValueError(
@@ -84,7 +84,7 @@ def _check(model: MultimodalModel) -> str:
             "it has callbacks",
         ),
     ]
-    for holds, reason in reasons:
-        if holds:
+    for applies, reason in reasons:
+        if applies:
             raise ValueError(f"Llava can't express this model: {reason}. Save it as it is.")
     return name

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
+
+from ..plan.reading import reject_unknown_keys
 
 FEATURE_SELECTIONS = ("full", "default", "pooled")
 PROJECTOR_TYPES = ("linear", "mlp", "custom")
@@ -16,21 +17,21 @@ PROJECTOR_TYPES = ("linear", "mlp", "custom")
 @dataclass(frozen=True)
 class EncoderSettings:
     """
-    How one encoder is attached to the language model.
+    Settings of one encoder: its placeholder token, features, projector and inputs.
 
     Args:
-        token_id (`int`): Id of the placeholder token in `input_ids` that its feature rows replace.
+        token_id (`int`): Id of the placeholder token in `input_ids` that a feature token replaces.
         model_class (`str`, *optional*): Class name of the encoder; empty for the class that `AutoModel` picks.
-        projector (`str`, *optional*, defaults to `"mlp"`): `"linear"`, `"mlp"`, or `"custom"` for a module of yours.
+        projector (`str`, *optional*, defaults to `"mlp"`): `"linear"`, `"mlp"`, or `"custom"` for your own module.
         feature_layer (`int`, *optional*):
             Index into the encoder's `hidden_states` to take features from; by default `last_hidden_state`.
         feature_select (`str`, *optional*, defaults to `"full"`):
-            `"full"` keeps all tokens, `"default"` drops the first one (CLS), `"pooled"` takes the encoder's
-            `pooler_output` (one token an item for most encoders).
-        pooling (`str`, *optional*): `"mean"` averages the tokens of an item to one.
-        feature_size (`int`, *optional*): Width of the features; by default what the encoder's config says.
+            `"full"` keeps all tokens, `"default"` drops the first one (CLS), `"pooled"` uses the encoder's
+            `pooler_output` (one token per item for most encoders).
+        pooling (`str`, *optional*): `"mean"` averages the tokens of each item to one.
+        feature_size (`int`, *optional*): Width of the features; by default taken from the encoder's config.
         input_names (`dict[str, str]`, *optional*):
-            Names in the batch -> arguments of the encoder's forward, where these differ, such as
+            Batch entry -> argument of the encoder's forward, where the names differ, such as
             `{"image_grid_thw": "grid_thw"}`.
     """
 
@@ -45,7 +46,7 @@ class EncoderSettings:
 
     def __post_init__(self):
         if isinstance(self.token_id, bool) or not isinstance(self.token_id, int) or self.token_id < 0:
-            raise ValueError(f"`token_id={self.token_id!r}` is no token. Give the id of a placeholder token.")
+            raise ValueError(f"`token_id={self.token_id!r}` is not a token id. Give the id of a placeholder token.")
         for name, allowed in (
             ("projector", PROJECTOR_TYPES),
             ("feature_select", FEATURE_SELECTIONS),
@@ -55,18 +56,14 @@ class EncoderSettings:
                 raise ValueError(f"`{name}={getattr(self, name)!r}` is not known. Use one of {list(allowed)}.")
         if self.feature_select == "pooled" and self.feature_layer is not None:
             raise ValueError(
-                f"`feature_layer={self.feature_layer}` has no effect with `feature_select='pooled'`, which takes the "
+                f"`feature_layer={self.feature_layer}` has no effect with `feature_select='pooled'`, which uses the "
                 "encoder's pooled output. Drop one of them."
             )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EncoderSettings:
-        """Settings from plain data; an unknown key is an error that names the nearest one."""
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                nearest = get_close_matches(key, known, n=1, cutoff=0.0)[0]
-                raise ValueError(f"`{key}` is no setting of an encoder. Did you mean `{nearest}`?")
+        """Reads settings from plain data. Raises `ValueError` for an unknown key, with the most similar one."""
+        reject_unknown_keys("`encoder_settings`", list(values), [f.name for f in fields(cls)])
         return cls(**values)
 
 
@@ -74,16 +71,16 @@ class EncoderSettings:
 class MultimodalCallbacks:
     """
     Functions that run between the modules of a [`MultimodalModel`] (papers/000, section 5.1). They are not saved with
-    the model: give them to `from_pretrained` again.
+    the model; pass them to `from_pretrained` again.
 
     Args:
         before_encoder (`dict[str, Callable]`, *optional*): Encoder -> `fn(inputs) -> inputs`.
         after_encoder (`dict[str, Callable]`, *optional*): Encoder -> `fn(inputs, output) -> output`.
         after_projector (`dict[str, Callable]`, *optional*):
-            Encoder -> `fn(inputs, features) -> features`, a tensor of rows or a list of such.
+            Encoder -> `fn(inputs, features) -> features`, a tensor of feature tokens or a list of such tensors.
         before_language_model (`Callable`, *optional*):
-            `fn(encoder_outputs, inputs) -> inputs`. `inputs` holds `input_ids`, `inputs_embeds`, `attention_mask`
-            and `position_ids`; an output that it removes from `encoder_outputs` counts as merged already.
+            `fn(encoder_outputs, inputs) -> inputs`. `inputs` has `input_ids`, `inputs_embeds`, `attention_mask` and
+            `position_ids`. Outputs that it removes from `encoder_outputs` are not merged again.
     """
 
     before_encoder: dict[str, Callable] = field(default_factory=dict)
@@ -92,21 +89,21 @@ class MultimodalCallbacks:
     before_language_model: Callable | None = None
 
     def check(self, encoders: tuple[str, ...]) -> None:
-        """Raises for a callback of an encoder that the model has not."""
+        """Raises `ValueError` for a callback of an unknown encoder."""
         for place in ("before_encoder", "after_encoder", "after_projector"):
             for name in getattr(self, place):
                 if name not in encoders:
                     raise ValueError(
-                        f"`callbacks.{place}` names `{name}`, which is no encoder of this model. "
-                        f"Its encoders are {list(encoders)}."
+                        f"`callbacks.{place}` has `{name}`, which is not an encoder of this model. "
+                        f"Use one of {list(encoders)}."
                     )
 
 
 class MultimodalConfig(PreTrainedConfig):
     """
-    Configuration of a [`MultimodalModel`]. The config of encoder `name` is also `config.<name>_config` (so it is the
-    key for `attn_implementation={"vision_config": "sdpa"}`), its placeholder is `config.<name>_token_id`, its layer
-    `config.<name>_feature_layer`.
+    Configuration of a [`MultimodalModel`]. The config of encoder `name` is also available as `config.<name>_config` (a
+    key of `attn_implementation={"vision_config": "sdpa"}`), its placeholder token as `config.<name>_token_id` and its
+    feature layer as `config.<name>_feature_layer`.
 
     Args:
         encoder_configs (`dict[str, PreTrainedConfig | dict]`): Encoder -> its config.
@@ -114,8 +111,8 @@ class MultimodalConfig(PreTrainedConfig):
         encoder_settings (`dict[str, dict]`): Encoder -> values of [`EncoderSettings`].
         projector_hidden_act (`str`, *optional*, defaults to `"gelu"`): Activation of `"mlp"` projectors.
         lm_head_bias (`bool`, *optional*, defaults to `False`): Whether the language model's head has a bias.
-        tie_word_embeddings (`bool`, *optional*): Whether head and embeddings are one; by default as `text_config`.
-        encoder_names (`list[str]`, *optional*): The order of the encoders; by default that of `encoder_configs`.
+        tie_word_embeddings (`bool`, *optional*): Whether head and embeddings are tied; by default as in `text_config`.
+        encoder_names (`list[str]`, *optional*): Order of the encoders; by default that of `encoder_configs`.
     """
 
     model_type = "hf_mmparallel_composed"
@@ -147,22 +144,22 @@ class MultimodalConfig(PreTrainedConfig):
         }
         if self.tie_word_embeddings is None:
             self.tie_word_embeddings = bool(getattr(self.text_config, "tie_word_embeddings", False))
-        kept = self._implementations()
+        implementations = self._implementations()
         super().__post_init__(**kwargs)
-        for config, attention, experts in kept:  # the configs of live models say how these run
+        for config, attention, experts in implementations:  # `super` resets those of live models' configs
             if kwargs.get("attn_implementation") is None:
                 config._attn_implementation_internal = attention
             if kwargs.get("experts_implementation") is None:
                 config._experts_implementation_internal = experts
 
     def _implementations(self) -> list[tuple[PreTrainedConfig, Any, Any]]:
-        """The sub-configs, at any depth, with their attention and experts implementations."""
-        found, pending = [], [*self.encoder_configs.values(), self.text_config]
+        """All nested configs, with their attention and experts implementations."""
+        result, pending = [], [*self.encoder_configs.values(), self.text_config]
         while pending:
             config = pending.pop()
-            found.append((config, config._attn_implementation, config._experts_implementation))
+            result.append((config, config._attn_implementation, config._experts_implementation))
             pending += [sub for key in config.sub_configs if (sub := getattr(config, key, None)) is not None]
-        return found
+        return result
 
     @property
     def sub_configs(self) -> dict[str, type]:  # type: ignore[override]
@@ -173,7 +170,7 @@ class MultimodalConfig(PreTrainedConfig):
         return EncoderSettings.from_dict(self.encoder_settings[name])
 
     def __getattr__(self, name: str):
-        """Serves `<name>_config`, `<name>_token_id` and `<name>_feature_layer` of the encoders."""
+        """Provides `<name>_config`, `<name>_token_id` and `<name>_feature_layer` of the encoders."""
         configs, settings = (self.__dict__.get(table) or {} for table in ("encoder_configs", "encoder_settings"))
         if name.endswith("_config") and (encoder := name.removesuffix("_config")) in configs:
             return configs[encoder]
@@ -190,22 +187,22 @@ class MultimodalConfig(PreTrainedConfig):
 
 
 def check_encoder_names(names: tuple[str, ...]) -> None:
-    """Raises unless every name can be a submodule, a prefix of inputs, and none is the prefix of another."""
+    """Raises `ValueError` unless all names are valid submodule names, and none is a prefix of another."""
     if not names:
-        raise ValueError("`encoders` is empty: a composed model needs one encoder at least. Give `{'vision': ...}`.")
+        raise ValueError("`encoders` is empty: a composed model needs at least one encoder. Give `{'vision': ...}`.")
     for name in names:
         if not name.isidentifier() or name in ("text", "language_model", "encoder"):
             raise ValueError(f"`{name}` cannot name an encoder. Use a word such as `vision` or `audio`.")
         for other in names:
             if other.startswith(name + "_"):
                 raise ValueError(
-                    f"Inputs of encoder `{other}` could be read as those of `{name}`, since names are prefixes of "
-                    f"inputs. Rename one of them."
+                    f"Inputs of encoder `{other}` can't be told from those of `{name}`, since encoder names are "
+                    f"prefixes of inputs. Rename one of them."
                 )
 
 
 def _as_config(value: PreTrainedConfig | Mapping) -> PreTrainedConfig:
-    """A config from itself or from its plain data."""
+    """A config, from itself or from its dict."""
     if isinstance(value, PreTrainedConfig):
         return value
     values = dict(value)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, SampleSizes, StepPlan, encoders_of
-from ..schedule import GradientFlow, ahead_caps, live_caps, stage_depths
+from ..plan import ParallelPlan, SampleSizes, StepPlan
+from ..schedule import GradientFlow, in_flight_1f1b, in_flight_eager, stage_depths
 from ..schedule.actions import StageKey
 from .devices import Hardware
 from .kept import grouped_copies
@@ -168,7 +168,7 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     backward follows.
     """
     flow = GradientFlow(plan)
-    encoders = encoders_of(plan)
+    encoders = plan.encoders
     depths = {
         key: plan.num_microbatches if plan.policy.keeps_all(key[0] in encoders) else depth + (key[0] in encoders)
         for key, depth in stage_depths(plan).items()
@@ -189,7 +189,7 @@ def eager_caps(
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
-        memory_bytes (`float`, *optional*): Memory of a rank; see [`ahead_caps`] for when it is not known.
+        memory_bytes (`float`, *optional*): Memory of a rank; see [`in_flight_eager`] for when it is not known.
 
     Returns:
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches, for [`build_program`].
@@ -198,11 +198,11 @@ def eager_caps(
         `ValueError`: If weights, gradients and optimizer state alone are more than the memory of a rank.
     """
     if memory_bytes is None:
-        return ahead_caps(plan, step)
+        return in_flight_eager(plan, step)
     memories = stage_memories(costs, plan)
     free = free_bytes(plan, memories, memory_bytes)
     flow = GradientFlow(plan)
-    caps = live_caps(plan, step)
+    caps = in_flight_1f1b(plan, step)
     use = StepUse(costs, plan, step, sizes)
     needed, running = {}, dict.fromkeys(free, 0.0)
     for key, memory in memories.items():

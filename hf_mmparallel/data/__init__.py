@@ -1,13 +1,14 @@
 """
-From datasets to the inputs of each task: readers, sizes of samples, collators, packing, the loader of steps.
+Reads datasets and makes the inputs of each task: readers, sample sizes, collators, packing, the loader of steps.
 
-Uses `steps`, `modeling` and below; imported by the engine, the planner and the Trainer.
+Uses `steps`, `modeling` and below; may be imported by the engine, the planner and the Trainer.
 """
 
-from .chat_collator import ChatCollator, PretokenizedCollator
+from .chat_collator import ChatCollator
 from .context_tokens import cut_row, shard_row
 from .defaults import default_collator
 from .packing import PackingCollator, unpack
+from .token_collator import PretokenizedCollator
 
 __all__ = [
     "ChatCollator",

@@ -1,4 +1,4 @@
-"""Samples that can't be read: which they are, where they lie, and why."""
+"""Samples that can't be read, with their files and the reasons."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class BadSampleError(ValueError):
 
 
 class _ReadingError(Exception):
-    """Carries the traceback of another process."""
+    """The traceback of another process, as the cause of an error."""
 
 
 @dataclass(frozen=True)
 class BadSample:
     """
-    What a rank knows of a sample that it couldn't read.
+    A sample that a rank couldn't read.
 
     Args:
-        index (`int`): The dataset index, or the place in a stream.
-        file (`str`, *optional*): Its file or files, as far as the row or the exception name them.
-        reason (`str`): The exception in words.
+        index (`int`): The dataset index, or the position in a stream.
+        file (`str`, *optional*): Its files, if the row or the exception names them.
+        reason (`str`): Type and message of the exception.
         details (`str`, *optional*, defaults to `""`): The traceback.
     """
 
@@ -46,8 +46,8 @@ class BadSample:
 
         Args:
             index (`int`): The dataset index.
-            error (`Exception`): What reading or collating it raised.
-            row: The sample, at best before its media are decoded; searched for files.
+            error (`Exception`): The exception raised by reading or collating it.
+            row: The sample, if possible with undecoded media; searched for file names.
         """
         reason = f"{type(error).__name__}: {error}".rstrip(". ")
         return cls(
@@ -60,20 +60,20 @@ class BadSample:
 
     def error(self, rank: int | None = None) -> BadSampleError:
         """
-        The error that ends a run because of it.
+        The error that ends a run because of this sample.
 
         Args:
-            rank (`int`, *optional*): The rank that could not read it, where there are several.
+            rank (`int`, *optional*): The rank that could not read it, if there are several ranks.
         """
-        who = "" if rank is None else f" Rank {rank} met it."
-        result = BadSampleError(f'{self}{who} Remove it, or use `on_bad_sample="skip"`.')
+        where = "" if rank is None else f" It failed on rank {rank}."
+        result = BadSampleError(f'{self}{where} Remove it, or use `on_bad_sample="skip"`.')
         result.__cause__ = _ReadingError(f"\n{self.details}")
         return result
 
 
 def stored_row(dataset: Any, index: int) -> Any:
     """
-    The row of a sample without decoding its media, `None` where the dataset can't say.
+    The row of a sample with undecoded media; `None` if the dataset does not provide it.
 
     Args:
         dataset: A map-style dataset.
@@ -87,23 +87,23 @@ def stored_row(dataset: Any, index: int) -> Any:
         if hasattr(dataset, "with_format"):
             return dataset.with_format("arrow")[index].to_pylist()[0]
         return dataset[index] if isinstance(dataset, list) else None
-    except Exception:  # the row is only read for the name of a file
+    except Exception:  # the row is only needed for a file name
         return None
 
 
 def _file_of_error(error: BaseException) -> str | None:
-    """The file that an exception, or what caused it, is about."""
-    seen: BaseException | None = error
-    while seen is not None:
-        name = getattr(seen, "filename", None)
-        if isinstance(seen, OSError) and isinstance(name, (str, bytes)):
+    """The file of an `OSError` in the chain of an exception's causes."""
+    cause: BaseException | None = error
+    while cause is not None:
+        name = getattr(cause, "filename", None)
+        if isinstance(cause, OSError) and isinstance(name, (str, bytes)):
             return name if isinstance(name, str) else name.decode(errors="replace")
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
 def _file_of_row(row: Any) -> str | None:
-    """The files that a row names, the first few of them."""
+    """The first few file names in a row."""
     files = list(dict.fromkeys(_files(row)))
     if not files:
         return None
@@ -111,7 +111,7 @@ def _file_of_row(row: Any) -> str | None:
 
 
 def _files(value: Any, named: bool = False) -> Iterator[str]:
-    """Names of files in a row; `named` says that a string here is one."""
+    """File names in a row; `named` says that a string at this level is a file name."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _files(item, key in _FILE_KEYS or key in _MEDIA_KEYS)

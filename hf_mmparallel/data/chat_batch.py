@@ -1,4 +1,4 @@
-"""Token ids of many conversations at once, for their sizes: each has those that it has alone."""
+"""Token ids of many conversations in one tokenizer call, to measure their sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEDIA = ["image", "video", "audio"]
 
 @dataclass(frozen=True)
 class _Text:
-    """A conversation as text with all its placeholders, and what the image processor says of its images."""
+    """A conversation as text with expanded placeholders, and the image processor's entries for its images."""
 
     place: int
     text: str
@@ -30,23 +30,23 @@ def encode_together(
     collator: ChatCollator, read: Callable[[int], Mapping[str, Any]], indices: Sequence[int]
 ) -> list[dict[str, Any] | None]:
     """
-    What [`~ChatCollator.encode_by_size`] gives for each of some conversations, without labels and masks, in less
-    time: arguments are checked once, and all texts are tokenised in one call, in threads of the tokenizer.
+    [`~ChatCollator.encode_by_size`] for many conversations, without labels and masks. It is faster: arguments are
+    checked once, and all texts are tokenised in one call, in threads of the tokenizer.
 
     Args:
         collator ([`ChatCollator`]): From [`~ChatCollator.without_media`].
         read (`Callable[[int], Mapping[str, Any]]`): Index -> conversation.
-        indices (`Sequence[int]`): Which conversations.
+        indices (`Sequence[int]`): The conversations.
 
     Returns:
-        `list[dict[str, Any] | None]`: Of each conversation `input_ids` (`list[int]`) and the entries of its images;
-        `None` where [`~ChatCollator.encode_by_size`] has to tell: for one that can't be encoded or is longer than
-        `max_length`, and for all if the processor has a `__call__` of its own.
+        `list[dict[str, Any] | None]`: For each conversation `input_ids` (`list[int]`) and the entries of its images.
+        `None` for a conversation that can't be encoded or is longer than `max_length`, and for all if the processor
+        overrides `__call__`; these have to be encoded by [`~ChatCollator.encode_by_size`].
     """
     processor: Any = collator.processor
-    found: list[dict[str, Any] | None] = [None] * len(indices)
+    result: list[dict[str, Any] | None] = [None] * len(indices)
     if isinstance(processor, ProcessorMixin) and type(processor).__call__ is not ProcessorMixin.__call__:
-        return found
+        return result
     settings: dict[bool, dict[str, Any]] = {}
     waiting: dict[bool, list[_Text]] = {}
     for place, index in enumerate(indices):
@@ -57,21 +57,21 @@ def encode_together(
             kind = "add_special_tokens" in options
             if kind not in settings:
                 settings[kind] = _settings(processor, options)
-            own = _expanded(processor, text, [blank_image(image) for image in images], settings[kind])
-        except Exception as error:  # it raises it again when it is encoded alone
+            expanded = _expand(processor, text, [blank_image(image) for image in images], settings[kind])
+        except Exception as error:  # encoding it alone raises the error again
             logger.debug("Sample %d is encoded alone: %s", index, error)
             continue
-        waiting.setdefault(kind, []).append(_Text(place, *own))
+        waiting.setdefault(kind, []).append(_Text(place, *expanded))
     for kind, texts in waiting.items():
-        encoded = _input_ids(processor, [own.text for own in texts], settings[kind])
-        for own, ids in zip(texts, encoded or (), strict=encoded is not None):
+        encoded = _input_ids(processor, [entry.text for entry in texts], settings[kind])
+        for entry, ids in zip(texts, encoded or (), strict=encoded is not None):
             if collator.max_length is None or len(ids) <= collator.max_length:
-                found[own.place] = {"input_ids": ids, **own.entries}
-    return found
+                result[entry.place] = {"input_ids": ids, **entry.entries}
+    return result
 
 
 def _settings(processor: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Modality -> options, as the processor shares them out."""
+    """Modality -> keyword arguments, as the processor distributes them."""
     if not isinstance(processor, ProcessorMixin):
         return {"text_kwargs": dict(options)}
     merged = processor._merge_kwargs(
@@ -84,9 +84,9 @@ def _settings(processor: Any, options: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _expanded(processor: Any, text: str, images: list[Any], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def _expand(processor: Any, text: str, images: list[Any], settings: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """
-    A text with all placeholders of its images, and what the image processor says of these, by the steps of
+    Expands the placeholders of a text, and returns it with the image processor's entries. These are the steps of
     `ProcessorMixin.__call__` before the tokenizer.
 
     Raises:
@@ -109,7 +109,7 @@ def _expanded(processor: Any, text: str, images: list[Any], settings: Mapping[st
 
 
 def _input_ids(processor: Any, texts: list[str], settings: Mapping[str, Any]) -> list[list[int]] | None:
-    """The token ids of texts; `None` if they would not be those of each text alone, or some can't be tokenised."""
+    """Token ids of texts; `None` if a batch would be padded, or a text can't be tokenised."""
     options = dict(settings["text_kwargs"])
     if options.get("padding") not in _UNPADDED:
         return None

@@ -1,4 +1,4 @@
-"""Context parallelism on the side of data: which tokens of a packed row each row of ranks has."""
+"""Data side of context parallelism: distributes the tokens of a packed row over cp ranks."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
 from ..kernels.bitfield_attention.intervals import row_bounds
+from ..modeling.loss import IGNORE_INDEX
 from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
 
 BatchKey = tuple[str, int, int, int]
 WORDS = "attention_words"
-IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
-class ContextCut:
+class ContextSharding:
     """
-    A packed row of tokens cut over the rows of ranks of a grid. Every entry of the batch that has a value for each
-    token follows it, and so do the features that replace placeholder tokens.
+    The distribution of a packed row of tokens over cp ranks. All batch entries with one value per token, and the
+    features of placeholder tokens, are distributed alike.
 
     Args:
-        assignment ([`ContextAssignment`]): Which token of the row is where.
+        assignment ([`ContextAssignment`]): The cp rank of each token.
         words (`torch.Tensor` of shape `[1, length]`): The mask words of the row, on the CPU.
-        order (`torch.Tensor` of shape `[rows, tokens]`): int64: the token at each place of each row of ranks, -1 for
-            padding.
-        holders (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
-            Modality -> for each of its placeholder tokens, int64 row of ranks that has it and int64 place among the
-            placeholders of the modality there.
-        rows (`Mapping[str, list[int]]`): Modality -> placeholder tokens of each sample.
-        token_dims (`Mapping[str, int]`): Entry of the batch -> its dimension of tokens.
-        filler (`int`): The id of padding tokens, which is no placeholder.
+        order (`torch.Tensor` of shape `[cp_size, tokens]`): int64: the tokens of each cp rank, -1 for padding.
+            holders (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
+        Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
+            placeholders of the modality on that rank.
+            rows (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
+        token_dims (`Mapping[str, int]`): Batch entry -> its token dimension.
+        filler (`int`): The id of padding tokens, which is not a placeholder.
     """
 
     assignment: ContextAssignment
@@ -53,51 +52,55 @@ class ContextCut:
 
     def local(self, batch: Mapping[str, Any], row: int) -> dict[str, Any]:
         """
-        What a row of ranks has of a batch, without the words. Labels become `shift_labels`: a token's successor may be
-        elsewhere.
+        The tokens of a cp rank in a batch, without the mask words. Labels become `shift_labels`, since the next token
+        may be on another rank.
+
+        Args:
+            batch (`Mapping[str, Any]`): The batch.
+            row (`int`): The cp rank.
         """
         fields = {name: value for name, value in batch.items() if name not in (WORDS, "labels")}
         if "labels" in batch and "shift_labels" not in batch:
-            fields["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
-        own = self.order[row].to(batch["input_ids"].device)
-        paddings = {"input_ids": self.filler, "shift_labels": IGNORED}
+            fields["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
+        tokens = self.order[row].to(batch["input_ids"].device)
+        paddings = {"input_ids": self.filler, "shift_labels": IGNORE_INDEX}
         dims = {**self.token_dims, "shift_labels": 1}
         return {
-            name: _taken(value, dims[name], own, paddings.get(name, 0)) if name in dims else value
+            name: _select_tokens(value, dims[name], tokens, paddings.get(name, 0)) if name in dims else value
             for name, value in fields.items()
         }
 
     def shard(self, row: int, group: Any, device: torch.device) -> SequenceShard:
         """
-        What the attention of a row of ranks needs to know.
+        The shard of the attention on a cp rank.
 
         Args:
-            row (`int`): The row of ranks, which is this rank's place in `group`.
+            row (`int`): The cp rank, which is this rank's index in `group`.
             group (`torch.distributed.ProcessGroup`): The ranks that share the tokens.
-            device (`torch.device`): Where the attention computes.
+            device (`torch.device`): The device of the attention.
         """
         return shard_row(self.words, self.assignment, row, group, device)
 
 
-def _taken(value: Tensor, dim: int, own: Tensor, padding: int) -> Tensor:
-    """The tokens `own` of a tensor, with `padding` where these are -1."""
+def _select_tokens(value: Tensor, dim: int, tokens: Tensor, padding: int) -> Tensor:
+    """Selects tokens of a tensor, with `padding` for tokens -1."""
     shape = [1] * value.dim()
     shape[dim] = -1
-    return value.index_select(dim, own.clamp_min(0)).masked_fill((own < 0).view(shape), padding)
+    return value.index_select(dim, tokens.clamp_min(0)).masked_fill((tokens < 0).view(shape), padding)
 
 
 @dataclass(frozen=True)
-class ContextCutter:
+class ContextSharder:
     """
-    Cuts the language model's microbatches where a plan gives it several rows of ranks. Every rank that cuts a
-    microbatch gets the same cut. Can be pickled, for the workers of a data loader.
+    Distributes the microbatches of the language model over its cp ranks. The result is the same on every rank. It can
+    be pickled, for the workers of a data loader.
 
     Args:
         plan (`ParallelPlan`): The plan.
         rank (`int`): This rank.
         placeholders (`Mapping[str, int]`): Modality -> id of its placeholder token.
-        media (`frozenset[str]`): Entries of a batch that encoders read; they have no tokens.
-        costs (`ContextCosts`, *optional*): Of a layer, for the choice of a mode; the same on all ranks.
+        media (`frozenset[str]`): Inputs of encoders in a batch, which have no token dimension.
+        costs (`ContextCosts`, *optional*): Costs of a layer, for the choice of a mode; the same on all ranks.
         windows (`Mapping[int, int]`, *optional*): Sliding window in tokens, 0 for none -> layers that have it.
     """
 
@@ -114,8 +117,8 @@ class ContextCutter:
 
     def keys(self, step: StepPlan) -> dict[BatchKey, tuple[int, ...]]:
         """
-        (module, replica, microbatch, chunk) -> samples, of each microbatch whose cut this rank needs: those that it
-        works on, and those that its encoders make features for.
+        (module, replica, microbatch, chunk) -> slots, for each microbatch whose distribution this rank needs: its own,
+        and those for which its encoders compute features.
         """
         if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
             return {}
@@ -133,27 +136,27 @@ class ContextCutter:
             for chunk, slots in enumerate(step.chunks[LANGUAGE_MODEL, replica, index])
         }
 
-    def __call__(self, batch: Mapping[str, Any]) -> ContextCut:
+    def __call__(self, batch: Mapping[str, Any]) -> ContextSharding:
         """
-        Cuts a batch.
+        Distributes a batch.
 
         Args:
-            batch (`Mapping[str, Any]`): A packed row, as [`PackingCollator`] makes it.
+            batch (`Mapping[str, Any]`): A packed row from [`PackingCollator`].
 
         Raises:
-            `ValueError`: If the batch is no packed row.
+            `ValueError`: If the batch is not a packed row.
         """
         words, ids = batch.get(WORDS), batch.get("input_ids")
         if not isinstance(words, Tensor) or not isinstance(ids, Tensor) or words.shape != ids.shape or len(ids) != 1:
             shapes = {name: tuple(batch[name].shape) for name in ("input_ids", WORDS) if name in batch}
             raise ValueError(
-                f"Context parallelism cuts one packed row with `input_ids` and `{WORDS}` of shape (1, length), the "
-                f"batch has {shapes}. Wrap the collator in a `PackingCollator`."
+                f"Context parallelism needs one packed row with `input_ids` and `{WORDS}` of shape (1, length), but "
+                f"the batch has {shapes}. Wrap the collator in a `PackingCollator`."
             )
-        num_rows = self.plan.modules[LANGUAGE_MODEL].cp_size
+        cp_size = self.plan.modules[LANGUAGE_MODEL].cp_size
         words, row = words.cpu(), ids[0].cpu()
-        assignment = self._assign(words, num_rows)
-        order = torch.from_numpy(assignment.order).view(num_rows, -1)
+        assignment = self._assign(words, cp_size)
+        order = torch.from_numpy(assignment.order).view(cp_size, -1)
         dims = {
             name: dim
             for name, value in batch.items()
@@ -164,30 +167,30 @@ class ContextCutter:
         holders, rows = {}, {}
         for modality, token in self.placeholders.items():
             wanted = (row == token) & (segments > 0)
-            holders[modality] = _holders(wanted, order)
+            holders[modality] = _owners_of(wanted, order)
             rows[modality] = segments[wanted].bincount(minlength=int(segments.max()) + 1)[1:].tolist()
-        return ContextCut(assignment, words, order, holders, rows, dims, filler)
+        return ContextSharding(assignment, words, order, holders, rows, dims, filler)
 
-    def _assign(self, words: Tensor, num_rows: int) -> ContextAssignment:
-        """Which token is where; without costs `"auto"` gathers the whole row."""
+    def _assign(self, words: Tensor, cp_size: int) -> ContextAssignment:
+        """Assigns tokens to cp ranks; without costs `"auto"` gathers the whole row."""
         mode: Any = self.settings.mode
         if mode == "auto" and (self.costs is None or self.settings.method != "lpt"):
             mode = "row"
         method: Any = self.settings.method
-        return cut_row(words, num_rows, self.settings.block, method, mode, self.costs, self.windows)
+        return cut_row(words, cp_size, self.settings.block, method, mode, self.costs, self.windows)
 
 
-def _holders(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of ranks that has each wanted token of a row, and its place among the wanted tokens there."""
-    held = wanted[order.clamp_min(0)] & (order >= 0)
+def _owners_of(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """For each wanted token of a row its cp rank, and its index among the wanted tokens on that rank."""
+    present = wanted[order.clamp_min(0)] & (order >= 0)
     owners, places = (torch.empty(len(wanted), dtype=torch.int64) for _ in range(2))
-    owners[order[held]] = torch.arange(len(order))[:, None].expand_as(order)[held]
-    places[order[held]] = (held.cumsum(1) - 1)[held]
+    owners[order[present]] = torch.arange(len(order))[:, None].expand_as(order)[present]
+    places[order[present]] = (present.cumsum(1) - 1)[present]
     return owners[wanted], places[wanted]
 
 
 def _token_dim(value: Tensor, shape: torch.Size) -> int | None:
-    """The dimension of tokens of an entry of a packed batch: `(1, length, ...)` or `(axes, 1, length)`."""
+    """Token dimension of an entry of a packed batch, `(1, length, ...)` or `(axes, 1, length)`."""
     if value.shape[:2] == shape:
         return 1
     return 2 if value.shape[1:] == shape else None
@@ -203,31 +206,31 @@ def cut_row(
     windows: Mapping[int, int] | None = None,
 ) -> ContextAssignment:
     """
-    Cuts a packed row over the ranks that share its tokens: equal tokens for each and, as far as blocks allow, equal
-    attention work by what the words see. Every rank that calls it with the same arguments gets the same cut.
+    Distributes a packed row over cp ranks: equal numbers of tokens and, as far as blocks allow, equal attention work
+    according to the mask words. The result is the same on every rank.
 
     Args:
         words (`torch.Tensor` of shape `[1, length]`): int64 mask words of the row.
-        num_ranks (`int`): Ranks.
-        block (`int`, *optional*, defaults to 128): Tokens that stay together.
+        num_ranks (`int`): Number of cp ranks.
+        block (`int`, *optional*, defaults to 128): Tokens per block.
         method (`str`, *optional*, defaults to `"lpt"`): `"lpt"`, `"zigzag"`, `"contiguous"` or `"random"`.
         mode (`str`, *optional*, defaults to `"row"`):
-            `"row"` gathers the keys and values of the whole row, `"segments"` those of samples that lie on several
-            ranks, `"auto"` takes what `costs` predict to be faster.
-        costs ([`ContextCosts`], *optional*): Of a layer, for `"auto"`.
+            `"row"` gathers the keys and values of the whole row, `"segments"` those of samples on several ranks,
+            `"auto"` chooses the mode that is faster according to `costs`.
+        costs ([`ContextCosts`], *optional*): Costs of a layer, for `"auto"`.
         windows (`Mapping[int, int]`, *optional*):
-            Sliding window in tokens, 0 for none -> layers that have it. Work is then that of the mean layer.
+            Sliding window in tokens, 0 for none -> number of layers with it. Work is then that of the mean layer.
 
     Returns:
-        [`ContextAssignment`]: For [`shard_row`].
+        [`ContextAssignment`]: The assignment, for [`shard_row`].
 
     Raises:
-        `ValueError`: If the words are not one row, and for arguments that do not go together.
+        `ValueError`: If the words are not one row, and for contradicting arguments.
     """
     if words.dim() != 2 or len(words) != 1:
         raise ValueError(
-            f"`words` has shape {tuple(words.shape)}; one row `[1, length]` is cut over the ranks. Pack the samples "
-            "into one row."
+            f"`words` has shape {tuple(words.shape)}, not that of one row, `[1, length]`. Pack the samples into "
+            "one row."
         )
     words = words.cpu()
     first, last = _mean_bounds(BitfieldMask.from_words(words), windows or {0: 1})
@@ -236,7 +239,7 @@ def cut_row(
 
 
 def _mean_bounds(mask: BitfieldMask, windows: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-    """The first and the last token that each token of a row sees in the mean layer, int64 `[length]`."""
+    """First and last token visible to each token of a row in the mean layer, int64 `[length]` each."""
     bounds = [row_bounds(mask, window)[0] for window in windows]
     firsts, lasts = (torch.cat(ends).long() for ends in zip(*((b.first, b.last) for b in bounds), strict=True))
     last = lasts.amax(0)  # a window only bounds how far a token looks back
@@ -262,17 +265,17 @@ def shard_row(
     words: Tensor, assignment: ContextAssignment, rank: int, group: Any, device: torch.device | None = None
 ) -> SequenceShard:
     """
-    One rank's part of a row that [`cut_row`] has cut, which a model takes as `attention_words`.
+    One rank's shard of a row that [`cut_row`] distributed, to pass to a model as `attention_words`.
 
     Args:
         words (`torch.Tensor` of shape `[1, length]`): int64 mask words of the row.
-        assignment ([`ContextAssignment`]): Its cut.
+        assignment ([`ContextAssignment`]): The assignment of its tokens.
         rank (`int`): This rank in `group`.
         group (`torch.distributed.ProcessGroup`): The ranks that share the row; `None` for one rank.
-        device (`torch.device`, *optional*): Where the attention computes; that of `words` when left out.
+        device (`torch.device`, *optional*): The device of the attention; that of `words` when left out.
     """
     shard = shard_sequence(
-        words.cpu(),  # checked there, where looking at values waits for nothing
+        words.cpu(),  # its values are checked, which would wait for a device
         assignment.order,
         rank,
         group,
@@ -288,16 +291,16 @@ def shard_row(
 
 def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
     """
-    What a layer of the language model costs on one rank.
+    Costs of a layer of the language model on one rank.
 
     Args:
-        costs (`CostModel`): What layers cost.
+        costs (`CostModel`): The cost model.
         plan (`ParallelPlan`): The plan.
     """
     module = costs.spec.language_model
     tp_size = plan.modules[LANGUAGE_MODEL].tp_size
     uses = [costs.spec.uses.get((LANGUAGE_MODEL, layer), ()) for layer in range(module.num_layers)]
-    num_active = sum(use.num_active for found in uses for use in found)
+    num_active = sum(use.num_active for layer_uses in uses for use in layer_uses)
     columns = plan.modules[LANGUAGE_MODEL].replicas[0][0].columns
     return ContextCosts.of_layer(
         module.num_heads // tp_size,

@@ -1,4 +1,4 @@
-"""The collator that a dataset gets when the user names none."""
+"""The default collator of a dataset."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor
 from transformers import default_data_collator as stack
 
-from .chat_collator import ChatCollator, PretokenizedCollator, as_array, is_left_out
+from .chat_collator import ChatCollator
 from .draws import Draw
 from .item_form import ItemForm, item_form
 from .randomness import seeded
 from .streams import StreamWindow, is_stream
+from .token_collator import PretokenizedCollator, as_array, is_left_out
 
 _NUM_FIRST, _NUM_SPREAD = 8, 24  # samples that are looked at until one has an image
 
@@ -107,8 +108,8 @@ def columns_of(dataset: Any) -> list[str]:
 
 def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
     """
-    The first samples of a dataset, and some from all over it, without those that can't be read or have no fields. What
-    they draw at random changes nothing.
+    The first samples of a dataset, and some spread over it, without those that can't be read or have no fields. The
+    state of random generators is not changed.
     """
     if is_stream(dataset):
         dataset = StreamWindow(dataset)
@@ -121,7 +122,7 @@ def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
         try:
             with seeded(place):
                 sample = dataset[place]
-        except Exception:  # the loader tells of it when its turn comes
+        except Exception:  # the loader reports it later
             continue
         if hasattr(sample, "keys"):
             yield sample
@@ -135,6 +136,6 @@ def _without(sample: Mapping[str, Any], entries: Any) -> Mapping[str, Any]:
 
 
 def _has_token_labels(samples: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each sample has ids, and labels that are a list, such as one for each of them."""
+    """Whether each sample has token ids, and labels that are a list."""
     fields = [as_array(sample.get(name)) for sample in samples for name in ("input_ids", "labels")]
     return all(isinstance(field, Tensor) for field in fields)

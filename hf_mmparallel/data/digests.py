@@ -1,4 +1,4 @@
-"""Numbers that tell samples apart, the same in every process."""
+"""Checksums of samples, the same in every process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text_digest(sample: Any) -> int:
 
 
 def _sketch(value: Any) -> Any:
-    """What two equal values have in common in all processes, in a few bytes."""
+    """A short byte representation of a value, equal in all processes for equal values."""
     if isinstance(value, Mapping):
         return {str(key): _sketch(item) for key, item in value.items()}
     if isinstance(value, (bytes, str)):
@@ -54,7 +54,7 @@ def _sketch(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """What of a sample is equal wherever it is read."""
+    """The parts of a sample that are equal wherever it is read."""
     if isinstance(value, Mapping):
         if value.get("bytes") is not None:  # a file in a column that is not decoded
             return _sketch(value["bytes"])

@@ -1,4 +1,4 @@
-"""Sizes of samples that are measured when they are drawn: a part of each draw on each rank, for all ranks."""
+"""Sizes of samples measured during drawing: each rank measures a part of each draw, and the parts are exchanged."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .size_sources import KnownSizes, measure_samples
 
 logger = logging.get_logger(__name__)
 
-_WORKERS, _AHEAD = 2, 4  # processes of a rank that measure, and draws that each of them is ahead
-_KEPT_FROM = 256  # samples that are worth writing to a file
-_GROWTH = 8  # a file grows by an eighth of its samples or more at a time
+_WORKERS, _AHEAD = 2, 4  # measuring processes per rank, and draws that each of them prefetches
+_MIN_SAVED = 256  # samples that are worth a write to the cache
+_GROWTH = 8  # the cache file grows by at least an eighth of its samples at a time
 
 
 class Exchange(Protocol):
@@ -34,7 +34,7 @@ class Exchange(Protocol):
 @dataclass(frozen=True)
 class DrawPart:
     """
-    What one rank measures of a draw.
+    The part of a draw that one rank measures.
 
     Args:
         draw (`Draw`): The draw.
@@ -48,15 +48,15 @@ class DrawPart:
 @dataclass(frozen=True)
 class MeasuredPart:
     """
-    What one rank found out.
+    The measurements of one rank.
 
     Args:
         draw (`Draw`): The draw.
         indices (`tuple[int, ...]`): Dataset indices of the samples that were measured.
-        sizes (`SampleSizes`, *optional*): Their sizes; `None` without any.
-        unknown (`tuple[int, ...]`): Dataset indices of samples of which nothing says the size.
-        bad (`dict[int, BadSample]`): Dataset index -> why a sample could not be measured.
-        checksum (`int`, *optional*, defaults to 0): Of the samples of the draw, for other ranks to compare.
+        sizes (`SampleSizes`, *optional*): Their sizes; `None` if there are none.
+        unknown (`tuple[int, ...]`): Dataset indices of samples of unknown size.
+        bad (`dict[int, BadSample]`): Dataset index -> the sample, if it could not be measured.
+        checksum (`int`, *optional*, defaults to 0): Checksum of the samples of the draw, compared by the ranks.
     """
 
     draw: Draw
@@ -72,8 +72,8 @@ class PartReader(Dataset):
     Measures parts of draws.
 
     Args:
-        source (`Callable[[Sequence[int]], SampleSizes]`): What measures samples.
-        dataset: What they are in, for the names of files that can't be read.
+        source (`Callable[[Sequence[int]], SampleSizes]`): The size source.
+        dataset: The dataset, for the names of unreadable files.
     """
 
     def __init__(self, source: Any, dataset: Any):
@@ -98,22 +98,22 @@ class SizedDraws(DrawSampler):
     """
     Draws with the sizes of their samples, the same on all ranks.
 
-    Each rank measures an equal part of the samples of a draw that are not known yet, ahead in processes of its own if
-    the loader has some, and the parts are exchanged when the draw is taken. What was measured is kept for later
-    epochs: 16 bytes for each sample and module.
+    Each rank measures an equal part of the samples of a draw whose sizes are unknown, ahead in worker processes if the
+    loader has some. The parts are exchanged when the draw is yielded. Sizes are stored for later epochs, 16 bytes per
+    sample and module.
 
     Args:
         draws ([`DrawSampler`]): The draws.
-        source (`Callable[[Sequence[int]], SampleSizes]`): What measures samples, the same rule on all ranks.
-        dataset: What they are in.
-        unknown (`SampleSizes`): Of one sample, which stands for those of which nothing says the size.
-        exchange ([`Exchange`]): Among all ranks.
+        source (`Callable[[Sequence[int]], SampleSizes]`): The size source, the same on all ranks.
+        dataset: The dataset.
+        unknown (`SampleSizes`): The size of one sample, used for samples of unknown size.
+        exchange ([`Exchange`]): All-gather of values over the ranks.
         rank (`int`): This rank.
-        world_size (`int`): Ranks.
-        num_workers (`int`, *optional*, defaults to 0): Processes of the loader that takes the draws.
-        context (*optional*): How processes are started, see `multiprocessing_context` of a `DataLoader`.
+        world_size (`int`): Number of ranks.
+        num_workers (`int`, *optional*, defaults to 0): Number of workers of the loader of steps.
+        context (*optional*): Start method of processes, see `multiprocessing_context` of a `DataLoader`.
         keeps (`bool`, *optional*, defaults to `False`):
-            Whether this rank writes what all have measured to the cache of `source`, for later runs.
+            Whether this rank writes the sizes measured by all ranks to the cache of `source`, for later runs.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SizedDraws(DrawSampler):
         self.world_size = world_size
         self._source = source
         self._kept = 0
-        self._unkept: list[np.ndarray] | None = [] if keeps and hasattr(source, "keep") else None
+        self._unsaved: list[np.ndarray] | None = [] if keeps and hasattr(source, "keep") else None
         self._loader: Any = DataLoader(
             PartReader(source, dataset),
             batch_sampler=_Parts(self),  # type: ignore[arg-type]
@@ -146,11 +146,11 @@ class SizedDraws(DrawSampler):
             prefetch_factor=_AHEAD if num_workers else None,
             multiprocessing_context=context if num_workers else None,
             persistent_workers=num_workers > 0,
-            generator=torch.Generator(),  # torch's own would draw from that of the training
+            generator=torch.Generator(),  # the default would draw from the global generator
         )
 
     def __iter__(self) -> Iterator[Draw]:
-        # Begins with the first draw: loaders make iterators that they do not use, and samplers count their epochs.
+        # Lazy until the first draw: loaders create iterators that they do not use, and samplers count epochs.
         try:
             for part in self._loader:
                 yield self.with_limits(self._sized(part))
@@ -158,53 +158,53 @@ class SizedDraws(DrawSampler):
             self._keep(1)
 
     def parts(self) -> Iterator[DrawPart]:
-        """What this rank measures of each draw."""
+        """This rank's part of each draw."""
         for draw in self.draws():
             mine = np.asarray(draw.samples, dtype=np.int64)[self.rank :: self.world_size]
             yield DrawPart(draw, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
 
     def _sized(self, part: MeasuredPart) -> Draw:
         """
-        A draw with what all ranks found out about its samples.
+        Exchanges the measurements of a draw; returns the draw with the sizes of its samples.
 
         Raises:
             `RuntimeError`: On all ranks, if they drew different samples.
         """
         draw, bad = part.draw, {}
-        if not draw.samples:  # that of a step which a resumed run skips
+        if not draw.samples:  # a step that a resumed run skips
             return draw
         checksum = zlib.crc32(np.asarray(draw.samples, dtype=np.int64).tobytes())
         parts = self.exchange(replace(part, draw=Draw(()), checksum=checksum))
-        if len({found.checksum for found in parts}) > 1:
-            table = ", ".join(f"rank {rank}: {found.checksum:08x}" for rank, found in enumerate(parts))
+        if len({part.checksum for part in parts}) > 1:
+            table = ", ".join(f"rank {rank}: {part.checksum:08x}" for rank, part in enumerate(parts))
             raise RuntimeError(
                 f"The ranks drew different global batches ({table}). The dataset must have the same length and order "
                 "on all ranks, and `data_seed` the same value."
             )
-        for found in parts:
-            if found.sizes is not None:
-                self.known.put(found.indices, found.sizes)
-                if self._unkept is not None:
-                    self._unkept.append(np.array(found.indices, dtype=np.int64))
-            if found.unknown:
+        for part in parts:
+            if part.sizes is not None:
+                self.known.put(part.indices, part.sizes)
+                if self._unsaved is not None:
+                    self._unsaved.append(np.array(part.indices, dtype=np.int64))
+            if part.unknown:
                 logger.warning_once(
-                    "Samples of which nothing says the size count like the median one of those that were measured at "
-                    "the start: their images have to be fetched or decoded, or their files can't be read."
+                    "Samples of unknown size count like the median of the samples measured at the start. Their images "
+                    "have to be fetched or decoded, or their files can't be read."
                 )
-                self.known.put(found.unknown, self.unknown.take(np.zeros(len(found.unknown), np.int64)))
-            bad |= found.bad
-        self._keep(max(_KEPT_FROM, self._kept // _GROWTH))
+                self.known.put(part.unknown, self.unknown.take(np.zeros(len(part.unknown), np.int64)))
+            bad |= part.bad
+        self._keep(max(_MIN_SAVED, self._kept // _GROWTH))
         slots = {slot: bad[index] for slot, index in enumerate(draw.samples) if index in bad}
         return replace(draw, sizes=self.known.sizes.take(draw.samples), bad=slots)
 
     def _keep(self, at_least: int) -> None:
-        """Writes what was measured since the last time, if that is of enough samples."""
-        if self._unkept is None or sum(map(len, self._unkept)) < at_least:
+        """Writes new measurements to the cache, if there are at least `at_least`."""
+        if self._unsaved is None or sum(map(len, self._unsaved)) < at_least:
             return
-        indices = np.concatenate(self._unkept)
+        indices = np.concatenate(self._unsaved)
         self._kept += len(indices)
         done = self._source.keep(indices, self.known.sizes.take(indices))
-        self._unkept = [] if done else None  # what could not be written once is not tried again and again
+        self._unsaved = [] if done else None  # after a failed write no further one is tried
 
 
 class _Parts:
@@ -225,6 +225,6 @@ def _as_is(part: Any) -> Any:
 
 
 def median_of(sizes: SampleSizes, module: str) -> SampleSizes:
-    """The one sample whose tokens in a module are the median, the larger of two."""
+    """Size of the sample with the median number of tokens in a module, the larger one of two."""
     order: Sequence[int] = np.argsort(sizes.tokens[module], kind="stable").tolist()
     return sizes.take([order[len(order) // 2]])

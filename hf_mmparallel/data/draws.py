@@ -1,4 +1,4 @@
-"""Which samples a step has: draws from the sampler, the same on every rank."""
+"""The samples of each step, drawn from the sampler in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Draw:
 
     Args:
         samples (`tuple[int, ...]`): Dataset indices in the sampler's order.
-        epoch (`int`, *optional*, defaults to 0): The epoch that they are drawn in.
-        position (`int`, *optional*, defaults to 0): How many samples of the epoch are drawn when these are.
-        sizes (`SampleSizes`, *optional*): Of the samples, if they were measured when they were drawn.
-        bad (`Mapping[int, BadSample]`, *optional*): Slot -> why its sample could not be measured.
-        limits (`Mapping[str, int]`, *optional*): Module -> most tokens of a microbatch, in place of the planner's.
+        epoch (`int`, *optional*, defaults to 0): The epoch of the samples.
+        position (`int`, *optional*, defaults to 0): Number of samples drawn in the epoch, including these.
+        sizes (`SampleSizes`, *optional*): Sizes of the samples, if measured during drawing.
+        bad (`Mapping[int, BadSample]`, *optional*): Slot -> its sample, if it could not be measured.
+        limits (`Mapping[str, int]`, *optional*): Module -> maximum tokens per microbatch, overrides the planner's.
     """
 
     samples: tuple[int, ...]
@@ -35,7 +35,7 @@ class Draw:
     limits: Mapping[str, int] | None = field(default=None, compare=False)
 
     def without(self, slots: Collection[int]) -> Draw:
-        """The same draw with the samples at some slots left out. They count as drawn."""
+        """The draw without the samples at some slots, which still count as drawn."""
         kept = [slot for slot in range(len(self.samples)) if slot not in slots]
         return replace(
             self,
@@ -51,9 +51,9 @@ class DrawSampler:
 
     Args:
         sampler (`Iterable[int]`):
-            Dataset indices of an epoch, the same on all ranks. Its `set_epoch`, if it has one, says which.
-        batch_size (`int`): Samples of a global batch.
-        drop_last (`bool`, *optional*, defaults to `False`): Whether a last draw that is not full is dropped.
+            Dataset indices of an epoch, the same on all ranks. Its `set_epoch`, if any, sets the epoch.
+        batch_size (`int`): Samples per global batch.
+        drop_last (`bool`, *optional*, defaults to `False`): Whether an incomplete last draw is dropped.
     """
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False):
@@ -62,12 +62,12 @@ class DrawSampler:
         self.drop_last = drop_last
         self.epoch = 0
         self.limits_of: Callable[[Draw], Mapping[str, int] | None] | None = None
-        """Draw -> limits that are not those of the planner; asked when a draw is handed out."""
+        """Draw -> limits that override the planner's; called when a draw is yielded."""
         self._resumed: tuple[int, int, int] | None = None
 
     @property
     def batch_sampler(self) -> DrawSampler:
-        """Where `Trainer._run_epoch` looks for `set_epoch`."""
+        """`self`, since `Trainer._run_epoch` calls `batch_sampler.set_epoch`."""
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -77,20 +77,20 @@ class DrawSampler:
 
     def resume(self, epoch: int, position: int, num_draws: int, batch_size: int | None = None) -> None:
         """
-        Lets an epoch go on behind some of its samples, in draws that may have another size than before.
+        Continues an epoch after some of its samples; the size of draws may have changed.
 
         Args:
             epoch (`int`): The epoch.
-            position (`int`): How many of its samples were drawn.
-            num_draws (`int`): How many empty draws stand for them, which the Trainer skips.
-            batch_size (`int`, *optional*): The size of draws when the epoch began, by which its order was made.
+            position (`int`): Number of its samples that were drawn.
+            num_draws (`int`): Number of empty draws in their place, which the Trainer skips.
+            batch_size (`int`, *optional*): Size of draws at the start of the epoch, on which its order depends.
         """
         self._resumed = epoch, position, num_draws
         if batch_size is not None and isinstance(self.sampler, LengthGroups):
             self.sampler.batch_sizes[epoch] = batch_size
 
     def num_draws(self, num_samples: int) -> int:
-        """Draws of a number of samples."""
+        """Number of draws for a number of samples."""
         return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class DrawSampler:
         return map(self.with_limits, self.draws())
 
     def with_limits(self, draw: Draw) -> Draw:
-        """A draw with the limits of its microbatches, if there are others than those of the planner."""
+        """The draw with the limits of its microbatches, if they override the planner's."""
         limits = None if self.limits_of is None else self.limits_of(draw)
         return draw if limits is None else replace(draw, limits=limits)
 
@@ -120,12 +120,12 @@ class DrawSampler:
 
 class LengthGroups:
     """
-    Orders in which samples of about the same length are neighbours, each epoch another one.
+    An order of samples grouped by length, different in each epoch.
 
     Args:
-        sampler (`LengthGroupedSampler`): Makes the order of one epoch by its `batch_size` and `generator`.
-        batch_size (`int`): Samples of a global batch.
-        seed (`int`): The order of an epoch depends on this and its number.
+        sampler (`LengthGroupedSampler`): Computes the order of an epoch from its `batch_size` and `generator`.
+        batch_size (`int`): Samples per global batch.
+        seed (`int`): Base of the seed of each epoch.
     """
 
     def __init__(self, sampler: Any, batch_size: int, seed: int):

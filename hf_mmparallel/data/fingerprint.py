@@ -1,4 +1,4 @@
-"""What ranks compare before they exchange the tensors of a step."""
+"""Checksums of a step, which ranks compare before they exchange tensors."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, StepPlan
 from ..schedule import Program
-from .context_tokens import BatchKey, ContextCut
+from .context_tokens import BatchKey, ContextSharding
 
 
 @dataclass(frozen=True)
 class StepFingerprint:
     """
-    Checksums of all that the ranks of a step decide on their own and have to decide alike.
+    Checksums of all decisions that the ranks of a step make independently and that must be equal.
 
     Args:
-        step (`int`): Of the samples, and of the microbatches that they are arranged in.
+        step (`int`): Checksum of the samples and of their microbatches.
         programs (`Mapping[int, int]`):
-            Replica of the language model -> of the actions, in their order, of all ranks that exchange tensors with it
-            in the step; for those replicas whose ranks this rank has planned the actions of.
+            Replica of the language model -> checksum of the ordered actions of all ranks that exchange tensors with
+            it in the step; for the replicas in the part of the step that this rank has planned.
         cuts (`Mapping[int, int]`, *optional*):
-            Number of a microbatch of the language model, over all replicas -> of how its tokens are cut over rows of
-            ranks; for those that this rank has a part in.
+            Index of a microbatch of the language model, over all replicas -> checksum of the distribution of its
+            tokens over cp ranks; for the microbatches of this rank.
     """
 
     step: int
@@ -34,16 +34,16 @@ class StepFingerprint:
     cuts: Mapping[int, int] = field(default_factory=dict)
 
 
-def fingerprint(step: StepPlan, program: Program, cuts: Mapping[BatchKey, ContextCut]) -> StepFingerprint:
+def fingerprint(step: StepPlan, program: Program, cuts: Mapping[BatchKey, ContextSharding]) -> StepFingerprint:
     """
     The fingerprint of a step.
 
     Args:
         step ([`StepPlan`]): The arrangement.
         program ([`Program`]): The actions of all ranks, or of those in the part of one.
-        cuts (`Mapping[BatchKey, ContextCut]`): How this rank cuts microbatches.
+        cuts (`Mapping[BatchKey, ContextSharding]`): Distribution of the tokens of this rank's microbatches.
     """
-    starts = list(accumulate((len(row) for row in step.microbatches[LANGUAGE_MODEL]), initial=0))
+    starts = list(accumulate(map(len, step.microbatches[LANGUAGE_MODEL]), initial=0))
     return StepFingerprint(
         _arrangement(step),
         dict.fromkeys(program.replicas(LANGUAGE_MODEL), program.checksum),
@@ -52,7 +52,7 @@ def fingerprint(step: StepPlan, program: Program, cuts: Mapping[BatchKey, Contex
 
 
 def _arrangement(step: StepPlan) -> int:
-    """Of the samples of a step, and of the microbatches that they are in."""
+    """Checksum of the samples of a step and their microbatches."""
     digest = hashlib.blake2b(repr((step.epoch, list(step.microbatches))).encode(), digest_size=8)
     digest.update(np.array(step.samples, np.int64).tobytes())
     for replicas in step.microbatches.values():
@@ -63,8 +63,8 @@ def _arrangement(step: StepPlan) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def _checksum(cut: ContextCut) -> int:
-    """Of which token is where, and what is gathered."""
+def _checksum(cut: ContextSharding) -> int:
+    """Checksum of the cp rank of each token, and of the gathered blocks."""
     assignment = cut.assignment
     digest = hashlib.blake2b(digest_size=8)
     for array in (assignment.layout, assignment.blocks, assignment.gathered):

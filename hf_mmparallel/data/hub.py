@@ -1,4 +1,4 @@
-"""Whether the Hub has what a user names, asked once and without the client's retries of half a minute."""
+"""Checks whether the Hub has a model or dataset, once and without the client's retries of half a minute."""
 
 from __future__ import annotations
 

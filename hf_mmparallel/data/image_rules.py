@@ -1,4 +1,4 @@
-"""What a model makes of images of known sizes, from its configuration and its own code, without weights."""
+"""Token counts of images of known sizes, from a model's configuration and code, without weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto.auto_mappings import IMAGE_PROCESSOR_MAPPING_NAMES, PROCESSOR_MAPPING_NAMES
 
 from ..cost.image_tokens import Crops, ImageRule, PatchGrid
-from ..modeling.features import flat_rows
-from ..modeling.hollow import hidden_of
+from ..modeling.features import flat_features
 from ..modeling.spec import ModulePart, find_stack, layers_of, module_parts
+from ..modeling.unowned import hidden_of
 from ..plan import ModelSpec
 
 IMAGE = "image"
@@ -54,16 +54,16 @@ def image_rule(model: PreTrainedModel, spec: ModelSpec, name: str) -> ImageRule:
     feature = next(feature for feature in spec.modules[name].features if feature.modality == IMAGE)
     try:
         tokens, rows = _run_once(model, part, feature.field, (height, width))
-    except Exception as error:  # of a model's own code, for inputs of another shape than one image
+    except Exception as error:  # a model may raise anything for inputs of another shape
         text = str(error).partition("\n")[0].rstrip(".")
         raise _unknown_cut(model, f" Its encoder can't be run on one image of {height} x {width}: {text}.") from error
     return Crops(tokens, rows, _tiles(model.config.model_type, height, width))
 
 
 def _unknown_cut(model: PreTrainedModel, reason: str = "") -> ValueError:
-    """What to raise for a model whose configuration does not say into what an image is cut."""
+    """The error for a model whose configuration does not determine how images are split."""
     return ValueError(
-        f"How `{type(model).__name__}` cuts images of different sizes is its processor's matter and not in its "
+        f"`{type(model).__name__}` splits images of different sizes by its processor, not by its "
         f"configuration.{reason} Published sizes fit {FITTING}; give a dataset of your own, or `--seq-len` and "
         "`--image-tokens`."
     )
@@ -84,7 +84,7 @@ def _patch_grid(config: Any, num_layers: int) -> PatchGrid:
 
 
 def _run_once(model: PreTrainedModel, part: ModulePart, field: str, size: tuple[int, int]) -> tuple[int, int]:
-    """Tokens that the layers see of one image, and rows of its features."""
+    """Tokens of one image in the encoder's layers, and its feature tokens."""
     seen: list[int] = []
 
     def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,11 +101,11 @@ def _run_once(model: PreTrainedModel, part: ModulePart, field: str, size: tuple[
             output = part.features[IMAGE](**{part.input_names(IMAGE)[0]: pixels})
     finally:
         handle.remove()
-    return seen[0], flat_rows(getattr(output, field)).shape[0]
+    return seen[0], flat_features(getattr(output, field)).shape[0]
 
 
 def _tiles(model_type: str, height: int, width: int) -> Callable[[int, int], int] | None:
-    """How many crops the model's processor makes of an image by default; `None` if always one."""
+    """Default number of crops per image of the model's processor; `None` if always one."""
     defaults = getattr(_named(PROCESSOR_MAPPING_NAMES.get(model_type)), "images_kwargs", None) or {}
     classes = IMAGE_PROCESSOR_MAPPING_NAMES.get(model_type) or {}
     processor = _named(classes.get("pil"))

@@ -1,4 +1,4 @@
-"""Image processors that are told sizes instead of images: everything they say except pixels."""
+"""Runs image processors on image sizes instead of images, for all of their outputs except pixels."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ CHEAPER = (BlankRun(_meta, NO_PIXEL_STEPS), BlankRun(_grey, NO_PIXEL_STEPS), Bla
 
 @dataclass(frozen=True)
 class _Known:
-    """What the first run showed: the cheapest way to run, the names of entries, and those of pixels."""
+    """Results of the first run: the cheapest way to run, the names of all entries, and those of pixels."""
 
     run: BlankRun
     names: frozenset[str]
     pixels: frozenset[str]
 
 
-def stand_in(size: tuple[int, int]) -> np.ndarray:
+def blank_array(size: tuple[int, int]) -> np.ndarray:
     """
     An image of a size that takes no memory.
 
@@ -75,7 +75,7 @@ def stand_in(size: tuple[int, int]) -> np.ndarray:
 
 def without_pixels(processor: Any) -> Any:
     """
-    A processor that takes [`stand_in`]s for images: the same text, tokens and numbers, and pixels without memory.
+    A processor that takes [`blank_array`]s for images: the same text, tokens and numbers, and pixels without memory.
 
     Args:
         processor: A [`~transformers.ProcessorMixin`], which stays as it is; anything else is returned.
@@ -112,13 +112,13 @@ class ImageShapes:
         return getattr(self._image_processor, name)
 
     def fetch_images(self, images: Any) -> Any:
-        """Stand-ins are there already."""
+        """Images are blank already."""
         return images
 
     def __call__(self, images: Any, **kwargs: Any) -> BatchFeature:
         """
         Args:
-            images: [`stand_in`]s, in nested lists or not.
+            images: [`blank_array`]s, in nested lists or not.
             kwargs: Those of the image processor.
 
         Returns:
@@ -146,7 +146,7 @@ class ImageShapes:
         return {name: _nested(v, _without_memory) if name in known.pixels else v for name, v in result.items()}
 
     def _compare(self, sizes: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Known]:
-        """The entries of a full run on blank images, and the cheapest run that gives the same."""
+        """The entries of a full run on blank images, and the cheapest run with the same result."""
         full = self._blank(FULL, sizes, kwargs)
         names = frozenset(full)
         pixels = frozenset(name for name, value in full.items() if _is_floating(value))

@@ -1,4 +1,4 @@
-"""Images without their pixels: what the header of a file says, and decoding as `datasets` does it."""
+"""Sizes of images from file headers, and decoding in the way of `datasets`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PNG_ORIENTATION = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")
 
 
 class UnknownSizeError(ValueError):
-    """Nothing says how large a sample is without reading it."""
+    """The size of a sample can't be determined without reading it."""
 
 
 def decoded_image(value: Any) -> Any:

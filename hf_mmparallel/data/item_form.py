@@ -1,4 +1,4 @@
-"""Whether samples hold one image each, as the stock Trainer stacks them, or lists of images; the model is asked."""
+"""Determines, by running the model, whether images of samples are stacked or concatenated in a batch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..modeling.spec import ModulePart, find_stack, module_parts
-from .chat_collator import TOKEN_FIELDS, as_array
 from .skeleton import entered_shape, make_skeleton
+from .token_collator import TOKEN_FIELDS, as_array
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _encoders(model: Any) -> Mapping[str, ModulePart]:
         return {}
     try:
         return {name: part for name, part in module_parts(whole).items() if part.features}
-    except Exception:  # of a model that no plan is made for, anything can be missing
+    except Exception:  # an unsupported model may raise anything
         return {}
 
 
@@ -97,6 +97,6 @@ def _takes(skeleton: Any, module: str, modality: str, batch: Mapping[str, Tensor
     """Whether an encoder takes a batch."""
     try:
         entered_shape(skeleton, module, modality, batch)
-    except Exception:  # whatever a model's code raises for a batch of another form
+    except Exception:  # a model may raise anything for a batch of another form
         return False
     return True

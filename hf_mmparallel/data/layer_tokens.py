@@ -1,4 +1,4 @@
-"""How many tokens the layers of an encoder see of an item, measured at the entry of its first layer."""
+"""Numbers of tokens in the layers of an encoder, measured at the entry of its first layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from ..modeling.spec import module_parts
 from ..plan import ModelSpec
-from .chat_collator import TOKEN_FIELDS
 from .draws import Draw
 from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
@@ -22,6 +21,7 @@ from .size_measures import TokenMeasure
 from .size_sources import LayerTokens, keep_sizes, measure_samples, spread
 from .skeleton import entered_shape, make_skeleton
 from .streams import StreamSizes, StreamWindow
+from .token_collator import TOKEN_FIELDS
 
 logger = logging.get_logger(__name__)
 
@@ -80,14 +80,14 @@ def measure_layers(
             found[name] = probe.fit(dataset, candidates[chosen[probes]].tolist())
         except Exception as error:  # whatever a dataset, a collator or a model's code raises
             logger.warning(
-                f"What the layers of `{name}` see of samples can't be measured ({error!r}); each row of its features "
+                f"The number of tokens in the layers of `{name}` can't be measured ({error!r}); each feature token "
                 "counts as one token."
             )
     return found
 
 
 def _measurable(source: SizeSource, candidates: np.ndarray) -> np.ndarray:
-    """Those of some samples whose files can be read; of the others the loader tells when their turn comes."""
+    """The samples whose files can be read; the loader reports the others later."""
     errors = measure_samples(source, candidates.tolist())
     for error in errors.values():
         if not isinstance(error, (OSError, UnknownSizeError)):
@@ -130,7 +130,7 @@ class _Probe:
                 sample = dataset[index]
                 seen.append(self.shapes([sample]))
                 samples.append(sample)
-            except Exception as error:  # the loader tells of it when its turn comes
+            except Exception as error:  # the loader reports it later
                 failure = error
         if failure is not None and not seen:
             raise failure

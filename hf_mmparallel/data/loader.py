@@ -1,4 +1,4 @@
-"""From a dataset to the inputs of each task of this rank."""
+"""Reads datasets and makes the inputs of each task of this rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, Workload
 from ..schedule import Program
 from ..steps.step_planner import StepPlanner
 from .bad_samples import BadSample, stored_row
-from .context_tokens import BatchKey, ContextCut, ContextCutter
+from .context_tokens import BatchKey, ContextSharder, ContextSharding
 from .digests import text_digest
 from .draws import Draw
 from .fingerprint import StepFingerprint, fingerprint
@@ -26,28 +26,29 @@ from .transfer import pack, unpack
 @dataclass
 class StepBatch:
     """
-    One global batch as this rank sees it.
+    This rank's part of a global batch.
 
     Args:
-        step (`StepPlan`): Which sample is where.
+        step (`StepPlan`): The assignment of samples to microbatches.
         batches (`dict[BatchKey, dict[str, Any]]`):
-            (module, replica, microbatch, chunk) -> the collated samples, for each chunk that this rank works on.
-        cuts (`dict[BatchKey, ContextCut]`):
-            How the tokens of the language model's microbatches are cut, as far as this rank needs to know.
+            (module, replica, microbatch, chunk) -> the collated samples, for each chunk of this rank.
+        cuts (`dict[BatchKey, ContextSharding]`):
+            Distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs
+            it.
         program (`Program`, *optional*): This rank's actions.
-        sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
-        workloads (`Workloads`, *optional*): What the samples were arranged by.
-        draw (`Draw`, *optional*): What it was planned for.
+        sizes (`SampleSizes`, *optional*): Sizes of the samples, if known.
+        workloads (`Workloads`, *optional*): The workloads by which samples were assigned.
+        draw (`Draw`, *optional*): The draw of the step.
         bad (`dict[int, BadSample]`):
-            Slot -> why this rank can't read its sample. A batch with bad samples has no inputs.
-        rows (`torch.Tensor`, *optional*): Rows of a stream, for the case that it has to be planned again.
-        digest (`int`, *optional*, defaults to 0): Of the rows of a stream; equal on all ranks that read the same.
-        fingerprint (`StepFingerprint`, *optional*): What ranks compare before they run it.
+            Slot -> its sample, if this rank can't read it. A batch with bad samples has no inputs.
+        rows (`torch.Tensor`, *optional*): Packed rows of a stream, needed to plan the step again.
+        digest (`int`, *optional*, defaults to 0): Checksum of the rows of a stream, compared by the ranks.
+        fingerprint (`StepFingerprint`, *optional*): Checksums that ranks compare before they run the step.
     """
 
     step: StepPlan
     batches: dict[BatchKey, dict[str, Any]] = field(default_factory=dict)
-    cuts: dict[BatchKey, ContextCut] = field(default_factory=dict)
+    cuts: dict[BatchKey, ContextSharding] = field(default_factory=dict)
     program: Program | None = None
     sizes: SampleSizes | None = None
     workloads: Workloads | None = None
@@ -59,18 +60,18 @@ class StepBatch:
 
     def __getitem__(self, name: Any) -> Any:
         raise TypeError(
-            f"A step under a plan has no entry {name!r}: its inputs are in chunks, in `batches` of a `StepBatch`. "
+            f"A step under a plan has no entry {name!r}: its inputs are split into chunks, in `StepBatch.batches`. "
             "Change inputs in the `data_collator`."
         )
 
     @property
     def drawn(self) -> Draw:
-        """Its draw, in batches of a loader."""
+        """The draw; always present in batches of a loader."""
         assert self.draw is not None
         return self.draw
 
     def pin_memory(self) -> StepBatch:
-        """Called by the data loader's pinning thread. Tensors in one storage, as from a worker, stay in one."""
+        """Called by the data loader's pinning thread. Tensors that share a storage, as from a worker, still do."""
         pinned: dict[int, torch.Tensor] = {}
         for batch in self.batches.values():
             for name, value in batch.items():
@@ -88,12 +89,12 @@ class StepBatch:
 
 
 def _unpacked(*packed: Any) -> StepBatch:
-    """A batch that was pickled."""
+    """Unpickles a batch."""
     return StepBatch(**unpack(packed))
 
 
 def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey, tuple[int, ...]]:
-    """(module, replica, microbatch, chunk) -> slots, of every chunk that `rank` works on."""
+    """(module, replica, microbatch, chunk) -> slots, for every chunk of `rank`."""
     mine = dict.fromkeys((module, replica) for module, replica, _ in plan.stages_of_rank(rank))
     return {
         (module, replica, index, chunk): slots
@@ -106,7 +107,7 @@ def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey
 @dataclass(frozen=True)
 class Reader:
     """
-    How a module reads samples.
+    Dataset and collator of a module.
 
     Args:
         dataset: A map-style dataset.
@@ -119,22 +120,22 @@ class Reader:
 
 class StepDataset(Dataset):
     """
-    Serves [`StepBatch`]es: reads each sample once for each [`Reader`] of this rank, and collates every chunk.
+    A dataset of [`StepBatch`]es: reads each sample once for each [`Reader`] of this rank, and collates every chunk.
 
-    Randomness inside a sample or a collation is seeded by epoch and dataset index, so that all ranks that read a
-    sample get the same one, and a resumed run repeats what was.
+    Random generators are seeded by epoch and dataset index while a sample is read or collated, so that all ranks get
+    the same sample, and a resumed run repeats it.
 
     Args:
-        readers (`Mapping[str, Reader]` or `Reader`): Module -> how it reads samples, or one for all modules.
+        readers (`Mapping[str, Reader]` or `Reader`): Module -> its reader, or one reader for all modules.
         keys (`Callable[[StepPlan], Mapping[BatchKey, tuple[int, ...]]]`): The chunks of this rank.
-        seed (`int`): The base of all seeds.
+        seed (`int`): Base of all seeds.
         unused (`Mapping[str, frozenset[str]]`, *optional*):
-            Module -> floating-point entries of a collated batch that it does not read, such as the pixels in the
-            language model; they go no further.
-        cutter ([`ContextCutter`], *optional*): Cuts the language model's microbatches.
+            Module -> floating-point entries of a collated batch that it does not need, such as pixels in the language
+            model. They are dropped.
+        cutter ([`ContextSharder`], *optional*): Distributes the language model's microbatches over cp ranks.
         planner ([`StepPlanner`], *optional*): Plans the steps of draws; not used by [`~StepDataset.read`].
-        rank (`int`, *optional*, defaults to 0): Of whose actions a batch has the program.
-        window ([`StreamWindow`], *optional*): What the readers read from, if that is a stream.
+        rank (`int`, *optional*, defaults to 0): This rank, whose program a batch contains.
+        window ([`StreamWindow`], *optional*): The window of the stream that the readers read from, if any.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class StepDataset(Dataset):
         keys: Callable[[StepPlan], Mapping[BatchKey, tuple[int, ...]]],
         seed: int,
         unused: Mapping[str, frozenset[str]] | None = None,
-        cutter: ContextCutter | None = None,
+        cutter: ContextSharder | None = None,
         planner: StepPlanner | None = None,
         rank: int = 0,
         window: StreamWindow | None = None,
@@ -158,7 +159,7 @@ class StepDataset(Dataset):
         self.window = window
 
     def reader(self, module: str) -> Reader:
-        """How `module` reads samples."""
+        """The reader of a module."""
         return self.readers if isinstance(self.readers, Reader) else self.readers[module]
 
     def __len__(self) -> int:
@@ -166,8 +167,8 @@ class StepDataset(Dataset):
 
     def __getitems__(self, draw: Draw) -> StepBatch | None:
         """
-        Plans the step of a draw and reads it; `None` behind the end of a stream. Samples that can't be read are noted
-        in the batch, so that the ranks can agree on what to do with them.
+        Plans the step of a draw and reads its samples; `None` after the end of a stream. Samples that can't be read
+        are listed in the batch, so that the ranks can agree on how to handle them.
         """
         if self.window is None:
             return self._planned(draw)
@@ -179,7 +180,7 @@ class StepDataset(Dataset):
         return batch
 
     def again(self, batch: StepBatch, slots: Collection[int]) -> StepBatch:
-        """The step of a batch without some of its samples, planned and read again."""
+        """Plans and reads the step of a batch again, without some of its samples."""
         if self.window is not None and batch.rows is not None:
             self.window.restore(batch.drawn, batch.rows)
         result = self._planned(batch.drawn.without(slots))
@@ -188,22 +189,22 @@ class StepDataset(Dataset):
 
     def digests(self, draw: Draw, count: int) -> list[int | None]:
         """
-        A number for each of the first samples of a draw, `None` for one that can't be read. They are read as the
-        language model's ranks read them, so that no rank decodes media for it.
+        A checksum of each of the first samples of a draw, `None` for one that can't be read. The language model's
+        reader is used, so that no media are decoded.
         """
-        dataset, found = self.reader(LANGUAGE_MODEL).dataset, []
+        dataset, result = self.reader(LANGUAGE_MODEL).dataset, []
         for index in draw.samples[:count]:
             try:
                 with seeded(stable_seed(self.seed, draw.epoch, index)):
-                    found.append(text_digest(dataset[index]))
+                    result.append(text_digest(dataset[index]))
             except MemoryError:
                 raise
-            except Exception:  # the batch that it is in says why
-                found.append(None)
-        return found
+            except Exception:  # reported when its batch is read
+                result.append(None)
+        return result
 
     def _planned(self, draw: Draw) -> StepBatch:
-        """Plans and reads the step of a draw whose samples are there."""
+        """Plans and reads the step of a draw whose samples are available."""
         assert self.planner is not None
         if draw.bad:
             return StepBatch(StepPlan((), {}, {}, draw.epoch), draw=draw, bad=dict(draw.bad))
@@ -223,7 +224,7 @@ class StepDataset(Dataset):
         return batch
 
     def _unmeasurable(self, draw: Draw) -> dict[int, BadSample]:
-        """Slot -> why its sample has no size."""
+        """Slot -> its sample, if its size can't be measured."""
         sizes = None if self.planner is None else self.planner.sizes
         if sizes is None:
             return {}
@@ -234,7 +235,7 @@ class StepDataset(Dataset):
         )
 
     def read(self, step: StepPlan) -> StepBatch:
-        """The inputs of this rank for a step, or its bad samples."""
+        """Reads the inputs of this rank for a step, or lists its bad samples."""
         collated = _Collated(self, step)
         batches = {}
         for key, slots in self.keys(step).items():
@@ -256,8 +257,8 @@ class StepDataset(Dataset):
 
 class _Collated:
     """
-    The collated samples of a step. Modules that read the same samples in the same way share a batch, and each sample
-    is read once from each dataset. A batch with a bad sample is empty.
+    The collated samples of a step. Modules with the same reader share batches, and each sample is read once from each
+    dataset. A batch with a bad sample is empty.
     """
 
     def __init__(self, source: StepDataset, step: StepPlan):
@@ -268,7 +269,7 @@ class _Collated:
         self.bad: dict[int, BadSample] = {}
 
     def batch(self, reader: Reader, slots: tuple[int, ...]) -> Mapping[str, Any]:
-        """The batch of some slots as `reader` makes it."""
+        """The batch of some slots, collated by `reader`."""
         key = (id(reader), slots)
         if key not in self.batches:
             samples = {slot: self.sample(reader.dataset, slot) for slot in slots}
@@ -276,7 +277,7 @@ class _Collated:
         return self.batches[key]
 
     def _collate(self, reader: Reader, samples: Mapping[int, Any]) -> Mapping[str, Any]:
-        """Collates samples by slot; where that fails, finds those that can't be collated even alone."""
+        """Collates samples by slot; if that fails, collates each one alone to find the bad samples."""
         try:
             return self._collate_seeded(reader, samples)
         except MemoryError:
@@ -294,11 +295,11 @@ class _Collated:
     def _collate_seeded(self, reader: Reader, samples: Mapping[int, Any]) -> Mapping[str, Any]:
         indices = [self.step.samples[slot] for slot in samples]
         with seeded(stable_seed(self.source.seed, self.step.epoch, indices)):
-            # Collators may change what they are given, and a sample can be in several chunks.
-            return reader.collator([_copied(sample) for sample in samples.values()])
+            # Collators may modify samples, and a sample can be in several chunks.
+            return reader.collator([_copy(sample) for sample in samples.values()])
 
     def sample(self, dataset: Any, slot: int) -> Any:
-        """The sample of a slot; `None` and a note if it can't be read."""
+        """The sample of a slot; `None`, and an entry in `bad`, if it can't be read."""
         key = (id(dataset), slot)
         if key not in self.samples:
             index = self.step.samples[slot]
@@ -313,7 +314,7 @@ class _Collated:
         return self.samples[key]
 
     def _describe(self, dataset: Any, slot: int, error: Exception, sample: Any = None) -> BadSample:
-        """A bad sample with its file, if its stored row or the sample itself names one."""
+        """Describes a bad sample, with its file if its stored row or the sample names one."""
         index = self.step.samples[slot]
         return BadSample.of(index, error, [stored_row(dataset, index), sample])
 
@@ -321,7 +322,7 @@ class _Collated:
 def _failures(
     attempts: Mapping[int, Callable[[], Any]], describe: Callable[[int, Exception], BadSample]
 ) -> dict[int, BadSample]:
-    """Slot -> description of its failure, of those attempts that fail."""
+    """Slot -> description of the failure, for the attempts that fail."""
     bad = {}
     for slot, attempt in attempts.items():
         try:
@@ -333,7 +334,7 @@ def _failures(
     return bad
 
 
-def _copied(sample: Any) -> Any:
+def _copy(sample: Any) -> Any:
     return dict(sample) if isinstance(sample, Mapping) else sample
 
 

@@ -1,8 +1,9 @@
 """
-The words of a batch: what each token may look at, as the model's own mask code says it.
+Mask words of a batch, derived from the model's own mask code.
 
-A model's `create_masks_for_generate` is asked which tokens see the one after them; tokens that do are spans, such as
-an image of Gemma3 or the prefix of PaliGemma. No model has code of its own here; what can't be read is refused.
+The masks of a model's `create_masks_for_generate` tell which tokens see the next token; such tokens form spans, for
+example an image of Gemma3 or the prefix of PaliGemma. There is no code for single models; unsupported masks are
+refused.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from ..kernels.bitfield_attention import encode_words
 PROBE = "hf_mmparallel_probe"
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
 ADDED_TO_MASKS = ("block_sequence_ids", "or_mask_function", "and_mask_function")
-"""Arguments of the mask functions of transformers that change who sees whom."""
+"""Arguments of transformers' mask functions that change the visible pairs."""
 PAIRS_AT_A_TIME = 2**20
 ITEM_LENGTHS = {"image": "mm_tokens_per_image"}
 """Modality -> setting of a config that holds the tokens of every item; a grid in the batch comes first."""
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """What a mask function was asked to draw: (batch, head, query, key) indices -> whether the query sees the key."""
+class _ProbedMask:
+    """A mask as a function: (batch, head, query, key) indices -> whether the query sees the key."""
 
     sees: Callable[[Tensor, int, Tensor, Tensor], Tensor]
 
 
-def _probe(*, mask_function: Callable[..., Tensor], **_: Any) -> _Drawn:
-    """A mask function that hands back what it was asked to draw."""
-    return _Drawn(mask_function)
+def _probe(*, mask_function: Callable[..., Tensor], **_: Any) -> _ProbedMask:
+    """A mask function that returns its arguments instead of a mask."""
+    return _ProbedMask(mask_function)
 
 
 AttentionMaskInterface.register(PROBE, _probe)
@@ -82,19 +83,20 @@ def config_and_class(config_or_model: Any) -> tuple[Any, type | None]:
 
 class MaskRule:
     """
-    Makes the words of the batches of one model.
+    Computes the mask words of batches of one model.
 
-    Padding gets the word 0. Every other token looks back in its sample, and sees its span both ways. Spans are read
-    off the model's own masks, with one difference: neighbouring images of which transformers would make one span are
-    a span each where the batch's grids or the config say how many tokens an image has.
+    Padding has the word 0. Every other token sees earlier tokens of its sample, and all tokens of its span. Spans come
+    from the model's own masks, with one difference: neighbouring images, which transformers would merge into one span,
+    are separate spans if the batch's grids or the config give the number of tokens per image.
 
-    Can be pickled: it holds a config and a class, no weights.
+    It can be pickled: it contains a config and a class, no weights.
 
     Args:
         config_or_model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`]): The model.
 
     Raises:
-        `ValueError`: For a model whose samples would see each other in one row, or whose masks words can't say.
+        `ValueError`: For a model whose samples would see each other in one row, or whose masks can't be expressed by
+        words.
 
     Example:
 
@@ -133,7 +135,7 @@ class MaskRule:
             spans[real] = _span_ids(groups, runs, rows, self._items(batch, real)[real])
         return encode_words(real.to(torch.int64), spans)
 
-    def _masks(self, batch: Mapping[str, Any]) -> list[_Drawn]:
+    def _masks(self, batch: Mapping[str, Any]) -> list[_ProbedMask]:
         """The masks that the model draws for a batch, one for each type of layer."""
         rows, length = batch["input_ids"].shape
         known = {
@@ -151,14 +153,14 @@ class MaskRule:
         own = "self" in inspect.signature(self.create_masks).parameters  # it depends on more than the config
         drawn = None if own else self.create_masks(**known, **extra)
         masks: list[Any] = list(drawn.values()) if isinstance(drawn, Mapping) else [drawn]
-        if not all(isinstance(mask, _Drawn) for mask in masks):
+        if not all(isinstance(mask, _ProbedMask) for mask in masks):
             raise ValueError(
-                f"`{self.name}.create_masks_for_generate` draws its masks without the mask functions of transformers, "
-                "so no words can be read off them. Train it on padded batches, without packing."
+                f"`{self.name}.create_masks_for_generate` does not use the mask functions of transformers, so mask "
+                "words can't be derived from it. Train it on padded batches, without packing."
             )
         return masks
 
-    def _sees(self, masks: list[_Drawn], rows: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def _sees(self, masks: list[_ProbedMask], rows: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """Whether the queries of these rows see keys, at or after them, which must be the same in all layers."""
         answers = torch.stack([mask.sees(rows, 0, query, key).expand(query.shape) for mask in masks])
         self._require(bool((answers == answers[0]).all()), "differ between its layers in more than a window")
@@ -167,11 +169,11 @@ class MaskRule:
     def _require(self, holds: bool, what: str) -> None:
         if not holds:
             raise ValueError(
-                f"The masks of `{self.name}` {what}, which a mask word can't say. Train it on padded batches, without "
-                "packing."
+                f"The masks of `{self.name}` {what}, which mask words can't express. Train it on padded batches, "
+                "without packing."
             )
 
-    def _runs(self, masks: list[_Drawn], rows: Tensor, places: Tensor) -> Tensor:
+    def _runs(self, masks: list[_ProbedMask], rows: Tensor, places: Tensor) -> Tensor:
         """The number, from 0 over the whole batch, of each real token's run: tokens that each see the next."""
         follows = rows[1:] == rows[:-1]
         row, before, after = rows[1:][follows], places[:-1][follows], places[1:][follows]
@@ -180,7 +182,7 @@ class MaskRule:
         starts[1:][follows] = ~self._sees(masks, row, before, after)
         return starts.cumsum(0) - 1
 
-    def _groups(self, masks: list[_Drawn], rows: Tensor, places: Tensor, runs: Tensor) -> Tensor:
+    def _groups(self, masks: list[_ProbedMask], rows: Tensor, places: Tensor, runs: Tensor) -> Tensor:
         """For each run, the first run of its group; runs of a group see each other both ways."""
         lengths = runs.bincount()
         ends = lengths.cumsum(0)
@@ -189,7 +191,7 @@ class MaskRule:
         num_runs = row.bincount()
         begins = num_runs.cumsum(0) - num_runs
         groups = torch.arange(len(lengths), device=rows.device)
-        # Each run of several tokens is compared with all runs of its row, so many at a time as memory is fine with.
+        # Each run of several tokens is compared with all runs of its row, in batches of limited memory.
         for some in (lengths > 1).nonzero()[:, 0].split(max(1, PAIRS_AT_A_TIME // int(num_runs.max()))):
             counts = num_runs[row[some]]
             own, first, sample = (run.repeat_interleave(counts) for run in (some, firsts[some], row[some]))
@@ -222,7 +224,7 @@ class MaskRule:
 
 def words_of_batch(config_or_model: Any, batch: Mapping[str, Any]) -> Tensor:
     """
-    The mask words of a padded batch of a model; see [`MaskRule`], which serves many batches.
+    The mask words of a padded batch of a model. For many batches of one model use [`MaskRule`].
 
     Args:
         config_or_model ([`~transformers.PreTrainedModel`] or [`~transformers.PreTrainedConfig`]): The model.
@@ -236,7 +238,7 @@ def words_of_batch(config_or_model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 def real_tokens(batch: Mapping[str, Any]) -> Tensor:
     """
-    Which tokens of a batch are no padding: bool `(batch, length)`.
+    Mask of the tokens that are not padding: bool `(batch, length)`.
 
     Raises:
         `ValueError`: Without an `attention_mask` of that shape.

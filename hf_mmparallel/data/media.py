@@ -1,4 +1,4 @@
-"""What each module reads of a sample: the language model no media, an encoder its own."""
+"""Readers of the modules, which decode only the media that a module needs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def readers(
 
 
 def _reader(dataset: Any, collator: Any, unused: frozenset[str], reads_media: bool) -> Reader:
-    """How a module reads that has no use for some entries."""
+    """Reader for a module that ignores the batch entries `unused`."""
     lean = collator_without(collator, unused) if unused else collator
     view = _View(
         frozenset(getattr(innermost(lean), "decodes", MEDIA_FEATURES)),

@@ -1,4 +1,4 @@
-"""Packing: the samples of a microbatch one after the other in one row, without padding."""
+"""Packing: concatenates the samples of a microbatch in one row, without padding."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.bitfield_attention import decode_words
-from .chat_collator import IGNORED, TOKEN_FIELDS
+from ..modeling.loss import IGNORE_INDEX
 from .mask_rules import MaskRule, config_and_class, real_tokens
 from .position_rules import PositionRule
+from .token_collator import TOKEN_FIELDS
 
 ATTENTION = "bitfield"
 
@@ -131,7 +132,9 @@ class PackingCollator:
         }
         if isinstance(packed.get("labels"), Tensor):
             lengths = real.sum(-1)
-            packed["labels"][:, lengths.cumsum(0) - lengths] = IGNORED  # no other sample's last token predicts them
+            packed["labels"][:, lengths.cumsum(0) - lengths] = (
+                IGNORE_INDEX  # no other sample's last token predicts them
+            )
         return packed
 
     def _one_row(self, name: str, value: Tensor, real: Tensor, places: Tensor) -> Tensor:
@@ -148,17 +151,17 @@ class PackingCollator:
         missing = self._padded(len(places)) - len(places)
         if not missing:
             return row
-        fill = {"input_ids": self._pad_token(), "labels": IGNORED, "shift_labels": IGNORED}.get(name, 0)
+        fill = {"input_ids": self._pad_token(), "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}.get(name, 0)
         after = row.dim() - first - 2
         return functional.pad(row, (0, 0) * after + (0, missing), value=fill)
 
     def _padded(self, length: int) -> int:
-        """The length of a row of so many tokens."""
+        """Length of a row with a number of tokens, after padding."""
         step = self.pad_to_multiple_of or 1
         return -(-length // step) * step
 
     def _pad_token(self) -> int:
-        """A token to pad with."""
+        """Id of the padding token."""
         for config in (self.config.get_text_config(), self.config):
             if isinstance(getattr(config, "pad_token_id", None), int) and config.pad_token_id >= 0:
                 return config.pad_token_id
@@ -196,14 +199,14 @@ class PackingCollator:
         )
 
 
-def unpack(row: Tensor, words: Tensor, fill: float = IGNORED) -> Tensor:
+def unpack(row: Tensor, words: Tensor, fill: float = IGNORE_INDEX) -> Tensor:
     """
     The samples of packed rows as a padded batch.
 
     Args:
         row (`torch.Tensor` of shape `(rows, length, ...)`): Values of tokens, such as logits or labels.
         words (`torch.Tensor` of shape `(rows, length)`): The rows' `attention_words`.
-        fill (`float`, *optional*, defaults to -100): Of the padding.
+        fill (`float`, *optional*, defaults to -100): Value of the padding.
 
     Returns:
         `torch.Tensor` of shape `(samples, longest sample, ...)`: The samples in order, padded on the right.
@@ -218,6 +221,6 @@ def unpack(row: Tensor, words: Tensor, fill: float = IGNORED) -> Tensor:
 
 
 def _words_by_sample(words: Tensor) -> Tensor:
-    """Words in which row `i` of a batch is the segment `i + 1`, of words in which each row is the segment 1."""
+    """Renumbers the segments of words: row `i`, with segment 1, gets segment `i + 1`."""
     rows = torch.arange(len(words), device=words.device)[:, None]
     return torch.where(words != 0, words + rows, words)  # the segment is the lowest field

@@ -1,4 +1,4 @@
-"""How far a run has come in its data, in samples, so that it can go on with batches of another size."""
+"""The position of a run in its training set, in samples, so that it can resume with another batch size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FILE = "data_position.json"
 @dataclass(frozen=True)
 class DataPosition:
     """
-    Where a run is in its training set.
+    The position of a run in its training set.
 
     Args:
         epoch (`int`, *optional*, defaults to 0): The epoch.
-        num_samples (`int`, *optional*, defaults to 0): Its samples that were drawn, with those that were skipped.
-        num_steps (`int`, *optional*, defaults to 0): The steps that drew them.
-        global_step (`int`, *optional*, defaults to 0): Steps of the run.
-        batch_size (`int`, *optional*): The size of a global batch when the epoch began; orders may depend on it.
-        num_skipped (`int`, *optional*, defaults to 0): Samples of the run that could not be read and were left out.
+        num_samples (`int`, *optional*, defaults to 0): Number of its samples drawn so far, including skipped ones.
+        num_steps (`int`, *optional*, defaults to 0): Number of steps that drew them.
+        global_step (`int`, *optional*, defaults to 0): Number of steps of the run.
+        batch_size (`int`, *optional*): Global batch size at the start of the epoch, on which the order may depend.
+        num_skipped (`int`, *optional*, defaults to 0): Number of samples of the run that could not be read.
         memory_ratio (`list`, *optional*): What was learned of memory, and the last draw that was planned without it.
     """
 
@@ -38,7 +38,7 @@ class DataPosition:
 
     @classmethod
     def load(cls, folder: str | Path) -> DataPosition | None:
-        """The position of a checkpoint, `None` if it has none. Raises `ValueError` for a damaged file."""
+        """Reads the position from a checkpoint; `None` if it has none. Raises `ValueError` for a damaged file."""
         path = Path(folder) / FILE
         if not path.is_file():
             return None
@@ -51,10 +51,10 @@ class DataPosition:
 
     def after(self, draw: Draw, batch_size: int) -> DataPosition:
         """
-        The position behind one more step.
+        The position after one more step.
 
         Args:
-            draw (`Draw`): What the step drew.
+            draw (`Draw`): The draw of the step.
             batch_size (`int`): The size of a full global batch.
         """
         goes_on = draw.epoch == self.epoch and self.num_steps > 0
@@ -68,14 +68,14 @@ class DataPosition:
 
     def resume(self, draws: DrawSampler, num_samples: int | None) -> tuple[int, int]:
         """
-        Lets draws go on from here.
+        Continues draws from this position.
 
         Args:
-            draws ([`DrawSampler`]): Draws of the run that goes on.
-            num_samples (`int` or `None`): Samples of an epoch, `None` for a stream that does not say.
+            draws ([`DrawSampler`]): Draws of the resumed run.
+            num_samples (`int` or `None`): Samples per epoch, `None` for a stream of unknown length.
 
         Returns:
-            `tuple[int, int]`: The epoch that goes on, and how many steps of it, of today's size, are behind.
+            `tuple[int, int]`: The epoch to continue, and the number of its finished steps at the current batch size.
         """
         num_steps = self.num_steps
         if num_samples is not None:

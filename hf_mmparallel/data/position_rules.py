@@ -1,4 +1,4 @@
-"""Position ids of a padded batch as the model itself would make them, sample by sample."""
+"""Position ids of a padded batch as the model itself computes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generators on the host that are seeded for a while."""
+"""Temporary seeds of the host's random generators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stable_seed(*parts: object) -> int:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds Python, NumPy and torch on the host inside the block, and gives them their states back after it."""
+    """Seeds Python, NumPy and torch on the host for a block, and restores their states afterwards."""
     states = _states()
     _seed(seed)
     try:
@@ -43,7 +43,7 @@ class OwnGenerators:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """In the block these are the global generators."""
+        """Makes these the global generators for a block."""
         states = _states()
         _restore(self._own)
         try:

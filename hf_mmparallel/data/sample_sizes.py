@@ -1,4 +1,4 @@
-"""Which numbers say how large the samples of a dataset are, without decoding an image or running a processor."""
+"""Chooses how the sizes of a dataset's samples are measured, without decoding images or running a processor."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def size_source(
 
 @dataclass(frozen=True)
 class _Choice:
-    """What all parts of a dataset are measured by; `given` is what the user names."""
+    """How all parts of a dataset are measured; `given` is the user's setting."""
 
     spec: ModelSpec
     collator: Any
@@ -162,7 +162,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Indices -> lengths of the samples there, or why there are none."""
+    """Indices -> lengths of the samples, or the errors of measuring them."""
 
     dataset: Any
     measure: SampleMeasure
@@ -171,12 +171,12 @@ class _Reader:
         return list(self.measure.together(self.sample, indices))
 
     def sample(self, index: int) -> Any:
-        with seeded(index):  # reading may draw, and must not change what the training draws
+        with seeded(index):  # reading may use random numbers, and must not change those of the training
             return self.dataset[index]
 
 
 class _StoredReader(_Reader):
-    """The same of a view that gives Arrow rows, of which no media are decoded."""
+    """Measures samples of a view with Arrow rows, without decoding media."""
 
     def sample(self, index: int) -> Any:
         return self.dataset[index].to_pylist()[0]
@@ -201,7 +201,7 @@ class _TableMeasure:
 
 
 def _known(found: Lengths | Exception) -> Lengths:
-    """Nothing where the row does not say it, or names a file that can't be read."""
+    """Lengths of a row; `None` if they are unknown or a file can't be read."""
     if isinstance(found, (UnknownSizeError, OSError)):
         logger.debug("Nothing says the size of a sample: %s", found)
         return {}
@@ -235,7 +235,7 @@ def _is_datasets(dataset: Any) -> bool:
 def _measured_table(
     dataset: Any, measure: SampleMeasure, modules: tuple[str, ...], num_proc: int | None
 ) -> TableSizes | None:
-    """Sizes of all rows of a `datasets.Dataset`, if there are any; a row without has those of the median row."""
+    """Sizes of all rows of a `datasets.Dataset`, `None` if none is known; unknown rows get those of the median row."""
     # Arrow rows hold media as they are stored; no other format leaves media inside of lists and dicts undecoded.
     view = dataset.select_columns(measure.reads(dataset.column_names)).with_format("arrow")
     if isinstance(measure, ColumnMeasure):
@@ -271,14 +271,14 @@ def _mapped(view: Any, measure: SampleMeasure, modules: tuple[str, ...], num_pro
 
 
 def _completed(found: Any) -> Any:
-    """Lengths in which rows without any have those of the median row; `None` if all are without."""
+    """Fills in unknown lengths with those of the median row; `None` if all are unknown."""
     column = found[LANGUAGE_MODEL].combine_chunks()
     is_known = np.asarray(column.is_valid())
     known = np.flatnonzero(is_known)
     if len(known) == len(found):
         return found
     logger.warning(
-        f"Nothing says the sizes of {len(found) - len(known)} of {len(found)} samples: their images have to be "
+        f"The sizes are unknown of {len(found) - len(known)} of {len(found)} samples: their images have to be "
         "fetched or decoded, or the samples can't be read."
     )
     if not len(known):

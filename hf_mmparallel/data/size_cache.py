@@ -1,4 +1,4 @@
-"""Sizes of samples that were measured when they were drawn, in a file for later runs."""
+"""A file cache of measured sample sizes, for later runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..plan import SampleSizes
 logger = logging.get_logger(__name__)
 
 _LOCK_SECONDS = 10.0
-_MOST_FILES = 8  # in one folder; the ones that were written last are kept
+_MAX_FILES = 8  # per folder; the most recently written ones are kept
 
 
 class SizeCache:
@@ -123,7 +123,7 @@ class SizeCache:
         return True
 
     def _write(self, indices: np.ndarray, sizes: SampleSizes) -> None:
-        """Puts a whole new file in the place of the old one, and removes those that were not written for longest."""
+        """Replaces the file atomically, and removes the least recently written files."""
         arrays = {f"tokens.{name}": own for name, own in sizes.tokens.items()}
         arrays |= {f"squares.{name}": own for name, own in sizes.squares.items()}
         handle, name = tempfile.mkstemp(".tmp", "sizes-", self.folder)
@@ -136,7 +136,7 @@ class SizeCache:
                 os.unlink(name)
             raise
         files = sorted(self.folder.glob("sizes-*.npz"), key=_written, reverse=True)
-        for old in files[_MOST_FILES:]:
+        for old in files[_MAX_FILES:]:
             for path in (old, Path(f"{old}.lock")):
                 path.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""From one sample, as its dataset holds it, to the lengths of its sequences in each module."""
+"""Measures of one undecoded sample: the lengths of its sequences in each module."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SampleMeasure(Protocol):
 
 
 class _OneByOne(ABC):
-    """Measures samples that share no work."""
+    """Measures samples one by one."""
 
     @abstractmethod
     def __call__(self, sample: Any) -> Lengths: ...
@@ -66,13 +66,13 @@ class _OneByOne(ABC):
 
 
 def _attempt(measure: Callable[[Any], Lengths], read: Callable[[int], Any], index: int) -> Lengths | Exception:
-    """The lengths of a sample by itself, or why there are none."""
+    """The lengths of a single sample, or the error of measuring it."""
     try:
         with seeded(index):  # reading and measuring may draw, and must not change what the training draws
             return measure(read(index))
     except MemoryError:
         raise
-    except Exception as error:  # whatever a dataset or a user's function raises
+    except Exception as error:  # a dataset or a user's function may raise anything
         return error
 
 
@@ -254,10 +254,10 @@ class ChatMeasure:
 @dataclass(frozen=True)
 class OrOne:
     """
-    Another measure, where a sample of which nothing says the size counts one token in each module.
+    Wraps a measure; samples of unknown size count as one token in each module.
 
     Args:
-        measure ([`SampleMeasure`]): The other one.
+        measure ([`SampleMeasure`]): The wrapped measure.
         modules (`tuple[str, ...]`): All modules of the model.
     """
 

@@ -1,5 +1,5 @@
 """
-Sizes of the samples of a dataset by their indices: from tables in memory, or measured when they are asked for.
+Sources of sample sizes by dataset index: tables in memory, or measurement on access.
 
 Each has `counts_rows`, whether lengths in encoders are rows of features, and `is_table`, whether it is numbers only.
 """
@@ -23,11 +23,11 @@ NUM_SPREAD = 1024
 @dataclass(frozen=True)
 class LayerTokens:
     """
-    What the layers of an encoder see of its items, from the rows of features that these give.
+    Numbers of tokens in an encoder's layers, as a function of feature tokens and items.
 
     Args:
-        per_row (`float`, *optional*, defaults to 1.0): Tokens of the layers for each row.
-        per_item (`float`, *optional*, defaults to 0.0): Tokens that an item has besides.
+        per_row (`float`, *optional*, defaults to 1.0): Tokens in the layers per feature token.
+        per_item (`float`, *optional*, defaults to 0.0): Additional tokens per item.
         sequence (`int`, *optional*):
             Length of the sequences that attend to themselves, if all have the same: crops of an image, or windows of
             sound. Otherwise an item is one sequence. That layers attend within windows of it, costs know
@@ -177,7 +177,7 @@ class KnownSizes:
         return self.is_known[indices]
 
     def put(self, indices: Sequence[int] | np.ndarray, sizes: SampleSizes) -> None:
-        """Takes in sizes of samples."""
+        """Stores sizes of samples."""
         chosen = np.asarray(indices, dtype=np.int64)
         for name in self.sizes.tokens:
             self.sizes.tokens[name][chosen] = sizes.tokens[name]
@@ -222,7 +222,7 @@ def keep_sizes(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequence[
 
 class LazySizes:
     """
-    Sizes that are measured when they are first asked for, and kept.
+    Sizes that are measured on first access and stored.
 
     Args:
         num_samples (`int`): Samples of the dataset.
@@ -275,13 +275,13 @@ class LazySizes:
         return {index: error for index, error in found.items() if isinstance(error, Exception)}
 
     def _put(self, measured: Mapping[int, Lengths]) -> None:
-        """Takes in lengths of samples."""
+        """Stores lengths of samples."""
         if measured:
             lengths = {name: Ragged.of([sample[name] for sample in measured.values()]) for name in self.modules}
             self.known.put(list(measured), sizes_of(lengths, self.layers))
 
     def _load(self) -> None:
-        """Takes in what earlier runs have measured."""
+        """Loads the sizes measured by earlier runs."""
         found = None if self.cache is None else self.cache.load(self.modules)
         if found is not None:
             self.known.put(*found)
@@ -289,7 +289,7 @@ class LazySizes:
         self._is_loaded = True
 
     def keep(self, indices: np.ndarray, sizes: SampleSizes) -> bool:
-        """Writes sizes of samples to the cache, if there is one and they are not in it; whether that was possible."""
+        """Writes new sizes to the cache, if there is one; returns whether that succeeded."""
         if self.cache is None:
             return True
         if not self._is_loaded:

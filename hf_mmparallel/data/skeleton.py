@@ -1,4 +1,4 @@
-"""A copy of a model that takes no memory, to see what enters the first layer of an encoder."""
+"""A copy of a model without memory for weights, to find the shape of the input of an encoder's first layer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..modeling.hollow import hidden_of, placeholder
 from ..modeling.spec import find_stack, layers_of, module_parts
+from ..modeling.unowned import hidden_of, identity_layer
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class _Entered(Exception):
-    """Leaves an encoder at its first layer with the shape of what enters it."""
+    """Raised to leave an encoder at its first layer, with the shape of the layer's input."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -25,9 +25,9 @@ class _Entered(Exception):
 
 def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
     """
-    A copy of a model on the CPU, without hooks and with stand-ins for its layers.
+    A copy of a model on the CPU, without hooks and with identity layers.
 
-    Its parameters take no memory: each is one zero expanded to its shape.
+    Its parameters use no memory: each is one expanded zero.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The whole model on any device, or what a rank keeps of it.
@@ -35,7 +35,7 @@ def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
     """
     memo: dict[int, Any] = {}
     for stack in stacks:
-        memo |= {id(layer): placeholder(layer) for layer in layers_of(model, stack)}
+        memo |= {id(layer): identity_layer(layer) for layer in layers_of(model, stack)}
     for module in model.modules():  # hooks may hold process groups, which can't be copied
         memo |= {id(value): type(value)() for name, value in vars(module).items() if name.endswith(_HOOKS)}
     for parameter in model.parameters():
@@ -48,7 +48,7 @@ def make_skeleton(model: PreTrainedModel, stacks: Iterable[str]) -> Any:
 
 def entered_shape(skeleton: Any, module: str, modality: str, inputs: Mapping[str, Any]) -> tuple[int, ...]:
     """
-    The shape of what enters the first layer of an encoder.
+    The input shape of the first layer of an encoder.
 
     Args:
         skeleton: What [`make_skeleton`] gave.

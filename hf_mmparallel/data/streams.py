@@ -1,4 +1,4 @@
-"""Datasets that are read in order: a window on the samples of one draw."""
+"""Streams: datasets that are read in order, through a window with the samples of one draw."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ class StreamWindow:
         return torch.frombuffer(bytearray(pickle.dumps(self.rows)), dtype=torch.uint8)
 
     def restore(self, draw: Draw, packed: torch.Tensor) -> None:
-        """Takes over the rows of a draw that a worker handed on."""
+        """Restores the rows of a draw from a worker."""
         self.rows, self.epoch, self._iterator = pickle.loads(packed.numpy().tobytes()), draw.epoch, None
 
     def digest(self) -> int:
-        """A 31-bit number that tells windows with other rows apart."""
+        """A 31-bit checksum of the rows of the window."""
         return row_digest([self.rows[position] for position in sorted(self.rows)])
 
 
@@ -279,7 +279,7 @@ def _media_features(stream: Any) -> Any:
 
 @contextlib.contextmanager
 def _outside_worker() -> Iterator[None]:
-    """Makes `get_worker_info()` say in the block that this is no worker, so that a stream does not split itself."""
+    """Hides the worker from `get_worker_info()` in a block, so that a stream does not split itself over workers."""
     info, torch_worker._worker_info = torch_worker._worker_info, None
     try:
         yield

@@ -1,4 +1,4 @@
-"""Lengths from the token ids of many rows of an Arrow table at once."""
+"""Vectorised token counts of many rows of an Arrow table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects with many tensors on their way from a worker of a data loader to the main process."""
+"""Packs the tensors of an object into one, to send it from a data loader's worker to the main process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _ALIGNMENT = 64
 
 def pack(value: Any) -> tuple[bytes, Tensor]:
     """
-    Puts all tensors of an object into one.
+    Packs all tensors of an object into one.
 
-    A tensor that goes to another process costs it a message and an open file, and a batch has hundreds of them.
+    Sending a tensor to another process takes a message and an open file, and a batch can have hundreds of tensors.
 
     Args:
         value: Any object that can be pickled, with tensors on the CPU.
@@ -50,13 +50,13 @@ def _view(buffer: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size | t
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the bytes of a tensor are all there is to it."""
+    """Whether a tensor is dense, on the CPU, and without gradient, quantization or other metadata."""
     strided = tensor.layout is torch.strided and not tensor.is_quantized
     return strided and tensor.device.type == "cpu" and not tensor.requires_grad
 
 
 class _Packer(pickle.Pickler):
-    """Leaves places for dense tensors on the CPU and notes which they are."""
+    """Replaces dense CPU tensors by indices, and collects them."""
 
     def __init__(self, stream: io.BytesIO):
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
@@ -73,7 +73,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Puts views of a buffer in the places of tensors."""
+    """Replaces indices by tensors that are views of a buffer."""
 
     def __init__(self, stream: io.BytesIO, buffer: Tensor):
         super().__init__(stream)

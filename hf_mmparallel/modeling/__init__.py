@@ -1,14 +1,16 @@
 """
-A model described as numbers, cut into modules and stages, loaded in parts.
+The description of a model, its division into modules and stages, and loading of the parameters that a rank owns.
 
 Uses `plan`, `kernels`, `adapters` and the world; imported by `composed`, `profiling`, `data`, `runtime` and above.
 """
 
-from .features import count_rows
+from .features import count_feature_tokens
 from .loss import token_loss
+from .prepare import prepare_stages
 from .spec import ModulePart, build_model_spec, module_parts
-from .stages import ModuleStage, is_hollow, prepare_stages
+from .stages import ModuleStage
 from .supported import check_causal, check_supported, unknown_layers_text
+from .unowned import is_unowned
 
 __all__ = [
     "ModulePart",
@@ -16,8 +18,8 @@ __all__ = [
     "build_model_spec",
     "check_causal",
     "check_supported",
-    "count_rows",
-    "is_hollow",
+    "count_feature_tokens",
+    "is_unowned",
     "module_parts",
     "prepare_stages",
     "token_loss",

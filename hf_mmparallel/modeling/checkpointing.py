@@ -1,4 +1,4 @@
-"""Recomputation of activations in the backward pass, tower by tower."""
+"""Activation checkpointing, per tower."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .spec import inside
 @dataclass(frozen=True)
 class Recomputation:
     """
-    What is recomputed, and where its inputs wait.
+    Settings of activation checkpointing.
 
     Args:
-        every_n_layers (`int`, *optional*, defaults to 1): Only layers whose number in the tower it divides.
-        offload (`bool`, *optional*, defaults to `False`): Whether inputs of layers wait in host memory.
+        every_n_layers (`int`, *optional*, defaults to 1): Recompute only layers whose index is divisible by it.
+        offload (`bool`, *optional*, defaults to `False`): Whether the saved inputs of layers are kept in host memory.
         options (`Mapping[str, Any]`): Further arguments of `torch.utils.checkpoint.checkpoint`.
     """
 
@@ -32,7 +32,7 @@ class Recomputation:
 
     @classmethod
     def from_arguments(cls, values: Mapping[str, Any]) -> Recomputation:
-        """What the Trainer's `activation_checkpointing_kwargs` ask for."""
+        """From the Trainer's `activation_checkpointing_kwargs`."""
         options = dict(values)
         return cls(options.pop("every_n_layers", 1), options.pop("offload", False), options)
 
@@ -48,13 +48,13 @@ class Recomputation:
 
     @property
     def function(self) -> Callable:
-        """What runs a layer."""
+        """The function that runs a layer."""
         run = partial(checkpoint, **{"use_reentrant": False, **self.options})
         return partial(_offloaded, run) if self.offload else run
 
 
 def _offloaded(run: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Runs a layer whose inputs wait in host memory, pinned where there is a device to copy from."""
+    """Runs a layer with its saved inputs in host memory, pinned if there is an accelerator."""
     device = torch.accelerator.current_accelerator(check_available=True)
     with save_on_cpu(pin_memory=device is not None, device_type="cpu" if device is None else device.type):
         return run(function, *args, **kwargs)
@@ -62,30 +62,30 @@ def _offloaded(run: Callable, function: Callable, *args: Any, **kwargs: Any) -> 
 
 def enable_checkpointing(model: nn.Module, tower: str, stack: str, recomputation: Recomputation | None = None) -> None:
     """
-    Recomputes the activations of the real layers of one tower in the backward pass.
+    Enables activation checkpointing of the layers of one tower, identity layers excepted.
 
     Args:
-        model (`nn.Module`): The model, maybe with placeholders.
+        model (`nn.Module`): The model, possibly pruned.
         tower (`str`): Path of the tower.
         stack (`str`): Path of its layers.
-        recomputation ([`Recomputation`], *optional*): What is recomputed; by default every layer.
+        recomputation ([`Recomputation`], *optional*): The settings; by default every layer is recomputed.
 
     Raises:
-        `ValueError`: If the tower has no switch for it.
+        `ValueError`: If the layers do not support it.
     """
     recomputation = recomputation or Recomputation()
-    found = False
+    is_supported = False
     for name, module in model.named_modules():
         if not inside(name, tower) or not hasattr(module, "gradient_checkpointing"):
             continue
-        if getattr(module, "is_placeholder", False):
+        if getattr(module, "is_identity_layer", False):
             continue
-        found = found or inside(name, stack)
-        number = name.removeprefix(f"{stack}.")
-        wanted = not number.isdigit() or int(number) % recomputation.every_n_layers == 0
-        module.__dict__.update(gradient_checkpointing=wanted, _gradient_checkpointing_func=recomputation.function)
-    if not found:
+        is_supported = is_supported or inside(name, stack)
+        index = name.removeprefix(f"{stack}.")
+        enabled = not index.isdigit() or int(index) % recomputation.every_n_layers == 0
+        module.__dict__.update(gradient_checkpointing=enabled, _gradient_checkpointing_func=recomputation.function)
+    if not is_supported:
         raise ValueError(
-            f"`activation_checkpointing=True`: the layers of `{stack}` have no `gradient_checkpointing`. "
-            f"Leave it off for this module."
+            f"`activation_checkpointing=True`: the layers of `{stack}` do not support `gradient_checkpointing`. "
+            f"Leave it out for this module."
         )

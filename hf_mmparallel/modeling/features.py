@@ -1,4 +1,4 @@
-"""Features between an encoder and the language model: what they are, their number of rows, how they are merged."""
+"""Features that an encoder passes to the language model: their description, token counts and merging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..plan import FeatureSpec, ModelSpec
 
 
 def feature_specs(modalities: Sequence[str], config: Any) -> tuple[FeatureSpec, ...]:
-    """The features of an encoder with this config: one per modality, and one per DeepStack level."""
+    """The feature tensors of an encoder with this config: one per modality, and one per DeepStack level."""
     levels = len(getattr(config, "deepstack_visual_indexes", None) or ()) if modalities else 0
     result = []
     for modality in modalities:
@@ -23,15 +23,18 @@ def feature_specs(modalities: Sequence[str], config: Any) -> tuple[FeatureSpec, 
     return tuple(result)
 
 
-def count_rows(inputs: Mapping[str, Any], spec: ModelSpec) -> dict[str, list[int]]:
+def count_feature_tokens(inputs: Mapping[str, Any], spec: ModelSpec) -> dict[str, list[int]]:
     """
-    Rows of features of each modality and sample: the number of its placeholder tokens.
+    Number of feature tokens, which is the number of placeholder tokens, of each modality and sample.
 
     Args:
         inputs (`Mapping[str, Any]`):
-            A batch with `input_ids` of shape `[batch, sequence]`. A sample is a row, or each segment of a row when
-            there are `attention_words` of that shape.
+            A batch with `input_ids` of shape `[batch, sequence]`. A sample is a row or, if the batch has
+            `attention_words` of the same shape, a segment of a row.
         spec ([`ModelSpec`]): The model.
+
+    Returns:
+        `dict[str, list[int]]`: Modality -> counts in the order of the samples.
     """
     input_ids, words = inputs["input_ids"], inputs.get("attention_words")
     if not isinstance(words, Tensor):
@@ -49,23 +52,23 @@ def count_rows(inputs: Mapping[str, Any], spec: ModelSpec) -> dict[str, list[int
     }
 
 
-def flat_rows(value: Any) -> Tensor:
-    """One `[rows, hidden]` tensor from what an encoder returns: a tensor, or one per image."""
+def flat_features(value: Any) -> Tensor:
+    """Concatenates an encoder's features, a tensor or a sequence of them, to `[feature tokens, hidden]`."""
     if isinstance(value, Tensor):
         return value.reshape(-1, value.shape[-1])
-    return torch.cat([flat_rows(item) for item in value])
+    return torch.cat([flat_features(item) for item in value])
 
 
-class Rows(list):
+class FeatureList(list):
     """
-    Flat features in the form that any model's merge takes.
+    Flat features in a form that any model can merge.
 
-    Some models concatenate a list with one tensor per image, others use one tensor; a list of the flat tensor whose
-    other attributes are the tensor's serves both.
+    Some models concatenate a list with one tensor per image, others expect one tensor. This is a list of the flat
+    tensor whose other attributes are those of the tensor, which works for both.
     """
 
-    def __init__(self, rows: Tensor):
-        super().__init__([rows])
+    def __init__(self, features: Tensor):
+        super().__init__([features])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -74,13 +77,13 @@ class Rows(list):
 
 
 def merge_output(features: Sequence[tuple[FeatureSpec, Tensor]]) -> BaseModelOutputWithPooling:
-    """The encoder output that a model's merge reads, from one modality's flat features."""
+    """Flat features of one modality as the encoder output that a model's forward merges."""
     output = BaseModelOutputWithPooling()
-    for feature, rows in features:
+    for feature, tensor in features:
         if feature.index is None:
             for name in ("last_hidden_state", feature.field):  # some models merge the former
-                setattr(output, name, Rows(rows))
+                setattr(output, name, FeatureList(tensor))
         else:
             levels = getattr(output, feature.field, None) or []
-            setattr(output, feature.field, [*levels, Rows(rows)])
+            setattr(output, feature.field, [*levels, FeatureList(tensor)])
     return output

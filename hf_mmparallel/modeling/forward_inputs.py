@@ -1,4 +1,4 @@
-"""What the forward of an encoder takes, read off its signature and its config."""
+"""Arguments of an encoder's forward, derived from its signature and its config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 
 def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
-    """Inputs of one sample on the meta device, by the names of arguments; `None` where these say too little."""
+    """Inputs of one sample on the meta device, by argument; `None` if signature and config do not determine them."""
     arguments = forward_arguments(encoder)
     config, main = encoder.config, arguments[0]
     number = partial(number_in_config, config)
@@ -45,19 +45,19 @@ def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def number_in_config(config: Any, *names: str) -> int | None:
-    """The first of these entries of a config that is an integer."""
+    """The first integer among some entries of a config."""
     return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)
 
 
 def required_arguments(encoder: nn.Module) -> list[str]:
-    """Arguments of a forward without a default."""
+    """Arguments of a forward that have no default."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(encoder.forward).parameters.items()
     return [name for name, p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
 
 
 def forward_arguments(encoder: nn.Module) -> list[str]:
-    """Names of what an encoder's forward takes, its main input first."""
+    """Names of the arguments of an encoder's forward, its main input first."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     skipped = ("output_attentions", "output_hidden_states", "return_dict")
     parameters = inspect.signature(encoder.forward).parameters

@@ -1,4 +1,4 @@
-"""Models without their weights, and weights read from a checkpoint only where they are held."""
+"""Builds models without memory for weights, and reads from a checkpoint only the weights that a rank owns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .._files import readable
 from ..world import World
-from .hollow import is_hollow
 from .tensor_parallel import base_name
+from .unowned import is_unowned
 
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -30,32 +30,32 @@ def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
     Args:
         source (`str`, `Path`, `PretrainedConfig` or `PreTrainedModel`):
             A model id, a folder or a configuration. A live model is returned as it is.
-        dtype (`torch.dtype`, *optional*): Of the weights; by default what the configuration says.
-        kwargs: For `AutoConfig.from_pretrained`, such as `revision` or `trust_remote_code`.
+        dtype (`torch.dtype`, *optional*): Dtype of the weights; that of the configuration by default.
+        kwargs: Arguments of `AutoConfig.from_pretrained`, such as `revision` or `trust_remote_code`.
 
     Returns:
-        `PreTrainedModel`: The model on the meta device; [`load_owned`] gives it weights.
+        `PreTrainedModel`: The model on the meta device; [`load_owned`] loads its weights.
 
     Raises:
-        `ValueError`: If no model class belongs to the configuration.
+        `ValueError`: If the configuration has no model class.
     """
     import transformers
 
     if isinstance(source, nn.Module):
         return source
-    named = isinstance(source, (str, Path))
-    config = transformers.AutoConfig.from_pretrained(source, **kwargs) if named else source
+    is_checkpoint = isinstance(source, (str, Path))
+    config = transformers.AutoConfig.from_pretrained(source, **kwargs) if is_checkpoint else source
     dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     with torch.device("meta"):
         model = _model_class(config)._from_config(config, dtype=dtype)
-    if named and model.can_generate():
-        with suppress(OSError):  # a checkpoint without one keeps the default
+    if is_checkpoint and model.can_generate():
+        with suppress(OSError):  # the checkpoint may have none
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     return model
 
 
 def _model_class(config: Any) -> Any:
-    """The class that a configuration was saved from, or the first that an auto class has for it."""
+    """The model class named in a configuration, or the first one that an auto class maps it to."""
     import transformers
 
     for name in config.architectures or ():
@@ -70,10 +70,10 @@ def _model_class(config: Any) -> Any:
     )
     for auto in autos:
         if type(config) in auto._model_mapping:
-            found = auto._model_mapping[type(config)]
-            return found[0] if isinstance(found, (list, tuple)) else found
+            classes = auto._model_mapping[type(config)]
+            return classes[0] if isinstance(classes, (list, tuple)) else classes
     raise ValueError(
-        f"No model class belongs to `{type(config).__name__}`. Register one with `AutoModel.register` or pass a model."
+        f"`{type(config).__name__}` has no model class. Register one with `AutoModel.register` or pass a model."
     )
 
 
@@ -91,8 +91,8 @@ def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
     def find(name: str) -> Path | None:
         if folder.is_dir():
             return folder / name if (folder / name).is_file() else None
-        found = cached_file(str(folder_or_id), name, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
+        path = cached_file(str(folder_or_id), name, _raise_exceptions_for_missing_entries=False)
+        return None if path is None else Path(path)
 
     index = find(WEIGHTS_INDEX)
     if index is not None:
@@ -101,31 +101,31 @@ def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
         files = [find(name) for name in names]
         missing = [name for name, file in zip(names, files, strict=True) if file is None]
         if missing:
-            raise ValueError(f"`{folder_or_id}` lacks `{missing[0]}`, which its index names. Copy it there again.")
+            raise ValueError(f"`{folder_or_id}` has no `{missing[0]}`, which its index names. Copy the file there.")
         return [file for file in files if file is not None]
     single = find(WEIGHTS)
     if single is None:
         raise ValueError(
-            f"`{folder_or_id}` holds neither `{WEIGHTS}` nor `{WEIGHTS_INDEX}`. Give a folder that `save_pretrained` "
-            f"wrote; files of other formats are converted by loading and saving them once."
+            f"`{folder_or_id}` has neither `{WEIGHTS}` nor `{WEIGHTS_INDEX}`. Give a folder written by "
+            f"`save_pretrained`; to convert other formats, load and save the model once."
         )
     return [single]
 
 
 def load_owned(model: Any, folder_or_id: str | Path, device: torch.device | str = "cpu") -> None:
     """
-    Fills the parameters and buffers of `model` that are still on the meta device, in place, reading nothing else.
+    Loads the parameters and buffers of `model` that are on the meta device, in place, and reads nothing else.
 
-    Names and layouts of older checkpoints are converted as `from_pretrained` does. Parameters that are already sharded
-    read only their shard. LoRA matrices, which no base checkpoint has, are initialised the same way on every rank.
+    Names and layouts of older checkpoints are converted as in `from_pretrained`. Of a sharded parameter only the shard
+    is read. LoRA matrices, which a base checkpoint does not have, are initialised equally on every rank.
 
     Args:
-        model (`PreTrainedModel`): The model, pruned to what this rank holds, before or after tensor parallelism.
-        folder_or_id (`str` or `Path`): Where the weights are.
-        device (`torch.device`, *optional*, defaults to `"cpu"`): Where they go.
+        model (`PreTrainedModel`): The pruned model of this rank, before or after tensor parallelism.
+        folder_or_id (`str` or `Path`): Folder or model id of the weights.
+        device (`torch.device`, *optional*, defaults to `"cpu"`): Device of the loaded tensors.
 
     Raises:
-        `ValueError`: If the checkpoint lacks a parameter, or has another shape for it: it belongs to another model.
+        `ValueError`: If the checkpoint lacks a parameter or has it in another shape, and so is of another model.
     """
     adapters = adapter_parameters(model)
     names = {name for name, tensor in _state(model).items() if tensor.is_meta and name not in adapters}
@@ -139,12 +139,12 @@ def load_owned(model: Any, folder_or_id: str | Path, device: torch.device | str 
 
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, tied names included, and persistent buffers."""
+    """Parameters, including tied names, and persistent buffers."""
     return model.state_dict(keep_vars=True)
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:
-    """Names of the parameters that adapters add to a model."""
+    """Names of the parameters of a model's adapters."""
     return {
         f"{name}.{parameter}"
         for name, layer in _adapted_layers(model)
@@ -154,13 +154,13 @@ def adapter_parameters(model: nn.Module) -> set[str]:
 
 
 def _adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """The layers that an adapter wraps."""
+    """Names and modules of the layers with an adapter."""
     return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]
 
 
 @contextmanager
 def _without_adapters(model: nn.Module) -> Iterator[None]:
-    """Gives the layers their names in a base checkpoint: adapters step aside."""
+    """Replaces layers with an adapter by their base layers, whose names are those of a base checkpoint."""
     layers = _adapted_layers(model)
 
     def put(name: str, layer: nn.Module) -> None:
@@ -178,7 +178,9 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _showing_only(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Makes `model.state_dict()` hold these names alone, so that a loader takes the others for another model's."""
+    """
+    Restricts `model.state_dict()` to some names, so that the loader skips all other checkpoint keys as unexpected.
+    """
 
     def keep(module: nn.Module, state: dict, prefix: str, metadata: Any) -> None:
         for name in [name for name in state if name not in names]:
@@ -195,10 +197,10 @@ def fill_parameters(
     model: Any, files: Collection[Path], names: Collection[str], device: torch.device | str, source: str
 ) -> set[str]:
     """
-    Replaces the meta tensors `names` of a model by those that the files have for them.
+    Replaces the meta tensors `names` of a model by tensors from the files.
 
     Returns:
-        `set[str]`: Names for which the files have nothing.
+        `set[str]`: Names that are not in the files.
 
     Raises:
         `ValueError`: If a tensor has another shape.
@@ -212,22 +214,22 @@ def fill_parameters(
         return set()
     plain = {base_name(name): name for name in names}
     with ExitStack() as stack:
-        slices, homes = {}, {}
+        slices, file_names = {}, {}
         for file in files:
             with readable(file):
                 reader = stack.enter_context(safe_open(str(file), framework="pt"))
             for key in reader.keys():  # noqa: SIM118
-                slices[key], homes[key] = reader.get_slice(key), file.name
+                slices[key], file_names[key] = reader.get_slice(key), file.name
         stack.enter_context(_without_adapters(model))
         stack.enter_context(_showing_only(model, plain))
         stack.enter_context(_quiet())
-        _check_shapes(model, slices, homes, source)
+        _check_shapes(model, slices, file_names, source)
         config = LoadStateDictConfig(
             device_map={"": torch.device(device)}, weight_mapping=cast(Any, get_model_conversion_mapping(model))
         )
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
-    for name, found, expected in sorted(info.mismatched_keys, key=str):
-        raise ValueError(_wrong_shape(source, "its converted tensor", tuple(found), name, tuple(expected)))
+    for name, shape, expected in sorted(info.mismatched_keys, key=str):
+        raise ValueError(_wrong_shape(source, "its converted tensor", tuple(shape), name, tuple(expected)))
     for name, error in info.conversion_errors.items():
         raise ValueError(f"`{source}`: the tensors of `{name}` can't be converted: {error.strip().splitlines()[-1]}")
     return {plain[name] for name in info.missing_keys}
@@ -235,20 +237,20 @@ def fill_parameters(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides the progress bar that transformers shows for each load."""
+    """Hides the progress bar of transformers' loader."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
-def _check_shapes(model: Any, slices: dict[str, Any], homes: dict[str, str], source: str) -> None:
-    """Raises for tensors whose shape differs from the whole parameter's, which a shard alone would not show."""
+def _check_shapes(model: Any, slices: dict[str, Any], file_names: dict[str, str], source: str) -> None:
+    """Raises `ValueError` for tensors whose shape differs from the whole parameter's; a shard might not show it."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         WeightConverter,
@@ -264,20 +266,20 @@ def _check_shapes(model: Any, slices: dict[str, Any], homes: dict[str, str], sou
     for key in sorted(slices, key=dot_natural_key):
         name, converted = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
         if converted is None and name in expected:
-            found, shape = tuple(slices[key].get_shape()), tuple(expected[name].shape)
-            if found != shape:
-                raise ValueError(_wrong_shape(source, f"`{key}` in `{homes[key]}`", found, name, shape))
+            shape, wanted = tuple(slices[key].get_shape()), tuple(expected[name].shape)
+            if shape != wanted:
+                raise ValueError(_wrong_shape(source, f"`{key}` in `{file_names[key]}`", shape, name, wanted))
 
 
-def _wrong_shape(source: str, what: str, found: tuple, name: str, expected: tuple) -> str:
+def _wrong_shape(source: str, what: str, shape: tuple, name: str, expected: tuple) -> str:
     return (
-        f"`{source}` is a checkpoint of another model: {what} has shape {found}, the model's `{name}` has {expected}. "
+        f"`{source}` is a checkpoint of another model: {what} has shape {shape}, the model's `{name}` has {expected}. "
         f"Give the checkpoint that belongs to this configuration."
     )
 
 
 def another_model(model: nn.Module, source: str | Path, lost: list[str]) -> str:
-    """The sentence for parameters that a checkpoint lacks."""
+    """Error message for parameters that a checkpoint lacks."""
     others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     return (
         f"`{source}` is a checkpoint of another model: none of its files has `{lost[0]}`{others} of "
@@ -286,7 +288,7 @@ def another_model(model: nn.Module, source: str | Path, lost: list[str]) -> str:
 
 
 def _tie(model: Any, missing: set[str]) -> set[str]:
-    """Ties parameters that were not in the checkpoint to those that were; returns the ones that got a value."""
+    """Ties parameters that are missing in the checkpoint to loaded ones; returns the names of the tied ones."""
     tied = set()
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         for empty, full in ((target, source), (source, target)):
@@ -294,14 +296,14 @@ def _tie(model: Any, missing: set[str]) -> set[str]:
                 continue
             parent, _, attribute = empty.rpartition(".")
             value = model.get_parameter(full)
-            if not value.is_meta and not is_hollow(value):
+            if not value.is_meta and not is_unowned(value):
                 model.get_submodule(parent)._parameters[attribute] = value
                 tied.add(empty)
     return tied
 
 
 def initialize_rest(model: Any, missing: set[str], device: torch.device | str, source: str) -> None:
-    """Computes buffers that no checkpoint has; raises for parameters that it should have."""
+    """Computes buffers that are not in checkpoints; raises `ValueError` for missing parameters."""
     ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     lost = sorted(name for name in missing & set(parameters) if not (ignored and re.search(ignored, name)))
@@ -327,7 +329,7 @@ def initialize_rest(model: Any, missing: set[str], device: torch.device | str, s
 
 
 def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
-    """Gives LoRA matrices on the meta device the values that `peft` would, drawn by name: equal on all ranks."""
+    """Initialises LoRA matrices on the meta device as `peft` does, with a seed from the name: equal on all ranks."""
     for name, layer in _adapted_layers(model):
         empty = {key: p for key, p in layer.named_parameters() if p.is_meta and not key.startswith("base_layer.")}
         if not empty:
@@ -351,36 +353,36 @@ def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
 
 def check_equal_models(model: nn.Module, world: World) -> None:
     """
-    Checks that a live model has the same parameters and buffers on all ranks, by their hashes.
+    Compares the hashes of a live model's parameters and buffers over all ranks.
 
     Args:
         model (`nn.Module`): The whole model.
         world ([`World`]): The ranks.
 
     Raises:
-        `ValueError`: On every rank, naming the first parameter that differs and the ranks.
+        `ValueError`: On every rank, with the first parameter that differs and the ranks.
     """
     hashes = {name: _hash(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     whole = hashlib.blake2b(repr(list(hashes.items())).encode(), digest_size=16).hexdigest()
     if len(set(world.all_gather(whole, "comparing the models of the ranks"))) == 1:
         return
     tables = world.all_gather(hashes, "comparing the models of the ranks")
-    every = dict.fromkeys(name for table in tables for name in table)
-    name = next((name for name in every if len({table.get(name) for table in tables}) > 1), next(iter(every)))
+    names = dict.fromkeys(name for table in tables for name in table)
+    name = next((name for name in names if len({table.get(name) for table in tables}) > 1), next(iter(names)))
     groups: dict[Any, list[int]] = {}
     for rank, table in enumerate(tables):
         groups.setdefault(table.get(name), []).append(rank)
-    sides = " than on ".join(
+    listing = " than on ".join(
         f"ranks {members}" if len(members) > 1 else f"rank {members[0]}" for members in groups.values()
     )
     raise ValueError(
-        f"The model handed to the Trainer is not the same on all ranks: `{name}` is different on {sides}. Call "
+        f"The model passed to the Trainer is not the same on all ranks: `{name}` is different on {listing}. Call "
         f"`set_seed` before building it, or pass a model id or folder."
     )
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """A hash of a tensor's type, shape and bytes."""
+    """A hash of a tensor's dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     if not tensor.is_meta:
         flat = tensor.detach().cpu().contiguous().flatten()

@@ -1,4 +1,4 @@
-"""The model's own loss as a sum over target tokens."""
+"""The model's loss as a sum over target tokens."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100
+"""Label of tokens that are no targets."""
 
 
 def token_loss(
     model: PreTrainedModel, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, shifted: bool = False
 ) -> tuple[Tensor, Tensor]:
     """
-    Sums the model's loss over target tokens, so that sums of microbatches and replicas add up.
+    Sums the model's loss over target tokens; these sums can be added over microbatches and replicas.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The model whose `loss_function` is used.
         logits (`torch.Tensor` of shape `[batch, sequence, vocabulary]`): The model's output.
         labels (`torch.Tensor` of shape `[batch, sequence]`):
-            Token ids as in a batch; `-100` is ignored.
+            Token ids as in a batch; `-100` ([`IGNORE_INDEX`]) is ignored.
         label_smoothing (`float`, *optional*, defaults to 0.0): Weight of the uniform distribution in the target.
         shifted (`bool`, *optional*, defaults to `False`):
             Whether position `i` of `labels` is already the target of position `i` of `logits` (`shift_labels`).
@@ -40,7 +41,7 @@ def token_loss(
 
 
 def _smoothed_loss(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-    """Sum over target tokens of `(1 - s)` times the cross entropy plus `s` times the mean over the vocabulary."""
+    """Label-smoothed cross entropy, summed over target tokens."""
     return nn.functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]),
         targets.reshape(-1),

@@ -1,4 +1,4 @@
-"""A forward that computes shapes only, whatever device a module is on."""
+"""Forward on the meta device, which computes shapes only, of a module on any device."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 
-class _MetaWins(TorchFunctionMode):
+class _PromoteToMeta(TorchFunctionMode):
     """
-    Moves the other tensors of an operation to the meta device when one of them is there, such as positions that a
-    forward counts on the CPU.
+    Moves all tensor arguments of an operation to the meta device if one of them is there, such as position ids that a
+    forward creates on the CPU.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = (args, kwargs or {})
-        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(given)):
-            given = tree_map_only(Tensor, lambda tensor: tensor if tensor.is_meta else tensor.to("meta"), given)
-        return func(*given[0], **given[1])
+        arguments = (args, kwargs or {})
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(arguments)):
+            arguments = tree_map_only(Tensor, lambda t: t if t.is_meta else t.to("meta"), arguments)
+        return func(*arguments[0], **arguments[1])
 
 
 @contextmanager
-def _same_hooks(module: nn.Module) -> Iterator[None]:
+def _restore_hooks(module: nn.Module) -> Iterator[None]:
     """
-    Takes away the hooks that a forward adds. With `output_hidden_states` transformers hooks the layers at the first
-    forward and never again, so that placeholders put in their places later would not be recorded.
+    Removes hooks that a forward adds. With `output_hidden_states` transformers hooks the layers in the first forward
+    only, so identity layers that replace them later would not be recorded.
     """
     flag = "_output_capturing_hooks_installed"
     before = [(part, set(part._forward_hooks), flag in part.__dict__) for part in module.modules()]
@@ -48,20 +48,20 @@ def _same_hooks(module: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def meta_forward(module: nn.Module, **inputs: Any) -> Any:
     """
-    What a module returns for these inputs, with its weights on the meta device. The module stays as it is.
+    The output of a module with its weights on the meta device. The module is not changed.
 
     Args:
-        module (`nn.Module`): On any device.
-        inputs: Arguments of its forward; tensors on the meta device, or on the CPU where the forward reads values.
+        module (`nn.Module`): The module, on any device.
+        inputs: Arguments of its forward: tensors on the meta device, or on the CPU if the forward reads their values.
 
     Returns:
-        What the forward returns, or `None` if it reads values of tensors that have none.
+        The output of the forward, or `None` if it needs values of tensors on the meta device.
     """
     named = (*module.named_parameters(), *module.named_buffers())
     tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
-    with _same_hooks(module), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _MetaWins():
+    with _restore_hooks(module), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _PromoteToMeta():
         warnings.simplefilter("ignore")
         try:
             return functional_call(module, tensors, kwargs=inputs)
-        except Exception:  # a forward can fail in any way on tensors without values
+        except Exception:  # any error is possible with tensors without values
             return None

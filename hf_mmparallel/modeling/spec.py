@@ -1,4 +1,4 @@
-"""What the modules of a model are and how they hang together, read off the model itself."""
+"""Builds the `ModelSpec` of a model: finds its modules, layers, parameters and features."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}
 @dataclass(frozen=True)
 class ModulePart:
     """
-    Where one module is in a model, and how its features are computed.
+    Location of one module in a model, and the methods that compute its features.
 
-    A model says this itself with a method `multimodal_parts() -> dict[str, ModulePart]` that names its encoders (the
-    language model is `get_decoder()` and all that no encoder claims); for other models [`module_parts`] finds out.
+    A model can define a method `multimodal_parts() -> dict[str, ModulePart]` that describes its encoders; the language
+    model is then `get_decoder()` and everything that belongs to no encoder. For other models see [`module_parts`].
 
     Args:
-        tower (`str`): Name of the submodule that holds the layers, in the whole model.
+        tower (`str`): Name, in the whole model, of the submodule with the layers.
         prefixes (`tuple[str, ...]`, *optional*):
-            Names of what else belongs to the module: projectors, single parameters.
+            Names of the other submodules and parameters of the module, such as projectors.
         features (`Mapping[str, Callable]`, *optional*):
-            Modality -> bound method that returns the encoder's output, whose `pooler_output` holds the projected
+            Modality -> bound method that returns the encoder's output, whose `pooler_output` has the projected
             features in the order of the placeholder tokens. Empty for the language model.
         inputs (`Mapping[str, tuple[str, ...]]`, *optional*):
-            Modality -> names of the batch's entries that the method takes; the first must be there for the modality
-            to be present. Read from the method's signature for modalities left out.
+            Modality -> batch entries that are arguments of the method; the modality is present if the first one is.
+            Taken from the method's signature for modalities left out.
         placeholders (`Mapping[str, int]`, *optional*): Modality -> id of its placeholder token in `input_ids`.
     """
 
@@ -57,7 +57,7 @@ class ModulePart:
         return tuple(self.features)
 
     def input_names(self, modality: str) -> tuple[str, ...]:
-        """Entries of a batch that the modality's features are computed from, the required one first."""
+        """Batch entries from which the modality's features are computed, the required one first."""
         if modality in self.inputs:
             return self.inputs[modality]
         parameters = inspect.signature(inspect.unwrap(self.features[modality])).parameters.values()
@@ -65,7 +65,7 @@ class ModulePart:
 
 
 def inside(name: str, prefix: str) -> bool:
-    """Whether `name` is `prefix` or something in it; everything is inside the empty prefix."""
+    """Whether `name` is `prefix` or a submodule or parameter of it; every name is inside the empty prefix."""
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
@@ -83,21 +83,21 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
     decoder = model.get_decoder()
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
     parts = _discover_encoders(model, decoder, names) if hook is None else dict(hook())
-    claimed = [prefix for part in parts.values() for prefix in (part.tower, *part.prefixes)]
+    assigned = [prefix for part in parts.values() for prefix in (part.tower, *part.prefixes)]
     tower = names[id(decoder)]
     rest = dict.fromkeys(
         name
         for name, _ in model.named_parameters()
-        if not inside(name, tower) and not any(inside(name, prefix) for prefix in claimed)
+        if not inside(name, tower) and not any(inside(name, prefix) for prefix in assigned)
     )
     parts[LANGUAGE_MODEL] = parts.get(LANGUAGE_MODEL, ModulePart(tower, tuple(rest)))
     return parts
 
 
 def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]) -> dict[str, ModulePart]:
-    """The encoders that the model's `get_{modality}_features` methods run."""
+    """The encoders that the model's `get_{modality}_features` methods call."""
     base = model.base_model
-    found: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, Any]] = {}
     for modality, name in ENCODER_OF_MODALITY.items():
         owner = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
         token_id = placeholder_token(model.config, modality)
@@ -111,26 +111,28 @@ def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[i
                 f"`{type(model).__name__}` has `get_{modality}_features`, but `get_encoder('{modality}')` finds no "
                 f"encoder. Give the model a method `multimodal_parts` that names it."
             )
-        entry = found.setdefault(name, {"tower": names[id(tower)], "features": {}, "placeholders": {}, "owner": owner})
+        entry = entries.setdefault(
+            name, {"tower": names[id(tower)], "features": {}, "placeholders": {}, "owner": owner}
+        )
         entry["features"][modality] = getattr(owner, f"get_{modality}_features")
         entry["placeholders"][modality] = token_id
-    reserved = {id(decoder), *(id(model.get_submodule(entry["tower"])) for entry in found.values())}
-    claimed: set[str] = set()
-    for entry in found.values():
+    reserved = {id(decoder), *(id(model.get_submodule(entry["tower"])) for entry in entries.values())}
+    assigned: set[str] = set()
+    for entry in entries.values():
         owner = entry.pop("owner")
         prefixes = []
         for attribute in sorted(_attributes_used(type(owner), [f.__func__ for f in entry["features"].values()])):
             value = getattr(owner, attribute, None)
             path = ".".join(filter(None, (names[id(owner)], attribute)))
-            if isinstance(value, (nn.Module, nn.Parameter)) and id(value) not in reserved and path not in claimed:
+            if isinstance(value, (nn.Module, nn.Parameter)) and id(value) not in reserved and path not in assigned:
                 prefixes.append(path)
-                claimed.add(path)
+                assigned.add(path)
         entry["prefixes"] = tuple(prefixes)
-    return {name: ModulePart(**entry) for name, entry in found.items()}
+    return {name: ModulePart(**entry) for name, entry in entries.items()}
 
 
 def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[str]:
-    """Attribute names in the code of methods of `cls` and of the methods of its model family that they call."""
+    """Attribute names in the code of methods of `cls`, and in the methods of `cls` that they call."""
     pending, seen, used = list(functions), set(), set()
     while pending:
         function = inspect.unwrap(pending.pop())
@@ -146,7 +148,7 @@ def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[
 
 
 def _code_names(code: types.CodeType) -> Iterator[str]:
-    """Names in a function's code, functions inside it included."""
+    """Names in a function's code, including nested functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -154,19 +156,19 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def placeholder_token(config: Any, modality: str) -> int | None:
-    """Id of the token that stands for one feature row of the modality."""
+    """Id of the placeholder token of one feature token of the modality."""
     return _setting(config, f"{modality}_token_id", f"{modality}_token_index")
 
 
 def _setting(config: Any, *names: str) -> Any:
-    """The first of the settings that a config has. Raises `ValueError` for one that each layer has for itself."""
+    """The first of some settings that a config has. Raises `ValueError` for a setting that differs between layers."""
     for name in names:
         try:
             value = getattr(config, name, None)
         except AmbiguousGlobalPerLayerAttributeError as error:
             raise ValueError(
-                f"`{type(config).__name__}` says `{name}` for each layer, and a plan needs layers of a module that "
-                "are alike. Train it without `parallel`."
+                f"`{type(config).__name__}` has a `{name}` for each layer, but a plan needs equal layers within a "
+                "module. Train it without `parallel`."
             ) from error
         if value is not None:
             return value
@@ -182,10 +184,10 @@ def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
 
 def find_stack(model: nn.Module, tower: str) -> str:
     """
-    Name of the list of layers in `tower` that stages cut: the longest `ModuleList` that is not inside another one.
+    Name of the list of layers in `tower` that is split into stages: the longest `ModuleList` outside of other lists.
 
     Raises:
-        `ValueError`: If there is no list.
+        `ValueError`: If there is no `ModuleList`.
     """
     best, most, outer = None, (-1, -1), []
     for name, module in model.get_submodule(tower).named_modules():
@@ -202,14 +204,14 @@ def find_stack(model: nn.Module, tower: str) -> str:
 
 def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     """
-    Describes a model's modules, layers, parameters and features for the planner.
+    Builds the description of a model's modules, layers, parameters and features.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            The whole model, on any device (`meta` too), with or without adapters.
+            The whole model, on any device including `meta`, with or without adapters.
 
     Raises:
-        `ValueError`: If a module has no list of layers, or a parameter is shared in a way that can't be planned.
+        `ValueError`: If a module has no list of layers, or a parameter has more than two uses.
 
     Example:
 
@@ -237,20 +239,20 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
 
 
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
-    """Experts that a token meets over those there are, for a parameter that holds the experts of a mixture."""
+    """Active experts per token / number of experts, for a parameter of experts; 1 for other parameters."""
     config: Any = model.config.get_text_config()
     num_experts = _setting(config, "num_experts", "num_local_experts", "n_routed_experts")
-    chosen = _setting(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
-    held = ".experts." in name and len(shape) > 1
-    if not held or not num_experts or not isinstance(chosen, int):
+    num_active = _setting(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
+    is_expert = ".experts." in name and len(shape) > 1
+    if not is_expert or not num_experts or not isinstance(num_active, int):
         return 1.0
-    return min(1.0, chosen / num_experts)
+    return min(1.0, num_active / num_experts)
 
 
 def _parameter_places(
     model: PreTrainedModel, parts: Mapping[str, ModulePart], stacks: Mapping[str, str]
 ) -> dict[str, tuple[str, int]]:
-    """Every name of every parameter -> (module, layer) of that use."""
+    """Every name, including tied ones, of every parameter -> (module, layer) of that use."""
     lengths = {name: len(layers_of(model, stack)) for name, stack in stacks.items()}
     base = next((name for name, module in model.named_modules() if module is model.base_model), "")
     owners = [(prefix, name) for name, part in parts.items() for prefix in (part.tower, *part.prefixes)]
@@ -279,8 +281,8 @@ def _parameter_places(
 
 def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[str]) -> list[str]:
     """
-    Those of `names` that a forward reads behind the layers only, though they are registered before (OPT's last norm).
-    Embeddings and convolutions are before the layers in any case; without others nothing is computed.
+    The parameters among `names` that a forward uses only after the layers, although they are registered before them
+    (OPT's last norm). A forward on the meta device tells; embeddings and convolutions are always before the layers.
     """
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     unsure = {name: owner for name, owner in owners.items() if not isinstance(owner, (nn.Embedding, _ConvNd))}
@@ -301,7 +303,7 @@ def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[
 
 
 def _tied(model: PreTrainedModel, places: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
-    """First name of each parameter that is used at a second place -> that place."""
+    """First name of each parameter with a second use -> (module, layer) of that use."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied: dict[str, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -310,7 +312,7 @@ def _tied(model: PreTrainedModel, places: Mapping[str, tuple[str, int]]) -> dict
             continue
         if tied.get(owner, places[name]) != places[name]:
             raise ValueError(
-                f"`{owner}` is used at three places of the model, the last of which is `{name}`. Untie one of them."
+                f"`{owner}` is used at three places in the model, the last of which is `{name}`. Untie one of them."
             )
         tied[owner] = places[name]
     return tied
@@ -325,7 +327,7 @@ def _module_spec(
     hidden_size = _hidden_size(layers[0], config)
     if hidden_size is None:
         raise ValueError(
-            f"The layers of `{name}` have no common width: neither `{type(layers[0]).__name__}` nor "
+            f"The width of the layers of `{name}` is not known: neither `{type(layers[0]).__name__}` nor "
             f"`{type(config).__name__}` has a `hidden_size`, which a plan needs. Train it without `parallel`."
         )
     num_heads = _setting(config, "num_attention_heads", "num_heads", "encoder_attention_heads") or 1
@@ -356,13 +358,14 @@ def _module_spec(
 
 def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
     """
-    For each layer the tokens that a token attends to at most, 0 for its whole sequence; empty if all layers attend to
-    all. Language models name sliding layers, or have one window for all; Qwen2.5-VL's encoder names the whole ones.
+    Attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has a window. Configs of
+    language models list the sliding layers or have one window for all; that of Qwen2.5-VL's encoder lists the layers
+    without a window.
     """
-    whole = _setting(config, "fullatt_block_indexes")
-    if whole is not None and _setting(config, "window_size"):
+    full_layers = _setting(config, "fullatt_block_indexes")
+    if full_layers is not None and _setting(config, "window_size"):
         window = (config.window_size // config.patch_size) ** 2
-        return tuple(0 if layer in whole else window for layer in range(num_layers))
+        return tuple(0 if layer in full_layers else window for layer in range(num_layers))
     window = _setting(config, "sliding_window")
     if not isinstance(window, int):
         return ()
@@ -373,23 +376,23 @@ def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
 
 @functools.cache
 def activation_copies(name: str | None) -> int:
-    """How many tensors the activation function of this name keeps for its backward."""
+    """Number of tensors that an activation function saves for its backward."""
     if name not in ACT2FN:
         return 1
-    kept: set[int] = set()
+    saved: set[int] = set()
     value = torch.zeros(1, device="cpu", requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: (kept.add(t.untyped_storage().data_ptr()), t)[1], lambda t: t
+        lambda t: (saved.add(t.untyped_storage().data_ptr()), t)[1], lambda t: t
     ):
         result = ACT2FN[name](value)
     del result
-    return max(1, len(kept))
+    return max(1, len(saved))
 
 
 def _hidden_size(layer: nn.Module, config: Any) -> int | None:
-    """Width of a layer's input: that of its first norm, else what the config says."""
+    """Width of a layer's input: the width of its first norm, otherwise from the config."""
     for child in layer.children():
-        own = list(child.parameters())
-        if own and all(parameter.dim() == 1 for parameter in own):
-            return own[0].shape[0]
+        parameters = list(child.parameters())
+        if parameters and all(parameter.dim() == 1 for parameter in parameters):
+            return parameters[0].shape[0]
     return _setting(config, "hidden_size", "embed_dim", "d_model")

@@ -1,4 +1,4 @@
-"""Models that a plan can't describe are refused with a reason, before anything is planned or built."""
+"""Refuses models that a plan can't describe, before anything is planned or built."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from ..plan import LANGUAGE_MODEL
 from .spec import ENCODER_OF_MODALITY, ModulePart, find_stack, inside, module_parts, placeholder_token
 
-_LAYER_MATRICES = 4  # at least, in an attention or in a transformer layer
+_MIN_MATRICES = 4  # of an attention, and so of a transformer layer
 _OTHERWISE = "Train it without `parallel`, or compose its encoder with a causal language model by"
 _COMPOSE = "`MultimodalModel.from_unimodal`"
 
 
 def check_supported(model: PreTrainedModel) -> None:
     """
-    Refuses models that a plan can't train, and those whose step can't be predicted.
+    Refuses models that a plan can't train, and models whose step time can't be predicted.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The whole model, on any device.
 
     Raises:
-        `ValueError`: For an encoder-decoder model or one whose language model is one; for a model that is trained on
-            masked tokens; for one with layers that are neither in an encoder nor in the language model's stack.
+        `ValueError`: For an encoder-decoder model or language model; for a masked language model; for a model with
+            layers that are neither in an encoder nor in the language model's stack.
     """
     check_causal(model)
     text = unknown_layers_text(model)
@@ -38,7 +38,7 @@ def check_supported(model: PreTrainedModel) -> None:
 
 
 def unknown_layers_text(model: PreTrainedModel) -> str:
-    """A sentence about the layers of [`unknown_stacks`]; empty without any."""
+    """Message about the layers of [`unknown_stacks`]; empty if there are none."""
     parts = module_parts(model)
     unknown = unknown_stacks(model, parts)
     if not unknown:
@@ -46,59 +46,57 @@ def unknown_layers_text(model: PreTrainedModel) -> str:
     stacks = ", ".join(f"`{name}` ({len(layers)} `{type(layers[0]).__name__}`)" for name, layers in unknown.items())
     known = " and ".join(f"`{name}`" for name in parts)
     return (
-        f"`{type(model).__name__}` has layers that are in no module of a plan, so that their time and activations are "
+        f"`{type(model).__name__}` has layers that are in no module of a plan, so their time and activations are "
         f"not predicted and they have no layout of their own: {stacks}; modules: {known}."
     )
 
 
 def unknown_stacks(model: PreTrainedModel, parts: Mapping[str, ModulePart]) -> dict[str, nn.ModuleList]:
-    """Name -> list of transformer layers that neither an encoder has nor the language model's stack is or holds."""
+    """Name -> list of transformer layers outside of the encoders and of the language model's stack."""
     encoders = [part for name, part in parts.items() if name != LANGUAGE_MODEL]
     known = [prefix for part in encoders for prefix in (part.tower, *part.prefixes)]
     known.append(find_stack(model, parts[LANGUAGE_MODEL].tower))
-    found: dict[str, nn.ModuleList] = {}
+    unknown: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not _are_layers(module):
             continue
-        if not any(inside(name, prefix) for prefix in (*known, *found)):
-            found[name] = module
-    return found
+        if not any(inside(name, prefix) for prefix in (*known, *unknown)):
+            unknown[name] = module
+    return unknown
 
 
 def _are_layers(modules: nn.ModuleList) -> bool:
-    """Whether these are two or more layers of one kind, each with the matrices of an attention at least."""
+    """Whether a list has at least two modules, all of one class with at least the matrices of an attention."""
     kinds = {type(module) for module in modules}
     if len(modules) < 2 or len(kinds) > 1 or nn.Module in kinds:
         return False
-    return min(sum(p.dim() == 2 for p in module.parameters()) for module in modules) >= _LAYER_MATRICES
+    return min(sum(p.dim() == 2 for p in module.parameters()) for module in modules) >= _MIN_MATRICES
 
 
 def _how_encoders_are_found(model: PreTrainedModel) -> str:
-    """What the model lacks for its encoders to be found."""
-    untold = [
+    """Hint at the methods and settings by which encoders are found."""
+    missing = [
         modality
         for modality in ENCODER_OF_MODALITY
         if any(hasattr(owner, f"get_{modality}_features") for owner in (model.base_model, model))
         and placeholder_token(model.config, modality) is None
     ]
-    if untold:
-        tokens = ", ".join(f"`{modality}_token_id`" for modality in untold)
-        return (
-            f"Its configuration says no {tokens}, the placeholder of a feature in `input_ids`; set it if it has one."
-        )
+    if missing:
+        tokens = ", ".join(f"`{modality}_token_id`" for modality in missing)
+        return f"Its configuration has no {tokens}, the placeholder of a feature in `input_ids`; set it if it exists."
     return "Encoders are found by `get_image_features`, `get_video_features` and `get_audio_features`."
 
 
 def check_causal(model: PreTrainedModel) -> None:
     """
-    Refuses models whose loss is not that of the next token, or whose decoder attends to the states of an encoder.
+    Refuses models without a next-token loss, and models whose decoder attends to the states of an encoder.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): The whole model, on any device.
 
     Raises:
-        `ValueError`: For an encoder-decoder model, or one whose language model is one; for a model without a
-            language-model head; for one that is trained on masked tokens or on another loss.
+        `ValueError`: For an encoder-decoder model or language model; for a model without a language-model head; for
+            a masked language model; for a model with another loss.
     """
     config: Any = model.config.get_text_config()
     if model.config.is_encoder_decoder or config.is_encoder_decoder:
@@ -109,8 +107,8 @@ def check_causal(model: PreTrainedModel) -> None:
         )
     if not _has_head(model):
         raise ValueError(
-            f"`{type(model).__name__}` has no language-model head, so that it has no loss of the next token. Name the "
-            f"model's class that has one as `architectures` in its `config.json`. {_OTHERWISE} {_COMPOSE}."
+            f"`{type(model).__name__}` has no language-model head, so it has no next-token loss. Set `architectures` "
+            f"in its `config.json` to the model class with a head. {_OTHERWISE} {_COMPOSE}."
         )
     if type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False):
         remedy = (
@@ -119,14 +117,14 @@ def check_causal(model: PreTrainedModel) -> None:
             else "Train"
         )
         raise ValueError(
-            f"`{type(model).__name__}` is a model of masked tokens (`is_decoder=False`): each token attends to those "
-            f"behind it too. A plan needs a causal language model. {remedy} it without `parallel`."
+            f"`{type(model).__name__}` is a masked language model (`is_decoder=False`): each token also attends to "
+            f"later ones. A plan needs a causal language model. {remedy} it without `parallel`."
         )
     loss = _own_loss(model)
     if loss:
         raise ValueError(
-            f"`{type(model).__name__}` is trained on the loss `{loss}`, and `parallel` trains on that of the next "
-            "token. Use the model's class for causal language modeling, or train it without `parallel`."
+            f"`{type(model).__name__}` has the loss `{loss}`, but `parallel` supports the next-token loss only. Use "
+            "the model's class for causal language modeling, or train it without `parallel`."
         )
 
 
@@ -137,8 +135,8 @@ def _has_head(model: PreTrainedModel) -> bool:
 
 
 def _own_loss(model: PreTrainedModel) -> str:
-    """The name of the loss that transformers gives a class of models, unless it is that of the next token."""
+    """Name of the loss that transformers assigns to the model's class; empty if it is the next-token loss."""
     name: Any = getattr(model, "loss_type", None)
     if hasattr(model, "_loss_function") or LOSS_MAPPING.get(name, ForCausalLMLoss) is ForCausalLMLoss:
-        return ""  # of a loss that the user gives, the first step says whether it is
+        return ""  # a loss function set by the user is checked in the first step
     return name

@@ -1,4 +1,4 @@
-"""A whole model made of gathered tensors."""
+"""Assembles a whole model from gathered tensors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .tensor_parallel import base_name
 
 
 def check_gatherable(part: Any) -> None:
-    """Raises `ValueError` for a model whose weights say nothing without what their quantizer keeps beside them."""
+    """Raises `ValueError` for a quantized model, whose weights can't be used without the state of its quantizer."""
     if getattr(part, "is_quantized", False):
         raise ValueError(
-            f"The weights of this `{type(part).__name__}` are quantized, so that they can't be put together again. "
+            f"The weights of this `{type(part).__name__}` are quantized, so the whole model can't be assembled. "
             "Save the adapter with `trainer.save_model(folder)`, and load it with `PeftModel.from_pretrained(base, "
             "folder)`."
         )
@@ -28,27 +28,28 @@ def check_gatherable(part: Any) -> None:
 
 def whole_model(part: Any, spec: ModelSpec, state: Mapping[str, torch.Tensor], adapter: Adapter | None = None) -> Any:
     """
-    The whole model that a rank has a part of. No weight is initialised and none is copied.
+    Assembles the whole model from its tensors, without initialising or copying weights.
 
     Args:
-        part (`PreTrainedModel`): A pruned model.
-        spec (`ModelSpec`): The whole model.
-        state (`Mapping[str, torch.Tensor]`): Its parameters, with tied names, and its buffers.
-        adapter ([`Adapter`], *optional*): The adapter that the parameters are of.
+        part (`PreTrainedModel`): The pruned model of a rank.
+        spec (`ModelSpec`): Description of the whole model.
+        state (`Mapping[str, torch.Tensor]`): Its parameters, including tied names, and its buffers.
+        adapter ([`Adapter`], *optional*): The adapter among the parameters.
 
     Returns:
-        `PreTrainedModel` or `PeftModel`: In evaluation mode, where the tensors are; a `PeftModel` with `adapter`.
+        `PreTrainedModel` or `PeftModel`: The model in evaluation mode, on the device of the tensors; a `PeftModel`
+        if there is an `adapter`.
     """
     with torch.device("meta"):
         whole = part.without_weights() if hasattr(part, "without_weights") else type(part)(copy.deepcopy(part.config))
-    added = adapter_names(spec)
-    plain = {base_name(name): tensor for name, tensor in state.items() if name not in added}
+    adapter_parameters = adapter_names(spec)
+    base = {base_name(name): tensor for name, tensor in state.items() if name not in adapter_parameters}
     persistent = whole.state_dict()
-    whole.load_state_dict({name: plain[name] for name in persistent if name in plain}, strict=False, assign=True)
+    whole.load_state_dict({name: base[name] for name in persistent if name in base}, strict=False, assign=True)
     whole.tie_weights()
-    for name in plain.keys() - persistent.keys():
+    for name in base.keys() - persistent.keys():
         owner, _, attribute = name.rpartition(".")
-        whole.get_submodule(owner)._buffers[attribute] = plain[name]
+        whole.get_submodule(owner)._buffers[attribute] = base[name]
     initialize_rest(whole, {name for name, p in whole.named_parameters() if p.is_meta}, "cpu", "The ranks' parts")
     if part.can_generate():
         whole.generation_config = part.generation_config

@@ -1,5 +1,5 @@
 """
-Plans as data: what a model is, what a user asks for, which rank holds what.
+Plans as data: the description of a model, the user's settings, and the assignment of layers and samples to ranks.
 
 The bottom of the package, without torch; may be imported by everything.
 """
@@ -19,7 +19,6 @@ from .ownership import (
 from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage
 from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
 from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
-from .sides import encoders_of, generators_of
 from .sizes import SampleSizes, Workloads
 from .step_plan import StepPlan
 
@@ -47,9 +46,7 @@ __all__ = [
     "check_plan",
     "check_trained",
     "check_world_size",
-    "encoders_of",
     "frozen_as_planned",
-    "generators_of",
     "layout_data",
     "parameter_shards",
     "plan_for_model",

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model, as plain data: modules, layers, parameters, features."""
+"""The description of a model that a plan needs, as plain data: modules, layers, parameters, features."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from .parallel_plan import Edge
-
-LANGUAGE_MODEL = "language_model"
+from .parallel_plan import LANGUAGE_MODEL, Edge
 
 
 @dataclass(frozen=True)
@@ -19,20 +17,21 @@ class ParameterSpec:
     One parameter of the whole model.
 
     Args:
-        name (`str`): Its name in the state dict of the whole HF model.
-        shape (`tuple[int, ...]`): Its shape before any sharding.
+        name (`str`): Name in the state dict of the whole HF model.
+        shape (`tuple[int, ...]`): Shape before any sharding.
         layer (`int`):
-            Where it is used: `-1` before the first layer of its module's stack, `i` in layer `i`, `num_layers` after
-            the last one.
-        dtype (`str`, *optional*, defaults to `"float32"`): The torch dtype's name.
+            Layer that uses it: `-1` before the first layer of its module's stack, `i` for layer `i`, `num_layers`
+            after the last one.
+        dtype (`str`, *optional*, defaults to `"float32"`): Name of the torch dtype.
         trainable (`bool`, *optional*, defaults to `True`): Whether it gets a gradient.
         active_share (`float`, *optional*, defaults to 1.0):
-            Share of it that a token is multiplied with: `experts a token / experts` in a mixture of experts.
+            Fraction of its elements that each token is multiplied with: `experts per token / experts` in a mixture of
+            experts.
         tp_dim (`int`, *optional*, defaults to 0):
-            The dimension that tensor parallelism cuts; `None` where each rank of a tp group holds all of it, as of
+            The dimension that tensor parallelism shards; `None` where each rank of a tp group has all of it, as of
             norms and embeddings.
         tp_blocks (`int`, *optional*, defaults to 1):
-            Equal blocks of that dimension that are each cut, such as gate and up matrices in one tensor.
+            Equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor.
     """
 
     name: str
@@ -58,18 +57,18 @@ class ParameterSpec:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it is read by index, as embeddings are, so that it multiplies nothing."""
+        """Whether it is read by index, like an embedding, and is not multiplied with activations."""
         return self.layer == -1 and len(self.shape) == 2 and "embed" in self.name
 
 
 @dataclass(frozen=True)
 class ParameterUse:
     """
-    A parameter at one place that reads it.
+    One use of a parameter; a tied parameter has several.
 
     Args:
         parameter (`ParameterSpec`): The parameter.
-        multiplies (`bool`): Whether activations are multiplied with it there.
+        multiplies (`bool`): Whether this use multiplies activations with it.
     """
 
     parameter: ParameterSpec
@@ -77,20 +76,20 @@ class ParameterUse:
 
     @property
     def num_active(self) -> float:
-        """Elements that a token is multiplied with."""
+        """Elements that each token is multiplied with."""
         return self.parameter.num_elements * self.parameter.active_share if self.multiplies else 0.0
 
 
 @dataclass(frozen=True)
 class FeatureSpec:
     """
-    One tensor that an encoder hands to the language model; its rows are the placeholder tokens of its modality.
+    One feature tensor that an encoder passes to the language model, with one feature token for each placeholder token.
 
     Args:
         modality (`str`): `"image"`, `"video"`, `"audio"`, or the encoder's name in a composed model.
-        field (`str`): The attribute of the encoder's output that holds it.
-        layer (`int`): The language model's layer at which it enters: 0 for embeddings, `i` for DeepStack features.
-        index (`int`, *optional*): Its place when the attribute is a list of several features.
+        field (`str`): Attribute of the encoder's output with the tensor.
+        layer (`int`): Layer of the language model that it enters: 0 for embeddings, `i` for DeepStack features.
+        index (`int`, *optional*): Index of the tensor if the attribute is a list of several features.
     """
 
     modality: str
@@ -102,28 +101,28 @@ class FeatureSpec:
 @dataclass(frozen=True)
 class ModuleSpec:
     """
-    A part of the model that is laid out as one: an encoder with its projector, or the language model.
+    A part of the model with a parallel layout of its own: an encoder with its projector, or the language model.
 
     Args:
         name (`str`): The module's name, such as `vision` or `language_model`.
-        stack (`str`): Name of the list of layers that pipeline stages cut, in the whole model.
-        num_layers (`int`): Its length.
-        hidden_size (`int`): Width of the tensors between its layers.
+        stack (`str`): Name, in the whole model, of the list of layers that is split into pipeline stages.
+        num_layers (`int`): Number of layers in the stack.
+        hidden_size (`int`): Width of the hidden states between layers.
         num_heads (`int`): Attention heads of a layer.
-        num_kv_heads (`int`): Heads of keys and values.
+        num_kv_heads (`int`): Key and value heads of a layer.
         intermediate_size (`int`): Width of the feed-forward layers.
         parameters (`tuple[ParameterSpec, ...]`): In state-dict order, one entry for tied names.
-        features (`tuple[FeatureSpec, ...]`): What it hands to the language model; empty for the language model.
+        features (`tuple[FeatureSpec, ...]`): Features passed to the language model; empty for the language model.
         tower (`str`): Name of the submodule without the projector.
-        inner_features (`bool`): Whether features leave from inside its stack, so that the stack can't be cut.
-        head_dim (`int`, *optional*): Width of an attention head; `hidden_size / num_heads` when left out.
+        inner_features (`bool`):
+            Whether features are read from inside the stack, which then can't be split into stages.
+        head_dim (`int`, *optional*): Width of an attention head; `hidden_size / num_heads` by default.
         attention (`str`, *optional*, defaults to `"sdpa"`): The attention function, such as `"eager"`.
         activation_copies (`int`, *optional*, defaults to 1):
-            Tensors that the activation function keeps for its backward: 1 for its input, more for one that a model
-            computes step by step.
+            Tensors that the activation function saves for its backward: 1 for its input, more if the model computes it
+            in several steps.
         windows (`tuple[int, ...]`, *optional*):
-            For each layer, tokens that a token attends to at most, 0 for its whole sequence; empty where all layers
-            attend to all.
+            Attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has a window.
     """
 
     name: str
@@ -144,8 +143,8 @@ class ModuleSpec:
 
     def window(self, layer: int) -> int:
         """
-        Tokens that a token attends to in a layer, 0 for its whole sequence. In a language model only kernels that skip
-        what lies outside compute less for it.
+        Attention window of a layer in tokens, 0 for the whole sequence. In a language model a window only saves time
+        with attention functions that skip blocks outside of it; for the others this is 0.
         """
         skips = self.is_encoder or any(kind in self.attention for kind in ("bitfield", "flash", "flex"))
         return self.windows[layer] if self.windows and skips else 0
@@ -156,7 +155,7 @@ class ModuleSpec:
 
     @property
     def attention_width(self) -> int:
-        """Width of all queries of a token."""
+        """Width of all query heads together."""
         return self.num_heads * self.head_width
 
     @property
@@ -164,7 +163,9 @@ class ModuleSpec:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def with_frozen(self, freeze: bool | Literal["tower"] | str | Sequence[str]) -> ModuleSpec:
-        """The same module with the parameters that `freeze` names (see [`ModulePlugin`]) not trainable."""
+        """
+        A copy of the module in which the parameters that match `freeze` (see [`ModulePlugin`]) are not trainable.
+        """
         if freeze is False:
             return self
         if freeze is True:
@@ -193,10 +194,10 @@ class ModelSpec:
 
     Args:
         modules (`Mapping[str, ModuleSpec]`):
-            Encoders, then the language model, then modality generators, which take its hidden states.
+            Encoders, then the language model, then generators, which consume its hidden states.
         tied (`Mapping[str, tuple[str, int]]`, *optional*):
-            For each parameter used at a second place (`lm_head.weight` for tied embeddings): its name in
-            `parameters` -> (module, layer) of the second use.
+            Name of each parameter with a second use (the embedding that is also `lm_head.weight`) -> (module, layer)
+            of the second use.
         placeholders (`Mapping[str, int]`, *optional*): Modality -> id of its placeholder token in `input_ids`.
     """
 
@@ -223,7 +224,7 @@ class ModelSpec:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """The boundaries: features enter the language model, its hidden states enter generators."""
+        """Boundaries between modules: features enter the language model, and its hidden states enter generators."""
         into = (
             Edge(name, LANGUAGE_MODEL, tuple(feature.layer for feature in self.modules[name].features))
             for name in self.encoders
@@ -253,16 +254,16 @@ class ModelSpec:
 
     @cached_property
     def uses(self) -> dict[tuple[str, int], tuple[ParameterUse, ...]]:
-        """(module, layer) -> the parameters that are read there, tied ones at both of their places."""
-        found: dict[tuple[str, int], list[ParameterUse]] = {}
+        """(module, layer) -> the parameters used there; tied parameters occur twice."""
+        result: dict[tuple[str, int], list[ParameterUse]] = {}
         for name, module in self.modules.items():
             for parameter in module.parameters:
                 matrix, second = len(parameter.shape) > 1, self.tied.get(parameter.name)
                 use = ParameterUse(parameter, matrix and not parameter.is_lookup)
-                found.setdefault((name, parameter.layer), []).append(use)
+                result.setdefault((name, parameter.layer), []).append(use)
                 if second is not None:
-                    found.setdefault(second, []).append(ParameterUse(parameter, matrix))
-        return {place: tuple(uses) for place, uses in found.items()}
+                    result.setdefault(second, []).append(ParameterUse(parameter, matrix))
+        return {place: tuple(uses) for place, uses in result.items()}
 
     @property
     def num_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""The one structure that everything about a layout is derived from."""
+"""`ParallelPlan`: the assignment of modules, replicas and stages to ranks, from which all else is derived."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ ASSIGNMENTS = (
     "disttrain",
     "sub_microbatches",
 )
+LANGUAGE_MODEL = "language_model"
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
-PARTLY = "partly"  # what a file says of a stage of which something is trained and something frozen
+PARTLY = "partly"  # `trainable` in a plan file, for a stage with trained and frozen parameters
 
 
 @dataclass(frozen=True)
 class ContextSettings:
     """
-    How a row of tokens is cut over the rows of a grid (context parallelism).
+    How the tokens of a row are distributed over the cp ranks of a mesh.
 
     Args:
-        method (`str`, *optional*, defaults to `"lpt"`): How blocks are handed out: by their attention work, the
-            heaviest first (`"lpt"`), or as a baseline `"zigzag"`, `"contiguous"` or `"random"`.
+        method (`str`, *optional*, defaults to `"lpt"`): How blocks are assigned to ranks: by attention work, the
+        heaviest first (`"lpt"`), or one of the baselines `"zigzag"`, `"contiguous"` and `"random"`.
         mode (`str`, *optional*, defaults to `"auto"`): `"row"` gathers the keys and values of the whole row,
-            `"segments"` keeps samples that fit one rank whole and gathers only those of the others, `"auto"` takes
-            what is predicted to be faster.
-        block (`int`, *optional*, defaults to 128): Tokens that stay together; 128 is what the kernels are made for.
+        `"segments"` keeps samples that fit on one rank whole and gathers keys and values of the others only,
+        `"auto"` chooses the mode that is predicted to be faster.
+        block (`int`, *optional*, defaults to 128): Tokens per block; the kernels are tuned for 128.
     """
 
     method: str = "lpt"
@@ -50,14 +51,14 @@ class ContextSettings:
 @dataclass(frozen=True)
 class Stage:
     """
-    Consecutive layers of a module on one grid of ranks.
+    Consecutive layers of a module on one mesh of ranks.
 
     Args:
-        layers (`tuple[int, int]`): First layer, and the one after the last.
-        ranks (`tuple[tuple[int, ...], ...]`): Global ranks, `cp` rows of `tp` ranks.
+        layers (`tuple[int, int]`): First layer, and one past the last layer.
+        ranks (`tuple[tuple[int, ...], ...]`): The mesh of global ranks, `cp_size` tp groups of `tp_size` ranks.
         trainable (`bool`, *optional*, defaults to `True`): Whether any parameter of the stage gets a gradient.
         partly_frozen (`bool`, *optional*, defaults to `False`):
-            Whether others of its parameters get none; a plan does not say which.
+            Whether some of its parameters are frozen; a plan does not say which.
     """
 
     layers: tuple[int, int]
@@ -67,16 +68,16 @@ class Stage:
 
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
-        return tuple(rank for row in self.ranks for rank in row)
+        return tuple(rank for tp_group in self.ranks for rank in tp_group)
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks that hold the same shards, one of each row: they share a row of tokens."""
+        """The cp groups: ranks with the same tp rank, which have the same shards and share the tokens of a row."""
         return tuple(zip(*self.ranks, strict=True))
 
     def row_of(self, rank: int) -> int:
-        """The row of the grid that `rank` is in."""
-        return next(index for index, row in enumerate(self.ranks) if rank in row)
+        """The cp rank of `rank`."""
+        return next(index for index, tp_group in enumerate(self.ranks) if rank in tp_group)
 
     @property
     def num_layers(self) -> int:
@@ -88,12 +89,12 @@ class ModulePlan:
     """
     The layout of one module: `replicas[d][s]` is stage `s` of data-parallel copy `d`.
 
-    Replicas may have different numbers of stages. Ranks may also occur in other modules (colocation).
+    Replicas may have different numbers of stages. A rank may belong to several modules (colocation).
 
     Args:
         replicas (`tuple[tuple[Stage, ...], ...]`): The stages of each replica.
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
-        context (`ContextSettings`, *optional*): How rows of tokens are cut where grids have several rows.
+        context (`ContextSettings`, *optional*): How tokens are distributed over cp ranks, if `cp_size` is above 1.
     """
 
     replicas: tuple[tuple[Stage, ...], ...]
@@ -106,15 +107,15 @@ class ModulePlan:
 
     @property
     def cp_size(self) -> int:
-        return len(self._grid)
+        return len(self._mesh)
 
     @property
     def tp_size(self) -> int:
-        return len(self._grid[0])
+        return len(self._mesh[0])
 
     @property
     def layout(self) -> str:
-        """The sizes in words: `dp 2 x pp 1 x tp 1`."""
+        """The sizes as text: `dp 2 x pp 1 x tp 1`."""
         context = f" x cp {self.cp_size}" if self.cp_size > 1 else ""
         return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {self.tp_size}"
 
@@ -123,33 +124,35 @@ class ModulePlan:
         return self.replicas[0][-1].layers[1]
 
     @property
-    def _grid(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of the first stage; in a part of a plan other replicas, or all of them, have no stages."""
+    def _mesh(self) -> tuple[tuple[int, ...], ...]:
+        """
+        The mesh of the first stage; `((0,),)` if the plan is a part in which no replica of the module has stages.
+        """
         return self.replicas[self.with_stages[0]][0].ranks if self.with_stages else ((0,),)
 
     @cached_property
     def with_stages(self) -> tuple[int, ...]:
-        """The replicas that have stages: in a part of a plan its own ones only."""
+        """Indices of the replicas with stages: all of them, unless the plan is a part of another."""
         return tuple(compress(range(self.dp_size), self.replicas))
 
     def stages(self) -> Iterator[tuple[int, int, Stage]]:
-        """Yields (replica, index of the stage, stage)."""
+        """Iterates over (replica, stage index, stage)."""
         return iter(self._stages)
 
     @cached_property
     def _stages(self) -> list[tuple[int, int, Stage]]:
-        """What is yielded; a part of a plan has many replicas without stages, and is asked often."""
+        """[`~ModulePlan.stages`], cached since parts of a plan skip many replicas without stages."""
         return [(d, index, stage) for d in self.with_stages for index, stage in enumerate(self.replicas[d])]
 
 
 @dataclass(frozen=True)
 class Edge:
     """
-    Features of module `source` enter module `target` at `layers[i]` (feature `i` of the source's spec).
+    A boundary: feature `i` of module `source` enters module `target` at layer `layers[i]`.
 
     Args:
-        source (`str`): An encoder.
-        target (`str`): The module that takes its features.
+        source (`str`): The producer, such as an encoder.
+        target (`str`): The consumer of its features.
         layers (`tuple[int, ...]`, *optional*, defaults to `(0,)`): The layer of `target` at which each feature enters.
     """
 
@@ -161,7 +164,8 @@ class Edge:
 @dataclass(frozen=True)
 class ParallelPlan:
     """
-    Which rank holds what. JSON and YAML both ways; see [`resolve_plan`] to make one from a few sizes.
+    The assignment of modules, replicas and stages to ranks. It can be saved as and loaded from JSON and YAML;
+    [`resolve_plan`] builds one from the sizes of the modules.
 
     Args:
         modules (`Mapping[str, ModulePlan]`): In topological order: encoders, then the language model.
@@ -172,8 +176,8 @@ class ParallelPlan:
         num_microbatches (`int`, *optional*, defaults to 1):
             Microbatches of each language-model replica in a full global batch.
         microbatch_assignment (`str`, *optional*):
-            How the samples of a global batch are arranged, if a search chose it: what the Trainer's argument of the
-            same name is where it is left out.
+            How the samples of a global batch are assigned to microbatches, if the plan comes from a search: the
+            default of the Trainer's argument of the same name.
     """
 
     modules: Mapping[str, ModulePlan]
@@ -184,31 +188,43 @@ class ParallelPlan:
 
     @property
     def policy(self) -> SchedulePolicy:
-        """What the schedule's name stands for."""
+        """The policy of the schedule."""
         return POLICIES[self.schedule]
 
     @cached_property
     def world_size(self) -> int:
         return 1 + max(rank for module in self.modules.values() for _, _, s in module.stages() for rank in s.all_ranks)
 
+    @cached_property
+    def encoders(self) -> tuple[str, ...]:
+        """The modules whose features enter the language model, in the order of the plan."""
+        sources = {edge.source for edge in self.edges if edge.target == LANGUAGE_MODEL}
+        return tuple(name for name in self.modules if name in sources)
+
+    @cached_property
+    def generators(self) -> tuple[str, ...]:
+        """The modules that consume hidden states of the language model, in the order of the plan."""
+        targets = {edge.target for edge in self.edges if edge.source == LANGUAGE_MODEL}
+        return tuple(name for name in self.modules if name in targets)
+
     def part(self, members: Collection[tuple[str, int]]) -> ParallelPlan:
         """
-        The plan with the stages of some replicas only; numbers of replicas and ranks stay the same.
+        The plan with the stages of some replicas only. Replica indices and ranks do not change.
 
         Args:
-            members (`Collection[tuple[str, int]]`): (module, replica) of those.
+            members (`Collection[tuple[str, int]]`): (module, replica) of the replicas that are kept.
         """
-        few: dict[str, list[tuple[Stage, ...]]] = {name: [()] * own.dp_size for name, own in self.modules.items()}
+        replicas: dict[str, list[tuple[Stage, ...]]] = {name: [()] * m.dp_size for name, m in self.modules.items()}
         for name, replica in members:
-            few[name][replica] = self.modules[name].replicas[replica]
-        modules = {name: replace(module, replicas=tuple(few[name])) for name, module in self.modules.items()}
+            replicas[name][replica] = self.modules[name].replicas[replica]
+            modules = {name: replace(module, replicas=tuple(replicas[name])) for name, module in self.modules.items()}
         return replace(self, modules=modules)
 
     def stage(self, module: str, replica: int, index: int) -> Stage:
         return self.modules[module].replicas[replica][index]
 
     def stages_of_rank(self, rank: int) -> list[tuple[str, int, int]]:
-        """(module, replica, stage) of each stage that `rank` takes part in."""
+        """(module, replica, stage) of each stage that `rank` belongs to."""
         return [
             (name, replica, index)
             for name, module in self.modules.items()
@@ -217,7 +233,7 @@ class ParallelPlan:
         ]
 
     def edge_stages(self, edge: Edge, replica: int) -> dict[int, tuple[int, ...]]:
-        """Stage of `edge.target`'s replica -> which features of `edge.source` enter there."""
+        """Stage index in a replica of `edge.target` -> indices of the features of `edge.source` that enter there."""
         result: dict[int, list[int]] = {}
         for feature, layer in enumerate(edge.layers):
             for index, stage in enumerate(self.modules[edge.target].replicas[replica]):
@@ -226,10 +242,11 @@ class ParallelPlan:
         return {index: tuple(features) for index, features in sorted(result.items())}
 
     def to_dict(self) -> dict[str, Any]:
-        chosen = {} if self.microbatch_assignment is None else {"microbatch_assignment": self.microbatch_assignment}
+        method = self.microbatch_assignment
+        assignment = {} if method is None else {"microbatch_assignment": method}
         return {
             "schedule": self.schedule,
-            **chosen,
+            **assignment,
             "num_microbatches": self.num_microbatches,
             "edges": [{"source": e.source, "target": e.target, "layers": list(e.layers)} for e in self.edges],
             "modules": {
@@ -240,7 +257,7 @@ class ParallelPlan:
                         [
                             {
                                 "layers": list(stage.layers),
-                                "ranks": [list(row) for row in stage.ranks],
+                                "ranks": [list(tp_group) for tp_group in stage.ranks],
                                 "trainable": PARTLY if stage.partly_frozen else stage.trainable,
                             }
                             for stage in stages
@@ -255,8 +272,8 @@ class ParallelPlan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ParallelPlan:
         """
-        Reads what [`~ParallelPlan.to_dict`] gives, or a file that has settings of modules beside it. Modules may be in
-        any order.
+        Reads the output of [`~ParallelPlan.to_dict`], or a mapping with the plan under `plan` and settings of modules
+        beside it. Modules may be in any order.
 
         Raises:
             `ValueError`: For a key that is unknown or missing, and a value of another type.
@@ -285,24 +302,24 @@ class ParallelPlan:
         return json.dumps(self.to_dict())
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as YAML, or as JSON when the file's name ends so."""
+        """Writes the plan as YAML, or as JSON if the file name ends in `.json`."""
         write_data(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path) -> ParallelPlan:
-        """Reads a file with a plan, also one that has settings of modules beside it."""
+        """Reads a plan from a file, which may also contain settings of modules."""
         import yaml
 
         return cls.from_dict(yaml.safe_load(Path(path).read_text()))
 
     @property
     def fingerprint(self) -> str:
-        """A short hash that ranks compare."""
+        """A short hash of the plan, which ranks compare at the start."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
 def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
-    """Writes plain data as YAML, or as JSON when the file's name ends so."""
+    """Writes plain data as YAML, or as JSON if the file name ends in `.json`."""
     path = Path(path)
     if path.suffix == ".json":
         path.write_text(json.dumps(data, indent=2) + "\n")
@@ -313,7 +330,7 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
 
 
 def _read_module(data: Any, name: str) -> ModulePlan:
-    """The layout of one module from plain data."""
+    """Reads the layout of one module."""
     what = f"Module `{name}` of the plan"
     data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context"])
     context = read_mapping(data.get("context", {}), f"`context` of `{name}`", (), ["method", "mode", "block"])
@@ -331,20 +348,18 @@ def _read_module(data: Any, name: str) -> ModulePlan:
 
 
 def _read_stage(data: Any, what: str) -> Stage:
-    """One stage from plain data."""
+    """Reads one stage."""
     data = read_mapping(data, what, ["layers", "ranks"], ["trainable"])
     layers = tuple(read_count(n, f"A layer of {what}") for n in read_list(data["layers"], f"`layers` of {what}"))
     if len(layers) != 2 or layers[0] >= layers[1]:
-        raise ValueError(
-            f"`layers` of {what} are {list(layers)}; they must be the first layer and the one after the last."
-        )
-    rows = read_list(data["ranks"], f"`ranks` of {what}")
+        raise ValueError(f"`layers` of {what} are {list(layers)}; write the first layer and one past the last layer.")
+    tp_groups = read_list(data["ranks"], f"`ranks` of {what}")
     ranks = tuple(
-        tuple(read_count(rank, f"A rank of {what}") for rank in read_list(row, f"A row of ranks of {what}"))
-        for row in rows
+        tuple(read_count(rank, f"A rank of {what}") for rank in read_list(tp_group, f"A tp group of {what}"))
+        for tp_group in tp_groups
     )
     if not ranks or not all(ranks):
-        raise ValueError(f"{what} has no ranks. Give it rows of at least one rank, such as `[[0]]`.")
+        raise ValueError(f"{what} has no ranks. Give it tp groups of at least one rank, such as `[[0]]`.")
     trainable = data.get("trainable", True)
     if trainable == PARTLY:
         return Stage((layers[0], layers[1]), ranks, partly_frozen=True)
@@ -354,21 +369,21 @@ def _read_stage(data: Any, what: str) -> Stage:
 
 
 def _read_edge(data: Any, modules: Sequence[str]) -> Edge:
-    """One edge between known modules from plain data."""
+    """Reads one edge between two of `modules`."""
     data = read_mapping(data, "An edge of the plan", ["source", "target"], ["layers"])
     ends = [read_name(data[key], f"The `{key}` of an edge") for key in ("source", "target")]
     reject_unknown_keys("An edge of the plan names a module, and the plan", ends, modules)
     layers = read_list(data.get("layers", (0,)), f"`layers` of the edge from `{ends[0]}`")
-    entered = tuple(read_count(layer, f"A layer of the edge from `{ends[0]}`") for layer in layers)
-    return Edge(ends[0], ends[1], entered)
+    entry_layers = tuple(read_count(layer, f"A layer of the edge from `{ends[0]}`") for layer in layers)
+    return Edge(ends[0], ends[1], entry_layers)
 
 
 def _sources_first(modules: Mapping[str, ModulePlan], edges: Sequence[Edge]) -> dict[str, ModulePlan]:
-    """The modules in topological order; those that could be swapped stay as they are."""
+    """Sorts modules topologically; the sort is stable."""
     depth = dict.fromkeys(modules, 0)
     for _ in modules:
         for edge in edges:
             depth[edge.target] = max(depth[edge.target], depth[edge.source] + 1)
     if any(depth[edge.target] <= depth[edge.source] for edge in edges) or max(depth.values(), default=0) >= len(depth):
-        raise ValueError(f"The edges of the plan, {list(edges)}, lead in a circle. Copy those of the model.")
+        raise ValueError(f"The edges of the plan, {list(edges)}, form a cycle. Copy the edges of the model.")
     return {name: modules[name] for name in sorted(modules, key=depth.__getitem__)}

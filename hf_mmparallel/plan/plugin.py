@@ -1,4 +1,4 @@
-"""What a user says about a layout: one `ModulePlugin` a module, one `MultimodalParallelPlugin` for all."""
+"""The user's settings of a layout: a `ModulePlugin` for each module, a `MultimodalParallelPlugin` for the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ AUTO = "auto"
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
 HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, "activation_checkpointing", "zero_stage")
-"""What a finished plan says of a module; the other settings stand beside it."""
+"""Settings that a finished plan contains; the others are written beside the plan."""
 
 
 @dataclass
@@ -38,29 +38,31 @@ class ModulePlugin:
         pp_size (`int`, *optional*, defaults to 1): Pipeline stages.
         tp_size (`int`, *optional*, defaults to 1): Ranks that share each layer's matrices.
         cp_size (`int`, *optional*, defaults to 1):
-            Ranks that share the tokens of a microbatch, for the language model. Above 1 its samples are packed into
-            one row, and its attention function is `"bitfield"`.
+            Context-parallel ranks, which share the tokens of a microbatch; language model only. Above 1 the samples
+            are packed into one row, and the attention function is `"bitfield"`.
         cp_method (`str`, *optional*, defaults to `"lpt"`):
-            How tokens are handed out: balanced by their attention work (`"lpt"`), or the baselines `"zigzag"`,
-            `"contiguous"` and `"random"`.
+            How tokens are assigned to ranks: balanced by attention work (`"lpt"`), or one of the baselines
+            `"zigzag"`, `"contiguous"` and `"random"`.
         cp_mode (`str`, *optional*, defaults to `"auto"`):
-            `"row"` gathers all keys and values, `"segments"` only those of samples that no rank holds whole; `"auto"`
-            takes what is predicted to be faster.
-        cp_block (`int`, *optional*, defaults to 128): Tokens that stay together when a row is cut.
-        layers_per_stage (`list[int]`, *optional*): Layers of each stage; as even as can be when left out.
+            `"row"` gathers all keys and values, `"segments"` only those of samples that are split over ranks; `"auto"`
+            chooses the mode that is predicted to be faster.
+            cp_block (`int`, *optional*, defaults to 128): Tokens per block, the unit that is assigned to a rank.
+            layers_per_stage (`list[int]`, *optional*): Number of layers of each stage; split evenly by default.
         freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
-            `True` freezes the module with its projector, `"tower"` all but the projector, other strings are regular
-            expressions searched in parameter names.
+            `True` freezes the module with its projector, `"tower"` everything but the projector; other strings are
+            regular expressions, searched for in parameter names.
         activation_checkpointing (`bool`, *optional*, defaults to `False`):
-            Recompute the activations of each layer in the backward pass.
+            Whether to recompute the activations of each layer in the backward pass.
         colocate_with (`str`, *optional*):
-            Another module whose ranks this one shares, stage by stage. Sizes then are those of that module.
-        peft_config (*optional*): A `peft` config, or its dict, for adapters in this module.
-        attn_implementation (`str`, *optional*): The attention function of this module's config.
-        zero_stage (`int`, *optional*, defaults to 0): Optimizer sharding over the copies. Only 0 is built.
+            Name of another module whose ranks this one shares, stage by stage. Its sizes are then those of that
+            module.
+        peft_config (*optional*): `peft` config, or its dict, of the adapters in this module.
+        attn_implementation (`str`, *optional*): Attention function, set in this module's config.
+        zero_stage (`int`, *optional*, defaults to 0):
+            Optimizer sharding over data-parallel copies. Only 0 is supported.
         named (`frozenset[str]`, *optional*):
-            Settings that were written down, those with their default among them; [`~ModulePlugin.from_dict`] fills it.
-            A search keeps to them.
+            Names of the settings that were given explicitly, also with their default value; filled by
+            [`~ModulePlugin.from_dict`]. A search does not change them.
     """
 
     dp_size: int = 1
@@ -87,7 +89,7 @@ class ModulePlugin:
                 self.pp_size = len(self.layers_per_stage)
             if self.pp_size != len(self.layers_per_stage) or min(self.layers_per_stage, default=0) < 1:
                 raise ValueError(
-                    f"`layers_per_stage={self.layers_per_stage}` must name at least one layer for each of "
+                    f"`layers_per_stage={self.layers_per_stage}` must have one number of at least 1 for each of the "
                     f"`pp_size={self.pp_size}` stages."
                 )
         for name in ("dp_size", "pp_size", "tp_size", "cp_size", "cp_block"):
@@ -99,13 +101,13 @@ class ModulePlugin:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], known)
         if self.zero_stage:
             raise ValueError(
-                f"`zero_stage={self.zero_stage}`: optimizer sharding is not built yet. Use `zero_stage=0`."
+                f"`zero_stage={self.zero_stage}`: optimizer sharding is not supported yet. Use `zero_stage=0`."
             )
 
         if self.cp_mode == "segments" and self.cp_method != "lpt":
             raise ValueError(
-                f"`cp_method={self.cp_method!r}` hands out blocks, but `cp_mode='segments'` whole samples. Use "
-                "`cp_mode='row'`."
+                f"`cp_method={self.cp_method!r}` assigns blocks to ranks, but `cp_mode='segments'` assigns whole "
+                "samples. Use `cp_mode='row'`."
             )
         if self.cp_size == 1 and self.context != ContextSettings():
             raise ValueError(
@@ -114,7 +116,7 @@ class ModulePlugin:
             )
 
     def _check_types(self) -> None:
-        """Raises `ValueError` for values of another type, and for patterns that are no regular expressions."""
+        """Raises `ValueError` for values of a wrong type and for invalid regular expressions."""
         if self.layers_per_stage is not None:
             for count in read_list(self.layers_per_stage, "`layers_per_stage`"):
                 read_count(count, "An entry of `layers_per_stage`")
@@ -129,7 +131,7 @@ class ModulePlugin:
             try:
                 re.compile(read_name(pattern, "A pattern of `freeze`"))
             except re.error as error:
-                raise ValueError(f"`freeze={pattern!r}` is no regular expression: {error}. Mend it.") from error
+                raise ValueError(f"`freeze={pattern!r}` is not a regular expression: {error}. Correct it.") from error
 
     @property
     def num_ranks(self) -> int:
@@ -137,11 +139,11 @@ class ModulePlugin:
 
     @property
     def context(self) -> ContextSettings:
-        """How rows of tokens are cut."""
+        """How tokens are distributed over cp ranks."""
         return ContextSettings(self.cp_method, self.cp_mode, self.cp_block)
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that were written down or differ from their defaults, as plain data."""
+        """The settings that were given explicitly or differ from their defaults, as plain data."""
         result = {}
         for f in _settings(type(self)):
             value = getattr(self, f.name)
@@ -151,12 +153,12 @@ class ModulePlugin:
 
     @property
     def beside_plan(self) -> dict[str, Any]:
-        """The settings that a finished plan does not hold, as plain data."""
+        """The settings that a finished plan does not contain, as plain data."""
         return {name: plain_data(value) for name, value in self.to_dict().items() if name not in HELD_BY_PLAN}
 
-    def check_held(self, name: str, plan: ModulePlan) -> None:
-        """Raises `ValueError` for what is written down and is otherwise in a plan of the module `name`."""
-        held = {
+    def check_against(self, name: str, plan: ModulePlan) -> None:
+        """Raises `ValueError` for a setting that contradicts the plan of the module `name`."""
+        planned = {
             "dp_size": plan.dp_size,
             "pp_size": len(plan.replicas[0]),
             "tp_size": plan.tp_size,
@@ -168,10 +170,10 @@ class ModulePlugin:
         given = self.to_dict()
         if self.colocate_with is not None:
             raise ValueError(
-                f"`colocate_with={self.colocate_with!r}` of `{name}` has no effect beside a plan, which says who "
-                "shares ranks. Leave it out."
+                f"`colocate_with={self.colocate_with!r}` of `{name}` has no effect beside a plan, which already says "
+                "which modules share ranks. Leave it out."
             )
-        for key, value in held.items():
+        for key, value in planned.items():
             if key in given and given[key] != value:
                 raise ValueError(
                     f"`{key}={given[key]!r}` of `{name}` contradicts the plan beside it, which has {value!r}. Leave "
@@ -187,7 +189,7 @@ class ModulePlugin:
 
 
 def _settings(cls: type[ModulePlugin]) -> list[dataclasses.Field]:
-    """The fields that a user writes."""
+    """The fields that a user can set."""
     return [f for f in dataclasses.fields(cls) if f.name != "named"]
 
 
@@ -197,18 +199,19 @@ class MultimodalParallelPlugin:
     The layout of a whole model.
 
     Args:
-        modules (`dict[str, ModulePlugin]`): One entry a module; a module left out gets one rank of its own.
+        modules (`dict[str, ModulePlugin]`): Settings by module; a module left out gets one rank of its own.
         schedule (`str`, *optional*):
             `"1f1b"`; `"eager"`, which is 1F1B with as many forwards ahead as memory allows; `"gpipe"`; or
             `"encoders_first"`: all encoder forwards, then the language model under 1F1B, then all encoder backwards.
-            By default `"1f1b"`; with `auto` the best of them.
+            Defaults to `"1f1b"`; with `auto` the search chooses it.
         num_microbatches (`int`, *optional*):
-            Microbatches of each language-model replica; for plans without a Trainer, where the batch sizes give it.
-        plan (`ParallelPlan`, *optional*): A finished plan; then `modules` may only hold settings, no sizes.
+            Microbatches of each language-model replica, for plans without a Trainer. The Trainer computes it from the
+            batch sizes.
+        plan (`ParallelPlan`, *optional*): A finished plan; `modules` may then contain settings, but no sizes.
         auto (`bool`, *optional*, defaults to `False`):
-            Whether the Trainer searches for the best plan of the model, the dataset and the launched ranks. The sizes
-            that `modules` names, 1 as well, and `activation_checkpointing` are kept; what it leaves out is chosen.
-            `"auto"` in place of a plugin is this without further settings.
+            Whether the Trainer searches for the best plan for the model, the dataset and the launched ranks. Sizes
+            given in `modules`, including 1, and `activation_checkpointing` are kept; the others are chosen. The string
+            `"auto"` in place of a plugin means `auto=True` without further settings.
 
     Raises:
         `ValueError`: For settings that contradict each other.
@@ -232,7 +235,7 @@ class MultimodalParallelPlugin:
         self.modules = {name: ModulePlugin.from_dict(module or {}) for name, module in self.modules.items()}
         if self.plan is not None and not isinstance(self.plan, ParallelPlan):
             raise ValueError(
-                f"`plan={self.plan!r}` is no plan. Leave it out; `auto: true` has the best one searched for."
+                f"`plan={self.plan!r}` is not a plan. Leave it out; `auto: true` searches for the best one."
             )
         read_flag(self.auto, "`auto`")
         if self.num_microbatches is not None:
@@ -243,19 +246,19 @@ class MultimodalParallelPlugin:
             self.schedule = self.plan.schedule
             for name, module in self.modules.items():
                 reject_unknown_keys("The plan", [name], list(self.plan.modules))
-                module.check_held(name, self.plan.modules[name])
+                module.check_against(name, self.plan.modules[name])
         if self.auto:
             self._check_auto()
 
     def _check_auto(self) -> None:
-        """Raises `ValueError` for what a search can't keep to."""
+        """Raises `ValueError` for settings that a search can't respect."""
         for name in ("plan", "num_microbatches"):
             if getattr(self, name) is not None:
-                raise ValueError(f"`{name}` is given and to be found, `auto=True`. Leave one of them out.")
-        plain = ModulePlugin()
+                raise ValueError(f"`{name}` is given, but `auto=True` chooses it. Leave one of them out.")
+        default = ModulePlugin()
         for name, module in self.modules.items():
             for key in CHOSEN_BY_SEARCH:
-                if getattr(module, key) != getattr(plain, key):
+                if getattr(module, key) != getattr(default, key):
                     raise ValueError(
                         f"`{key}={getattr(module, key)}` of `{name}` is chosen by the search, `auto=True`. Leave it "
                         "out, or lay out all modules without `auto`."
@@ -263,14 +266,14 @@ class MultimodalParallelPlugin:
 
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:
-        """Module -> the sizes that are set, for a search to keep."""
-        plain, found = ModulePlugin(), {}
+        """Module -> its explicitly given sizes, which a search keeps."""
+        default, result = ModulePlugin(), {}
         for name, module in self.modules.items():
             sizes = {key: getattr(module, key) for key in SIZES}
-            own = {key: size for key, size in sizes.items() if key in module.named or size != getattr(plain, key)}
-            if own:
-                found[name] = own
-        return found
+            given = {key: size for key, size in sizes.items() if key in module.named or size != getattr(default, key)}
+            if given:
+                result[name] = given
+        return result
 
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
@@ -288,8 +291,8 @@ class MultimodalParallelPlugin:
     @classmethod
     def from_any(cls, value: Any) -> MultimodalParallelPlugin:
         """
-        Reads what `parallel=` takes: `"auto"`, a plugin, a dict of [`ModulePlugin`], the dict form of either, a JSON
-        string, or the path of a YAML or JSON file that holds one of these or a saved [`ParallelPlan`].
+        Reads a value of `parallel=`: `"auto"`, a plugin, a dict of [`ModulePlugin`], the dict form of either, a JSON
+        string, or the path of a YAML or JSON file with one of these or a saved [`ParallelPlan`].
         """
         if isinstance(value, str) and value == AUTO:
             return cls(auto=True)
@@ -312,7 +315,7 @@ class MultimodalParallelPlugin:
 
     @classmethod
     def _beside_plan(cls, value: Mapping[str, Any]) -> MultimodalParallelPlugin:
-        """Reads a plan with settings of modules beside it, as a run saves it."""
+        """Reads a plan with settings of modules beside it, the format that a run saves."""
         known = [f.name for f in dataclasses.fields(cls) if f.init]
         value = read_mapping(value, "`parallel`", ["plan"], [name for name in known if name != "plan"])
         plan = ParallelPlan.from_dict(value["plan"])
@@ -326,27 +329,27 @@ class MultimodalParallelPlugin:
 
 def layout_data(plan: ParallelPlan, modules: Mapping[str, ModulePlugin]) -> dict[str, Any]:
     """
-    What `parallel=` takes to repeat a run.
+    The value of `parallel=` that repeats a run.
 
     Args:
-        plan (`ParallelPlan`): Its plan.
-        modules (`Mapping[str, ModulePlugin]`): Its settings of modules.
+        plan (`ParallelPlan`): The plan of the run.
+        modules (`Mapping[str, ModulePlugin]`): The settings of its modules.
 
     Returns:
-        `dict`: The plan, beside it the settings that a plan does not hold, such as what is frozen; the plan alone if
-        there are none.
+        `dict`: The plan and, under `modules`, the settings that a plan does not contain, such as `freeze`. The plan
+        alone if there are none.
     """
     beside = {name: module.beside_plan for name, module in modules.items() if module.beside_plan}
     return {"modules": beside, "plan": plan.to_dict()} if beside else plan.to_dict()
 
 
 def save_layout(path: str | Path, plan: ParallelPlan, modules: Mapping[str, ModulePlugin]) -> None:
-    """Writes [`layout_data`] as YAML, or as JSON when the file's name ends so."""
+    """Writes [`layout_data`] as YAML, or as JSON if the file name ends in `.json`."""
     write_data(path, layout_data(plan, modules))
 
 
 def _is_plan(value: Mapping[str, Any]) -> bool:
-    """Whether plain data is a plan, also one with a mistake in it, and no settings."""
+    """Whether plain data is a plan, possibly with mistakes, rather than settings."""
     modules = value.get("modules")
     if not isinstance(modules, Mapping) or "plan" in value:
         return False

@@ -1,4 +1,4 @@
-"""Values that a person wrote into a file as what they must be, or a sentence that says what is wrong."""
+"""Validation of values that a person wrote into a file, with error messages that name the value and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) -> None:
-    """Raises `ValueError` naming the nearest known key for the first key that is not known."""
+    """Raises `ValueError` for the first unknown key; the message names the most similar known one."""
     for key in keys:
         if key not in known:
             text = str(key)
@@ -20,16 +20,16 @@ def reject_unknown_keys(what: str, keys: Sequence[str], known: Sequence[str]) ->
 
 def read_mapping(value: Any, what: str, needed: Sequence[str] = (), known: Sequence[str] | None = None) -> Mapping:
     """
-    A mapping with some keys.
+    Checks that a value is a mapping with the right keys, and returns it.
 
     Args:
-        value: What was written.
-        what (`str`): What it is, for errors.
-        needed (`Sequence[str]`, *optional*): Keys that it must have.
-        known (`Sequence[str]`, *optional*): Other keys that it may have; any when left out.
+        value: The value.
+        what (`str`): Its name in error messages.
+        needed (`Sequence[str]`, *optional*): Required keys.
+        known (`Sequence[str]`, *optional*): Optional keys; any key is allowed when left out.
 
     Raises:
-        `ValueError`: For another type, an unknown key, and a missing one.
+        `ValueError`: For a wrong type, an unknown key or a missing key.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is `{value!r}`; it must be a mapping of keys to values.")
@@ -42,35 +42,35 @@ def read_mapping(value: Any, what: str, needed: Sequence[str] = (), known: Seque
 
 
 def read_list(value: Any, what: str) -> Sequence[Any]:
-    """A list, or a `ValueError`."""
+    """Returns a list or tuple, raises `ValueError` for anything else."""
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"{what} is `{value!r}`; it must be a list.")
     return value
 
 
 def read_count(value: Any, what: str, least: int = 0) -> int:
-    """A whole number, or a `ValueError`."""
+    """Returns a whole number of at least `least`, raises `ValueError` for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{what} is `{value!r}`; it must be a whole number of at least {least}.")
     return value
 
 
 def read_flag(value: Any, what: str) -> bool:
-    """True or false, or a `ValueError`."""
+    """Returns a bool, raises `ValueError` for anything else."""
     if not isinstance(value, bool):
         raise ValueError(f"{what} is `{value!r}`; it must be `true` or `false`.")
     return value
 
 
 def read_name(value: Any, what: str) -> str:
-    """A name, or a `ValueError`."""
+    """Returns a string, raises `ValueError` for anything else."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is `{value!r}`; it must be a name.")
     return value
 
 
 def plain_data(value: Any) -> Any:
-    """Sets, tuples, paths and string enumerations as what JSON holds."""
+    """Converts sets, tuples, paths and string enumerations to JSON types."""
     if isinstance(value, Mapping):
         return {str(key): plain_data(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

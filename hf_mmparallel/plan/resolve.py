@@ -1,4 +1,4 @@
-"""From a few sizes to a `ParallelPlan`, and every check that a plan can fail before a rank starts."""
+"""Builds a `ParallelPlan` from the sizes of the modules, and checks a plan against a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from .schedules import Schedule
 
 
 def split_layers(num_layers: int, plugin: ModulePlugin, name: str) -> list[tuple[int, int]]:
-    """Layer ranges of each stage; extra layers go to the first stages. Raises `ValueError` when they can't be cut."""
+    """
+    Layer range of each stage; extra layers go to the first stages.
+
+    Raises:
+        `ValueError`: If there are more stages than layers, or `layers_per_stage` does not add up to `num_layers`.
+    """
     pp_size = plugin.pp_size
     if pp_size > num_layers:
         raise ValueError(
@@ -51,16 +56,16 @@ def _check_tp(spec: ModuleSpec, tp_size: int) -> None:
 def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
     if pp_size > 1 and spec.inner_features:
         raise ValueError(
-            f"`pp_size={pp_size}`: features leave `{spec.name}` from inside its layers (DeepStack), so that it "
-            f"can't be cut into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+            f"`pp_size={pp_size}`: `{spec.name}` outputs features of inner layers (DeepStack), so it can't be split "
+            f"into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
         )
 
 
 def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
     if cp_size > 1 and spec.name != LANGUAGE_MODEL:
         raise ValueError(
-            f"`cp_size={cp_size}`: only the tokens of the language model are cut over ranks, the images and clips of "
-            f"`{spec.name}` are not. Use `cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+            f"`cp_size={cp_size}` of `{spec.name}`: context parallelism is only supported for the language model. Use "
+            "`cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
         )
 
 
@@ -72,20 +77,20 @@ def resolve_plan(
     num_microbatches: int = 1,
 ) -> ParallelPlan:
     """
-    Gives every stage its layers and ranks.
+    Builds a plan: assigns layers and ranks to every stage.
 
-    Modules take consecutive ranks in the order of `spec`; within a module the replica varies slowest, then the stage,
-    then the part of the row of tokens, then the tensor-parallel rank, so that ranks that talk most are neighbours.
+    Modules get consecutive ranks in the order of `spec`. Within a module the replica varies slowest, then the stage,
+    the cp rank and the tp rank, so that the ranks that communicate most are neighbours.
 
     Args:
         spec (`ModelSpec`): The model.
-        plugins (`Mapping[str, ModulePlugin]`): Settings by module; modules left out are on one rank.
-        world_size (`int`, *optional*): Ranks that were launched; checked when given.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule's name.
-        num_microbatches (`int`, *optional*, defaults to 1): Of each language-model replica.
+        plugins (`Mapping[str, ModulePlugin]`): Settings by module; modules left out get one rank.
+        world_size (`int`, *optional*): Number of launched ranks; checked if given.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
+        num_microbatches (`int`, *optional*, defaults to 1): Microbatches of each language-model replica.
 
     Raises:
-        `ValueError`: For what does not fit, with a remedy.
+        `ValueError`: For sizes that do not fit the model or the number of ranks.
     """
     reject_unknown_keys("The model", list(plugins), list(spec.modules))
     modules: dict[str, ModulePlan] = {}
@@ -99,12 +104,12 @@ def resolve_plan(
             if host is None:
                 earlier = ", ".join(f"`{other}`" for other in modules) or "none"
                 raise ValueError(
-                    f"`{name}` can't be colocated with `{plugin.colocate_with}`: it must stand before `{name}` in the "
-                    f"model. Earlier modules: {earlier}."
+                    f"`{name}` can't be colocated with `{plugin.colocate_with}`, which must come before `{name}` in "
+                    f"the model. Use one of the earlier modules: {earlier}."
                 )
             sizes = _sizes(host)
             given = (plugin.dp_size, plugin.pp_size, plugin.tp_size, plugin.cp_size)
-            if any(own not in (1, size) for own, size in zip(given, sizes, strict=True)):
+            if any(wanted not in (1, size) for wanted, size in zip(given, sizes, strict=True)):
                 raise ValueError(
                     f"`{name}` shares the ranks of `{plugin.colocate_with}` (dp, pp, tp, cp = {sizes}) and can't have "
                     f"{given}. Leave its sizes out."
@@ -139,36 +144,34 @@ def resolve_plan(
 
 
 def _sizes(module: ModulePlan) -> tuple[int, int, int, int]:
-    """dp, pp, tp, cp."""
+    """Sizes of a module: dp, pp, tp, cp."""
     return module.dp_size, len(module.replicas[0]), module.tp_size, module.cp_size
 
 
 def check_world_size(plan: ParallelPlan, world_size: int) -> None:
-    """Raises `ValueError` with each module's ranks unless exactly `world_size` ranks are planned."""
+    """Raises `ValueError`, with the sizes of each module, unless the plan has exactly `world_size` ranks."""
     if plan.world_size == world_size:
         return
-    rows = []
-    for name, module in plan.modules.items():
-        rows.append(f"{name}: {module.layout} = {math.prod(_sizes(module))}")
-    lost = (
-        " One process is what a launch without a process group looks like: `accelerate launch --cpu` and plain "
-        "`python` start one whatever `--num_processes` says; see the ready files in `examples/accelerate_configs`."
+    layouts = [f"{name}: {m.layout} = {math.prod(_sizes(m))}" for name, m in plan.modules.items()]
+    hint = (
+        " `accelerate launch --cpu` and plain `python` start one process without a process group, whatever "
+        "`--num_processes` says; see the config files in `examples/accelerate_configs`."
         if world_size == 1
         else ""
     )
     raise ValueError(
-        f"The plan is for {plan.world_size} ranks ({'; '.join(rows)}), but {world_size} "
+        f"The plan is for {plan.world_size} ranks ({'; '.join(layouts)}), but {world_size} "
         f"{'was' if world_size == 1 else 'were'} launched. Launch {plan.world_size} processes or change the "
-        f"sizes.{lost}"
+        f"sizes.{hint}"
     )
 
 
 def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
     """
-    Checks a plan from a file against the model.
+    Checks a finished plan against the model.
 
     Raises:
-        `ValueError`: If modules, layers or ranks do not fit.
+        `ValueError`: If modules, edges, layers or ranks do not match.
     """
     reject_unknown_keys("The model", list(plan.modules), list(spec.modules))
     missing = [name for name in spec.modules if name not in plan.modules]
@@ -178,76 +181,76 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
         raise ValueError(f"The plan's edges are {list(plan.edges)}, the model's {list(spec.edges)}. Copy the model's.")
     used = set()
     for name, module in plan.modules.items():
-        _check_grids(name, module)
+        _check_meshes(name, module)
         num_layers = spec.modules[name].num_layers
         for replica, stages in enumerate(module.replicas):
             bounds = [stage.layers for stage in stages]
             if [b[0] for b in bounds] + [num_layers] != [0] + [b[1] for b in bounds]:
                 raise ValueError(
-                    f"The stages of `{name}` replica {replica} hold layers {bounds}; they must follow each other from "
-                    f"0 to {num_layers}, the layers of the model."
+                    f"The stages of `{name}` replica {replica} have layers {bounds}, which do not cover 0 to "
+                    f"{num_layers} in order. Give them consecutive ranges of the model's {num_layers} layers."
                 )
             _check_uncut(spec.modules[name], len(stages))
             used.update(rank for stage in stages for rank in stage.all_ranks)
         _check_tp(spec.modules[name], module.tp_size)
         _check_cp(spec.modules[name], module.cp_size)
-        cut = module.context
-        ModulePlugin(cp_size=module.cp_size, cp_method=cut.method, cp_mode=cut.mode, cp_block=cut.block)  # its checks
+        context = module.context  # validated by `ModulePlugin`
+        ModulePlugin(cp_size=module.cp_size, cp_method=context.method, cp_mode=context.mode, cp_block=context.block)
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")
 
 
-def _check_grids(name: str, module: ModulePlan) -> None:
+def _check_meshes(name: str, module: ModulePlan) -> None:
     """
-    Raises `ValueError` unless all stages have grids of one size, in which no rank is twice, and each rank is at one
-    place in its rows.
+    Raises `ValueError` unless all stages have meshes of one shape without duplicate ranks, and each rank has the same
+    tp rank in all of them.
     """
-    grids = [stage.ranks for _, _, stage in module.stages()]
-    if not grids:
+    meshes = [stage.ranks for _, _, stage in module.stages()]
+    if not meshes:
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
-    sizes = sorted({len(row) for grid in grids for row in grid})
+    sizes = sorted({len(tp_group) for mesh in meshes for tp_group in mesh})
     if len(sizes) != 1 or not sizes[0]:
         raise ValueError(
-            f"The stages of `{name}` have rows of {' and '.join(map(str, sizes))} ranks. Give all of them the same "
-            "`tp_size`."
+            f"The stages of `{name}` have tp groups of {' and '.join(map(str, sizes))} ranks. Give all of them the "
+            "same `tp_size`."
         )
-    counts = sorted({len(grid) for grid in grids})
+    counts = sorted({len(mesh) for mesh in meshes})
     if len(counts) > 1:
         raise ValueError(
-            f"The stages of `{name}` have {' and '.join(map(str, counts))} rows of ranks. Give all of them the same "
+            f"The stages of `{name}` have {' and '.join(map(str, counts))} tp groups. Give all of them the same "
             "`cp_size`."
         )
-    places: dict[int, int] = {}
-    for grid in grids:
-        ranks = [rank for row in grid for rank in row]
-        twice = next((rank for rank in ranks if ranks.count(rank) > 1), None)
-        if twice is not None:
-            raise ValueError(f"The plan puts rank {twice} twice into a stage of `{name}`. Name each rank once.")
-        for row in grid:
-            for place, rank in enumerate(row):
-                if places.setdefault(rank, place) != place:
+    tp_ranks: dict[int, int] = {}
+    for mesh in meshes:
+        ranks = [rank for tp_group in mesh for rank in tp_group]
+        duplicate = next((rank for rank in ranks if ranks.count(rank) > 1), None)
+        if duplicate is not None:
+            raise ValueError(f"The plan puts rank {duplicate} twice into a stage of `{name}`. Name each rank once.")
+        for tp_group in mesh:
+            for tp_rank, rank in enumerate(tp_group):
+                if tp_ranks.setdefault(rank, tp_rank) != tp_rank:
                     raise ValueError(
-                        f"The plan puts rank {rank} at places {places[rank]} and {place} of `{name}`, so that it "
-                        "would hold two different shards. Give it the same place in each row."
+                        f"The plan gives rank {rank} the tp ranks {tp_ranks[rank]} and {tp_rank} in `{name}`, so that "
+                        "it would need two different shards. Give it the same position in each tp group."
                     )
 
 
 def frozen_as_planned(spec: ModelSpec, plugin: MultimodalParallelPlugin) -> ModelSpec:
     """
-    The model with what a finished plan freezes: a stage with `trainable: false` holds nothing that is trained, unless
-    `freeze` of its module is set beside the plan.
+    Freezes the parameters of stages with `trainable: false` in a finished plan, unless `freeze` of the module is set
+    beside the plan.
 
     Args:
         spec (`ModelSpec`): The model.
-        plugin (`MultimodalParallelPlugin`): The plan, if there is one, and the settings beside it.
+        plugin (`MultimodalParallelPlugin`): The plan, if any, and the settings beside it.
     """
     if plugin.plan is None:
         return spec
     frozen: set[str] = set()
     for name, module in plugin.plan.modules.items():
-        own = plugin.modules.get(name, ModulePlugin())
-        if name in spec.modules and not own.freeze and "freeze" not in own.named:
+        settings = plugin.modules.get(name, ModulePlugin())
+        if name in spec.modules and not settings.freeze and "freeze" not in settings.named:
             stages = [stage for _, _, stage in module.stages() if not stage.trainable]
             frozen.update(p.name for stage in stages for p in stage_parameters(spec, name, stage))
     modules = {
@@ -262,32 +265,32 @@ def frozen_as_planned(spec: ModelSpec, plugin: MultimodalParallelPlugin) -> Mode
 
 def check_trained(plan: ParallelPlan, spec: ModelSpec, settings: Mapping[str, ModulePlugin] | None = None) -> None:
     """
-    Raises `ValueError` where a plan says that a stage trains nothing, and the model has parameters that it does; and
-    where it says that a stage is partly frozen, and neither the model nor the settings say what of it is.
+    Raises `ValueError` for a stage with `trainable: false` that has trainable parameters, and for a stage with
+    `trainable: partly` if neither the model nor the settings say which parameters are frozen.
     """
     for name, module in plan.modules.items():
-        own = (settings or {}).get(name, ModulePlugin())
-        is_said = own.peft_config is not None or bool(own.freeze) or "freeze" in own.named
+        plugin = (settings or {}).get(name, ModulePlugin())
+        is_explicit = plugin.peft_config is not None or bool(plugin.freeze) or "freeze" in plugin.named
         for replica, index, stage in module.stages():
             parameters = stage_parameters(spec, name, stage)
-            trained = sum(p.num_elements for p in parameters if p.trainable)
-            if trained and not stage.trainable:
+            num_trained = sum(p.num_elements for p in parameters if p.trainable)
+            if num_trained and not stage.trainable:
                 raise ValueError(
                     f"The plan says that stage {index} of `{name}` replica {replica} trains nothing (`trainable: "
-                    f"false`), but {trained:,} of its parameters are to be trained. Set `freeze: true` for `{name}`, "
+                    f"false`), but {num_trained:,} of its parameters are trainable. Set `freeze: true` for `{name}`, "
                     "or remove `trainable: false` from its stages."
                 )
-            if stage.partly_frozen and not is_said and all(p.trainable for p in parameters):
+            if stage.partly_frozen and not is_explicit and all(p.trainable for p in parameters):
                 raise ValueError(
                     f"The plan says that stage {index} of `{name}` replica {replica} is partly frozen (`trainable: "
-                    f"partly`), not what of it, and all of its {trained:,} parameters would be trained. Set `freeze` "
+                    f"partly`), but not which parameters, and all {num_trained:,} would be trained. Set `freeze` "
                     f"or `peft_config` of `{name}` under `modules` beside the plan, as in the `parallel_plan.json` of "
                     "the run, or `freeze: false` to train all."
                 )
 
 
 def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
-    """The plan with its modules in the model's order, and the stages marked trainable that the model trains."""
+    """The plan with its modules in the model's order, and `trainable` of the stages as in the model."""
     modules = {}
     for name in spec.modules:
         module, replicas = plan.modules[name], []
@@ -311,7 +314,7 @@ def _as_trained(plan: ParallelPlan, spec: ModelSpec) -> ParallelPlan:
 def plan_for_model(
     plugin: MultimodalParallelPlugin, spec: ModelSpec, world_size: int | None, num_microbatches: int = 1
 ) -> ParallelPlan:
-    """The plan of a plugin: the finished one that it carries, or one made from its sizes."""
+    """The plan of a plugin: its finished plan, or one built from its sizes."""
     if plugin.plan is not None:
         plan = plugin.plan if plugin.plan.edges else replace(plugin.plan, edges=spec.edges)
         check_plan(plan, spec)

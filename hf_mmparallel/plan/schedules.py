@@ -1,4 +1,4 @@
-"""The schedules of a step as data, which code that orders, caps or estimates tasks reads in place of their names."""
+"""The schedules as data: other code reads the fields of a `SchedulePolicy` and never compares schedule names."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ Schedule = Literal["1f1b", "gpipe", "eager", "encoders_first"]
 @dataclass(frozen=True)
 class SchedulePolicy:
     """
-    What tells a schedule from others.
+    The properties of a schedule.
 
-    A step has phases: a rank starts no task of a phase while it has one of an earlier phase left. What a task waits
-    for is never in a later phase, so that phases can't deadlock. Within a phase the order comes from a simulation,
-    limited by the number of microbatches in flight.
+    A step has phases: a rank starts no task of a phase before it has finished its tasks of earlier phases. The
+    dependencies of a task are never in a later phase, so phases can't deadlock. Within a phase the order comes from a
+    simulation that limits the number of microbatches in flight.
 
     Args:
         encoders (`tuple[int, int]`, *optional*, defaults to `(0, 0)`):
-            The phases of the forwards and of the backwards of encoders.
+            Phases of the encoders' forwards and backwards.
         others (`tuple[int, int]`, *optional*, defaults to `(0, 0)`):
-            Those of the language model and of generators.
+            Phases of the forwards and backwards of the language model and of generators.
         fills_memory (`bool`, *optional*, defaults to `False`):
-            Whether as many microbatches are in flight as memory allows, rather than as few as keep all stages busy.
+            Whether as many microbatches are in flight as fit into memory, rather than the fewest that keep all stages
+            busy.
     """
 
     encoders: tuple[int, int] = (0, 0)
@@ -32,17 +33,17 @@ class SchedulePolicy:
     fills_memory: bool = False
 
     def phases(self, is_encoder: bool) -> tuple[int, int]:
-        """The phases of the forwards and of the backwards of a module."""
+        """Phases of a module's forwards and of its backwards."""
         return self.encoders if is_encoder else self.others
 
     def keeps_all(self, is_encoder: bool) -> bool:
-        """Whether all microbatches of a step are in flight at once in a module: its forwards all go first."""
+        """Whether a module runs all forwards of a step before its first backward, with all microbatches in flight."""
         forward, backward = self.phases(is_encoder)
         return forward < backward
 
     @property
     def is_one_phase(self) -> bool:
-        """Whether forwards and backwards mix, so that a stage may wait for a forward after each backward."""
+        """Whether forwards and backwards are in one phase, so that a stage may alternate between them."""
         return len({*self.encoders, *self.others}) == 1
 
 
@@ -52,6 +53,6 @@ POLICIES: Mapping[Schedule, SchedulePolicy] = {
     "eager": SchedulePolicy(fills_memory=True),
     "encoders_first": SchedulePolicy(encoders=(0, 2), others=(1, 1)),
 }
-"""Name -> policy. `"encoders_first"` is DIP's (Entrain, section 4.7.2)."""
+"""Schedule name -> policy. `"encoders_first"` is the schedule of DIP (Entrain, section 4.7.2)."""
 
 SCHEDULES = tuple(POLICIES)

@@ -1,4 +1,4 @@
-"""How large the samples of a global batch are in each module, and what they cost there."""
+"""Sizes of the samples of a global batch in each module, and their computation times."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from .model_spec import LANGUAGE_MODEL
 @dataclass(frozen=True)
 class SampleSizes:
     """
-    Tokens of the samples of a global batch, known before any of them is read.
+    Token counts of the samples of a global batch, known before the samples are read.
 
     Args:
         tokens (`Mapping[str, np.ndarray]`):
-            Module -> int64 `[samples]`: the tokens that its layers see of each sample; 0 where a sample has nothing
-            for the module, such as a sample without images.
+            Module -> int64 `[samples]`: tokens of each sample in the module's layers; 0 if the sample has no input for
+            the module, such as a sample without images.
         squares (`Mapping[str, np.ndarray]`):
-            Module -> float64 `[samples]`: the sum, over the sequences of a sample that attend to themselves (its
-            images, say), of their squared lengths.
-        known (`bool`, *optional*, defaults to `True`): Whether they were read off the samples; otherwise all samples
-            count the same, and any of them may have something for each module.
+            Module -> float64 `[samples]`: sum of the squared lengths of the sample's attention sequences (its images,
+            for example).
+            known (`bool`, *optional*, defaults to `True`):
+                Whether the sizes were measured. Otherwise all samples count the same, and any sample may have inputs
+                for each module.
     """
 
     tokens: Mapping[str, np.ndarray]
@@ -35,7 +36,7 @@ class SampleSizes:
         return len(next(iter(self.tokens.values())))
 
     def take(self, slots: Sequence[int] | np.ndarray) -> SampleSizes:
-        """The sizes of some of the samples, in their order."""
+        """Sizes of the samples at `slots`, in that order."""
         chosen = np.asarray(slots, dtype=np.int64)
         return SampleSizes(
             {name: values[chosen] for name, values in self.tokens.items()},
@@ -44,7 +45,7 @@ class SampleSizes:
         )
 
     def like_the_mean(self, num_samples: int) -> SampleSizes:
-        """So many samples that are all like the mean of these, whose tokens need be no whole numbers."""
+        """`num_samples` samples of the mean size, whose token counts may be fractional."""
         return SampleSizes(
             {name: np.full(num_samples, values.mean()) for name, values in self.tokens.items()},
             {name: np.full(num_samples, values.mean()) for name, values in self.squares.items()},
@@ -54,21 +55,21 @@ class SampleSizes:
     @classmethod
     def of_sequences(cls, lengths: Mapping[str, Sequence[Sequence[int]]]) -> SampleSizes:
         """
-        Sizes from the lengths of sequences.
+        Sizes from sequence lengths.
 
         Args:
             lengths (`Mapping[str, Sequence[Sequence[int]]]`):
-                Module -> for each sample, the lengths of its sequences (one for the language model, one for each
-                image of an encoder).
+                Module -> for each sample, its sequence lengths (one for the language model, one per image for an
+                encoder).
         """
         return cls(
-            {name: np.array([sum(own) for own in rows], dtype=np.int64) for name, rows in lengths.items()},
-            {name: np.array([sum(n * n for n in own) for own in rows], dtype=float) for name, rows in lengths.items()},
+            {name: np.array([sum(s) for s in samples], dtype=np.int64) for name, samples in lengths.items()},
+            {name: np.array([sum(n * n for n in s) for s in samples], float) for name, samples in lengths.items()},
         )
 
     @classmethod
     def uniform(cls, tokens: Mapping[str, int], num_samples: int, known: bool = False) -> SampleSizes:
-        """Samples that are all alike, each with one sequence of `tokens[module]` in each module."""
+        """`num_samples` equal samples, each with one sequence of `tokens[module]` tokens in each module."""
         return cls(
             {name: np.full(num_samples, count, dtype=np.int64) for name, count in tokens.items()},
             {name: np.full(num_samples, float(count) ** 2) for name, count in tokens.items()},
@@ -79,21 +80,21 @@ class SampleSizes:
 @dataclass(frozen=True)
 class Workloads:
     """
-    What a global batch is arranged by: numbers of its samples, in the order of their slots.
+    Computation times and token counts of a global batch, by which its samples are arranged into microbatches. Arrays
+    are indexed by slot.
 
     Args:
         forward_ms (`Mapping[str, np.ndarray]`):
-            Module -> float64 `[samples]`: the forward of each sample through the whole module on one rank. 0 where
-            the module has nothing to do for it; such samples are in no microbatch of an encoder.
-        backward_ratio (`Mapping[str, float]`): Module -> time of a backward over that of a forward, 0 without one.
+            Module -> float64 `[samples]`: forward time of each sample through the whole module on one rank; 0 if the
+            sample has no input for the module. Such samples are in no microbatch of an encoder.
+            backward_ratio (`Mapping[str, float]`): Module -> backward time / forward time, 0 without a backward.
         tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
-        max_tokens (`Mapping[str, int]`): Module -> most tokens of a microbatch; modules that are not in it have no
-            limit. Both a budget of the user and a limit of memory become one of these. A sample that alone has more
-            gets a microbatch of its own.
+        max_tokens (`Mapping[str, int]`):
+            Module -> maximum tokens per microbatch, from the user's setting or the memory limit; no limit for modules
+            left out. A sample with more tokens gets a microbatch of its own.
         row_ms (`np.ndarray` of shape `[samples]`, *optional*):
-            Where rows of the language model are padded: the forward of each sample beside others of other lengths,
-            under a dense mask. `None` where rows are packed or all equally long: samples cost in a microbatch what
-            they cost alone.
+            Forward time of each sample in a padded microbatch of the language model, with a dense mask. `None` if
+            samples are packed or have equal lengths, where a sample in a microbatch takes as long as alone.
     """
 
     forward_ms: Mapping[str, np.ndarray]
@@ -108,13 +109,13 @@ class Workloads:
 
     def tokens_of_limit(self, module: str) -> np.ndarray:
         """
-        What each sample uses of the limit of a microbatch, int64 `[samples]`: its tokens, and all of the limit if it
-        has more than that, so that it shares a microbatch with no other sample that has tokens in the module.
+        Tokens of each sample that count against `max_tokens`, int64 `[samples]`: at most `max_tokens`, so that a
+        larger sample fills a microbatch by itself.
         """
         return np.minimum(self.tokens[module], self.max_tokens[module])
 
     def take(self, slots: Sequence[int] | np.ndarray) -> Workloads:
-        """The workloads of some of the samples, in their order."""
+        """Workloads of the samples at `slots`, in that order."""
         chosen = np.asarray(slots, dtype=np.int64)
         times = {name: values[chosen] for name, values in self.forward_ms.items()}
         tokens = {name: values[chosen] for name, values in self.tokens.items()}
@@ -123,14 +124,14 @@ class Workloads:
 
     def microbatch_ms(self, module: str, slots: np.ndarray, microbatch: np.ndarray, count: int) -> np.ndarray:
         """
-        The forward of each microbatch through a whole module on one rank. Padded rows of the language model are all
-        as long as the longest; rows of equal length need no dense mask.
+        Forward time of each microbatch through a whole module on one rank. In a padded microbatch of the language
+        model all rows have the length of the longest; rows of equal length need no dense mask.
 
         Args:
             module (`str`): The module.
-            slots (`np.ndarray` of shape `[any]`): Samples.
-            microbatch (`np.ndarray` of shape `[any]`): The microbatch of each.
-            count (`int`): Microbatches.
+            slots (`np.ndarray` of shape `[n]`): Slots of the samples.
+            microbatch (`np.ndarray` of shape `[n]`): Microbatch of each sample.
+            count (`int`): Number of microbatches.
 
         Returns:
             `np.ndarray`: Milliseconds, float64 `[count]`; 0 for a microbatch without samples.
@@ -145,7 +146,7 @@ class Workloads:
 
     @classmethod
     def alike(cls, modules: Iterable[str], num_samples: int) -> Workloads:
-        """Samples of which nothing is known: each has one token and takes one millisecond in each of `modules`."""
+        """Workloads of samples of unknown size: one token and one millisecond per sample in each of `modules`."""
         names = list(modules)
         return cls(
             {name: np.ones(num_samples) for name in names},

@@ -1,4 +1,4 @@
-"""Which replica and microbatch of which module takes which sample of one global batch."""
+"""`StepPlan`: the assignment of the samples of a global batch to the replicas and microbatches of each module."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ Slots = tuple[int, ...]
 
 
 def turn_of(index: Any, count: Any, turns: Any) -> Any:
-    """In which of `turns` turns microbatch `index` of a replica has its place, if its `count` are spread evenly."""
+    """
+    Turn, of `turns`, of microbatch `index` if the `count` microbatches of a replica are spread evenly over turns.
+    """
     return (2 * index + 1) * turns // (2 * count)
 
 
 @dataclass(frozen=True)
 class SlotPlaces:
     """
-    Where the slots of a module are.
+    Replica and microbatch of the slots of a module.
 
     Args:
-        slots (`np.ndarray` of shape `[samples]`): The slots.
-        replica (`np.ndarray` of shape `[samples]`): The replica of each.
-        microbatch (`np.ndarray` of shape `[samples]`): Its microbatch.
-        place (`np.ndarray` of shape `[samples]`): The place of that among all microbatches.
+        slots (`np.ndarray` of shape `[samples]`): Slots.
+        replica (`np.ndarray` of shape `[samples]`): Replica of each slot.
+        microbatch (`np.ndarray` of shape `[samples]`): Index of its microbatch within the replica.
+        place (`np.ndarray` of shape `[samples]`): Index of its microbatch among those of all replicas.
     """
 
     slots: NDArray
@@ -43,14 +45,14 @@ class SlotPlaces:
 @dataclass(frozen=True)
 class ChunkCuts:
     """
-    Chunks of a module, replica by replica and microbatch by microbatch.
+    Chunks of a module as arrays, ordered by replica and microbatch.
 
     Args:
-        replica (`np.ndarray` of shape `[chunks]`): Of each chunk.
-        microbatch (`np.ndarray` of shape `[chunks]`): Of each chunk.
-        chunk (`np.ndarray` of shape `[chunks]`): Its index in the microbatch.
-        slots (`np.ndarray` of shape `[samples]`): The samples of all chunks.
-        of_slot (`np.ndarray` of shape `[samples]`): The place among the chunks of each sample's.
+        replica (`np.ndarray` of shape `[chunks]`): Replica of each chunk.
+        microbatch (`np.ndarray` of shape `[chunks]`): Microbatch of each chunk.
+        chunk (`np.ndarray` of shape `[chunks]`): Index of each chunk in its microbatch.
+        slots (`np.ndarray` of shape `[samples]`): Slots of all chunks.
+        of_slot (`np.ndarray` of shape `[samples]`): For each of `slots`, the index of its chunk in the arrays above.
     """
 
     replica: NDArray
@@ -69,20 +71,20 @@ class ChunkCuts:
 @dataclass(frozen=True)
 class StepPlan:
     """
-    The arrangement of one global batch.
+    The assignment of one global batch.
 
-    Replicas of a module may have different numbers of microbatches: those of a fast one are more. Where an encoder or
-    a generator works for several such replicas, its microbatches are as many as theirs where they are most, and the
-    microbatches of the others are spread over these turns, see [`StepPlan.takers`].
+    Replicas of a module may have different numbers of microbatches; a fast replica has more. An encoder or generator
+    that works for several replicas of the language model counts in turns, as many as the largest number of
+    microbatches among these replicas, over which the microbatches of each are spread evenly; see [`StepPlan.takers`].
 
     Args:
-        samples (`tuple[int, ...]`): Dataset indices in the sampler's order. A sample's *slot* is its place in it.
+        samples (`tuple[int, ...]`): Dataset indices in the sampler's order. A sample's *slot* is its index here.
         microbatches (`Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]]`):
-            Module -> replica -> microbatch -> the slots it takes.
-        targets (`Mapping[str, tuple[str, ...]]`): Module -> the modules that take its features.
-        epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
+            Module -> replica -> microbatch -> its slots.
+            targets (`Mapping[str, tuple[str, ...]]`): Module -> the consumers of its features.
+            epoch (`int`, *optional*, defaults to 0): The epoch of the samples.
         whole (`StepPlan`, *optional*):
-            Of a part ([`~StepPlan.part`]), the step that it belongs to, which knows where its slots are.
+            For a part of a step ([`~StepPlan.part`]), the whole step, which has the locations of all slots.
     """
 
     samples: tuple[int, ...]
@@ -93,29 +95,29 @@ class StepPlan:
 
     @cached_property
     def _counts(self) -> dict[str, NDArray]:
-        """Module -> microbatches of each replica, int64 `[replicas]`."""
-        return {name: np.array([len(own) for own in replicas]) for name, replicas in self.microbatches.items()}
+        """Module -> number of microbatches of each replica, int64 `[replicas]`."""
+        return {name: np.array(list(map(len, replicas))) for name, replicas in self.microbatches.items()}
 
     @cached_property
     def locations(self) -> dict[str, tuple[NDArray, NDArray]]:
         """
-        Module -> the replica and the microbatch of every slot, int64 `[num_samples]`; -1 where it has none. Of a part,
-        those of the whole step.
+        Module -> replica and microbatch of every slot, int64 `[num_samples]` each; -1 for a slot that is not in the
+        module. For a part of a step, the locations in the whole step.
         """
         if self.whole is not None:
             return self.whole.locations
         return {module: self._locations(replicas) for module, replicas in self.microbatches.items()}
 
     def _locations(self, replicas: tuple[tuple[Slots, ...], ...]) -> tuple[NDArray, NDArray]:
-        """The locations of the slots in one module."""
+        """Replica and microbatch of every slot in one module."""
         microbatches = list(chain.from_iterable(replicas))
         sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))
         slots = np.fromiter(chain.from_iterable(microbatches), np.int64, int(sizes.sum()))
-        counts = [len(own) for own in replicas]
-        found = np.full((2, len(self.samples)), -1)
-        found[0, slots] = np.repeat(np.arange(len(counts)), counts).repeat(sizes)
-        found[1, slots] = np.fromiter(chain.from_iterable(map(range, counts)), np.int64, len(sizes)).repeat(sizes)
-        return found[0], found[1]
+        counts = list(map(len, replicas))
+        replica, microbatch = np.full((2, len(self.samples)), -1)
+        replica[slots] = np.repeat(np.arange(len(counts)), counts).repeat(sizes)
+        microbatch[slots] = np.fromiter(chain.from_iterable(map(range, counts)), np.int64, len(sizes)).repeat(sizes)
+        return replica, microbatch
 
     @cached_property
     def places(self) -> Mapping[tuple[str, int], tuple[int, int]]:
@@ -124,70 +126,70 @@ class StepPlan:
 
     def takers(self, module: str, replica: int, target: str) -> dict[int, int]:
         """
-        When `target` takes what a replica of `module` hands to it.
+        The turns in which `target` consumes the outputs of a replica of `module`.
 
         Args:
-            module (`str`): An encoder, or the language model in front of a generator.
-            replica (`int`): Its replica.
-            target (`str`): The module that takes its features.
+            module (`str`): The producer: an encoder, or the language model in front of a generator.
+            replica (`int`): Replica of the producer.
+            target (`str`): The consumer.
 
         Returns:
-            `dict[int, int]`: Slot -> turn, in the order of the replica's slots. There are as many turns as
-            microbatches of that replica of `target`, among those that this replica feeds, which has most of them.
+            `dict[int, int]`: Slot -> turn, in the order of the replica's slots. The number of turns is the largest
+            number of microbatches among the replicas of `target` that this replica feeds.
         """
-        given = [slot for slots in self.microbatches[module][replica] for slot in slots]
-        takers, indices = (found[given] for found in self.locations[target])
-        used = takers >= 0
+        slots = np.array(list(chain.from_iterable(self.microbatches[module][replica])), np.int64)
+        consumers, indices = (location[slots] for location in self.locations[target])
+        used = consumers >= 0
         if not used.any():
             return {}
-        counts = (self.whole or self)._counts[target][takers[used]]
+        counts = (self.whole or self)._counts[target][consumers[used]]
         turns = turn_of(indices[used], counts, counts.max())
-        return dict(zip(np.array(given)[used].tolist(), turns.tolist(), strict=True))
+        return dict(zip(slots[used].tolist(), turns.tolist(), strict=True))
 
     @cached_property
     def chunks(self) -> _Chunks:
         """
-        (module, replica, microbatch) -> its chunks, each with a forward and a backward of its own.
+        (module, replica, microbatch) -> its chunks, each with its own forward and backward.
 
-        An encoder's microbatch is cut by the turn in which its features are taken; a microbatch without samples has
-        no chunks. The language model's microbatches are one chunk each. Those of a replica are cut when one of them
-        is first asked for.
+        An encoder's microbatch is split into chunks by the turn in which its features are consumed; a microbatch
+        without samples has no chunks. A microbatch of the language model is one chunk. The chunks of a replica are
+        computed on first access.
         """
         return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
 
     def cut_chunks(self, module: str, replicas: Sequence[int]) -> ChunkCuts:
         """
-        The chunks of some replicas of a module in arrays, which many of them need a fraction of the time for.
+        The chunks of several replicas of a module as arrays, which is much faster than [`~StepPlan.chunks`].
 
         Args:
             module (`str`): The module.
-            replicas (`Sequence[int]`): Replicas of it in ascending order.
+            replicas (`Sequence[int]`): Its replicas, in ascending order.
         """
-        found = self.slots_of(module, replicas)
-        key = np.full(len(found.slots), -1)
+        places = self.slots_of(module, replicas)
+        key = np.full(len(places.slots), -1)
         for target in self.targets.get(module, ()) if module != LANGUAGE_MODEL else ():
-            used, turns, _ = self.turns(found, target)
+            used, turns, _ = self.turns(places, target)
             key[used] = np.maximum(key[used], turns)
-        key = np.where(key < 0, found.microbatch, key)
+        key = np.where(key < 0, places.microbatch, key)
         width = int(key.max(initial=0)) + 1
-        cells, of_slot = np.unique(found.place * width + key, return_inverse=True)
+        cells, of_slot = np.unique(places.place * width + key, return_inverse=True)
         first = np.empty(len(cells), np.int64)
         first[of_slot] = np.arange(len(of_slot))  # any sample of each chunk
         place = cells // width
         chunk = np.arange(len(cells)) - np.searchsorted(place, place)
-        return ChunkCuts(found.replica[first], found.microbatch[first], chunk, found.slots, of_slot)
+        return ChunkCuts(places.replica[first], places.microbatch[first], chunk, places.slots, of_slot)
 
     def slots_of(self, module: str, replicas: Sequence[int]) -> SlotPlaces:
         """
-        The slots of some replicas of a module, microbatch by microbatch.
+        The slots of several replicas of a module, ordered by microbatch.
 
         Args:
             module (`str`): The module.
-            replicas (`Sequence[int]`): Replicas of it in ascending order.
+            replicas (`Sequence[int]`): Its replicas, in ascending order.
         """
-        rows = [self.microbatches[module][replica] for replica in replicas]
-        counts = np.fromiter(map(len, rows), np.int64, len(rows))
-        microbatches = list(chain.from_iterable(rows))
+        chosen = [self.microbatches[module][replica] for replica in replicas]
+        counts = np.fromiter(map(len, chosen), np.int64, len(chosen))
+        microbatches = list(chain.from_iterable(chosen))
         sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))
         place = np.repeat(np.arange(len(microbatches)), sizes)
         replica = np.repeat(np.asarray(replicas, np.int64), counts)[place]
@@ -197,62 +199,62 @@ class StepPlan:
 
     def turns(self, given: SlotPlaces, target: str) -> tuple[NDArray, NDArray, NDArray]:
         """
-        [`~StepPlan.takers`] of many replicas at once.
+        [`~StepPlan.takers`] for many replicas at once.
 
         Args:
-            given ([`SlotPlaces`]): Of a module in front of `target`.
-            target (`str`): The module that takes its features.
+            given ([`SlotPlaces`]): Slots of the producer.
+            target (`str`): The consumer.
 
         Returns:
-            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Which of the slots `target` takes, and for each of these its
-            turn and the number of turns.
+            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Indices of the slots that `target` consumes and, for each of
+            them, its turn and the number of turns.
         """
-        takers, indices = (found[given.slots] for found in self.locations[target])
-        used = np.flatnonzero(takers >= 0)
-        counts = (self.whole or self)._counts[target][takers[used]]
+        consumers, indices = (location[given.slots] for location in self.locations[target])
+        used = np.flatnonzero(consumers >= 0)
+        counts = (self.whole or self)._counts[target][consumers[used]]
         most = np.zeros(int(given.replica.max(initial=-1)) + 1, np.int64)
         np.maximum.at(most, given.replica[used], counts)
         turns = most[given.replica[used]]
         return used, turn_of(indices[used], counts, turns), turns
 
     def replicas(self, module: str) -> list[int]:
-        """The replicas of a module that have microbatches: of a part its own ones only."""
-        own = self.microbatches[module]
-        return list(compress(range(len(own)), own))
+        """Indices of the replicas of a module with microbatches: all of them, unless this is a part of a step."""
+        replicas = self.microbatches[module]
+        return list(compress(range(len(replicas)), replicas))
 
     def part(self, members: Collection[tuple[str, int]]) -> StepPlan:
         """
-        The step with the microbatches of some replicas only; numbers of replicas and slots stay the same.
+        The step with the microbatches of some replicas only. Replica indices and slots do not change.
 
         Args:
             members (`Collection[tuple[str, int]]`):
-                (module, replica) of those, with all that they exchange tensors with.
+                (module, replica) of the replicas that are kept, which include all that they exchange tensors with.
         """
-        few: dict[str, list[tuple[Slots, ...]]] = {name: [()] * len(own) for name, own in self.microbatches.items()}
+        kept: dict[str, list[tuple[Slots, ...]]] = {name: [()] * len(all_) for name, all_ in self.microbatches.items()}
         for name, replica in members:
-            few[name][replica] = self.microbatches[name][replica]
-        microbatches = {name: tuple(own) for name, own in few.items()}
+            kept[name][replica] = self.microbatches[name][replica]
+        microbatches = {name: tuple(replicas) for name, replicas in kept.items()}
         return replace(self, microbatches=microbatches, whole=self.whole or self)
 
     @property
     def structure(self) -> tuple:
-        """All that a program depends on: two steps with equal structure run the same program."""
+        """Everything that a program depends on: two steps with equal structure run the same program."""
         links: list[tuple] = []
         for (module, replica, index), chunks in self.chunks.items():
             for number, slots in enumerate(chunks):
-                takers = {
+                consumers = {
                     (target, *self.places[target, slot])
                     for target in self.targets.get(module, ())
                     for slot in slots
                     if (target, slot) in self.places
                 }
-                links.append((module, replica, index, number, tuple(sorted(takers))))
+                links.append((module, replica, index, number, tuple(sorted(consumers))))
         return tuple(links)
 
     def check(self, plan: ParallelPlan) -> None:
         """
-        Raises `AssertionError` unless every slot occurs once in the language model, at most once in every other
-        module, and the sizes fit.
+        Raises `AssertionError` unless every slot occurs exactly once in the language model and at most once in every
+        other module, and the numbers of replicas match the plan.
         """
         for name, replicas in self.microbatches.items():
             assert len(replicas) == plan.modules[name].dp_size, name
@@ -266,10 +268,10 @@ class StepPlan:
 
 
 class _Places(Mapping[tuple[str, int], tuple[int, int]]):
-    """(module, slot) -> (replica, microbatch) of a step."""
+    """(module, slot) -> (replica, microbatch) in a step."""
 
     def __init__(self, step: StepPlan):
-        self._lists = {name: [own.tolist() for own in found] for name, found in step.locations.items()}
+        self._lists = {name: [array.tolist() for array in location] for name, location in step.locations.items()}
 
     def __getitem__(self, key: tuple[str, int]) -> tuple[int, int]:
         module, slot = key
@@ -287,7 +289,7 @@ class _Places(Mapping[tuple[str, int], tuple[int, int]]):
 
 
 class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
-    """(module, replica, microbatch) -> chunks of a step, cut replica by replica as they are asked for."""
+    """(module, replica, microbatch) -> chunks of a step, computed per replica on first access."""
 
     def __init__(self, step: StepPlan, known: dict[tuple[str, int], tuple[tuple[Slots, ...], ...]]):
         self._step = step
@@ -295,19 +297,19 @@ class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
 
     def __getitem__(self, key: tuple[str, int, int]) -> tuple[Slots, ...]:
         module, replica, index = key
-        found = self.of_replica(module, replica)
-        if index >= len(found):
+        microbatches = self.of_replica(module, replica)
+        if index >= len(microbatches):
             raise KeyError(key)
-        return found[index]
+        return microbatches[index]
 
     def of_replica(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
-        """The chunks of each microbatch of a replica."""
+        """The chunks of each microbatch of a replica, computed on first access."""
         if (module, replica) not in self.known:
-            self.known[module, replica] = self._cut(module, replica)
+            self.known[module, replica] = self._split(module, replica)
         return self.known[module, replica]
 
-    def _cut(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
-        """Cuts the microbatches of a replica."""
+    def _split(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
+        """Splits the microbatches of a replica into chunks."""
         step = self._step
         targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
         turns = [step.takers(module, replica, target) for target in targets]
@@ -315,8 +317,8 @@ class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
         for index, slots in enumerate(step.microbatches[module][replica]):
             groups: dict[int, list[int]] = {}
             for slot in slots:
-                taken = [own[slot] for own in turns if slot in own]
-                groups.setdefault(max(taken, default=index), []).append(slot)
+                consumed = [turn[slot] for turn in turns if slot in turn]
+                groups.setdefault(max(consumed, default=index), []).append(slot)
             result.append(tuple(tuple(groups[key]) for key in sorted(groups)))
         return tuple(result)
 

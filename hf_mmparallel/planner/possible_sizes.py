@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from ..data.mask_rules import MaskRule
-from ..modeling.stages import earliest_selected_layer
+from ..modeling.prepare import earliest_selected_layer
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, MultimodalParallelPlugin, ParallelPlan
 
 _WITH_WORDS = (None, "bitfield")  # attention functions of a language model whose tokens can be cut over ranks

@@ -1,5 +1,5 @@
 """
-Times of a model's layers, measured on one device.
+Measurement of the times and memory of a model's layers on one device.
 
 Uses `modeling` and `cost`; imported by the command line.
 """

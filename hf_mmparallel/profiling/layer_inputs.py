@@ -1,4 +1,4 @@
-"""Inputs of a wanted size for the modules of a model, made without a processor."""
+"""Synthetic inputs of a given size for the modules of a model, without a processor."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def text_inputs(
     Args:
         spec ([`ModelSpec`]): The model.
         num_sequences (`int`): Sequences of equal length.
-        length (`int`): Their length.
-        device (`torch.device`): Where the tokens are.
-        packed (`bool`): Whether the sequences are one row, with words that keep them apart.
+        length (`int`): Length of each sequence.
+        device (`torch.device`): Device of the tensors.
+        packed (`bool`): Whether the sequences are packed into one row, with a segment for each.
 
     Returns:
         `dict[str, torch.Tensor]`: `input_ids` and `labels`, each `[num_sequences, length]`; for a packed row
@@ -58,8 +58,8 @@ def encoder_inputs(
     part: ModulePart, spec: ModelSpec, module: str, config: Any, num_items: int, length: int
 ) -> Iterator[dict[str, Tensor]]:
     """
-    Inputs of `num_items` equal items of about `length` tokens each for an encoder, most wanted first: which of them
-    the encoder takes, and how many tokens it makes of it, only its own forward knows.
+    Candidates for the inputs of an encoder, best first: `num_items` equal items of about `length` tokens each. Which
+    of them the encoder accepts, and the exact number of tokens, is only known from its forward.
 
     Args:
         part ([`ModulePart`]): The encoder.
@@ -70,7 +70,7 @@ def encoder_inputs(
         length (`int`): Tokens of each.
 
     Yields:
-        `dict[str, torch.Tensor]`: Entries of a batch on the CPU: blank media, in float32, and what describes them.
+        `dict[str, torch.Tensor]`: Batch entries on the CPU: blank float32 media, with grids, sizes or masks.
     """
     for modality in part.modalities:
         names = part.input_names(modality)
@@ -83,7 +83,7 @@ def encoder_inputs(
 
 
 def _images(names: tuple[str, ...], config: Any, num_items: int, length: int) -> Iterator[dict[str, Tensor]]:
-    """Square images `[items, channels, side, side]` of the wanted size and of the encoder's own, and tiled ones."""
+    """Square images `[items, channels, side, side]` of the wanted size and of the config's size, and tiled images."""
     channels, patch = _number(config, _CHANNELS, 3), _number(config, _PATCHES, 16)
     merge = _number(config, _MERGES, 1)
     wanted = patch * merge * max(1, round(math.sqrt(length) / merge))
@@ -100,14 +100,14 @@ def _images(names: tuple[str, ...], config: Any, num_items: int, length: int) ->
 
 
 def _sizes(names: tuple[str, ...], num_items: int, side: int) -> dict[str, Tensor]:
-    """Heights and widths of images, for an encoder that wants to know."""
+    """Heights and widths of images, if the encoder has such an input."""
     return {name: torch.full((num_items, 2), side) for name in names if name.endswith("image_sizes")}
 
 
 def _patches(
     names: tuple[str, ...], spec: ModelSpec, module: str, config: Any, num_items: int, length: int
 ) -> Iterator[dict[str, Tensor]]:
-    """Flat patches `[patches, values of a patch]` with the grids of items."""
+    """Flat patches `[patches, values per patch]`, with the grid of each item."""
     merge = _number(config, _MERGES, 1)
     side = merge * max(1, round(math.sqrt(length) / merge))
     grid = torch.tensor([[1, side, side]] * num_items)
@@ -118,7 +118,7 @@ def _patches(
 
 
 def _audio(names: tuple[str, ...], config: Any, num_items: int) -> Iterator[dict[str, Tensor]]:
-    """Clips `[items, mel bins, frames]` of the encoder's own length."""
+    """Clips `[items, mel bins, frames]` of the config's length."""
     bins = _number(config, _BINS, 80)
     frames = _FRAMES_PER_POSITION * _number(config, _FRAMES, 1500)
     for shape, axis in (((num_items, bins, frames), 2), ((num_items, frames, bins), 1)):
@@ -127,7 +127,7 @@ def _audio(names: tuple[str, ...], config: Any, num_items: int) -> Iterator[dict
 
 
 def _number(config: Any, names: tuple[str, ...], default: int) -> int:
-    """The first of these settings that a configuration has, of several numbers the first."""
+    """The first of some settings that a config has; the first element of a list."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)) and value:

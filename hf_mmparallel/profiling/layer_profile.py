@@ -1,4 +1,4 @@
-"""Times the layers of a model on this machine, one at a time, so that only one of them needs memory."""
+"""Measures the layers of a model on this machine, one at a time, so that only one of them needs memory."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest, window_of
-from ..modeling.hollow import hidden_of
+from ..modeling.unowned import hidden_of
 from .layer_runs import Clock, CudaClock, Forward, HostClock, Inputs, ModuleRuns, Skeleton
 
 BEFORE, AFTER = "before", "after"
 LENGTHS = (64, 256, 1024, 4096, 16384)
 _PROBE_TOKENS = 64
 _MASKED = -1e4
-"""What is below this in a float mask is not looked at."""
+"""Values of a float mask below this mean that a key is not visible."""
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
     """
-    What is measured.
+    Settings of a measurement.
 
     Args:
-        tp_sizes (`tuple[int, ...]`, *optional*, defaults to `(1,)`): Layouts: ranks that share matrices.
-        lengths (`tuple[int, ...]`, *optional*): Tokens of chunks.
-        modules (`tuple[str, ...]`, *optional*): All modules when left out.
-        dtype (`torch.dtype`, *optional*): Of the weights; by default what the model's configuration says.
-        autocast (`torch.dtype`, *optional*): Type that matrices are multiplied in.
+        tp_sizes (`tuple[int, ...]`, *optional*, defaults to `(1,)`): Tensor-parallel sizes.
+        lengths (`tuple[int, ...]`, *optional*): Tokens per chunk.
+        modules (`tuple[str, ...]`, *optional*): Modules to measure; all of them by default.
+        dtype (`torch.dtype`, *optional*): Dtype of the weights; that of the model's config by default.
+        autocast (`torch.dtype`, *optional*): Dtype of matrix multiplications under autocast.
         device (`str`, *optional*, defaults to `"cpu"`): `"cpu"` or `"cuda"`.
         attention (`str`, *optional*): Attention function; the model's default when left out.
-        budget_s (`float`, *optional*, defaults to 0.5): Time for the repeats of one chunk.
+        budget_s (`float`, *optional*, defaults to 0.5): Time for the repetitions of one chunk.
         num_rounds (`int`, *optional*, defaults to 5):
-            All chunks of a layer are timed in turns, in so many rounds, of which the quickest counts: what else the
-            machine does meanwhile slows none of them alone.
+            All chunks of a layer are timed in turn, in this many rounds, and the fastest round counts, so that other
+            load on the machine does not slow down a single chunk only.
         limit_s (`float`, *optional*, defaults to 10.0):
-            Chunks of which one forward and backward would take longer than about this are left out, and those of
-            which all rounds would get two.
+            Chunks whose forward and backward would take longer are left out. Chunks whose rounds together would take
+            longer get two rounds.
     """
 
     tp_sizes: tuple[int, ...] = (1,)
@@ -62,7 +62,7 @@ class ProfileSettings:
     limit_s: float = 10.0
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Tokens and sequences of each chunk: one sequence, and several short ones that tell squares from tokens."""
+        """(tokens, sequences) of each chunk: one sequence, and several short ones to separate the quadratic term."""
         lengths = sorted(set(self.lengths))
         short = lengths[1 if len(lengths) > 2 else 0]
         several = [(length, length // short) for length in lengths if length // short > 1]
@@ -76,13 +76,13 @@ def profile_layers(
     report: Callable[[str], None] = lambda text: None,
 ) -> LayerProfile:
     """
-    Times every kind of layer of a model: forward, gradient of its input, gradients of its weights, bytes kept.
+    Measures every kind of layer of a model: forward, input gradient, weight gradients and saved activation bytes.
 
     Args:
         source (`str`, `Path` or `PretrainedConfig`): The model, as in [`build_on_meta`]; no weights are read.
-        settings ([`ProfileSettings`]): What is measured.
-        clock ([`Clock`], *optional*): What tells the time; the device's own when left out.
-        report (`Callable[[str], None]`, *optional*): Called with what is being measured.
+        settings ([`ProfileSettings`]): The settings.
+        clock ([`Clock`], *optional*): The clock; that of the device when left out.
+        report (`Callable[[str], None]`, *optional*): Called with a description of each measurement.
 
     Raises:
         `ValueError`: If a module is unknown, or nothing of the model can be measured.
@@ -99,14 +99,14 @@ def profile_layers(
         if unknown is not None:
             raise ValueError(f"The model has no module `{unknown}`. Its modules are {list(skeleton.spec.modules)}.")
         attention = skeleton.attention
-        with _pretended_ranks(tp_size, device.type) as mesh:
+        with _fake_mesh(tp_size, device.type) as mesh:
             for module in names:
                 runs = ModuleRuns(skeleton, module, clock, settings.autocast)
                 dtype = str(runs.stage.input_dtype).removeprefix("torch.")
                 profiler = _Profiler(runs, settings, tp_size, mesh, report, left_out)
                 try:
                     layers += profiler.layers()
-                except Exception as error:  # whatever a model's code raises: other modules go on
+                except Exception as error:  # a model may raise anything; go on with the other modules
                     left_out.append(f"`{module}` with tp {tp_size}: {' '.join(str(error).split())}")
     name = source if isinstance(source, str) else type(source).__name__
     if not layers:
@@ -125,7 +125,7 @@ def profile_layers(
 
 
 def device_name(device: torch.device) -> str:
-    """What a device calls itself, with the number of threads of a CPU."""
+    """Name of a device; for a CPU with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     count = torch.get_num_threads()
@@ -141,8 +141,8 @@ def _processor() -> str:
 
 
 @contextmanager
-def _pretended_ranks(tp_size: int, device_type: str) -> Iterator[Any]:
-    """A mesh of which this process is the first rank, and whose other ranks do not exist: what is sent is dropped."""
+def _fake_mesh(tp_size: int, device_type: str) -> Iterator[Any]:
+    """A mesh over torch's fake process group, with this process as rank 0: collectives send nothing."""
     if tp_size == 1:
         yield None
         return
@@ -151,7 +151,9 @@ def _pretended_ranks(tp_size: int, device_type: str) -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ValueError("Layouts with `tp` above 1 are measured in a process without a process group of its own.")
+        raise ValueError(
+            "`tp_sizes` above 1 can't be measured in a process with a process group. Measure in a new process."
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp_size)
     try:
         yield init_device_mesh(device_type, (tp_size,))
@@ -161,7 +163,7 @@ def _pretended_ranks(tp_size: int, device_type: str) -> Iterator[Any]:
 
 @dataclass
 class _Profiler:
-    """Measures one module in one layout."""
+    """Measures one module for one tensor-parallel size."""
 
     runs: ModuleRuns
     settings: ProfileSettings
@@ -171,19 +173,19 @@ class _Profiler:
     left_out: list[str]
 
     def layers(self) -> list[MeasuredLayer]:
-        """All kinds of layers of the module, and what is before and after them."""
+        """Measures all kinds of layers of the module, and the computation before and after the layers."""
         name, num_layers = self.runs.name, self.runs.spec.num_layers
         kinds = [(BEFORE, (-1,)), *layer_kinds(self.runs), (AFTER, (num_layers,))]
-        found = []
+        layers = []
         for kind, indices in kinds:
             points = self.points(kind, indices[0])
             spec = self.runs.skeleton.spec
             digest, window = shape_digest(spec, name, indices[0]), window_of(spec, name, indices[0])
-            found.append(MeasuredLayer.fitted(name, kind, indices, digest, self.tp_size, points, window))
-        return found
+            layers.append(MeasuredLayer.fitted(name, kind, indices, digest, self.tp_size, points, window))
+        return layers
 
     def points(self, kind: str, index: int) -> list[MeasuredPoint]:
-        """The measurements of one layer, shortest first, up to what time and memory allow."""
+        """The measurements of one layer, by chunk size, as far as time and memory allow."""
         label = f"{self.runs.name} {kind}, tp {self.tp_size}"
         with self.runs.skeleton.real(self.runs.name, index, self.mesh) as layer:
             part = _Part(self.runs, layer, index)
@@ -191,7 +193,7 @@ class _Profiler:
             for number in range(2, self.settings.num_rounds + 1):
                 for chunk in chunks:
                     if number > 2 and 2 * number * chunk.seconds > self.settings.limit_s:
-                        continue  # long chunks are steady, and take long
+                        continue  # long chunks vary little
                     self.report(f"{label}: {chunk.tokens} tokens, round {number} of {self.settings.num_rounds}")
                     part.time(chunk, self.settings.budget_s / self.settings.num_rounds)
             part.forget()
@@ -199,16 +201,16 @@ class _Profiler:
 
     def chunks(self, part: _Part, label: str) -> list[Chunk]:
         """The chunks that time and memory allow, each timed in a first round."""
-        found: dict[tuple[int, int], Chunk] = {}
+        result: dict[tuple[int, int], Chunk] = {}
         for tokens, sequences in self.settings.chunks():
-            last = next(reversed(found.values()), None)
+            last = next(reversed(result.values()), None)
             if last is not None and last.seconds * tokens / last.tokens > self.settings.limit_s:
                 self.left_out.append(f"{label}: {tokens} tokens would take over {self.settings.limit_s:g} s")
                 break
             self.report(f"{label}: {tokens} tokens")
             inputs = self.runs.inputs(tokens, sequences)
             key = (inputs.tokens, inputs.sequences)
-            if key in found:  # items of the encoder's own size
+            if key in result:  # an encoder with items of fixed size
                 continue
             try:
                 chunk = part.chunk(inputs)
@@ -216,41 +218,41 @@ class _Profiler:
             except torch.OutOfMemoryError:
                 self.left_out.append(f"{label}: {tokens} tokens do not fit in memory")
                 break
-            found[key] = chunk
-        if not found:
+            result[key] = chunk
+        if not result:
             raise ValueError(f"no chunk fits in memory ({label}). Use shorter `--lengths`")
-        return list(found.values())
+        return list(result.values())
 
 
 @dataclass
 class Chunk:
     """
-    A chunk of one part, and what was measured of it.
+    A chunk of one part, with its measurements.
 
     Args:
-        tokens: Its tokens.
-        sequences: Its sequences.
-        run: One forward of the part.
-        kept: Trained or not -> bytes kept for the backward.
-        forwards: Milliseconds of forwards, the median of each round.
-        backwards: Trained or not -> milliseconds of backwards, the same.
+        tokens: Number of tokens.
+        sequences: Number of sequences.
+        run: Runs one forward of the part.
+        saved_bytes: Whether weights are trained -> bytes saved for the backward.
+        forwards: Median forward time of each round in milliseconds.
+        backwards: Whether weights are trained -> median backward time of each round in milliseconds.
     """
 
     tokens: int
     sequences: int
     run: Callable[[], Forward]
-    kept: dict[bool, float]
+    saved_bytes: dict[bool, float]
     forwards: list[float] = field(default_factory=list)
     backwards: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
 
     @property
     def seconds(self) -> float:
-        """What a forward and a backward take."""
+        """Time of a forward and a backward."""
         return (min(self.forwards) + min(self.backwards[True])) / 1e3
 
     @property
     def point(self) -> MeasuredPoint:
-        """The quickest round."""
+        """The measurement, from the fastest round."""
         data = min(self.backwards[False])
         return MeasuredPoint(
             tokens=self.tokens,
@@ -258,13 +260,13 @@ class Chunk:
             forward=min(self.forwards),
             data_gradient=data,
             weight_gradient=max(0.0, min(self.backwards[True]) - data),
-            activations=self.kept[True],
-            frozen_activations=self.kept[False],
+            activations=self.saved_bytes[True],
+            frozen_activations=self.saved_bytes[False],
         )
 
 
 class _Part:
-    """A layer that is real, or what is before or after the layers."""
+    """A layer with weights, or the computation before or after the layers."""
 
     def __init__(self, runs: ModuleRuns, layer: nn.Module | None, index: int):
         self.runs, self.layer, self.index = runs, layer, index
@@ -273,33 +275,35 @@ class _Part:
         self.parameters = [p for name, p in named if name in names and p.is_floating_point()]
 
     def chunk(self, inputs: Inputs) -> Chunk:
-        """A chunk with what it keeps; what is compiled, allocated or accumulated for the first time is done."""
+        """Prepares a chunk: measures its saved bytes, and warms up compilation, allocation and gradients."""
         run, shared = self._forward(inputs.batch)
-        kept = {trained: self._kept_bytes(run, shared, trained) for trained in (True, False)}
-        for trained in kept:
+        saved_bytes = {trained: self._saved_bytes(run, shared, trained) for trained in (True, False)}
+        for trained in saved_bytes:
             self._timed(run, trained)
-        return Chunk(inputs.tokens, inputs.sequences, run, kept)
+        return Chunk(inputs.tokens, inputs.sequences, run, saved_bytes)
 
     def time(self, chunk: Chunk, budget_s: float) -> None:
-        """One round: at least one forward and backward with the weights trained, and one without."""
+        """Times one round: at least one forward and backward with trained weights, and one with frozen weights."""
         forwards, backwards = [], {True: [], False: []}
         end = time.monotonic() + budget_s
         while not forwards or time.monotonic() < end:
-            for trained, own in backwards.items():
+            for trained, times in backwards.items():
                 forward, backward = self._timed(chunk.run, trained)
                 forwards.append(forward)
-                own.append(backward)
+                times.append(backward)
         chunk.forwards.append(median(forwards))
-        for trained, own in backwards.items():
-            chunk.backwards[trained].append(median(own))
+        for trained, times in backwards.items():
+            chunk.backwards[trained].append(median(times))
 
     def forget(self) -> None:
-        """Drops the gradients, which accumulate as in a step."""
+        """Drops the gradients, which accumulate over rounds."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def _forward(self, batch: dict[str, Tensor]) -> tuple[Callable[[], Forward], list[Tensor]]:
-        """One forward of this part and nothing else, and tensors that all layers share, such as rotary embeddings."""
+        """
+        A function that runs one forward of this part, and tensors shared by all layers, such as rotary embeddings.
+        """
         if self.index == -1:
             return partial(self.runs.run_before, batch), []
         args, kwargs = self.runs.arguments(batch, min(self.index, self.runs.spec.num_layers - 1))
@@ -309,7 +313,7 @@ class _Part:
         return partial(self.runs.run_layer, self.layer, args, kwargs, hidden), list(_tensors((args, kwargs)))
 
     def _timed(self, run: Callable[[], Forward], trained: bool) -> tuple[float, float]:
-        """Milliseconds of a forward and of its backward."""
+        """Times of a forward and its backward in milliseconds."""
         clock = self.runs.clock
         for parameter in self.parameters:
             parameter.requires_grad_(trained)
@@ -323,32 +327,32 @@ class _Part:
         backward_ms = clock.ms(start, end) if outputs else 0.0
         return clock.ms(forward.start, forward.end), backward_ms
 
-    def _kept_bytes(self, run: Callable[[], Forward], shared: list[Tensor], trained: bool) -> float:
-        """Bytes of what autograd keeps, without weights and what is shared."""
+    def _saved_bytes(self, run: Callable[[], Forward], shared: list[Tensor], trained: bool) -> float:
+        """Bytes that autograd saves, without weights and shared tensors."""
         for parameter in self.parameters:
             parameter.requires_grad_(trained)
         others = (*self.parameters, *self.runs.skeleton.model.buffers(), *shared)
-        apart = {_storage(tensor).data_ptr() for tensor in others}
-        kept: dict[int, Any] = {}
+        excluded = {_storage(tensor).data_ptr() for tensor in others}
+        storages: dict[int, Any] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = _storage(tensor)
-            kept[storage.data_ptr()] = storage  # held, so that its place is not taken by the next one
+            storages[storage.data_ptr()] = storage  # keeps it alive, so that its address is not reused
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             run()
-        return float(sum(storage.nbytes() for place, storage in kept.items() if place not in apart))
+        return float(sum(storage.nbytes() for address, storage in storages.items() if address not in excluded))
 
 
 def _storage(tensor: Tensor) -> Any:
-    """The memory of a tensor, of a sharded one that of this rank."""
+    """The storage of a tensor, or of this rank's shard of a `DTensor`."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments."""
+    """Iterates over all tensors in nested arguments."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -359,7 +363,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def layer_kinds(runs: ModuleRuns) -> list[tuple[str, tuple[int, ...]]]:
     """
-    Layers that cost the same: of one class, with equal shapes and settings, called with equal masks and bounds.
+    Groups layers of equal cost: of one class, with equal shapes and settings, called with equal masks and bounds.
 
     Args:
         runs ([`ModuleRuns`]): The module.
@@ -370,20 +374,20 @@ def layer_kinds(runs: ModuleRuns) -> list[tuple[str, tuple[int, ...]]]:
     layers = runs.skeleton.layers[runs.name]
     calls = runs.calls(runs.inputs(_PROBE_TOKENS, 1).batch)
     settings = [_settings(layer) for layer in layers]
-    numbers = {path for path in settings[0] if all(own.get(path) == i for i, own in enumerate(settings))}
+    index_paths = {path for path in settings[0] if all(s.get(path) == i for i, s in enumerate(settings))}
     config = getattr(runs.skeleton.model.get_submodule(runs.spec.tower), "config", None)
     types = getattr(config, "layer_types", None) or [None] * len(layers)
-    found: dict[tuple, list[int]] = {}
+    kinds: dict[tuple, list[int]] = {}
     for index, layer in enumerate(layers):
-        own = sorted((path, repr(value)) for path, value in settings[index].items() if path not in numbers)
+        plain = sorted((path, repr(value)) for path, value in settings[index].items() if path not in index_paths)
         shapes = shape_digest(runs.skeleton.spec, runs.name, index)
-        key = (type(layer).__name__, types[index], shapes, tuple(own), _described(calls[index]))
-        found.setdefault(key, []).append(index)
-    return [(key[0], tuple(indices)) for key, indices in found.items()]
+        key = (type(layer).__name__, types[index], shapes, tuple(plain), _describe(calls[index]))
+        kinds.setdefault(key, []).append(index)
+    return [(key[0], tuple(indices)) for key, indices in kinds.items()]
 
 
 def _settings(layer: nn.Module) -> dict[str, Any]:
-    """The plain public attributes of a layer and of what is in it."""
+    """The plain public attributes of a layer and its submodules, by path."""
     return {
         f"{path}.{name}": value
         for path, module in layer.named_modules()
@@ -392,14 +396,14 @@ def _settings(layer: nn.Module) -> dict[str, Any]:
     }
 
 
-def _described(value: Any) -> str:
-    """What arguments say of the work of a layer: shapes, integers, and where floats mask something."""
+def _describe(value: Any) -> str:
+    """A text with everything in a layer's arguments that affects its cost: shapes, integers, and float masks."""
     if isinstance(value, Tensor):
         content = value if not value.is_floating_point() else value < _MASKED
         digest = hashlib.sha256(content.contiguous().cpu().numpy().tobytes()).hexdigest()
         return f"{tuple(value.shape)}:{digest}"
     if isinstance(value, Mapping):
-        return repr({key: _described(part) for key, part in value.items()})
+        return repr({key: _describe(part) for key, part in value.items()})
     if isinstance(value, (tuple, list)):
-        return repr([_described(part) for part in value])
+        return repr([_describe(part) for part in value])
     return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

@@ -1,7 +1,7 @@
 """
-A model's own forward with one part of it real: a layer, or what comes before or after the layers.
+Runs single parts of a model within its own forward: one layer, or the computation before or after the layers.
 
-All else takes no memory: layers are stand-ins, parameters hollow. A layer gets its arguments from the model's forward.
+Only that part has weights in memory; other layers are identity layers, other parameters unowned (see `modeling`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.bitfield_attention.hf import NAME as BITFIELD
-from ..modeling.features import flat_rows
-from ..modeling.hollow import hidden_of, hollow_parameters, placeholder, with_hidden
+from ..modeling.features import flat_features
 from ..modeling.loading import build_on_meta, initialize_rest
 from ..modeling.loss import token_loss
 from ..modeling.spec import build_model_spec, layers_of
 from ..modeling.stages import ModuleStage
 from ..modeling.tensor_parallel import apply_module_tp
+from ..modeling.unowned import drop_unowned_parameters, hidden_of, identity_layer, with_hidden
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from .layer_inputs import encoder_inputs, text_inputs
 
@@ -30,21 +30,20 @@ _WEIGHT_SCALE = 0.02
 
 
 class Clock(Protocol):
-    """Marks moments and says what is between two of them."""
+    """Records times and measures the interval between them."""
 
     def mark(self) -> Any:
-        """The present moment."""
+        """Records the current time."""
         ...
 
     def ms(self, start: Any, end: Any) -> float:
-        """Milliseconds from one moment to another."""
+        """Milliseconds between two records."""
         ...
 
 
 class HostClock:
     """
-    Moments of this process. With one thread those of the thread, which stand still while other processes have the
-    processor; several threads share the time of a clock on the wall.
+    Host times: CPU time of this thread if torch has one thread, which excludes preemption; otherwise wall time.
     """
 
     def __init__(self):
@@ -55,7 +54,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Moments of a CUDA stream."""
+    """Times on a CUDA stream."""
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -69,15 +68,15 @@ class CudaClock:
 
 @dataclass
 class Forward:
-    """One forward of a part: what came out, and when."""
+    """One forward of a part: its outputs, start and end."""
 
     outputs: list[Tensor] = field(default_factory=list)
     start: Any = None
     end: Any = None
 
 
-class _Entered(Exception):
-    """Leaves a module's forward at a layer, with the arguments of the layer."""
+class _LayerReached(Exception):
+    """Raised to leave a module's forward at a layer, with the arguments of the layer."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__()
@@ -87,13 +86,13 @@ class _Entered(Exception):
 @dataclass
 class Skeleton:
     """
-    A model without weights: hollow parameters, stand-ins for layers. One part at a time is made real.
+    A model with identity layers and unowned parameters, in which one part at a time gets its weights.
 
     Args:
         model (`PreTrainedModel`): The model.
-        spec ([`ModelSpec`]): What it consists of.
-        layers (`Mapping[str, list[nn.Module]]`): Module -> its layers, which are not in the model.
-        device (`torch.device`): Where parts become real.
+        spec ([`ModelSpec`]): Its description.
+        layers (`Mapping[str, list[nn.Module]]`): Module -> its original layers.
+        device (`torch.device`): Device of the weights.
     """
 
     model: Any
@@ -108,14 +107,14 @@ class Skeleton:
         if attention is not None:
             _set_attention(model, attention)
         spec = build_model_spec(model)
-        hollow_parameters(model, lambda name: False, device)
+        drop_unowned_parameters(model, lambda name: False, device)
         initialize_rest(model, set(), device, str(source))
         layers = {}
         for name, module in spec.modules.items():
             stack = layers_of(model, module.stack)
             layers[name] = list(stack)
             for index, layer in enumerate(layers[name]):
-                stack[index] = placeholder(layer)
+                stack[index] = identity_layer(layer)
         return cls(model.eval(), spec, layers, device)
 
     @property
@@ -129,44 +128,44 @@ class Skeleton:
 
     @contextmanager
     def real(self, module: str, index: int, mesh: Any) -> Iterator[nn.Module | None]:
-        """Gives what a layer uses random weights, sharded over `mesh`; yields the layer, if it is one."""
+        """Gives one part random weights, sharded over `mesh`; yields the layer, or `None` for other parts."""
         stack = layers_of(self.model, self.spec.modules[module].stack)
-        inside = 0 <= index < len(stack)
-        stand_in = stack[index] if inside else None
-        if inside:
+        is_layer = 0 <= index < len(stack)
+        replaced = stack[index] if is_layer else None
+        if is_layer:
             stack[index] = self.layers[module][index].train()
         names = {use.parameter.name for use in self.spec.uses.get((module, index), ())}
-        hollow = {id(p) for name, p in self.model.named_parameters() if name in names}
+        used = {id(p) for name, p in self.model.named_parameters() if name in names}
         places = [
             (owner, attribute, parameter)
             for owner in self.model.modules()
             for attribute, parameter in owner._parameters.items()
-            if parameter is not None and id(parameter) in hollow
+            if parameter is not None and id(parameter) in used
         ]
-        made = {id(parameter): _random_parameter(parameter, self.device) for _, _, parameter in places}
+        random = {id(parameter): _random_parameter(parameter, self.device) for _, _, parameter in places}
         for owner, attribute, parameter in places:
-            owner._parameters[attribute] = made[id(parameter)]
+            owner._parameters[attribute] = random[id(parameter)]
         try:
             if mesh is not None:
                 apply_module_tp(self.model, self.spec.modules[module], mesh, names)
-            yield stack[index] if inside else None
+            yield stack[index] if is_layer else None
         finally:
             for owner, attribute, parameter in places:
                 owner._parameters[attribute] = parameter
-            if stand_in is not None:
-                stack[index] = stand_in
+            if replaced is not None:
+                stack[index] = replaced
 
 
 def _set_attention(model: Any, attention: str) -> None:
-    """Sets the attention function: `"bitfield"` of the language model, others of all modules."""
+    """Sets the attention function: of the language model for `"bitfield"`, otherwise of all modules."""
     text = model.config.get_text_config()
     keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
     model.set_attn_implementation({keys[0]: attention} if attention == BITFIELD and keys else attention)
 
 
-def _random_parameter(hollow: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter of the same shape, with values of the size of fresh weights."""
-    value = torch.empty(hollow.shape, dtype=hollow.dtype, device=device)
+def _random_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter of the same shape and dtype, with values in the range of newly initialised weights."""
+    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     if value.is_floating_point():
         value = value.uniform_(-_WEIGHT_SCALE, _WEIGHT_SCALE) if value.dim() > 1 else value.fill_(1.0)
     else:
@@ -180,9 +179,9 @@ class Inputs:
     Inputs of a chunk of one module.
 
     Args:
-        batch: Entries of a batch.
-        tokens: Tokens that the layers see.
-        sequences: Sequences among them.
+        batch: Batch entries.
+        tokens: Tokens in the layers.
+        sequences: Number of sequences.
     """
 
     batch: dict[str, Tensor]
@@ -201,15 +200,15 @@ class ModuleRuns:
         self._known: dict[tuple[int, int], Inputs] = {}
 
     def compute(self, batch: Mapping[str, Any]) -> list[Tensor]:
-        """The module's own forward: its features, or the loss."""
+        """Runs the module's forward; returns its features, or the loss of the language model."""
         with self.casting():
             outputs = self.stage(batch)
             if self.name == LANGUAGE_MODEL:
                 outputs = [token_loss(self.skeleton.model, outputs[0], batch["labels"])[0]]
-        return [tensor for output in outputs for tensor in [flat_rows(output) if output.dim() else output]]
+        return [tensor for output in outputs for tensor in [flat_features(output) if output.dim() else output]]
 
     def casting(self) -> AbstractContextManager:
-        """Autocast as it is set."""
+        """The autocast context."""
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.skeleton.device.type, self.autocast)
@@ -224,30 +223,31 @@ class ModuleRuns:
             handle.remove()
 
     def arguments(self, batch: Mapping[str, Any], index: int = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a layer is called with."""
+        """The arguments with which a layer is called."""
         with torch.no_grad(), self.hooked(index, _leave):
             try:
                 self.compute(batch)
-            except _Entered as entered:
+            except _LayerReached as entered:
                 return entered.args, entered.kwargs
         raise ValueError(f"The forward of `{self.name}` never calls its layer {index}.")
 
     def inputs(self, tokens: int, sequences: int) -> Inputs:
         """
-        Inputs of about so many tokens; an encoder with items of one size gets as many of them as come nearest.
+        Inputs of about `tokens` tokens in `sequences` sequences. An encoder with items of fixed size gets the number
+        of items that is closest to `tokens`.
 
-        Raises:
-            `ValueError`: If no inputs can be made.
+            Raises:
+                `ValueError`: If no inputs can be made.
         """
         key = (tokens, sequences)
         if key not in self._known:
-            found = self._inputs(sequences, tokens // sequences)
-            num_items = max(1, round(tokens / (found.tokens / sequences)))
-            self._known[key] = found if num_items == sequences else self._inputs(num_items, tokens // sequences)
+            inputs = self._inputs(sequences, tokens // sequences)
+            num_items = max(1, round(tokens / (inputs.tokens / sequences)))
+            self._known[key] = inputs if num_items == sequences else self._inputs(num_items, tokens // sequences)
         return self._known[key]
 
     def _inputs(self, num_items: int, length: int) -> Inputs:
-        skeleton, refused = self.skeleton, None
+        skeleton, first_error = self.skeleton, None
         if self.name == LANGUAGE_MODEL:
             packed = skeleton.attention == BITFIELD
             candidates = iter([text_inputs(skeleton.spec, num_items, length, skeleton.device, packed)])
@@ -256,26 +256,26 @@ class ModuleRuns:
             part = self.stage.parts[self.name]
             candidates = encoder_inputs(part, skeleton.spec, self.name, config, num_items, length)
         for batch in candidates:
-            batch = {name: self._placed(value) for name, value in batch.items()}
+            batch = {name: self._to_device(value) for name, value in batch.items()}
             try:
                 shape = hidden_of(*self.arguments(batch)).shape
                 if self.name != LANGUAGE_MODEL:
                     with torch.no_grad():
-                        self.compute(batch)  # what is behind the layers may refuse what they take
-            except Exception as error:  # whatever a model's code raises for inputs that are not its own
-                refused = refused or error
+                        self.compute(batch)  # code after the layers may fail, too
+            except Exception as error:  # a model may raise anything for unsupported inputs
+                first_error = first_error or error
                 continue
             return Inputs(batch, shape[:-1].numel(), max(num_items, shape[:-2].numel()))
-        reason = f"its forward raises {refused!r}" if refused is not None else "nothing is known of its inputs"
+        reason = "its inputs are not known" if first_error is None else f"its forward raises {first_error!r}"
         raise ValueError(f"No inputs of `{self.name}` can be made: {reason}.")
 
-    def _placed(self, value: Tensor) -> Tensor:
-        """An entry on the device, in the dtype of the weights."""
+    def _to_device(self, value: Tensor) -> Tensor:
+        """Moves a batch entry to the device, in the dtype of the weights."""
         dtype = self.stage.input_dtype if value.is_floating_point() else value.dtype
         return value.to(self.skeleton.device, dtype)
 
     def run_layer(self, layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> Forward:
-        """One forward of a layer."""
+        """Runs one forward of a layer."""
         run = Forward()
         args, kwargs = with_hidden(args, kwargs, hidden.detach().requires_grad_())
         with self.casting():
@@ -286,23 +286,23 @@ class ModuleRuns:
         return run
 
     def run_before(self, batch: Mapping[str, Any]) -> Forward:
-        """What comes before the layers; it reads token ids or media, which have no gradient."""
+        """Runs the computation before the layers; its inputs, token ids or media, have no gradient."""
         run = Forward()
 
         def leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             run.end = self.clock.mark()
-            raise _Entered(args, kwargs)
+            raise _LayerReached(args, kwargs)
 
         with self.hooked(0, leave):
             run.start = self.clock.mark()
             try:
                 self.compute(batch)
-            except _Entered as entered:
+            except _LayerReached as entered:
                 run.outputs = [hidden_of(entered.args, entered.kwargs)]
         return run
 
     def run_after(self, batch: Mapping[str, Any], hidden: Tensor) -> Forward:
-        """What comes after the layers, and what the model does between them."""
+        """Runs the computation after and between the layers."""
         run, leaf = Forward(), hidden.detach().requires_grad_()
 
         def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,18 +315,18 @@ class ModuleRuns:
         return run
 
     def calls(self, batch: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """What each of the layers is called with."""
-        found = {}
+        """The arguments with which each layer is called."""
+        calls = {}
 
-        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found[id(layer)] = args, kwargs
+        def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[id(layer)] = args, kwargs
 
         with torch.no_grad(), ExitStack() as hooks:
             for index in range(len(self.stack)):
-                hooks.enter_context(self.hooked(index, note))
+                hooks.enter_context(self.hooked(index, record))
             self.compute(batch)
-        return [found.get(id(layer), ((), {})) for layer in self.stack]
+        return [calls.get(id(layer), ((), {})) for layer in self.stack]
 
 
 def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise _Entered(args, kwargs)
+    raise _LayerReached(args, kwargs)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..cost import CostModel, analytic_costs, find_device
-from ..data.context_tokens import WORDS, ContextCutter, layer_costs, layer_windows
+from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
 from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
@@ -113,7 +113,7 @@ class ParallelEngine(nn.Module):
         if plan.modules[LANGUAGE_MODEL].cp_size > 1:
             media = frozenset().union(*self.encoder_inputs.values())
             windows = layer_windows(model.config.get_text_config(), spec.language_model.num_layers)
-            self.cutter = ContextCutter(
+            self.cutter = ContextSharder(
                 plan, self.rank, spec.placeholders, media, layer_costs(self.costs, plan), windows
             )
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..modeling.stages import activation_dtype, hidden_dtype
+from ..modeling.dtypes import activation_dtype, hidden_dtype
 from ..plan import FeatureSpec, ModelSpec, ParallelPlan
 from ..schedule.actions import Message, StageKey, Task
 from ..schedule.graph import GradientFlow

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..data.context_tokens import WORDS, BatchKey, ContextCut
+from ..data.context_tokens import WORDS, BatchKey, ContextSharding
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
-from ..modeling import count_rows
+from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import StageKey, Task
 from .feature_tokens import FeatureOrder, FeatureOwners
@@ -121,7 +121,7 @@ class StepInputs:
             return cut.rows
         key = _batch_key(task)
         if key not in self._num_tokens:
-            self._num_tokens[key] = count_rows(self._batches[key], self.spec)
+            self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec)
         return self._num_tokens[key]
 
     def feature_owners(self, task: Task, features: tuple[FeatureSpec, ...]) -> FeatureOwners:
@@ -143,7 +143,7 @@ class StepInputs:
                 self._owners[key] = FeatureOwners(order, owners, len(self.stage(task).ranks))
         return self._owners[key]
 
-    def _cut(self, task: Task) -> ContextCut | None:
+    def _cut(self, task: Task) -> ContextSharding | None:
         """How the tokens of a task are cut over its cp ranks; `None` for one cp rank."""
         return self._cuts.get(_batch_key(task))
 

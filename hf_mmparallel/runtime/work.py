@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..data.context_tokens import WORDS
 from ..kernels.bitfield_attention import decode_words
-from ..modeling.hollow import hidden_of
+from ..modeling.unowned import hidden_of
 from ..plan import LANGUAGE_MODEL
 from ..schedule.actions import Task
 from .routes import num_tokens_of

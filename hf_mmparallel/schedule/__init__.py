@@ -1,14 +1,14 @@
 """
-Which rank does what when: tasks, order, actions, checks, simulation.
+Scheduling of a step: its tasks, their order, the actions of each rank, their verification and simulation.
 
-Pure functions of `plan` and numbers; imported by everything that plans, runs or draws a step.
+Pure functions of `plan` and numbers; may be imported by all code that plans, runs or draws a step.
 """
 
 from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
 from .lowering import build_program, condensed_program, lower, receive_ahead
 from .parts import Condensed, Part, condense, condensed_ranks
-from .policies import ahead_caps, live_caps, policy_caps, stage_depths
+from .policies import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
 from .program import Program
 from .program_checks import check_program
 from .replay import Replay, simulate_parts
@@ -31,7 +31,6 @@ __all__ = [
     "Task",
     "TaskGraph",
     "Timeline",
-    "ahead_caps",
     "build_graph",
     "build_program",
     "check_program",
@@ -39,11 +38,12 @@ __all__ = [
     "condensed_program",
     "condensed_ranks",
     "default_cost",
-    "live_caps",
+    "in_flight_1f1b",
+    "in_flight_eager",
+    "in_flight_limits",
     "lower",
     "microbatch_forward_ms",
     "order_tasks",
-    "policy_caps",
     "receive_ahead",
     "schedule_tasks",
     "simulate",

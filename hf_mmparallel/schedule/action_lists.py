@@ -1,6 +1,6 @@
 """
-The lists of ranks as numbers: those of thousands of ranks are written, checked and compared in arrays, and actions are
-made of those only that are looked at.
+The action lists of ranks as integer codes in arrays, so that those of thousands of ranks are written, verified and
+compared with numpy. `Action` objects are made on access only.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _FACTORS = np.random.default_rng(0).integers(1, 2**63, 10, np.uint64) * np.uint6
 
 
 @dataclass(frozen=True)
-class PartRows:
+class PartActions:
     """
-    The lists of the ranks of one graph. With `t` tasks and `m` messages the code of an action is: below `t` the place
-    of a task that runs, then `t` plus the number of a message that is sent, `t + m` plus that of one that is received,
-    and `t + 2 m` plus the number of a gradient sum.
+    The action lists of the ranks of one graph, concatenated. With `t` tasks and `m` messages the codes are: `i` for
+    running task `i`, `t + i` for sending message `i`, `t + m + i` for receiving message `i`, and `t + 2 m + i` for
+    gradient sum `i`.
 
     Args:
-        graph ([`TaskGraph`]): What is done.
-        starts (`np.ndarray` of shape `[rows + 1]`): Where the codes of each row start.
-        codes (`np.ndarray`): The codes of all rows, one row after the other.
-        row_of (`Mapping[int, int]`): Rank -> its row, which several ranks may share.
+        graph ([`TaskGraph`]): The tasks and messages.
+        starts (`np.ndarray` of shape `[lists + 1]`): Start of each list in `codes`.
+        codes (`np.ndarray`): The codes of all lists.
+        list_of (`Mapping[int, int]`): Rank -> index of its list, which several ranks may share.
         sums (`Mapping[int, Mapping[int, Sequence[int]]]`, *optional*):
-            Rank -> number of a gradient sum -> the numbers that stand for it in the rank's list; just the number when
-            left out.
+        Rank -> index of a gradient sum in `codes` -> the gradient sums that replace it in the rank's list; itself
+        when left out.
     """
 
     graph: TaskGraph
     starts: NDArray
     codes: NDArray
-    row_of: Mapping[int, int]
+    list_of: Mapping[int, int]
     sums: Mapping[int, Mapping[int, Sequence[int]]] | None = None
     _known: dict[int, Action] = field(default_factory=dict, repr=False, compare=False)
 
@@ -53,22 +53,22 @@ class PartRows:
         return self.graph.num_tasks + 2 * self.graph.num_messages
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
-        """The list of a rank."""
-        row = self.row_of[rank]
+        """The actions of a rank."""
+        index = self.list_of[rank]
         result: list[Action] = []
-        for code in self.codes[self.starts[row] : self.starts[row + 1]].tolist():
+        for code in self.codes[self.starts[index] : self.starts[index + 1]].tolist():
             number = code - self.first_sum
-            standing = (number,) if number < 0 or self.sums is None else self.sums[rank].get(number, ())
-            result.extend(self._action(self.first_sum + each) for each in standing)
+            numbers = (number,) if number < 0 or self.sums is None else self.sums[rank].get(number, ())
+            result.extend(self._action(self.first_sum + each) for each in numbers)
         return tuple(result)
 
     def _action(self, code: int) -> Action:
-        """The action of a code; ranks share the object."""
+        """The action of a code; all ranks share the object."""
         if code not in self._known:
-            self._known[code] = self._made(code)
+            self._known[code] = self._decode(code)
         return self._known[code]
 
-    def _made(self, code: int) -> Action:
+    def _decode(self, code: int) -> Action:
         graph = self.graph
         if code < graph.num_tasks:
             return Action.run(graph.task(code))
@@ -77,51 +77,52 @@ class PartRows:
         is_received, message = divmod(code - graph.num_tasks, graph.num_messages)
         return Action("recv" if is_received else "send", message=graph.message(message))
 
-    def words(self) -> tuple[NDArray, NDArray, NDArray]:
-        """Ranks, the lengths of their lists, and a word for each action of these one after the other."""
-        ranks, rows = (np.fromiter(own, np.int64, len(self.row_of)) for own in (self.row_of, self.row_of.values()))
-        lengths = np.diff(self.starts)[rows]
-        codes = self.codes[spread(self.starts[rows], lengths)]
-        words = self._code_words[np.minimum(codes, self.first_sum)]
+    def hashes(self) -> tuple[NDArray, NDArray, NDArray]:
+        """The ranks, the lengths of their lists, and the hash of each action, concatenated over the ranks."""
+        ranks = np.fromiter(self.list_of, np.int64, len(self.list_of))
+        lists = np.fromiter(self.list_of.values(), np.int64, len(self.list_of))
+        lengths = np.diff(self.starts)[lists]
+        codes = self.codes[spread(self.starts[lists], lengths)]
+        hashes = self._code_hashes[np.minimum(codes, self.first_sum)]
         at = np.flatnonzero(codes >= self.first_sum)
         numbers: Iterable[Sequence[int]] = (codes[at, None] - self.first_sum).tolist()
         if self.sums is not None:
             owner = np.repeat(np.arange(len(ranks)), lengths)
-            of_rank = (self.sums[rank] for rank in ranks[owner[at]].tolist())
-            numbers = [own.get(number, ()) for own, (number,) in zip(of_rank, numbers, strict=True)]
+            sums = (self.sums[rank] for rank in ranks[owner[at]].tolist())
+            numbers = [of_rank.get(number, ()) for of_rank, (number,) in zip(sums, numbers, strict=True)]
             counts = np.ones(len(codes), np.int64)
             counts[at] = list(map(len, numbers))
             lengths = np.bincount(owner, counts, len(ranks)).astype(np.int64)
-            words, at = np.repeat(words, counts), np.flatnonzero(np.repeat(codes >= self.first_sum, counts))
+            hashes, at = np.repeat(hashes, counts), np.flatnonzero(np.repeat(codes >= self.first_sum, counts))
         flat = np.fromiter(chain.from_iterable(numbers), np.int64, len(at))
-        words[at] = _action_words(_OPS["sync"], flat)
-        return ranks, lengths, words
+        hashes[at] = _action_hashes(_OPS["sync"], flat)
+        return ranks, lengths, hashes
 
     @cached_property
-    def _code_words(self) -> NDArray:
-        """The word of each code that is no gradient sum, and one more."""
+    def _code_hashes(self) -> NDArray:
+        """The hash of each code below `first_sum`, and a 0 for gradient sums."""
         graph = self.graph
         names = np.array([zlib.crc32(key[0].encode()) for key in graph.stages], np.int64)
         places = np.array([key[1:] for key in graph.stages], np.int64).reshape(-1, 2)
         stage, microbatch, chunk = graph.columns
         is_backward = (graph.forward >= 0).astype(np.int64)
-        tasks = _task_words(np.stack([is_backward, names[stage], *places[stage].T, microbatch, chunk]))
+        tasks = _task_hashes(np.stack([is_backward, names[stage], *places[stage].T, microbatch, chunk]))
         source, target = tasks[graph.links]
-        moved = [_action_words(_OPS[op], -1, source, target) for op in ("send", "recv")]
-        return np.concatenate([_action_words(is_backward, -1, tasks), *moved, [np.uint64(0)]])
+        transfers = [_action_hashes(_OPS[op], -1, source, target) for op in ("send", "recv")]
+        return np.concatenate([_action_hashes(is_backward, -1, tasks), *transfers, [np.uint64(0)]])
 
 
-class ProgramRows(Mapping[int, tuple[Action, ...]]):
+class ProgramActions(Mapping[int, tuple[Action, ...]]):
     """
-    Rank -> its actions, which are made when they are asked for.
+    Rank -> its actions, decoded on access.
 
     Args:
-        parts (`Iterable[PartRows]`): The lists, each rank in one of them.
+        parts (`Iterable[PartActions]`): The lists of the parts of a step; each rank is in one of them.
     """
 
-    def __init__(self, parts: Iterable[PartRows]):
+    def __init__(self, parts: Iterable[PartActions]):
         self.parts = tuple(parts)
-        self._part_of = {rank: part for part in self.parts for rank in part.row_of}
+        self._part_of = {rank: part for part in self.parts for rank in part.list_of}
         self._made: dict[int, tuple[Action, ...]] = {}
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
@@ -137,29 +138,30 @@ class ProgramRows(Mapping[int, tuple[Action, ...]]):
 
     def checksum(self) -> int:
         """See [`checksum`]."""
-        found = [part.words() for part in self.parts]
-        ranks, lengths, words = (np.concatenate([own[i] for own in found]) for i in range(3)) if found else [_NONE] * 3
+        if not self.parts:
+            return _digest(_EMPTY, _EMPTY, _EMPTY)
+        ranks, lengths, hashes = map(np.concatenate, zip(*(part.hashes() for part in self.parts), strict=True))
         order = np.argsort(ranks)
         starts = np.cumsum(lengths) - lengths
-        return _digest(ranks[order], lengths[order], words[spread(starts[order], lengths[order])])
+        return _digest(ranks[order], lengths[order], hashes[spread(starts[order], lengths[order])])
 
     def replicas(self, module: str) -> frozenset[int]:
-        """The replicas of a module that have tasks."""
-        found: set[int] = set()
+        """Indices of the replicas of a module with tasks."""
+        result: set[int] = set()
         for part in self.parts:
-            is_own = np.array([key[0] == module for key in part.graph.stages], bool)
+            in_module = np.array([key[0] == module for key in part.graph.stages], bool)
             stages = np.unique(part.graph.columns[0])
-            found.update(part.graph.stages[stage][1] for stage in stages[is_own[stages]].tolist())
-        return frozenset(found)
+            result.update(part.graph.stages[stage][1] for stage in stages[in_module[stages]].tolist())
+        return frozenset(result)
 
 
 class TaskTimes(Mapping[Task, tuple[float, float]]):
     """
-    Task -> its start and its end, of the tasks of some graphs.
+    Task -> its start and end, for the tasks of several graphs.
 
     Args:
-        parts (`Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]`): Graphs, and starts and ends of their
-            tasks.
+        parts (`Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]`): Graphs, each with the starts and ends
+        of its tasks.
     """
 
     def __init__(self, parts: Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]):
@@ -183,68 +185,68 @@ class TaskTimes(Mapping[Task, tuple[float, float]]):
         return sum(graph.num_tasks for graph, _, _ in self.parts)
 
     def of_tasks(self, tasks: Iterable[Task]) -> dict[Task, tuple[float, float]]:
-        """Those of a few tasks, faster than one by one."""
-        found = {}
+        """The times of a few tasks, without building those of all tasks."""
+        result = {}
         for task in tasks:
             for graph, starts, ends in self.parts:
                 place = graph.place(task)
                 if place is not None:
-                    found[task] = (starts[place], ends[place])
-        return found
+                    result[task] = (starts[place], ends[place])
+        return result
 
 
-_NONE = np.zeros(0, np.int64)
+_EMPTY = np.zeros(0, np.int64)
 
 
 def checksum(actions: Mapping[int, Sequence[Action]]) -> int:
     """
-    Of the actions of all ranks in their order: 63 bits that are the same in every process, and for equal lists however
-    they are stored. An action counts by a word of 64 bits.
+    A 63-bit checksum of the ordered actions of all ranks. It is the same in every process and does not depend on how
+    the lists are stored.
 
     Args:
         actions (`Mapping[int, Sequence[Action]]`): Rank -> its actions.
     """
-    if isinstance(actions, ProgramRows):
+    if isinstance(actions, ProgramActions):
         return actions.checksum()
     ranks = sorted(actions)
     flat = [action for rank in ranks for action in actions[rank]]
     ends = [(a.task, None) if a.message is None else (a.message.source, a.message.target) for a in flat]
-    first, second = (_words_of([own[i] for own in ends]) for i in range(2))
+    first, second = (_hashes_of([pair[i] for pair in ends]) for i in range(2))
     ops = np.array([_OPS[action.op] for action in flat], np.int64)
     numbers = np.array([-1 if action.index is None else action.index for action in flat], np.int64)
     lengths = np.array([len(actions[rank]) for rank in ranks], np.int64)
-    return _digest(np.array(ranks, np.int64), lengths, _action_words(ops, numbers, first, second))
+    return _digest(np.array(ranks, np.int64), lengths, _action_hashes(ops, numbers, first, second))
 
 
-def _digest(ranks: NDArray, lengths: NDArray, words: NDArray) -> int:
+def _digest(ranks: NDArray, lengths: NDArray, hashes: NDArray) -> int:
     digest = hashlib.blake2b(np.stack([ranks, lengths]).tobytes(), digest_size=8)
-    digest.update(words.tobytes())
+    digest.update(hashes.tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def _words_of(tasks: Sequence[Task | None]) -> NDArray:
-    """The words of tasks, 0 for none."""
+def _hashes_of(tasks: Sequence[Task | None]) -> NDArray:
+    """The hashes of tasks, 0 for `None`."""
     rows = [
         (0,) * 6 if task is None else (_OPS[task.kind], zlib.crc32(task.module.encode()), *task.key[1:])
         for task in tasks
     ]
-    words = _task_words(np.array(rows, np.int64).reshape(-1, 6).T)
-    words[[task is None for task in tasks]] = 0
-    return words
+    hashes = _task_hashes(np.array(rows, np.int64).reshape(-1, 6).T)
+    hashes[[task is None for task in tasks]] = 0
+    return hashes
 
 
-def _task_words(columns: NDArray) -> NDArray:
-    """uint64 `[n]`: of `[6, n]` kind, module, replica, stage, microbatch and chunk."""
+def _task_hashes(columns: NDArray) -> NDArray:
+    """Hashes, uint64 `[n]`, of kind, module, replica, stage, microbatch and chunk, `[6, n]`."""
     return _mixed((columns.astype(np.uint64) * _FACTORS[:6, None]).sum(axis=0, dtype=np.uint64))
 
 
-def _action_words(op: Any, number: Any, first: Any = 0, second: Any = 0) -> NDArray:
-    """uint64 `[n]`: of what an action does, the number of a gradient sum or -1, and the words of its tasks or 0."""
-    columns = np.broadcast_arrays(*(np.asarray(own).astype(np.uint64) for own in (op, number, first, second)))
+def _action_hashes(op: Any, number: Any, first: Any = 0, second: Any = 0) -> NDArray:
+    """Hashes, uint64 `[n]`, of the op, the index of a gradient sum or -1, and the hashes of the tasks or 0."""
+    columns = np.broadcast_arrays(*(np.asarray(part).astype(np.uint64) for part in (op, number, first, second)))
     return _mixed((np.stack(columns) * _FACTORS[6:, None]).sum(axis=0, dtype=np.uint64))
 
 
 def _mixed(values: NDArray) -> NDArray:
-    """Spreads the bits of sums."""
+    """Mixes the bits of sums."""
     values = (values ^ (values >> np.uint64(31))) * _FACTORS[0]
     return values ^ (values >> np.uint64(29))

@@ -1,4 +1,4 @@
-"""The vocabulary of a program: tasks, messages between tasks, and the actions of a rank, each with a text form."""
+"""The elements of a program, each with a text form: tasks, messages between tasks, and the actions of a rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _TASK = re.compile(r"(fwd|bwd) (\S+)\.r(\d+)\.s(\d+) mb(\d+)\.c(\d+)")
 
 
 class ProgramError(ValueError):
-    """A program that does not do the work of its step exactly once, in a possible order."""
+    """A program that does not perform each action of its step exactly once, in a valid order."""
 
 
 class DeadlockError(ProgramError):
-    """A program whose ranks wait for each other in a circle."""
+    """A program whose ranks wait for each other in a cycle."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -32,10 +32,10 @@ class Task:
     Args:
         kind (`str`): `"fwd"` or `"bwd"`.
         module (`str`): The module's name.
-        replica (`int`): Its data-parallel copy.
-        stage (`int`): The pipeline stage.
-        microbatch (`int`): Index of the replica's microbatch.
-        chunk (`int`, *optional*, defaults to 0): Index of the microbatch's chunk.
+        replica (`int`): Index of the data-parallel replica.
+        stage (`int`): Index of the pipeline stage.
+        microbatch (`int`): Index of the microbatch in the replica.
+        chunk (`int`, *optional*, defaults to 0): Index of the chunk in the microbatch.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class Task:
 
     @property
     def key(self) -> TaskKey:
-        """What the forward and the backward of a chunk on a stage have in common."""
+        """Identifier shared by the forward and the backward of a chunk on a stage."""
         return self.module, self.replica, self.stage, self.microbatch, self.chunk
 
     @property
@@ -59,7 +59,7 @@ class Task:
 
     @classmethod
     def parse(cls, text: str) -> Task:
-        """Reads the text form. Raises `ValueError` for anything else."""
+        """Parses the text form. Raises `ValueError` for anything else."""
         match = _TASK.fullmatch(text)
         if match is None:
             raise ValueError(f"`{text}` is not a task. A task looks like `fwd vision.r0.s1 mb3.c0`.")
@@ -70,15 +70,16 @@ class Task:
 @dataclass(frozen=True, order=True, slots=True)
 class Message:
     """
-    What one task hands to another: activations from forward to forward, gradients from backward to backward.
+    A message between two tasks: activations from forward to forward, gradients from backward to backward.
 
-    It goes from the ranks of the source's stage to the ranks of the target's stage; how its rows split over them is
-    decided when the program runs. Its text form is `act fwd vision.r0.s0 mb0.c0 -> fwd language_model.r0.s0 mb0.c0`.
+    It goes from the ranks of the source's stage to the ranks of the target's stage; the tokens that each pair of ranks
+    exchanges are determined when the program runs. Its text form is
+    `act fwd vision.r0.s0 mb0.c0 -> fwd language_model.r0.s0 mb0.c0`.
 
     Args:
         kind (`str`): `"act"` or `"grad"`.
-        source (`Task`): The task that produces it.
-        target (`Task`): The task that needs it.
+        source (`Task`): The task that produces the message.
+        target (`Task`): The task that consumes the message.
     """
 
     kind: Literal["act", "grad"]
@@ -87,7 +88,7 @@ class Message:
 
     @property
     def crosses_boundary(self) -> bool:
-        """Whether it goes from one module to another, rather than between stages of one."""
+        """Whether it goes from one module to another, rather than between stages of one module."""
         return self.source.module != self.target.module
 
     def __str__(self) -> str:
@@ -111,15 +112,15 @@ class Action:
     """
     One step of one rank.
 
-    `fwd` and `bwd` run a task, after waiting for the messages to it. `send` and `recv` never block: `send` hands the
-    tensor to the transport and `recv` posts the buffer. A rank that is in the source and in the target of a message
-    has both actions, `send` first. `sync` sums the gradients of a [`SyncGroup`] over its ranks.
+    `fwd` and `bwd` wait for the messages to a task and run it. `send` and `recv` never block: `send` passes the tensor
+    to the transport, and `recv` posts the buffer. A rank in both the source and the target of a message has both
+    actions, `send` first. `sync` sums the gradients of a [`SyncGroup`] over its ranks.
 
     Args:
         op (`str`): `"fwd"`, `"bwd"`, `"send"`, `"recv"` or `"sync"`.
-        task (`Task`, *optional*): Of `fwd` and `bwd`.
-        message (`Message`, *optional*): Of `send` and `recv`.
-        index (`int`, *optional*): Of `sync`: the group's place in the list of groups.
+        task (`Task`, *optional*): The task of `fwd` and `bwd`.
+        message (`Message`, *optional*): The message of `send` and `recv`.
+        index (`int`, *optional*): For `sync`, index of the group in the list of gradient sums.
     """
 
     op: Op

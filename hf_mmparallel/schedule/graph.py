@@ -1,4 +1,4 @@
-"""The tasks of a step, what each waits for, and where gradients flow."""
+"""The tasks of a step, their dependencies, and the flow of gradients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .actions import Message, StageKey, Task
 
 class GradientFlow:
     """
-    Which stages of a plan run backwards, and through which of their inputs.
+    The stages of a plan that run backwards, and the inputs whose gradients they compute.
 
-    A stage needs the gradient of an input iff something trainable lies before that input (papers: Cornstarch,
-    section 4.3). These are the answers for a stage; a single chunk can need less, such as a sample without images on
-    a frozen language model behind a trainable encoder, for which [`Program.has_backward`] is exact.
+    A stage computes the gradient of an input iff a trainable parameter lies before that input (papers: Cornstarch,
+    section 4.3). The answers are per stage; a single chunk can need less, such as a sample without images on a frozen
+    language model behind a trainable encoder. [`Program.has_backward`] is exact per chunk.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -31,16 +31,16 @@ class GradientFlow:
         for name, module in plan.modules.items():
             replicas = [(replica, module.replicas[replica]) for replica in module.with_stages]
             for replica, stages in replicas:
-                taking = {
+                entry_stages = {
                     index
                     for edge in plan.edges
                     if edge.target == name and self._features[edge.source]
                     for index in plan.edge_stages(edge, replica)
                 }
-                before = False
+                has_backward = False
                 for index, stage in enumerate(stages):
-                    before = before or index in taking or stage.trainable
-                    self._backward[name, replica, index] = before
+                    has_backward = has_backward or index in entry_stages or stage.trainable
+                    self._backward[name, replica, index] = has_backward
             self._features[name] = any(self._backward[name, replica, len(stages) - 1] for replica, stages in replicas)
 
     def hidden_needs_grad(self, module: str, replica: int, stage: int) -> bool:
@@ -48,27 +48,27 @@ class GradientFlow:
         return stage > 0 and self._backward[module, replica, stage - 1]
 
     def feature_needs_grad(self, module: str) -> bool:
-        """Whether what `module` hands to another one, such as the features of an encoder, needs a gradient."""
+        """Whether the outputs of `module` for other modules, such as the features of an encoder, need a gradient."""
         return self._features[module]
 
     def has_backward(self, module: str, replica: int, stage: int) -> bool:
-        """Whether the stage runs backwards: it is trainable or an input of it needs a gradient."""
+        """Whether the stage runs backwards: it is trainable, or one of its inputs needs a gradient."""
         return self._backward[module, replica, stage]
 
 
 @dataclass(frozen=True)
 class TaskGraph:
     """
-    The work of one step, as numbers: of thousands of replicas it is made, ordered and checked in arrays, and objects
-    are made only of what is looked at.
+    The tasks and messages of one step as arrays, so that those of thousands of replicas are built, ordered and
+    verified with numpy. `Task` and `Message` objects are made on access only.
 
     Args:
         stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of every stage, in the plan's order.
         columns (`np.ndarray` of shape `[3, tasks]`):
-            Number of the stage, microbatch and chunk of each task. Forwards stand before backwards and each task after
-            those that it waits for; within a stage forwards, and backwards, in the order of their chunks.
-        forward (`np.ndarray` of shape `[tasks]`): The place of a backward's forward; -1 for forwards.
-        links (`np.ndarray` of shape `[2, messages]`): The places of the source and of the target of each message.
+            Stage (index in `stages`), microbatch and chunk of each task. Forwards come before backwards, and each task
+            after its dependencies; the forwards of a stage, and its backwards, are in the order of their chunks.
+        forward (`np.ndarray` of shape `[tasks]`): For a backward the index of its forward task, -1 for forwards.
+        links (`np.ndarray` of shape `[2, messages]`): Source and target task of each message, as indices.
     """
 
     stages: tuple[StageKey, ...]
@@ -89,26 +89,26 @@ class TaskGraph:
         return self.links.shape[1]
 
     def place(self, task: Task) -> int | None:
-        """The place of a task, if it is among them."""
+        """The index of a task; `None` if it is not in the graph."""
         stage = self._stage_numbers.get(task.stage_key)
         if stage is None:
             return None
         same = (self.columns == np.array([[stage], [task.microbatch], [task.chunk]])).all(axis=0)
-        found = np.flatnonzero(same & ((self.forward >= 0) == (task.kind == "bwd")))
-        return int(found[0]) if len(found) else None
+        matches = np.flatnonzero(same & ((self.forward >= 0) == (task.kind == "bwd")))
+        return int(matches[0]) if len(matches) else None
 
     @cached_property
     def _stage_numbers(self) -> dict[StageKey, int]:
         return {key: number for number, key in enumerate(self.stages)}
 
     def task(self, place: int) -> Task:
-        """The task at a place."""
+        """The task with an index."""
         stage, microbatch, chunk = self.columns[:, place].tolist()
         name, replica, index = self.stages[stage]
         return Task("fwd" if place < self.num_forwards else "bwd", name, replica, index, microbatch, chunk)
 
     def message(self, number: int) -> Message:
-        """The message with a number."""
+        """The message with an index."""
         source, target = self.links[:, number].tolist()
         return Message("act" if source < self.num_forwards else "grad", self.task(source), self.task(target))
 
@@ -125,30 +125,30 @@ class TaskGraph:
 
     @cached_property
     def ends(self) -> tuple[tuple[int, int], ...]:
-        """For each message, the places in `tasks` of its source and its target."""
+        """Source and target of each message, as indices of tasks."""
         return tuple(zip(*self.links.tolist(), strict=True))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each task, the places in `tasks` of those that it waits for; of a backward its forward comes first."""
-        found = [[] if forward < 0 else [forward] for forward in self.forward.tolist()]
+        """Dependencies of each task, as indices of tasks; for a backward its forward comes first."""
+        result = [[] if forward < 0 else [forward] for forward in self.forward.tolist()]
         for source, target in self.ends:
-            found[target].append(source)
-        return tuple(map(tuple, found))
+            result[target].append(source)
+        return tuple(map(tuple, result))
 
 
 @dataclass(frozen=True)
 class TaskCounts:
     """
-    What a simulation of a graph counts down, at its beginning. A *cell* is a microbatch on a stage.
+    Initial values of the counters of a simulation. A *cell* is a microbatch on a stage.
 
     Args:
-        missing (`np.ndarray` of shape `[tasks]`): How many tasks each waits for.
-        followers (`np.ndarray`): Those that wait for a task, for one task after the other.
-        num_followers (`np.ndarray` of shape `[tasks]`): How many of them each task has.
-        cell (`np.ndarray` of shape `[tasks]`): The cell of each task.
-        backwards (`np.ndarray` of shape `[cells]`): Backwards of each cell.
-        opens (`np.ndarray` of shape `[tasks]`): Whether it is the first forward of a cell that has a backward.
+        missing (`np.ndarray` of shape `[tasks]`): Number of dependencies of each task.
+        followers (`np.ndarray`): Dependents of each task, concatenated over the tasks.
+        num_followers (`np.ndarray` of shape `[tasks]`): Number of dependents of each task.
+        cell (`np.ndarray` of shape `[tasks]`): Cell of each task.
+        backwards (`np.ndarray` of shape `[cells]`): Number of backwards in each cell.
+        opens (`np.ndarray` of shape `[tasks]`): Whether the task is the first forward of a cell with a backward.
     """
 
     missing: NDArray
@@ -160,7 +160,7 @@ class TaskCounts:
 
     @classmethod
     def of(cls, graph: TaskGraph) -> TaskCounts:
-        """Those of a graph."""
+        """The counters of a graph."""
         count, first = graph.num_tasks, graph.num_forwards
         stage, microbatch, chunk = graph.columns
         sources = np.concatenate([graph.links[0], graph.forward[first:]])
@@ -179,30 +179,31 @@ class TaskCounts:
 
 class StageRanks:
     """
-    The ranks of the stages of a plan, in arrays.
+    The ranks of all stages of a plan, concatenated in one array.
 
     Args:
         plan (`ParallelPlan`): The plan.
 
     Attributes:
-        starts (`np.ndarray` of shape `[stages + 1]`): Where the ranks of each stage start in `ranks`.
-        ranks (`np.ndarray`): The ranks of all stages, one stage after the other.
+        starts (`np.ndarray` of shape `[stages + 1]`): Start of each stage in `ranks`.
+        ranks (`np.ndarray`): The ranks of all stages.
     """
 
     def __init__(self, plan: ParallelPlan):
-        grids = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
-        self.starts = np.cumsum([0, *map(len, grids)])
-        self.ranks = np.fromiter(chain.from_iterable(grids), np.int64, int(self.starts[-1]))
+        by_stage = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
+        self.starts = np.cumsum([0, *map(len, by_stage)])
+        self.ranks = np.fromiter(chain.from_iterable(by_stage), np.int64, int(self.starts[-1]))
 
     def of(self, stages: NDArray) -> tuple[NDArray, NDArray]:
         """
         The ranks of some stages.
 
         Args:
-            stages (`np.ndarray` of shape `[n]`): Numbers of stages.
+            stages (`np.ndarray` of shape `[n]`): Indices of stages.
 
         Returns:
-            `tuple[np.ndarray, np.ndarray]`: For each stage and rank of it, the place in `stages`, and the rank.
+            `tuple[np.ndarray, np.ndarray]`: For each pair of a stage and one of its ranks, the index in `stages` and
+                the rank.
         """
         counts = self.starts[stages + 1] - self.starts[stages]
         owner = np.repeat(np.arange(len(stages)), counts)
@@ -210,19 +211,19 @@ class StageRanks:
 
 
 def spread(starts: NDArray, counts: NDArray) -> NDArray:
-    """`starts[i], starts[i] + 1, ...`, `counts[i]` of them, for each `i`."""
+    """Concatenation of the ranges `starts[i], ..., starts[i] + counts[i] - 1` over all `i`."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - ends + counts, counts)
 
 
 def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> TaskGraph:
     """
-    Lists the tasks and messages of a step. Chunks without samples have none.
+    Builds the tasks and messages of a step. Microbatches without samples have none.
 
     Args:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement of the global batch.
-        training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
+        training (`bool`, *optional*, defaults to `True`): Whether the step has backwards.
 
     Returns:
         `TaskGraph`: The graph.
@@ -233,8 +234,8 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
     links, runs_back = _links(plan, modules, columns.shape[1])
     forward = np.full(columns.shape[1], -1)
     if training:
-        # A backward stands after all that it waits for when the forwards are walked from the last to the first; within
-        # a stage the chunks keep their order.
+        # Backwards are in reverse order of modules and stages, and so after their dependencies; within a stage the
+        # chunks keep their order.
         back = np.flatnonzero(runs_back)
         order = np.concatenate([np.repeat(-i, module.columns.shape[1]) for i, module in enumerate(modules.values())])
         replica, index = np.array([key[1:] for key in stages]).reshape(-1, 2)[columns[0, back]].T
@@ -250,17 +251,17 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
 @dataclass(frozen=True)
 class _Forwards:
     """
-    The forwards of a module: of each chunk those of all stages, one after the other.
+    The forwards of a module, ordered by chunk and then by stage.
 
     Args:
         columns (`np.ndarray` of shape `[3, tasks]`): See [`TaskGraph`].
-        index (`np.ndarray` of shape `[tasks]`): The stage of each within its replica.
-        trainable (`np.ndarray` of shape `[tasks]`): Whether the stage of each is.
-        first (`np.ndarray` of shape `[chunks]`): The place, among those of all modules, of the first task.
-        count (`np.ndarray` of shape `[chunks]`): Stages of its replica.
-        replica (`np.ndarray` of shape `[chunks]`): Its replica.
-        slots (`np.ndarray`): The samples of all chunks.
-        chunk_of (`np.ndarray`): The chunk of each.
+        index (`np.ndarray` of shape `[tasks]`): Stage index within the replica.
+        trainable (`np.ndarray` of shape `[tasks]`): Whether the stage is trainable.
+        first (`np.ndarray` of shape `[chunks]`): Index of the chunk's first task in the graph.
+        count (`np.ndarray` of shape `[chunks]`): Number of stages of the chunk's replica.
+        replica (`np.ndarray` of shape `[chunks]`): Replica of the chunk.
+        slots (`np.ndarray`): Slots of all chunks.
+        chunk_of (`np.ndarray`): Chunk of each slot.
     """
 
     columns: NDArray
@@ -274,7 +275,7 @@ class _Forwards:
 
 
 def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
-    """The forwards of every module, in the order of the graph."""
+    """Module -> its forwards, in the order of the graph."""
     result: dict[str, _Forwards] = {}
     num_stages = num_tasks = 0
     for name, module in plan.modules.items():
@@ -294,34 +295,34 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
 
 
 def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray]:
-    """Which forwards feed which, `[2, links]`, and whether each forward has a backward."""
+    """Messages between forwards, `[2, links]`, and whether each forward has a backward."""
     runs_back = np.zeros(num_tasks, bool)
     entering: dict[str, list[NDArray]] = {}
     links: list[NDArray] = []
     start = 0
-    for name, own in modules.items():
-        inner = start + np.flatnonzero(own.index)
+    for name, forwards in modules.items():
+        inner = start + np.flatnonzero(forwards.index)
         links.append(np.stack([inner - 1, inner]))
-        needs = runs_back[start : start + len(own.index)]  # a view
-        needs |= own.trainable
-        for found in entering.get(name, ()):
-            np.logical_or.at(runs_back, found[1], runs_back[found[0]])
-        for index in range(1, int(own.index.max(initial=0)) + 1):
-            later = np.flatnonzero(own.index == index)
+        needs = runs_back[start : start + len(forwards.index)]  # a view
+        needs |= forwards.trainable
+        for source, target in entering.get(name, ()):
+            np.logical_or.at(runs_back, target, runs_back[source])
+        for index in range(1, int(forwards.index.max(initial=0)) + 1):
+            later = np.flatnonzero(forwards.index == index)
             needs[later] |= needs[later - 1]
         for edge in plan.edges:
             if edge.source == name:
-                found = _crossing(plan, edge, own, modules[edge.target])
-                entering.setdefault(edge.target, []).append(found)
-                links.append(found)
-        start += len(own.index)
+                crossing = _crossing(plan, edge, forwards, modules[edge.target])
+                entering.setdefault(edge.target, []).append(crossing)
+                links.append(crossing)
+        start += len(forwards.index)
     return np.concatenate(links, axis=1), runs_back
 
 
 def _crossing(plan: ParallelPlan, edge: Edge, source: _Forwards, target: _Forwards) -> NDArray:
-    """Which forwards of one module feed which of another, `[2, links]`: those that share samples."""
-    _, mine, its = np.intersect1d(source.slots, target.slots, assume_unique=True, return_indices=True)
-    pairs = np.unique(np.stack([source.chunk_of[mine], target.chunk_of[its]]), axis=1)
+    """Messages from forwards of one module to those of another that share samples, `[2, links]`."""
+    _, at_source, at_target = np.intersect1d(source.slots, target.slots, assume_unique=True, return_indices=True)
+    pairs = np.unique(np.stack([source.chunk_of[at_source], target.chunk_of[at_target]]), axis=1)
     module = plan.modules[edge.target]
     entries: list[tuple[int, ...]] = [()] * module.dp_size
     for replica in module.with_stages:

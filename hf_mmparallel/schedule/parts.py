@@ -1,9 +1,8 @@
 """
-The parts that a step falls into: replicas that exchange tensors or share ranks, which are planned without the others.
+The parts of a step: connected components of replicas that exchange tensors or share ranks, planned one by one.
 
-All that ranks of different parts have in common are the gradient sums, and these stand in the same order on every
-rank. So a rank schedules and checks its own part only, and ranks that take part in the same stages, which run the
-same list, are one rank meanwhile.
+Ranks of different parts share gradient sums only, whose order is the same on every rank. So a rank schedules and
+verifies its own part only, and ranks of the same stages, which run the same list, are condensed to one rank.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from ..plan import ModulePlan, ParallelPlan, Stage, StepPlan, SyncGroup
-from .action_lists import PartRows, ProgramRows
+from .action_lists import PartActions, ProgramActions
 from .actions import StageKey
 from .program import Program
 
@@ -28,16 +27,16 @@ Member = tuple[str, int]
 @dataclass(frozen=True)
 class Part:
     """
-    Replicas that exchange nothing with others but gradient sums, with the ranks that they are on.
+    Replicas, with their ranks, that share nothing with other replicas but gradient sums.
 
     Args:
         plan (`ParallelPlan`):
-            With the stages of these replicas only, and one rank for all that run the same list, numbered from 0.
-        whole_plan (`ParallelPlan`): With the stages of these replicas only, and all ranks by their own numbers.
-        step (`StepPlan`): With the microbatches of these replicas only.
+        The stages of these replicas only, with one rank for all ranks that run the same list, numbered from 0.
+        whole_plan (`ParallelPlan`): The stages of these replicas only, with all ranks and their original numbers.
+        step (`StepPlan`): The microbatches of these replicas only.
         groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
-        ranks (`tuple[int, ...]`): Of each rank, its number in the condensed plan.
-        sums (`tuple[int, ...]`): Of each group, its index in the condensed plan.
+        ranks (`tuple[int, ...]`): The rank in the condensed plan of each rank of `plan`.
+        sums (`tuple[int, ...]`): The index in the condensed plan of each of `groups`.
     """
 
     plan: ParallelPlan
@@ -47,25 +46,26 @@ class Part:
     ranks: tuple[int, ...]
     sums: tuple[int, ...]
 
-    def condensed(self, program: Program) -> PartRows:
-        """The rows of a program of the part with the numbers of the condensed plan."""
-        assert isinstance(program.actions, ProgramRows)
-        (rows,) = program.actions.parts
-        codes = rows.codes.copy()
-        is_sum = codes >= rows.first_sum
-        codes[is_sum] = rows.first_sum + np.array(self.sums, np.int64)[codes[is_sum] - rows.first_sum]
-        return PartRows(rows.graph, rows.starts, codes, {self.ranks[rank]: row for rank, row in rows.row_of.items()})
+    def condensed(self, program: Program) -> PartActions:
+        """The lists of a program of this part, with the ranks and gradient sums of the condensed plan."""
+        assert isinstance(program.actions, ProgramActions)
+        (lists,) = program.actions.parts
+        codes = lists.codes.copy()
+        is_sum = codes >= lists.first_sum
+        codes[is_sum] = lists.first_sum + np.array(self.sums, np.int64)[codes[is_sum] - lists.first_sum]
+        list_of = {self.ranks[rank]: index for rank, index in lists.list_of.items()}
+        return PartActions(lists.graph, lists.starts, codes, list_of)
 
 
 @dataclass(frozen=True)
 class Condensed:
     """
-    A plan with one rank for all that run the same list.
+    A plan with one rank for all ranks that run the same list.
 
     Args:
-        plan (`ParallelPlan`): With these ranks only, numbered from 0.
-        groups (`tuple[SyncGroup, ...]`): The gradient sums among them.
-        sums (`tuple[tuple[int, ...], ...]`): For each, the indices of those of the whole plan that it stands for.
+        plan (`ParallelPlan`): The plan with condensed ranks, numbered from 0.
+        groups (`tuple[SyncGroup, ...]`): The gradient sums of the condensed ranks.
+        sums (`tuple[tuple[int, ...], ...]`): For each of `groups`, the indices in `all_groups` that it replaces.
         whole_plan (`ParallelPlan`): The plan with all ranks.
         all_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
         numbers (`dict[int, int]`): Rank of the whole plan -> its rank in the condensed plan.
@@ -80,12 +80,12 @@ class Condensed:
 
     @property
     def whole_groups(self) -> tuple[SyncGroup, ...]:
-        """For each gradient sum, one of the whole plan that it stands for."""
+        """For each of `groups`, the first gradient sum of the whole plan that it replaces."""
         return tuple(self.all_groups[indices[0]] for indices in self.sums)
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
-        """The ranks of the whole plan that each condensed rank stands for."""
+        """The ranks of the whole plan that each condensed rank replaces."""
         result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
         for rank, number in self.numbers.items():
             result[number].append(rank)
@@ -93,30 +93,30 @@ class Condensed:
 
     @cached_property
     def _sums_of_whole(self) -> dict[int, dict[int, tuple[int, ...]]]:
-        """Rank of the whole plan -> index of a condensed gradient sum -> of those of the whole plan on this rank."""
+        """Rank of the whole plan -> index in `groups` -> the indices in `all_groups` of its gradient sums."""
         result: dict[int, dict[int, tuple[int, ...]]] = {rank: {} for rank in self.numbers}
-        for few, indices in enumerate(self.sums):
+        for condensed, indices in enumerate(self.sums):
             for index in indices:
                 for rank in self.all_groups[index].ranks:
-                    result[rank][few] = (*result[rank].get(few, ()), index)
+                    result[rank][condensed] = (*result[rank].get(condensed, ()), index)
         return result
 
     # Parts
 
     @cached_property
     def _members(self) -> tuple[Member, ...]:
-        """All replicas."""
+        """(module, replica) of all replicas."""
         return tuple((name, d) for name, module in self.plan.modules.items() for d in range(module.dp_size))
 
     @cached_property
     def _first(self) -> dict[str, int]:
-        """Module -> place of its first replica among all."""
+        """Module -> index of its first replica in `_members`."""
         sizes = [module.dp_size for module in self.plan.modules.values()]
         return dict(zip(self.plan.modules, np.cumsum([0, *sizes])[:-1].tolist(), strict=True))
 
     @cached_property
     def _members_of_rank(self) -> list[list[int]]:
-        """The replicas, as places among all, that each condensed rank works for."""
+        """The replicas of each condensed rank, as indices of `_members`."""
         result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
         for place, ranks in enumerate(self._ranks_of_member):
             for rank in ranks:
@@ -133,7 +133,7 @@ class Condensed:
 
     @cached_property
     def _neighbours(self) -> np.ndarray:
-        """int64 `[pairs, 2]`: replicas that share ranks."""
+        """Pairs of replicas that share ranks, int64 `[pairs, 2]`."""
         pairs = [pair for members in self._members_of_rank for pair in pairwise(members)]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
@@ -156,40 +156,40 @@ class Condensed:
         return result
 
     def _labels(self, step: StepPlan) -> np.ndarray:
-        """int64 `[replicas]`: the number of the part that each replica is in."""
+        """The part of each replica, int64 `[replicas]`."""
         links = [self._neighbours]
         for edge in self.plan.edges:
             source, target = (step.locations[name][0] for name in (edge.source, edge.target))
             both = np.flatnonzero((source >= 0) & (target >= 0))
             ends = [self._first[edge.source] + source[both], self._first[edge.target] + target[both]]
             links.append(np.stack(ends, axis=1))
-        before, after = np.concatenate(links).T
+        first, second = np.concatenate(links).T
         size = len(self._members)
-        return connected_components(coo_array((np.ones(len(before)), (before, after)), (size, size)), False)[1]
+        return connected_components(coo_array((np.ones(len(first)), (first, second)), (size, size)), False)[1]
 
     def parts_of_stages(self, step: StepPlan) -> np.ndarray:
-        """int64 `[stages]`: the number of the part that each stage of the condensed plan is in."""
+        """The part of each stage of the condensed plan, int64 `[stages]`."""
         counts = [len(module.replicas[d]) for module in self.plan.modules.values() for d in range(module.dp_size)]
         return np.repeat(self._labels(step), counts).astype(np.int64)
 
     def parts(self, step: StepPlan, rank: int | None = None) -> Iterator[Part]:
         """
-        The parts of a step; a replica without samples is one, too.
+        The parts of a step; a replica without samples is a part by itself.
 
         Args:
             step (`StepPlan`): The arrangement.
-            rank (`int`, *optional*): Only the part of this rank of the whole plan, which has none without a stage.
+            rank (`int`, *optional*): Yields only the part of this rank of the whole plan; none if it has no stage.
         """
         labels = self._labels(step)
         if rank is None:
             for places in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
                 yield self._part(step, places.tolist())
         elif rank in self.numbers:
-            own = self._members_of_rank[self.numbers[rank]][0]
-            yield self._part(step, np.flatnonzero(labels == labels[own]).tolist())
+            member = self._members_of_rank[self.numbers[rank]][0]
+            yield self._part(step, np.flatnonzero(labels == labels[member]).tolist())
 
     def _part(self, step: StepPlan, places: Sequence[int]) -> Part:
-        """The part of some of the replicas."""
+        """The part with some of the replicas, given as indices of `_members`."""
         members = [self._members[place] for place in places]
         ranks = sorted(set(chain.from_iterable(self._ranks_of_member[place] for place in places)))
         number = {rank: local for local, rank in enumerate(ranks)}
@@ -219,53 +219,53 @@ class Condensed:
     # The ranks of the whole plan
 
     def expand(self, program: Program) -> Program:
-        """A program of condensed ranks as one of all ranks that these stand for."""
-        assert isinstance(program.actions, ProgramRows)
+        """Expands a program of condensed ranks to all ranks of the whole plan."""
+        assert isinstance(program.actions, ProgramActions)
         parts = [
             replace(
                 part,
-                row_of={rank: row for number, row in part.row_of.items() for rank in self._ranks[number]},
+                list_of={rank: index for number, index in part.list_of.items() for rank in self._ranks[number]},
                 sums=self._sums_of_whole,
             )
             for part in program.actions.parts
         ]
-        return Program(ProgramRows(parts), program.times_ms)
+        return Program(ProgramActions(parts), program.times_ms)
 
 
 def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
     """
-    Leaves one rank of all that take part in the same stages. A step takes as long as with all of them.
+    Replaces all ranks of the same stages by one rank. The predicted time of a step does not change.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks sum.
+        groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks run them.
     """
     numbers = condensed_ranks(plan)
     modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
     alike: dict[tuple, list[int]] = {}
     for index, group in enumerate(groups):
-        alike.setdefault((_those(group.ranks, numbers), group.stages, group.parameters), []).append(index)
-    few = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
+        alike.setdefault((_renumber(group.ranks, numbers), group.stages, group.parameters), []).append(index)
+    condensed = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
     sums = tuple(map(tuple, alike.values()))
-    return Condensed(replace(plan, modules=modules), few, sums, plan, tuple(groups), numbers)
+    return Condensed(replace(plan, modules=modules), condensed, sums, plan, tuple(groups), numbers)
 
 
 def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
-    """A module whose stages are each on one row of the ranks with other numbers."""
+    """The module with renumbered ranks; each stage has one tp group of them."""
     replicas: list[tuple[Stage, ...]] = [()] * module.dp_size
     for replica in module.with_stages:
         stages = module.replicas[replica]
-        replicas[replica] = tuple(replace(stage, ranks=(_those(stage.all_ranks, numbers),)) for stage in stages)
+        replicas[replica] = tuple(replace(stage, ranks=(_renumber(stage.all_ranks, numbers),)) for stage in stages)
     return replace(module, replicas=tuple(replicas))
 
 
-def _those(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:
-    """The other numbers of some ranks."""
+def _renumber(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:
+    """The new numbers of some ranks, without duplicates."""
     return tuple(sorted({numbers[rank] for rank in ranks}))
 
 
 def condensed_ranks(plan: ParallelPlan) -> dict[int, int]:
-    """Rank -> its rank in the condensed plan."""
+    """Rank -> rank in the condensed plan."""
     stages: dict[int, list] = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():

@@ -1,4 +1,4 @@
-"""What tells schedules apart: which tasks a rank puts first, and how many microbatches a stage keeps in flight."""
+"""Phases of tasks and limits of microbatches in flight, from the policy of a plan's schedule."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, StepPlan, encoders_of
+from ..plan import ParallelPlan, StepPlan
 from ..plan.step_plan import SlotPlaces
 from .actions import StageKey
 
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
     """
-    In which phase of a step each kind of task runs, see [`SchedulePolicy`].
+    The phase of a step in which each kind of task runs, see [`SchedulePolicy`].
 
     Args:
         plan (`ParallelPlan`): The layout and the name of its schedule.
@@ -22,7 +22,7 @@ def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
     Returns:
         `dict[tuple[str, str], int]`: (module, `"fwd"` or `"bwd"`) -> phase.
     """
-    encoders = encoders_of(plan)
+    encoders = plan.encoders
     return {
         (name, kind): phase
         for name in plan.modules
@@ -31,14 +31,14 @@ def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:
 
 
 def may_alternate(plan: ParallelPlan) -> bool:
-    """Whether the order that waits for a forward after each backward is tried."""
+    """Whether a stage may wait for a forward after each backward, see [`schedule_tasks`]."""
     return plan.policy.is_one_phase
 
 
 def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
     """
-    The number of stages from each one to the end of the longest way through the model, which is how many microbatches
-    1F1B keeps in flight there (Cornstarch, section 4.4: `N - p`).
+    Number of stages from each stage to the end of the longest path through the modules, which is the number of
+    microbatches in flight under 1F1B (Cornstarch, section 4.4: `N - p`).
 
     Args:
         plan (`ParallelPlan`): The layout.
@@ -56,14 +56,13 @@ def stage_depths(plan: ParallelPlan) -> dict[StageKey, int]:
     return depths
 
 
-def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
+def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """
-    How many microbatches may be in flight on each stage under 1F1B.
+    Maximum microbatches in flight on each stage under 1F1B.
 
-    In generators and the language model that is the number of stages to the end of the longest way from there. An
-    encoder must be ahead by all that the microbatches in flight behind it take, while it keeps all whose last gradient
-    comes from them: when every sample is taken in its own microbatch that is the depth again, one more when some are
-    taken a microbatch later, and more where an encoder has more microbatches than the module behind it.
+    For generators and the language model this is the number of stages to the end of the longest path. An encoder must
+    hold every microbatch whose features or gradients are still in use downstream: the depth without deferral, one more
+    with deferral by one microbatch, and more if it has more microbatches than its consumer.
 
     Args:
         plan (`ParallelPlan`): The layout.
@@ -72,8 +71,8 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     Returns:
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches.
     """
-    caps: dict[StageKey, float] = {}
-    first: dict[str, NDArray] = {}  # module -> of each replica the cap of its first stage
+    limits: dict[StageKey, float] = {}
+    first: dict[str, NDArray] = {}  # module -> limit of the first stage of each replica
     for name in reversed(list(plan.modules)):
         module = plan.modules[name]
         behind = np.zeros(module.dp_size, np.int64)
@@ -82,34 +81,34 @@ def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
             behind = np.maximum(behind, _ahead(step, given, target, first[target], module.dp_size))
         first[name] = behind + np.array([len(stages) for stages in module.replicas])
         for replica, most in zip(module.with_stages, first[name][list(module.with_stages)].tolist(), strict=True):
-            caps.update({(name, replica, i): most - i for i in range(len(module.replicas[replica]))})
-    return caps
+            limits.update({(name, replica, i): most - i for i in range(len(module.replicas[replica]))})
+    return limits
 
 
 def _ahead(step: StepPlan, given: SlotPlaces, target: str, caps: NDArray, num_replicas: int) -> NDArray:
     """
-    The most microbatches that each replica of a module must be ahead of `target` at any time.
+    Maximum number of microbatches by which each replica of a module must be ahead of its consumer.
 
     Args:
         step (`StepPlan`): The arrangement.
-        given (`SlotPlaces`): Where the samples of the module are.
-        target (`str`): What takes them.
-        caps (`np.ndarray`): int64 `[replicas of the target]`: microbatches in flight there.
-        num_replicas (`int`): Replicas of the module.
+        given (`SlotPlaces`): Replica and microbatch of the module's slots.
+        target (`str`): The consumer.
+        caps (`np.ndarray`): int64 `[replicas of the consumer]`: its microbatches in flight.
+        num_replicas (`int`): Number of replicas of the module.
     """
     used, turn, turns = step.turns(given, target)
-    replica, taker = given.replica[used], step.locations[target][0][given.slots[used]]
-    counts = np.array([len(own) for own in (step.whole or step).microbatches[target]])
-    depth = np.zeros(num_replicas, np.int64)  # turns in flight behind each; 0 if nobody waits for what it makes
-    np.maximum.at(depth, replica, np.ceil(caps[taker] * turns / counts[taker]).astype(np.int64))
+    replica, consumer = given.replica[used], step.locations[target][0][given.slots[used]]
+    counts = np.array(list(map(len, (step.whole or step).microbatches[target])))
+    depth = np.zeros(num_replicas, np.int64)  # turns in flight downstream; 0 without a consumer
+    np.maximum.at(depth, replica, np.ceil(caps[consumer] * turns / counts[consumer]).astype(np.int64))
     places, place = np.unique(given.place[used], return_inverse=True)  # microbatches without samples have no tasks
     owner = np.empty(len(places), np.int64)
     owner[place] = replica
     index = np.arange(len(places)) - np.searchsorted(owner, owner)
-    wanted = np.zeros((num_replicas, int(turn.max(initial=-1)) + 1), np.int64)  # microbatches that each turn waits for
+    wanted = np.zeros((num_replicas, int(turn.max(initial=-1)) + 1), np.int64)  # microbatches needed by each turn
     np.maximum.at(wanted, (replica, turn), index[place] + 1)
     wanted = np.maximum.accumulate(wanted, axis=1)
-    last = np.zeros(len(places), np.int64)  # the turn that the last gradient of each microbatch comes from
+    last = np.zeros(len(places), np.int64)  # turn of the last gradient of each microbatch
     np.maximum.at(last, place, turn)
     done = np.zeros_like(wanted)
     np.add.at(done, (owner, last), 1)
@@ -120,41 +119,43 @@ def _ahead(step: StepPlan, given: SlotPlaces, target: str, caps: NDArray, num_re
     return np.maximum(depth, ahead.max(axis=1, initial=0))
 
 
-def ahead_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
+def in_flight_eager(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """
-    The caps of the schedule `"eager"` where no limit of memory is known: those of 1F1B, two more in encoders.
+    Maximum microbatches in flight under `"eager"` if the memory limit is not known: as under 1F1B, plus two in
+    encoders.
 
-    With the sizes of the published datasets that gives most of what unlimited memory gives, with a fifth more of it
-    rather than nearly twice as much. More in the language model gives nothing once encoders have these.
+    With the sample sizes of the published datasets this gives most of the speedup of unlimited memory, for a fifth
+    more activation memory instead of nearly twice as much. Raising the limit of the language model as well gives
+    nothing.
 
     Args:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
     """
-    encoders = encoders_of(plan)
-    return {key: cap + 2 * (key[0] in encoders) for key, cap in live_caps(plan, step).items()}
+    encoders = plan.encoders
+    return {key: cap + 2 * (key[0] in encoders) for key, cap in in_flight_1f1b(plan, step).items()}
 
 
-def policy_caps(
+def in_flight_limits(
     plan: ParallelPlan, step: StepPlan, caps: Mapping[StageKey, float] | None = None
 ) -> dict[StageKey, float]:
     """
-    How many microbatches may be in flight on each stage under the plan's schedule.
+    Maximum microbatches in flight on each stage under the plan's schedule.
 
     Args:
         plan (`ParallelPlan`): The layout and the name of its schedule.
         step (`StepPlan`): The arrangement.
         caps (`Mapping[tuple[str, int, int], float]`, *optional*):
-            Of the schedule `"eager"`: what memory allows, see [`eager_caps`]; [`ahead_caps`] when left out. Fewer than
-            1F1B has are raised to those, without which ranks would wait for ever.
+            For the schedule `"eager"`: the limits that fit into memory, see [`eager_caps`]; [`in_flight_eager`] when
+            left out. Limits below those of 1F1B, with which ranks would deadlock, are raised to them.
 
     Returns:
-        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches; without the stages whose
-        forwards all go first.
+        `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches, without the stages that run
+        all forwards first.
     """
-    encoders = encoders_of(plan)
-    least = {k: cap for k, cap in live_caps(plan, step).items() if not plan.policy.keeps_all(k[0] in encoders)}
+    encoders = plan.encoders
+    least = {k: cap for k, cap in in_flight_1f1b(plan, step).items() if not plan.policy.keeps_all(k[0] in encoders)}
     if not plan.policy.fills_memory:
         return least
-    allowed = ahead_caps(plan, step) if caps is None else caps
-    return {key: max(cap, allowed.get(key, cap)) for key, cap in least.items()}
+    wanted = in_flight_eager(plan, step) if caps is None else caps
+    return {key: max(limit, wanted.get(key, limit)) for key, limit in least.items()}

@@ -1,4 +1,4 @@
-"""The ordered actions of all ranks, with a text form."""
+"""`Program`: the ordered actions of all ranks, with a text form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .action_lists import ProgramRows, TaskTimes, checksum
+from .action_lists import ProgramActions, TaskTimes, checksum
 from .actions import Action, Task, TaskKey
 
 _TIMES = re.compile(r"(.*) \[(\S+), (\S+)\]")
@@ -20,7 +20,7 @@ class Program:
 
     Args:
         actions (`Mapping[int, tuple[Action, ...]]`): Rank -> its actions.
-        times_ms (`Mapping[Task, tuple[float, float]]`, *optional*): Task -> its predicted start and end.
+        times_ms (`Mapping[Task, tuple[float, float]]`, *optional*): Task -> predicted start and end.
     """
 
     actions: Mapping[int, tuple[Action, ...]]
@@ -38,26 +38,26 @@ class Program:
 
     @cached_property
     def checksum(self) -> int:
-        """Of the actions of all ranks in their order, without times; the same in every process."""
+        """Checksum of the ordered actions of all ranks, without times; the same in every process."""
         return checksum(self.actions)
 
     def replicas(self, module: str) -> frozenset[int]:
-        """The replicas of a module that its ranks work for."""
-        if isinstance(self.actions, ProgramRows):
+        """Indices of the replicas of a module with tasks in this program."""
+        if isinstance(self.actions, ProgramActions):
             return self.actions.replicas(module)
-        rows = {id(row): row for row in self.actions.values()}.values()
-        tasks = (action.task for row in rows for action in row)
+        lists = {id(actions): actions for actions in self.actions.values()}.values()
+        tasks = (action.task for actions in lists for action in actions)
         return frozenset(task.replica for task in tasks if task is not None and task.module == module)
 
     def has_backward(self, task: Task) -> bool:
         """
-        Whether the chunk of `task` has a backward on its stage. Where it has none the forward needs no graph, and
-        what it sends needs no gradient.
+        Whether the chunk of `task` has a backward on its stage. Without one the forward needs no autograd graph, and
+        its outputs need no gradient.
         """
         return task.key in self.backward_keys
 
     def of_rank(self, rank: int) -> Program:
-        """The part that one rank needs to run: its own actions, with their times."""
+        """The program of a single rank: its actions, with their times."""
         actions = self.actions.get(rank, ())
         tasks = [action.task for action in actions if action.task is not None]
         if isinstance(self.times_ms, TaskTimes):
@@ -65,7 +65,7 @@ class Program:
         return Program({rank: actions}, {task: self.times_ms[task] for task in tasks if task in self.times_ms})
 
     def dump(self) -> str:
-        """The program as text, one action a line under a line for each rank."""
+        """The program as text: a line `rank n` for each rank, followed by one line per action."""
         lines = []
         for rank in sorted(self.actions):
             lines.append(f"rank {rank}")
@@ -76,7 +76,7 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> Program:
-        """Reads what [`~Program.dump`] writes. Raises `ValueError` for anything else."""
+        """Parses the output of [`~Program.dump`]. Raises `ValueError` for anything else."""
         actions: dict[int, list[Action]] = {}
         times: dict[Task, tuple[float, float]] = {}
         current: list[Action] | None = None
@@ -94,4 +94,4 @@ class Program:
             if match and action.task is not None:
                 times[action.task] = (float(match[2]), float(match[3]))
             current.append(action)
-        return cls({rank: tuple(row) for rank, row in actions.items()}, times)
+        return cls({rank: tuple(rank_actions) for rank, rank_actions in actions.items()}, times)

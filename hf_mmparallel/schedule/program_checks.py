@@ -1,4 +1,4 @@
-"""Is a program right? Checked from the tasks of the step alone, whatever wrote the program."""
+"""Validates a program against the task graph of its step, independently of how the program was made."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, StepPlan, SyncGroup
-from .action_lists import ProgramRows
+from .action_lists import ProgramActions
 from .actions import Action, DeadlockError, Message, ProgramError, StageKey, Task
 from .graph import TaskGraph, build_graph
 from .program import Program
@@ -19,7 +19,7 @@ def check_program(
     plan: ParallelPlan, step: StepPlan, groups: Sequence[SyncGroup], program: Program, training: bool = True
 ) -> None:
     """
-    Checks that a program does the work of a step exactly once, and that no order of events can stop it.
+    Checks that a program performs each action of a step exactly once, and that it can't deadlock.
 
     Args:
         plan (`ParallelPlan`): The layout.
@@ -29,8 +29,8 @@ def check_program(
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards and gradient sums.
 
     Raises:
-        `ProgramError`: If an action is missing, doubled or misplaced, or sends and receives come in other orders.
-        `DeadlockError`: If ranks wait for each other; it names the action that each waits at.
+        `ProgramError`: If an action is missing, duplicated or misplaced, or sends and receives are in different
+        orders. `DeadlockError`: If ranks wait for each other; the message has the action that each rank waits at.
     """
     verify(plan, build_graph(plan, step, training), groups if training else (), program)
 
@@ -44,25 +44,25 @@ def verify(
     order: NDArray | None = None,
 ) -> None:
     """
-    [`check_program`] for a graph that is there already.
+    [`check_program`] for an existing graph.
 
-    Of a [`Part`] it is also checked that its ranks can do all that blocks in one order that has the gradient sums in
-    that of `groups`. Then no program that is put together from such parts can deadlock: between one sum and the next
-    each part does what it has there, whatever the others do, and all parts come to the same sums in the same order.
+    For a [`Part`] it also checks that there is an order of its blocking actions in which the gradient sums come in the
+    order of `groups`. Then no program composed of such parts can deadlock: between two sums each part proceeds
+    independently of the others, and all parts reach the same sums in the same order.
 
-    With an order of all that blocks, see [`Proof`], the rows of a program are checked at once; a program that does not
-    pass is checked list by list, which says what is wrong.
+    Given an order of the blocking actions, see [`Proof`], the lists are first verified with numpy. A program that does
+    not pass is checked list by list, for an exact error message.
     """
-    rows = program.actions.parts if isinstance(program.actions, ProgramRows) else ()
-    if order is not None and len(rows) == 1:
-        (written,) = rows
-        if written.graph is graph and Proof(plan, graph, groups, written).holds(order, in_order=is_part):
+    parts = program.actions.parts if isinstance(program.actions, ProgramActions) else ()
+    if order is not None and len(parts) == 1 and parts[0].graph is graph:
+        proof = Proof(plan, graph, groups, parts[0])
+        if proof.holds(order, in_order=is_part):
             return
     _Checker(plan, graph, groups, program).check(in_order=is_part)
 
 
 def waiting_table(waiting: Mapping[int, Action], limit: int = 32) -> str:
-    """One line for each rank with the action that it waits at."""
+    """The action that each rank waits at, one line per rank."""
     lines = [f"rank {rank} waits at `{waiting[rank]}`" for rank in sorted(waiting)[:limit]]
     if len(waiting) > limit:
         lines.append(f"and {len(waiting) - limit} more ranks")
@@ -70,7 +70,7 @@ def waiting_table(waiting: Mapping[int, Action], limit: int = 32) -> str:
 
 
 class _Checker:
-    """Walks every rank's list once, then looks for circles among what blocks."""
+    """Walks every rank's list once, then looks for cycles among blocking actions."""
 
     def __init__(self, plan: ParallelPlan, graph: TaskGraph, groups: Sequence[SyncGroup], program: Program):
         self.graph, self.groups, self.program = graph, groups, program
@@ -85,15 +85,15 @@ class _Checker:
         self.num_ranks = plan.world_size
         self.sent: dict[tuple[int, int], list[int]] = {}
         self.received: dict[tuple[int, int], list[int]] = {}
-        # Nodes that block, on all of their ranks at once: the tasks, then the gradient sums.
+        # Blocking nodes, which occupy all of their ranks at once: the tasks, then the gradient sums.
         self.successors: list[list[int]] = [[] for _ in range(len(graph.tasks) + len(groups))]
         self.blocking: dict[int, list[int]] = {}
 
     def check(self, in_order: bool) -> None:
-        """Runs all checks, among them whether gradient sums can be in the order of their numbers if `in_order`."""
+        """Runs all checks; `in_order` adds the check that gradient sums can run in the order of their indices."""
         if set(self.program.actions) != set(range(self.num_ranks)):
             raise ProgramError(
-                f"The program lists {len(self.program.actions)} ranks, the plan has {self.num_ranks}. "
+                f"The program has {len(self.program.actions)} ranks, the plan has {self.num_ranks}. "
                 "Make it for this plan with `build_program`."
             )
         for rank, actions in self.program.actions.items():
@@ -104,10 +104,10 @@ class _Checker:
         if in_order:
             for first, second in pairwise(range(len(self.graph.tasks), len(self.successors))):
                 self.successors[first].append(second)
-        self._check_circles()
+        self._check_cycles()
 
     def _check_rank(self, rank: int, actions: Sequence[Action]) -> None:
-        """Checks what one list says by itself, and notes its order for the other checks."""
+        """Checks one list by itself, and records its order for the other checks."""
         done: set[tuple[str, int]] = set()
         summed: set[StageKey] = set()
         blocking: list[int] = []
@@ -133,7 +133,7 @@ class _Checker:
         self.blocking[rank] = blocking
 
     def _number(self, rank: int, action: Action) -> int:
-        """The place of the action's task, message or group; raises if `rank` has nothing to do with it."""
+        """Index of the action's task, message or group; raises if `rank` does not take part in it."""
         if action.task is not None:
             number = self.task_index.get(action.task)
             ranks: Iterable[int] = () if number is None else self.ranks[number]
@@ -147,46 +147,50 @@ class _Checker:
             number = action.index
             ranks = self.groups[number].ranks if number is not None and 0 <= number < len(self.groups) else ()
         if number is None or rank not in ranks:
-            raise ProgramError(f"Rank {rank} has `{action}`, which is none of its work in this step. Remove it.")
+            raise ProgramError(f"Rank {rank} has `{action}`, which is not among its actions in this step. Remove it.")
         return number
 
     def _check_task(
         self, rank: int, action: Action, number: int, done: set[tuple[str, int]], summed: set[StageKey]
     ) -> None:
-        """A backward stands after its forward and before the gradient sums of its stage."""
+        """Checks that a backward comes after its forward and before the gradient sums of its stage."""
         assert action.task is not None
         if action.op != "bwd":
             return
         if ("task", self.graph.predecessors[number][0]) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before its forward. Move it behind.")
+            raise ProgramError(f"Rank {rank} has `{action}` before its forward. Move it after the forward.")
         if action.task.stage_key in summed:
-            raise ProgramError(f"Rank {rank} has `{action}` after the sum of its gradients. Move the sum behind.")
+            raise ProgramError(f"Rank {rank} has `{action}` after the sum of its gradients. Move it before the sum.")
 
     def _check_send(
         self, rank: int, action: Action, number: int, done: set[tuple[str, int]], blocking: list[int]
     ) -> None:
-        """A send stands after its task; its target waits for all that blocks before it."""
+        """Checks that a send comes after its task; its target then depends on the preceding blocking action."""
         source, target = self.graph.ends[number]
         if ("task", source) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before the task that produces it. Move it behind.")
+            raise ProgramError(f"Rank {rank} has `{action}` before the task that produces it. Move it after the task.")
         self.successors[blocking[-1]].append(target)
         for other in self.ranks[target]:
             self.sent.setdefault((rank, other), []).append(number)
 
     def _check_recv(self, rank: int, action: Action, number: int, done: set[tuple[str, int]]) -> None:
-        """A receive stands before its task, after the forward of a backward, and after a send of the same rank."""
+        """
+        Checks that a receive comes before its task, after the forward of a backward, and after the rank's own send.
+        """
         source, target = self.graph.ends[number]
         if ("task", target) in done:
-            raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before.")
+            raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before the task.")
         if self.graph.tasks[target].kind == "bwd" and ("task", self.graph.predecessors[target][0]) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before the forward that sizes it. Move it behind.")
+            raise ProgramError(
+                f"Rank {rank} has `{action}` before the forward that sizes it. Move it after the forward."
+            )
         if rank in self.ranks[source] and ("send", number) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before its own send of it. Move it behind.")
+            raise ProgramError(f"Rank {rank} has `{action}` before its own send of it. Move it after the send.")
         for other in self.ranks[source]:
             self.received.setdefault((other, rank), []).append(number)
 
     def _check_complete(self) -> None:
-        """Everything is there; what is there is known to be right and single."""
+        """Checks that no action is missing; those in the lists are already known to be valid and unique."""
         counts = [0] * self.num_ranks
         for ranks in self.ranks:
             for rank in ranks:
@@ -203,10 +207,10 @@ class _Checker:
             if count != len(self.program.actions[rank]):
                 done = set(self.program.actions[rank])
                 missing = next(action for action in self._expected(rank) if action not in done)
-                raise ProgramError(f"Rank {rank} never does `{missing}`. Add it.")
+                raise ProgramError(f"Rank {rank} never runs `{missing}`. Add it.")
 
     def _expected(self, rank: int) -> Iterable[Action]:
-        """All actions of one rank, in no useful order."""
+        """All actions of one rank, unordered."""
         yield from (
             Action.run(task) for task, ranks in zip(self.graph.tasks, self.ranks, strict=True) if rank in ranks
         )
@@ -218,17 +222,17 @@ class _Checker:
         yield from (Action("sync", index=i) for i, group in enumerate(self.groups) if rank in group.ranks)
 
     def _check_channel(self, channel: tuple[int, int]) -> None:
-        """What one rank sends another arrives in the order in which it is received."""
+        """Checks that the receives from one rank to another are in the order of the sends."""
         sent, received = self.sent.get(channel, []), self.received.get(channel, [])
         if sent != received:
             first = next(i for i, (a, b) in enumerate(zip(sent, received, strict=True)) if a != b)
             raise ProgramError(
-                f"Rank {channel[1]} receives `{self.graph.messages[received[first]]}` from rank {channel[0]} where "
-                f"that sends `{self.graph.messages[sent[first]]}`. Receive in the order of the sends."
+                f"Rank {channel[1]} receives `{self.graph.messages[received[first]]}` from rank {channel[0]}, which "
+                f"sends `{self.graph.messages[sent[first]]}` there. Receive in the order of the sends."
             )
 
-    def _check_circles(self) -> None:
-        """Walks the nodes that block in dependency order; what is never reached waits for itself."""
+    def _check_cycles(self) -> None:
+        """Walks the blocking nodes in topological order; nodes that are never reached are in a cycle."""
         waits = [0] * len(self.successors)
         for targets in self.successors:
             for node in targets:

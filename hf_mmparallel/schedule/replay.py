@@ -1,4 +1,4 @@
-"""Replays the parts of a step in the order of their tasks, without the lists of ranks: many plans are compared so."""
+"""Simulates the parts of a step from the order of their tasks, without action lists, to compare many plans fast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .actions import StageKey
 from .graph import TaskGraph, build_graph
 from .lowering import last_backwards
 from .parts import Condensed
-from .policies import may_alternate, policy_caps
+from .policies import in_flight_limits, may_alternate
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 from .simulator import Simulation, Span, SumSpan
 
@@ -30,22 +30,22 @@ def simulate_parts(
     caps: Mapping[StageKey, float] | None = None,
 ) -> Replay:
     """
-    What [`simulate`] gives for the program of [`condensed_program`], which is neither written nor checked: tasks that
-    run in an order which has been simulated can't deadlock. Its parts are in the arrays of one graph.
+    The result of [`simulate`] for the program of [`condensed_program`], without writing and verifying the program:
+    tasks in a simulated order can't deadlock. All parts are in one graph.
 
     Args:
         condensed ([`Condensed`]): The layout.
         step (`StepPlan`): The arrangement.
-        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; a backward is two forwards when left out.
+        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
         messages_ms (`Callable[[TaskGraph], Sequence[float]]`, *optional*):
-            Times that the messages of a graph travel; none when left out.
-        sync_ms (`Callable[[int], float]`, *optional*): Time of the gradient sum of a group; none when left out.
-        order_cost (`Callable[[Task], float]`, *optional*): What tasks are ordered by, if that is not `cost`.
-        training (`bool`, *optional*, defaults to `True`): Whether there are backwards and gradient sums.
+            Transfer times of the messages of a graph; 0 when left out.
+        sync_ms (`Callable[[int], float]`, *optional*): Time of the gradient sum of a group; 0 when left out.
+        order_cost (`Callable[[Task], float]`, *optional*): The cost by which tasks are ordered; `cost` when left out.
+        training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
         caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`condensed_program`].
 
     Returns:
-        [`Replay`]: When each task runs.
+        [`Replay`]: The times of all tasks.
     """
     plan = condensed.plan
     cost, order_cost = cost or default_cost, order_cost or cost or default_cost
@@ -53,7 +53,7 @@ def simulate_parts(
     times_ms = task_times(order_cost, graph)
     parts = condensed.parts_of_stages(step)
     alternate = training and may_alternate(plan)
-    timeline = order_tasks(plan, graph, times_ms, policy_caps(plan, step, caps), alternate, parts)
+    timeline = order_tasks(plan, graph, times_ms, in_flight_limits(plan, step, caps), alternate, parts)
     if order_cost is not cost:
         times_ms = task_times(cost, graph)
     replay = Replay(plan, graph, timeline, times_ms, parts, messages_ms)
@@ -64,7 +64,7 @@ def simulate_parts(
 
 
 class Replay:
-    """The tasks of all parts, each as soon as its ranks are free and its messages are there."""
+    """A simulation in which each task starts as soon as its ranks are free and its messages have arrived."""
 
     def __init__(
         self,
@@ -82,19 +82,19 @@ class Replay:
         self.finished = timeline.finished
         self.incoming: list[list[tuple[int, float]]] = [[] for _ in range(graph.num_tasks)]
         travel_ms = [0.0] * graph.num_messages if messages_ms is None else messages_ms(graph)
-        for (source, target), own_ms in zip(graph.ends, travel_ms, strict=True):
-            self.incoming[target].append((source, own_ms))
+        for (source, target), message_ms in zip(graph.ends, travel_ms, strict=True):
+            self.incoming[target].append((source, message_ms))
         of_task = parts[graph.columns[0]]
         order = np.lexsort((np.array(timeline.started, np.int64), of_task))
         self.num_parts = int(parts.max(initial=-1)) + 1
         ends = np.cumsum(np.bincount(of_task, minlength=self.num_parts)).tolist()
-        self.order = [own.tolist() for own in np.split(order, ends[:-1])]
+        self.order = [tasks.tolist() for tasks in np.split(order, ends[:-1])]
         self.num_done = [0] * self.num_parts
         self.free_ms = [0.0] * plan.world_size
         self.start_ms, self.end_ms = [0.0] * graph.num_tasks, [0.0] * graph.num_tasks
 
     def run_until(self, part: int, instant: float) -> None:
-        """Runs the tasks of a part whose start is before an event of its timeline."""
+        """Runs the tasks of a part that start before an event of its timeline."""
         started, free_ms, end_ms, order = self.started, self.free_ms, self.end_ms, self.order[part]
         for place in range(self.num_done[part], len(order)):
             index = order[place]
@@ -111,12 +111,14 @@ class Replay:
                 free_ms[rank] = end
 
     def finish(self) -> None:
-        """Runs what is left."""
+        """Runs the remaining tasks."""
         for part in range(self.num_parts):
             self.run_until(part, math.inf)
 
     def run_sums(self, groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
-        """Runs gradient sums one after the other, each when all parts have come to it; notes those that take time."""
+        """
+        Runs gradient sums one after the other, each once all parts have reached it; records those that take time.
+        """
         instants = self._instants(groups)
         for number, group in enumerate(groups):
             for part, instant in instants[number].items():
@@ -128,66 +130,66 @@ class Replay:
                 self.free_ms[rank] = end
                 if not duration_ms:
                     continue
-                own, first = self.sums.setdefault(rank, []), start
-                if own and own[-1].end_ms == first:  # one right after the other is one span
-                    first = own.pop().start_ms
-                own.append(SumSpan(rank, first, end))
+                spans, first = self.sums.setdefault(rank, []), start
+                if spans and spans[-1].end_ms == first:  # consecutive sums are one span
+                    first = spans.pop().start_ms
+                spans.append(SumSpan(rank, first, end))
 
     def _instants(self, groups: Sequence[SyncGroup]) -> list[dict[int, float]]:
-        """For each gradient sum, part -> the event of its timeline behind which it comes, as in [`sync_instants`]."""
+        """For each gradient sum, part -> the event of its timeline after which it comes, as in [`sync_instants`]."""
         last = last_backwards(self.graph, self.finished)
         numbers = {key: number for number, key in enumerate(self.graph.stages)}
-        of_rank = np.zeros(len(self.free_ms), np.int64)
+        part_of_rank = np.zeros(len(self.free_ms), np.int64)
         for ranks, part in zip(self.ranks, self.parts.tolist(), strict=True):
-            of_rank[list(ranks)] = part
-        found: list[dict[int, float]] = []
+            part_of_rank[list(ranks)] = part
+        result: list[dict[int, float]] = []
         for group in groups:
             stages = [numbers[key] for key in group.stages]
             latest = np.full(self.num_parts, -1)
             np.maximum.at(latest, self.parts[stages], last[stages])
-            own = np.unique(of_rank[list(group.ranks)])
-            found.append(dict(zip(own.tolist(), latest[own].tolist(), strict=True)))
-        following: dict[int, float] = {}
-        for instants in reversed(found):  # idle ones come with the next one
+            parts = np.unique(part_of_rank[list(group.ranks)])
+            result.append(dict(zip(parts.tolist(), latest[parts].tolist(), strict=True)))
+        next_instant: dict[int, float] = {}
+        for instants in reversed(result):  # a sum without backwards comes with the next one
             for part, instant in instants.items():
-                following[part] = instants[part] = following.get(part, math.inf) if instant < 0 else instant
+                next_instant[part] = instants[part] = next_instant.get(part, math.inf) if instant < 0 else instant
         latest_of: dict[int, float] = {}
-        for instants in found:
+        for instants in result:
             for part, instant in instants.items():
                 latest_of[part] = instants[part] = max(instant, latest_of.get(part, -1))
-        return found
+        return result
 
     @property
     def iteration_ms(self) -> float:
-        """From the first start to the end of the last action."""
+        """Time from the first start to the end of the last action."""
         return max(self.free_ms, default=0.0)
 
     def simulation(self) -> Simulation:
-        """All of it, on the ranks of the condensed plan."""
+        """The result, on the ranks of the condensed plan."""
         times = zip(self.graph.tasks, self.stage_of, self.start_ms, self.end_ms, strict=True)
         spans = [Span(rank, task, start, end) for task, stage, start, end in times for rank in self.ranks[stage]]
         spans.sort(key=lambda span: (span.start_ms, span.rank))
         sums = sorted(
-            (span for own in self.sums.values() for span in own), key=lambda span: (span.start_ms, span.rank)
+            (span for spans in self.sums.values() for span in spans), key=lambda span: (span.start_ms, span.rank)
         )
         return Simulation(tuple(spans), self.iteration_ms, len(self.free_ms), self.peak_in_flight(), tuple(sums))
 
     def peak_in_flight(self) -> dict[StageKey, float]:
-        """See [`Simulation`]."""
+        """Maximum microbatches in flight, see [`Simulation`]."""
         graph, first = self.graph, self.graph.num_forwards
         if not first:
             return {}
         stage, microbatch, _ = graph.columns[:, :first]
-        last = np.arange(first)  # of each forward its backward, or itself
+        last = np.arange(first)  # the backward of each forward, or the forward itself
         last[graph.forward[first:]] = np.arange(first, graph.num_tasks)
-        _, same, counts = np.unique(
+        _, cell, counts = np.unique(
             stage * (microbatch.max() + 1) + microbatch, return_inverse=True, return_counts=True
         )
-        share = 1 / counts[same]
+        share = 1 / counts[cell]
         times = np.concatenate([np.array(self.start_ms[:first]), np.array(self.end_ms)[last]])
         changes, stage = np.concatenate([share, -share]), np.concatenate([stage, stage])
         order = np.lexsort((changes, times, stage))
-        live = np.cumsum(changes[order])  # every stage ends with none
+        in_flight = np.cumsum(changes[order])  # 0 at the end of every stage
         stages, starts = np.unique(stage[order], return_index=True)
-        peaks = np.maximum.reduceat(live, starts).tolist()
-        return {graph.stages[own]: round(max(peak, 0.0), 6) for own, peak in zip(stages.tolist(), peaks, strict=True)}
+        peaks = np.maximum.reduceat(in_flight, starts).tolist()
+        return {graph.stages[s]: round(max(peak, 0.0), 6) for s, peak in zip(stages.tolist(), peaks, strict=True)}

@@ -1,4 +1,4 @@
-"""From a task graph to an order: list scheduling, which is a simulation of the ranks under a policy."""
+"""List scheduling: orders the tasks of a graph by simulating the ranks under a schedule's policy."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan
 from .actions import StageKey, Task
@@ -17,13 +20,13 @@ from .policies import task_phases
 from .windows import Windows
 
 Cost = Callable[[Task], float]
-"""Task -> milliseconds. If it has a method `of_graph`, [`TaskGraph`] -> times of its tasks, that is asked."""
+"""Task -> milliseconds. An object with a method `of_graph`, [`TaskGraph`] -> times of its tasks, is faster."""
 
-_MANY_TASKS = 2048  # of a part, from which on all stages are simulated at once
+_MANY_TASKS = 2048  # tasks of a part above which the vectorised simulation is used
 
 
 def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
-    """What each task of a graph takes."""
+    """Duration of each task of a graph in milliseconds."""
     of_graph = getattr(cost, "of_graph", None)
     return [cost(task) for task in graph.tasks] if of_graph is None else of_graph(graph).tolist()
 
@@ -31,14 +34,14 @@ def task_times(cost: Cost, graph: TaskGraph) -> list[float]:
 @dataclass(frozen=True)
 class Timeline:
     """
-    When each task of a graph runs in the simulation. Events are numbered in the order in which they happen, so that
-    the numbers also order what happens at one time.
+    Simulated times of the tasks of a graph. Events are numbered in the order in which they happen, so that the numbers
+    also order events at equal times.
 
     Args:
-        start_ms (`tuple[float, ...]`): Of each task, in the order of the graph.
-        end_ms (`tuple[float, ...]`): Of each task.
-        started (`tuple[int, ...]`): Number of the event that each task starts.
-        finished (`tuple[int, ...]`): Number of the event that each task is done.
+        start_ms (`tuple[float, ...]`): Start of each task, in the order of the graph.
+        end_ms (`tuple[float, ...]`): End of each task.
+        started (`tuple[int, ...]`): Number of the start event of each task.
+        finished (`tuple[int, ...]`): Number of the end event of each task.
     """
 
     start_ms: tuple[float, ...]
@@ -54,9 +57,9 @@ def default_cost(task: Task) -> float:
 
 class _Tables:
     """
-    What a simulation reads, as lists of numbers, over which an event takes a few microseconds: tasks are places in the
-    graph, stages numbers, cells as in [`TaskCounts`]. An *island* are stages that share ranks; where these
-    are all on the same ranks, one rank stands for them.
+    The constants of a simulation as lists of integers, with which an event takes a few microseconds. Tasks and stages
+    are indices of the graph, cells those of [`TaskCounts`]. A *component* is a connected component of stages that
+    share ranks; if all of its stages are on the same ranks, one rank represents them.
     """
 
     def __init__(
@@ -70,25 +73,26 @@ class _Tables:
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
         self.caps = [caps.get(key, math.inf) for key in graph.stages]
         ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
-        self.islands = _islands(ranks)
-        self.island_of = [0] * len(ranks)
-        for island, stages in enumerate(self.islands):
+        self.components = _connected_components(ranks)
+        self.component_of = [0] * len(ranks)
+        for component, stages in enumerate(self.components):
             for stage in stages:
-                self.island_of[stage] = island
+                self.component_of[stage] = component
         parts = np.zeros(len(ranks), np.int64) if parts is None else parts
         count = int(parts.max(initial=-1)) + 1
-        of_island = parts[[stages[0] for stages in self.islands]]
-        self.islands_of_part = _lists(of_island, np.arange(len(self.islands)), count)
+        part_of_component = parts[[stages[0] for stages in self.components]]
+        self.components_of_part = _lists(part_of_component, np.arange(len(self.components)), count)
         self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)
-        self.in_turn = [len({ranks[stage] for stage in stages}) == 1 for stages in self.islands]
-        self.ranks = [own[:1] if self.in_turn[i] else own for own, i in zip(ranks, self.island_of, strict=True)]
-        self.first_rank = [own[0] for own in self.ranks]
+        # Whether all stages of a component are on the same ranks, and so run one at a time.
+        self.in_turn = [len({ranks[stage] for stage in stages}) == 1 for stages in self.components]
+        self.ranks = [of[:1] if self.in_turn[c] else of for of, c in zip(ranks, self.component_of, strict=True)]
+        self.first_rank = [of_stage[0] for of_stage in self.ranks]
         self.phases = _phases(plan, graph)
         self.num_forwards = graph.num_forwards
 
         first, counts = graph.num_forwards, TaskCounts.of(graph)
         self.missing, self.backwards_left = counts.missing.tolist(), counts.backwards.tolist()
-        # One list for all, since many short ones would keep the garbage collector busy.
+        # One list for all tasks, since many short ones would keep the garbage collector busy.
         self.followers = counts.followers.tolist()
         self.stops = [0, *np.cumsum(counts.num_followers).tolist()]
         self.forwards = _lists(graph.columns[0, :first], np.arange(first), len(graph.stages))
@@ -97,23 +101,23 @@ class _Tables:
 
 
 def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:
-    """The values of each key from 0 to `count`."""
+    """The values with each key from 0 to `count - 1`."""
     flat = values[np.argsort(keys, kind="stable")].tolist()
     ends = np.cumsum(np.bincount(keys, minlength=count)).tolist()
     return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class _Simulation:
-    """A discrete-event simulation: ranks run the best task that they can, tasks end, others become possible."""
+    """A discrete-event simulation: free ranks run the ready task of highest priority."""
 
     def __init__(self, tables: _Tables, alternate: bool = False):
         self.tables, self.alternate = tables, alternate
-        self.could_wait = False  # whether a stage took another backward, for which it would wait where it alternates
+        self.could_wait = False  # whether a stage ran a second backward in a row where alternating would have waited
         num_stages, num_tasks = len(tables.ranks), tables.graph.num_tasks
-        self.next = [0] * num_stages  # place of the next forward in those of the stage
-        self.backwards: list[list[int]] = [[] for _ in range(num_stages)]  # heaps of those that could run
-        self.live = [0] * num_stages  # microbatches of which a backward is left
-        self.forward_due = [False] * num_stages  # what ran last was a backward
+        self.next = [0] * num_stages  # index of the next forward of each stage
+        self.backwards: list[list[int]] = [[] for _ in range(num_stages)]  # heaps of ready backwards
+        self.in_flight = [0] * num_stages  # microbatches with an unfinished backward
+        self.forward_due = [False] * num_stages  # whether the last task was a backward
         self.missing, self.backwards_left = list(tables.missing), list(tables.backwards_left)
         self.busy = [False] * tables.num_ranks
         self.phases = None if tables.phases is None else _Phases(tables)
@@ -124,56 +128,56 @@ class _Simulation:
 
     def run(self, part: int, limit_ms: float = math.inf) -> float | None:
         """
-        Simulates until every task of a part is done, and says when that is; `None` if stages that alternate wait for
-        each other in a circle, or if it takes no less than the limit.
+        Simulates until every task of a part is done, and returns the end time; `None` if alternating stages deadlock,
+        or if the end time is not below the limit.
         """
         self.could_wait, self.events, self.running = False, 0, []
         tables, running, left, now = self.tables, self.running, len(self.tables.tasks_of_part[part]), 0.0
-        stage_of, first_rank, island_of = tables.stage_of, tables.first_rank, tables.island_of
+        stage_of, first_rank, component_of = tables.stage_of, tables.first_rank, tables.component_of
         followers, stops, num_forwards = tables.followers, tables.stops, tables.num_forwards
         missing, busy = self.missing, self.busy
         push, pop, dispatch, finish = heapq.heappush, heapq.heappop, self._dispatch, self._finish
-        for island in tables.islands_of_part[part]:
-            dispatch(island, now)
+        for component in tables.components_of_part[part]:
+            dispatch(component, now)
         while left:
             if self.alternate and not running:
                 return None
             if running and running[0][0] >= limit_ms:
                 return None
-            assert running, "caps below those of `live_caps` leave nothing to run"
+            assert running, "limits below those of `in_flight_1f1b` deadlock"
             dirty: set[int] = set()
             limit = running[0][0] * (1 + 1e-12) + 1e-9
             while running and running[0][0] <= limit:
                 now, index = pop(running)
                 left -= 1
                 finish(index)
-                dirty.add(island_of[stage_of[index]])
+                dirty.add(component_of[stage_of[index]])
                 for other in followers[stops[index] : stops[index + 1]]:
                     missing[other] -= 1
                     if not missing[other]:
                         stage = stage_of[other]
                         if other >= num_forwards:
                             push(self.backwards[stage], other)
-                        if not busy[first_rank[stage]]:  # else it is looked at when it is free
-                            dirty.add(island_of[stage])
-            for island in sorted(dirty):
-                dispatch(island, now)
+                        if not busy[first_rank[stage]]:  # a busy stage is dispatched when it becomes free
+                            dirty.add(component_of[stage])
+            for component in sorted(dirty):
+                dispatch(component, now)
         return now
 
     def adopt(self, other: _Simulation, part: int) -> _Simulation:
-        """This one, with the order of a part as in another."""
+        """Copies the times of a part from another simulation."""
         for index in self.tables.tasks_of_part[part]:
             self.start_ms[index], self.end_ms[index] = other.start_ms[index], other.end_ms[index]
             self.started[index], self.finished[index] = other.started[index], other.finished[index]
         return self
 
     def _candidate(self, stage: int) -> int:
-        """The task that the stage would run next, or -1."""
+        """The task that a stage would run next, -1 for none."""
         tables, phases, forward, fits = self.tables, self.phases, -1, False
         queue, place = tables.forwards[stage], self.next[stage]
         if place < len(queue):
             index = queue[place]
-            fits = not tables.opens[index] or self.live[stage] < tables.caps[stage]
+            fits = not tables.opens[index] or self.in_flight[stage] < tables.caps[stage]
             if fits and not self.missing[index] and (phases is None or phases.is_due(index)):
                 forward = index
         backwards = self.backwards[stage]
@@ -187,10 +191,10 @@ class _Simulation:
             return backwards[0]
         return forward
 
-    def _dispatch(self, island: int, now: float) -> None:
-        """Starts tasks on the island's free ranks, the best first, until none can start."""
-        stages, tables, busy = self.tables.islands[island], self.tables, self.busy
-        if tables.in_turn[island]:  # all stages are on the same ranks
+    def _dispatch(self, component: int, now: float) -> None:
+        """Starts tasks on the free ranks of a component, by priority, until none can start."""
+        stages, tables, busy = self.tables.components[component], self.tables, self.busy
+        if tables.in_turn[component]:
             if busy[tables.ranks[stages[0]][0]]:
                 return
             if len(stages) == 1:
@@ -198,19 +202,19 @@ class _Simulation:
                 if index >= 0:
                     self._start(index, now)
                 return
-            found = [index for index in map(self._candidate, stages) if index >= 0]
-            if found:
-                self._start(found[0] if len(found) == 1 else min(found, key=self._priority), now)
+            candidates = [index for index in map(self._candidate, stages) if index >= 0]
+            if candidates:
+                self._start(candidates[0] if len(candidates) == 1 else min(candidates, key=self._priority), now)
             return
         while True:
             free = (stage for stage in stages if not any(map(busy.__getitem__, tables.ranks[stage])))
-            found = [index for index in map(self._candidate, free) if index >= 0]
-            if not found:
+            candidates = [index for index in map(self._candidate, free) if index >= 0]
+            if not candidates:
                 return
-            self._start(min(found, key=self._priority), now)
+            self._start(min(candidates, key=self._priority), now)
 
     def _priority(self, index: int) -> tuple[bool, int, int, int, int]:
-        """What comes first among stages that share ranks: backwards, and forwards that are due."""
+        """Sort key of tasks of stages that share ranks: backwards, and forwards that are due, come first."""
         tables = self.tables
         is_late = index < tables.num_forwards and not self.forward_due[tables.stage_of[index]]
         return is_late, tables.microbatch[index], tables.chunk[index], tables.stage_of[index], index
@@ -221,7 +225,7 @@ class _Simulation:
         if index < tables.num_forwards:
             self.forward_due[stage] = False
             self.next[stage] += 1
-            self.live[stage] += tables.opens[index]
+            self.in_flight[stage] += tables.opens[index]
         else:
             self.forward_due[stage] = True
             heapq.heappop(self.backwards[stage])
@@ -239,7 +243,7 @@ class _Simulation:
         if index >= tables.num_forwards:
             cell = tables.cell[index]
             self.backwards_left[cell] -= 1
-            self.live[stage] -= not self.backwards_left[cell]
+            self.in_flight[stage] -= not self.backwards_left[cell]
         for rank in tables.ranks[stage]:
             self.busy[rank] = False
         if self.phases is not None:
@@ -249,19 +253,19 @@ class _Simulation:
 
 
 class _Phases:
-    """Which phase each rank is in: the earliest that it has a task of left."""
+    """The phase of each rank: the earliest one with unfinished tasks."""
 
     def __init__(self, tables: _Tables):
         assert tables.phases is not None
         self.of_task = tables.phases
         self.ranks = [tables.ranks[stage] for stage in tables.stage_of]
         self.left = [[0] * (1 + max(self.of_task, default=0)) for _ in range(tables.num_ranks)]
-        for phase, own in zip(self.of_task, self.ranks, strict=True):
-            for rank in own:
+        for phase, ranks in zip(self.of_task, self.ranks, strict=True):
+            for rank in ranks:
                 self.left[rank][phase] += 1
 
     def is_due(self, index: int) -> bool:
-        """Whether all earlier phases of the task's ranks are done."""
+        """Whether the task's ranks have finished all earlier phases."""
         phase = self.of_task[index]
         return not phase or not any(any(self.left[rank][:phase]) for rank in self.ranks[index])
 
@@ -272,31 +276,24 @@ class _Phases:
 
 
 def _phases(plan: ParallelPlan, graph: TaskGraph) -> list[int] | None:
-    """The phase of each task; `None` where there is one."""
+    """The phase of each task; `None` if there is only one."""
     phases = task_phases(plan)
     if not any(phases.values()):
         return None
-    of_stage = np.array([[phases[key[0], kind] for kind in ("fwd", "bwd")] for key in graph.stages]).reshape(-1, 2)
-    return of_stage[graph.columns[0], (graph.forward >= 0).astype(int)].tolist()
+    by_stage = np.array([[phases[key[0], kind] for kind in ("fwd", "bwd")] for key in graph.stages]).reshape(-1, 2)
+    return by_stage[graph.columns[0], (graph.forward >= 0).astype(int)].tolist()
 
 
-def _islands(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Groups stages that share ranks, directly or through others."""
-    parent: dict[int, int] = {}
-
-    def root(rank: int) -> int:
-        while parent.setdefault(rank, rank) != rank:
-            parent[rank] = parent[parent[rank]]
-            rank = parent[rank]
-        return rank
-
-    for own in ranks:
-        first = root(own[0])
-        for rank in own[1:]:
-            parent[root(rank)] = first
+def _connected_components(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Groups stages that share ranks, directly or through other stages."""
+    size = 1 + max(map(max, ranks), default=0)
+    stages = np.repeat(np.arange(len(ranks)), list(map(len, ranks)))
+    ends = (np.ones(len(stages)), (stages, len(ranks) + np.fromiter(chain.from_iterable(ranks), np.int64)))
+    shape = (len(ranks) + size,) * 2
+    labels = connected_components(coo_array(ends, shape), False)[1][: len(ranks)]
     groups: dict[int, list[int]] = {}
-    for stage, own in enumerate(ranks):
-        groups.setdefault(root(own[0]), []).append(stage)
+    for stage, label in enumerate(labels.tolist()):
+        groups.setdefault(label, []).append(stage)
     return list(groups.values())
 
 
@@ -310,26 +307,26 @@ def schedule_tasks(
     """
     Orders the tasks of a graph.
 
-    A stage runs a forward after each backward, else backwards first, and holds at most as many microbatches in flight
-    as its cap says. The phases of the policy come one after the other on each rank, see [`task_phases`]. (Backwards
-    come in bunches where samples are deferred. If all of them went first, the stages behind would run out of work.)
-    Forwards of a stage run in the order of its chunks, backwards as their gradients arrive.
+    A stage runs a forward after each backward, otherwise backwards first, with at most `caps` microbatches in flight.
+    The phases of the schedule follow one after the other on each rank, see [`task_phases`]. (With deferral backwards
+    arrive in bursts; if all of them ran first, later stages would run out of work.) Forwards of a stage run in the
+    order of its chunks, backwards in the order in which their gradients arrive.
 
-    A stage whose forward after a backward has not come in yet takes another backward, if there is one. The forwards
-    then come in bunches, too, and hold up the backwards that the stages before wait for. With `alternate` a second
-    order is simulated, in which such a stage waits for its forward as in textbook 1F1B, and the one that ends first is
-    taken. Both keep as many microbatches in flight.
+    If the input of the forward after a backward has not arrived, the stage runs another backward, if one is ready.
+    Forwards then run in bursts, too, and delay the backwards that earlier stages wait for. With `alternate` a second
+    order is simulated, in which such a stage waits for the forward as in textbook 1F1B, and the faster of the two is
+    returned. Both have the same limits of microbatches in flight.
 
-    The order is read off a simulation that has happened, so that it can't deadlock.
+    The order comes from a completed simulation, so it can't deadlock.
 
     Args:
-        plan (`ParallelPlan`): The layout and the name of the policy.
+        plan (`ParallelPlan`): The layout and the name of the schedule.
         graph (`TaskGraph`): The tasks.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
         caps (`Mapping[tuple[str, int, int], float]`, *optional*):
-            (module, replica, stage) -> the most microbatches in flight, such as [`policy_caps`] gives; a stage that
-            is not in it has no cap.
-        alternate (`bool`, *optional*, defaults to `False`): Whether to look at the order that waits, too.
+            (module, replica, stage) -> maximum microbatches in flight, see [`in_flight_limits`]; no limit for stages
+            left out.
+        alternate (`bool`, *optional*, defaults to `False`): Whether to simulate the second order as well.
 
     Returns:
         `Timeline`: When each task runs.
@@ -346,27 +343,27 @@ def order_tasks(
     parts: NDArray | None = None,
 ) -> Timeline:
     """
-    [`schedule_tasks`] with the time of each task of the graph.
+    [`schedule_tasks`] with the durations of the tasks.
 
     Args:
         parts (`np.ndarray`, *optional*):
-            int64 `[stages]`: the number of the part, see [`Part`], of each stage. Parts are ordered one by one,
-            and the events of each are numbered from 0; all is one part when left out.
+            int64 `[stages]`: index of the [`Part`] of each stage. Parts are ordered one by one, and the events of
+            each are numbered from 0. One part when left out.
     """
     if parts is None and graph.num_tasks >= _MANY_TASKS:
-        found = _in_windows(plan, graph, times_ms, caps, alternate)
-        if found is not None:
-            return found
+        timeline = _in_windows(plan, graph, times_ms, caps, alternate)
+        if timeline is not None:
+            return timeline
     tables = _Tables(plan, graph, times_ms, caps, parts)
-    found, other = _Simulation(tables), None
+    best, waiting = _Simulation(tables), None
     for part in range(len(tables.tasks_of_part)):
-        end_ms = found.run(part)
+        end_ms = best.run(part)
         assert end_ms is not None
-        if alternate and found.could_wait:
-            other = other or _Simulation(tables, True)
-            if other.run(part, end_ms) is not None:
-                found = other if parts is None else found.adopt(other, part)
-    return Timeline(tuple(found.start_ms), tuple(found.end_ms), tuple(found.started), tuple(found.finished))
+        if alternate and best.could_wait:
+            waiting = waiting or _Simulation(tables, True)
+            if waiting.run(part, end_ms) is not None:
+                best = waiting if parts is None else best.adopt(waiting, part)
+    return Timeline(tuple(best.start_ms), tuple(best.end_ms), tuple(best.started), tuple(best.finished))
 
 
 def _in_windows(
@@ -376,20 +373,20 @@ def _in_windows(
     caps: Mapping[StageKey, float],
     alternate: bool,
 ) -> Timeline | None:
-    """What the events one by one give, where [`Windows`] can give it."""
-    grids = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
-    if sum(map(len, grids)) > len(set().union(*grids)) or any(task_phases(plan).values()):
+    """The vectorised simulation; `None` if [`Windows`] does not support the case."""
+    ranks = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
+    if sum(map(len, ranks)) > len(set().union(*ranks)) or any(task_phases(plan).values()):
         return None
-    of_stage = [caps.get(key, math.inf) for key in graph.stages]
+    limits = [caps.get(key, math.inf) for key in graph.stages]
     counts = TaskCounts.of(graph)
-    found = Windows(graph, counts, times_ms, of_stage, False)
-    if not found.run():
+    best = Windows(graph, counts, times_ms, limits, False)
+    if not best.run():
         return None
-    assert found.is_done, "caps below those of `live_caps` leave nothing to run"
-    if alternate and found.could_wait:
-        other = Windows(graph, counts, times_ms, of_stage, True)
-        if not other.run():
+    assert best.is_done, "limits below those of `in_flight_1f1b` deadlock"
+    if alternate and best.could_wait:
+        waiting = Windows(graph, counts, times_ms, limits, True)
+        if not waiting.run():
             return None
-        if other.is_done and other.end_ms.max() < found.end_ms.max():
-            found = other
-    return Timeline(*(tuple(own.tolist()) for own in (found.start_ms, found.end_ms, *found.events())))
+        if waiting.is_done and waiting.end_ms.max() < best.end_ms.max():
+            best = waiting
+    return Timeline(*(tuple(values.tolist()) for values in (best.start_ms, best.end_ms, *best.events())))

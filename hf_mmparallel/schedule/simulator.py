@@ -1,4 +1,4 @@
-"""Replays a program: how long it takes, who waits, how much is in flight."""
+"""Simulates a program: its duration, idle times and microbatches in flight."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Span:
     Args:
         rank (`int`): The rank.
         task (`Task`): The task.
-        start_ms (`float`): Its start.
-        end_ms (`float`): Its end.
+        start_ms (`float`): Start of the task.
+        end_ms (`float`): End of the task.
     """
 
     rank: int
@@ -37,12 +37,12 @@ class Span:
 @dataclass(frozen=True, order=True, slots=True)
 class SumSpan:
     """
-    Gradient sums on a rank, one right after the other, from `start_ms` to `end_ms`.
+    Consecutive gradient sums on a rank from `start_ms` to `end_ms`.
 
     Args:
         rank (`int`): The rank.
-        start_ms (`float`): Start of the first one.
-        end_ms (`float`): End of the last one.
+        start_ms (`float`): Start of the first sum.
+        end_ms (`float`): End of the last sum.
     """
 
     rank: int
@@ -53,16 +53,16 @@ class SumSpan:
 @dataclass(frozen=True)
 class Simulation:
     """
-    What a replay of a program gives.
+    The result of a simulation.
 
     Args:
-        spans (`tuple[Span, ...]`): Every task on every rank, in the order of their starts.
-        iteration_ms (`float`): From the first start to the end of the last action.
-        num_ranks (`int`): Ranks of the plan, with those that have nothing to do.
+        spans (`tuple[Span, ...]`): Every task on every rank, by start time.
+        iteration_ms (`float`): Time from the first start to the end of the last action.
+        num_ranks (`int`): Number of ranks of the plan, including idle ones.
         peak_in_flight (`dict[tuple[str, int, int], float]`):
-            (module, replica, stage) -> the most microbatches whose forward is done or running and whose backward is
-            not done; a chunk counts as its share of the microbatch.
-        sums (`tuple[SumSpan, ...]`, *optional*): The gradient sums that take time, in the order of their starts.
+            (module, replica, stage) -> maximum number of microbatches whose forward has started and whose backward has
+            not ended; a chunk counts as its fraction of the microbatch.
+        sums (`tuple[SumSpan, ...]`, *optional*): The gradient sums that take time, by start time.
     """
 
     spans: tuple[Span, ...]
@@ -73,7 +73,7 @@ class Simulation:
 
     @cached_property
     def busy_ms(self) -> dict[int, float]:
-        """Rank -> time in tasks."""
+        """Rank -> total time of its tasks."""
         busy = dict.fromkeys(range(self.num_ranks), 0.0)
         for span in self.spans:
             busy[span.rank] += span.end_ms - span.start_ms
@@ -81,7 +81,7 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all ranks' time that is not spent in tasks."""
+        """Fraction of the time of all ranks that is not spent in tasks."""
         total = self.iteration_ms * self.num_ranks
         return 1 - sum(self.busy_ms.values()) / total if total else 0.0
 
@@ -94,33 +94,33 @@ def simulate(
     sync_ms: float | Callable[[int], float] = 0.0,
 ) -> Simulation:
     """
-    Replays the lists of a program.
+    Simulates the action lists of a program.
 
-    A task starts when all ranks of its stage have come to it and all messages to it have arrived; a gradient sum when
-    all of its ranks have come to it. Sends and receives take no time of a rank.
+    A task starts when all ranks of its stage have reached it and all of its messages have arrived, a gradient sum when
+    all of its ranks have reached it. Sends and receives take no time on a rank.
 
     Args:
         plan (`ParallelPlan`): The layout.
         program (`Program`): The program.
-        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; a backward is two forwards when left out.
-        comm_ms (`float` or `Callable[[Message], float]`, *optional*, defaults to 0): Time that a message travels.
+        cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
+        comm_ms (`float` or `Callable[[Message], float]`, *optional*, defaults to 0): Transfer time of a message.
         sync_ms (`float` or `Callable[[int], float]`, *optional*, defaults to 0): Time of the gradient sum of a group.
 
     Returns:
         `Simulation`: Times and memory.
 
     Raises:
-        `DeadlockError`: If ranks wait for ever; it names the action that each waits at.
+        `DeadlockError`: If ranks wait forever; the message has the action that each rank waits at.
     """
     return _Replay(plan, program, cost or default_cost, _function(comm_ms), _function(sync_ms)).run()
 
 
 def microbatch_forward_ms(spans: Iterable[Span]) -> dict[tuple[str, int], np.ndarray]:
     """
-    How long the forward of each microbatch takes.
+    Forward time of each microbatch.
 
     Args:
-        spans (`Iterable[Span]`): Tasks as predicted or measured; of one on several ranks the slowest counts.
+        spans (`Iterable[Span]`): Predicted or measured tasks; for a task on several ranks the slowest rank counts.
 
     Returns:
         `dict[tuple[str, int], np.ndarray]`: (module, replica) -> float64 `[num_microbatches]`: milliseconds, summed
@@ -144,8 +144,8 @@ def _function(value: float | Callable) -> Callable:
     return value if callable(value) else lambda _: value
 
 
-class _Gate:
-    """A blocking action, and what it waits for: ranks to come, messages to arrive."""
+class _Barrier:
+    """A blocking action, with the ranks that have reached it and the number of messages still to arrive."""
 
     __slots__ = ("action", "arrived", "duration_ms", "messages", "ready_ms", "wanted")
 
@@ -158,66 +158,66 @@ class _Gate:
         self.ready_ms = 0.0
 
 
-class _Mail:
-    """A message on its way: how many of its source ranks have not sent it, and the gate that it opens."""
+class _Transfer:
+    """A message, with the number of source ranks that have not sent it, and the barrier that waits for it."""
 
-    __slots__ = ("gate", "sent_ms", "travel_ms", "unsent")
+    __slots__ = ("barrier", "sent_ms", "travel_ms", "unsent")
 
-    def __init__(self, gate: _Gate, unsent: int, travel_ms: float):
-        self.gate = gate
+    def __init__(self, barrier: _Barrier, unsent: int, travel_ms: float):
+        self.barrier = barrier
         self.unsent = unsent
         self.travel_ms = travel_ms
         self.sent_ms = 0.0
 
 
 class _Replay:
-    """Moves each rank through its list as far as it gets, until all are through."""
+    """Advances each rank through its list until it blocks, until all lists are done."""
 
     def __init__(self, plan: ParallelPlan, program: Program, cost: Cost, comm_ms: Callable, sync_ms: Callable):
         self.plan, self.program = plan, program
         self.cost, self.comm_ms, self.sync_ms = cost, comm_ms, sync_ms
-        self.gates: dict[Action, _Gate] = {}
-        self.mail: dict[Message, _Mail] = {}
-        # Ranks of a stage share action objects, so that most look-ups need no hash of a whole action.
-        self.known: dict[int, _Gate | _Mail | None] = {}
+        self.barriers: dict[Action, _Barrier] = {}
+        self.transfer: dict[Message, _Transfer] = {}
+        # Keyed by `id`: ranks of a stage share action objects, and hashing an action is slow.
+        self.known: dict[int, _Barrier | _Transfer | None] = {}
         for actions in program.actions.values():
             for action in actions:
                 if action.message is None:
-                    self._read_gate(action)
+                    self._add_barrier(action)
         recvs = {id(a): a.message for actions in program.actions.values() for a in actions if a.op == "recv"}
         for message in set(recvs.values()):
-            if message is not None and (gate := self.gates.get(Action.run(message.target))) is not None:
-                self.mail[message] = _Mail(gate, len(self._ranks(message.source)), comm_ms(message))
-                gate.messages += 1
+            if message is not None and (barrier := self.barriers.get(Action.run(message.target))) is not None:
+                self.transfer[message] = _Transfer(barrier, len(self._ranks(message.source)), comm_ms(message))
+                barrier.messages += 1
         self.position = dict.fromkeys(program.actions, 0)
         self.time_ms = dict.fromkeys(program.actions, 0.0)
         self.spans: list[Span] = []
         self.sums: dict[int, list[SumSpan]] = {}
 
-    def _read_gate(self, action: Action) -> None:
-        """Makes the gate of a blocking action, or notes that a gradient sum has one more rank."""
-        gate = self.known.get(id(action)) or self.gates.get(action)
-        if gate is None and action.task is None:
-            gate = self.gates[action] = _Gate(action, 0, self.sync_ms(action.index))
-        elif gate is None and action.task is not None:
-            gate = self.gates[action] = _Gate(action, len(self._ranks(action.task)), self.cost(action.task))
-        assert isinstance(gate, _Gate)
-        gate.wanted += action.op == "sync"
-        self.known[id(action)] = gate
+    def _add_barrier(self, action: Action) -> None:
+        """Creates the barrier of a blocking action, or adds a rank to that of a gradient sum."""
+        barrier = self.known.get(id(action)) or self.barriers.get(action)
+        if barrier is None and action.task is None:
+            barrier = self.barriers[action] = _Barrier(action, 0, self.sync_ms(action.index))
+        elif barrier is None and action.task is not None:
+            barrier = self.barriers[action] = _Barrier(action, len(self._ranks(action.task)), self.cost(action.task))
+        assert isinstance(barrier, _Barrier)
+        barrier.wanted += action.op == "sync"
+        self.known[id(action)] = barrier
 
     def _ranks(self, task: Task) -> tuple[int, ...]:
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks
 
     def run(self) -> Simulation:
-        """Replays to the end."""
+        """Simulates to the end."""
         ready = list(self.program.actions)
         while ready:
             rank = ready.pop()
-            gate = self._advance(rank, ready)
-            if gate is not None:
-                gate.arrived.append(rank)
-                gate.ready_ms = max(gate.ready_ms, self.time_ms[rank])
-                self._try(gate, ready)
+            barrier = self._advance(rank, ready)
+            if barrier is not None:
+                barrier.arrived.append(rank)
+                barrier.ready_ms = max(barrier.ready_ms, self.time_ms[rank])
+                self._try_run(barrier, ready)
         stuck = {
             rank: actions[self.position[rank]]
             for rank, actions in self.program.actions.items()
@@ -230,49 +230,49 @@ class _Replay:
         sums = sorted(chain.from_iterable(self.sums.values()), key=lambda span: (span.start_ms, span.rank))
         return Simulation(tuple(self.spans), end, self.plan.world_size, _peak_in_flight(self.spans), tuple(sums))
 
-    def _advance(self, rank: int, ready: list[int]) -> _Gate | None:
-        """Runs what does not block; returns where the rank blocks."""
+    def _advance(self, rank: int, ready: list[int]) -> _Barrier | None:
+        """Runs non-blocking actions; returns the barrier at which the rank blocks."""
         actions = self.program.actions[rank]
         while self.position[rank] < len(actions):
             action = actions[self.position[rank]]
             if action.message is None:
-                gate = self.known[id(action)]
-                assert isinstance(gate, _Gate)
-                return gate
+                barrier = self.known[id(action)]
+                assert isinstance(barrier, _Barrier)
+                return barrier
             self.position[rank] += 1
             if action.op == "send":
                 if id(action) not in self.known:
-                    self.known[id(action)] = self.mail.get(action.message)
-                mail = self.known[id(action)]
-                if isinstance(mail, _Mail):
-                    self._send(mail, self.time_ms[rank], ready)
+                    self.known[id(action)] = self.transfer.get(action.message)
+                transfer = self.known[id(action)]
+                if isinstance(transfer, _Transfer):
+                    self._send(transfer, self.time_ms[rank], ready)
         return None
 
-    def _send(self, mail: _Mail, now: float, ready: list[int]) -> None:
-        """Notes that one source rank has sent; with the last one the message travels."""
-        mail.unsent -= 1
-        mail.sent_ms = max(mail.sent_ms, now)
-        if mail.unsent == 0:
-            mail.gate.messages -= 1
-            mail.gate.ready_ms = max(mail.gate.ready_ms, mail.sent_ms + mail.travel_ms)
-            self._try(mail.gate, ready)
+    def _send(self, transfer: _Transfer, now: float, ready: list[int]) -> None:
+        """Records the send of one source rank; after the last one the message is transferred."""
+        transfer.unsent -= 1
+        transfer.sent_ms = max(transfer.sent_ms, now)
+        if transfer.unsent == 0:
+            transfer.barrier.messages -= 1
+            transfer.barrier.ready_ms = max(transfer.barrier.ready_ms, transfer.sent_ms + transfer.travel_ms)
+            self._try_run(transfer.barrier, ready)
 
-    def _try(self, gate: _Gate, ready: list[int]) -> None:
-        """Runs a blocking action if nothing is missing any more."""
-        if gate.messages or len(gate.arrived) < gate.wanted:
+    def _try_run(self, barrier: _Barrier, ready: list[int]) -> None:
+        """Runs a blocking action if all of its ranks and messages have arrived."""
+        if barrier.messages or len(barrier.arrived) < barrier.wanted:
             return
-        end = gate.ready_ms + gate.duration_ms
-        for rank in gate.arrived:
+        end = barrier.ready_ms + barrier.duration_ms
+        for rank in barrier.arrived:
             self.position[rank] += 1
             self.time_ms[rank] = end
-            if gate.action.task is not None:
-                self.spans.append(Span(rank, gate.action.task, gate.ready_ms, end))
-            elif gate.duration_ms:
-                self._add_sum(rank, gate.ready_ms, end)
-        ready.extend(gate.arrived)
+            if barrier.action.task is not None:
+                self.spans.append(Span(rank, barrier.action.task, barrier.ready_ms, end))
+            elif barrier.duration_ms:
+                self._add_sum(rank, barrier.ready_ms, end)
+        ready.extend(barrier.arrived)
 
     def _add_sum(self, rank: int, start_ms: float, end_ms: float) -> None:
-        """Notes a gradient sum, as a part of the one before if it follows without a pause."""
+        """Records a gradient sum, merged with the previous one if it follows immediately."""
         sums = self.sums.setdefault(rank, [])
         if sums and sums[-1].end_ms == start_ms:
             start_ms = sums.pop().start_ms
@@ -280,7 +280,7 @@ class _Replay:
 
 
 def _peak_in_flight(spans: Sequence[Span]) -> dict[StageKey, float]:
-    """The most microbatches between the start of their forward and the end of their backward, for each stage."""
+    """Maximum number of microbatches between the start of their forward and the end of their backward, by stage."""
     spans_by_task = {id(span.task): span for span in spans}.values()
     times: dict[Task, tuple[float, float]] = {span.task: (span.start_ms, span.end_ms) for span in spans_by_task}
     chunks: dict[tuple[StageKey, int], int] = {}
@@ -296,9 +296,9 @@ def _peak_in_flight(spans: Sequence[Span]) -> dict[StageKey, float]:
             events.setdefault(task.stage_key, []).extend(((start, share), (end, -share)))
     peaks = {}
     for stage, changes in events.items():
-        live = peak = 0.0
+        in_flight = peak = 0.0
         for _, change in sorted(changes):
-            live += change
-            peak = max(peak, live)
+            in_flight += change
+            peak = max(peak, in_flight)
         peaks[stage] = round(peak, 6)
     return peaks

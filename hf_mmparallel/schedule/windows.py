@@ -1,6 +1,5 @@
 """
-The simulation of the scheduler for thousands of stages at once: what ends within a window of time is one operation on
-arrays.
+A vectorised simulation for thousands of stages: all tasks that end within a window of time are one numpy operation.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from numpy.typing import NDArray
 
 from .graph import TaskCounts, TaskGraph, spread
 
-_FEWEST_TASKS = 16  # of a window, on average, below which the events one by one are faster
-_MOST_ELEMENTS = 4_000_000  # of a table of stages and their backwards
+_MIN_TASKS = 16  # per window on average; with fewer the event loop is faster
+_MAX_ELEMENTS = 4_000_000  # of the table of stages and their backwards
 
 
 class Windows:
     """
-    Orders the tasks of stages of which no two share ranks, in one phase, as the events one by one do.
+    Orders tasks as the event loop of the scheduler does, for stages that share no ranks and schedules with one phase.
 
-    No task that starts in a window ends in it: it is as long as the shortest task that any stage can start next. So a
-    stage ends at most one task in it and starts at most one, and all that can come to it is known.
+    A window is as long as the shortest task that any stage can start next, so no task both starts and ends in it. A
+    stage therefore ends at most one task and starts at most one task per window.
 
     Args:
         graph ([`TaskGraph`]): The tasks.
-        counts ([`TaskCounts`]): Those of the graph; they stay as they are.
-        times_ms (`Sequence[float]`): Of each task.
-        caps (`Sequence[float]`): Microbatches in flight on each stage.
-        alternate (`bool`): Whether stages wait for a forward after a backward.
+        counts ([`TaskCounts`]): The counters of the graph; not modified.
+        times_ms (`Sequence[float]`): Duration of each task.
+        caps (`Sequence[float]`): Maximum microbatches in flight on each stage.
+        alternate (`bool`): Whether stages wait for a forward after each backward.
     """
 
     def __init__(
@@ -54,27 +53,27 @@ class Windows:
         self.width = int(backwards.max(initial=0)) + 1
         self.least_ms = np.full(size, math.inf)
         np.minimum.at(self.least_ms, self.stage, self.times_ms)
-        self.live, self.due = np.zeros(size, np.int64), np.zeros(size, bool)
+        self.in_flight, self.due = np.zeros(size, np.int64), np.zeros(size, bool)
         self.free_ms, self.end_of_ms = np.zeros(size), np.full(size, math.inf)
         self.runs = np.zeros(size, np.int64)
         self.start_ms, self.end_ms = np.full(count, math.nan), np.full(count, math.nan)
 
     def run(self) -> bool:
         """
-        Simulates until nothing runs any more. `False` if this would be slow, or where times lie so near each other
-        that they count as one instant. (Not all tasks may have run, if stages that alternate wait for each other.)
+        Simulates until no task runs any more. Returns `False` if the event loop would be faster, or if two different
+        times are so close that the event loop treats them as one. (If alternating stages deadlock, not all tasks run.)
         """
         size, count = len(self.graph.stages), self.graph.num_tasks
-        if not count or size * self.width > _MOST_ELEMENTS or not (self.times_ms > 0).all():
+        if not count or size * self.width > _MAX_ELEMENTS or not (self.times_ms > 0).all():
             return False
-        # Of each backward that waits for its stage, when it came; its task.
+        # Arrival time and task of each backward that waits for its stage.
         self.came_ms = np.full((size, self.width), math.inf)
         self.waiting = np.zeros((size, self.width), np.int64)
         self.waiting[self.stage[self.graph.num_forwards :], self.column[self.graph.num_forwards :]] = np.arange(
             self.graph.num_forwards, count
         )
         self._start(np.arange(size))
-        for _ in range(1 + count // _FEWEST_TASKS):
+        for _ in range(1 + count // _MIN_TASKS):
             now = self.end_of_ms.min(initial=math.inf)
             if now == math.inf:
                 return self._is_apart()
@@ -83,13 +82,13 @@ class Windows:
         return False
 
     def _finish(self, stages: NDArray) -> NDArray:
-        """Ends what runs on some stages; gives the stages that could start something."""
+        """Ends the running tasks of some stages; returns the stages that may be able to start a task."""
         tasks, ends = self.runs[stages], self.end_of_ms[stages]
         self.free_ms[stages], self.end_of_ms[stages] = ends, math.inf
         is_backward = tasks >= self.graph.num_forwards
         cells = self.cell[tasks[is_backward]]
         self.backwards_left[cells] -= 1
-        self.live[stages[is_backward]] -= self.backwards_left[cells] == 0
+        self.in_flight[stages[is_backward]] -= self.backwards_left[cells] == 0
         counts = self.num_followers[tasks]
         followers = self.followers[spread(self.first_follower[tasks], counts)]
         np.subtract.at(self.missing, followers, 1)
@@ -101,10 +100,10 @@ class Windows:
         return touched[self.end_of_ms[touched] == math.inf]
 
     def _start(self, stages: NDArray) -> None:
-        """Starts on each of some free stages the task that it runs next, if one has come."""
+        """Starts the next task on each of some free stages, if one is ready."""
         forward = self.queue[self.next[stages]]
         due, came_ms = self.due[stages], self.came_ms[stages]
-        fits = ~self.opens[forward] | (self.live[stages] < self.caps[stages])
+        fits = ~self.opens[forward] | (self.in_flight[stages] < self.caps[stages])
         fits &= self.next[stages] < self.stop[stages]
         forward_ms = np.where(fits & (self.missing[forward] == 0), self.ready_ms[forward], math.inf)
         backward_ms = came_ms.min(axis=1, initial=math.inf)
@@ -120,7 +119,7 @@ class Windows:
         self.came_ms[stages[goes_back], column[goes_back]] = math.inf
         ahead = stages[starts & ~goes_back]
         self.next[ahead] += 1
-        self.live[ahead] += self.opens[forward[starts & ~goes_back]]
+        self.in_flight[ahead] += self.opens[forward[starts & ~goes_back]]
         stages, start_ms = stages[starts], start_ms[starts]
         self.due[stages] = goes_back[starts]
         self.runs[stages] = tasks
@@ -133,12 +132,12 @@ class Windows:
         return not np.isnan(self.end_ms).any()
 
     def _is_apart(self) -> bool:
-        """Whether no two ends are taken for one instant that are not equal."""
+        """Whether no two different end times are so close that the event loop treats them as one."""
         ends = np.sort(self.end_ms[~np.isnan(self.end_ms)])
         return not ((ends[1:] != ends[:-1]) & (ends[1:] <= ends[:-1] * (1 + 1e-12) + 1e-9)).any()
 
     def events(self) -> tuple[NDArray, NDArray]:
-        """The numbers of the events that each task starts, and is done: at one time ends come first."""
+        """Numbers of the start and end events of each task; at equal times ends come first."""
         count = self.graph.num_tasks
         times = np.concatenate([self.start_ms, self.end_ms])
         is_end = np.repeat([False, True], count)

@@ -15,7 +15,8 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from ..data.context_tokens import WORDS
 from ..data.packing import unpack
-from ..modeling.hollow import cast_values
+from ..modeling.dtypes import cast_values
+from ..modeling.loss import IGNORE_INDEX
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
 from ..world import doing
@@ -128,7 +129,7 @@ def evaluate(
     handler: Any = trainer.callback_handler
     handler.eval_dataloader = dataloader
     concatenate = trainer.args.eval_do_concat_batches
-    containers = {kind: EvalLoopContainer(concatenate, padding_index=-100) for kind in _KINDS}
+    containers = {kind: EvalLoopContainer(concatenate, padding_index=IGNORE_INDEX) for kind in _KINDS}
     collector = None if prediction_loss_only else _Collector(trainer)
     losses: list[tuple[float, int]] = []
     num_samples, num_targets = 0, 0.0

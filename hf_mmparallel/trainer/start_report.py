@@ -20,7 +20,7 @@ from ..data.loader import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..drawing.timeline import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
-from ..modeling import count_rows
+from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan
 from ..planner.tables import plan_table, range_text
 from ..schedule import Simulation
@@ -83,7 +83,7 @@ def sample_tokens(
     batch = collator([dataset[index] for index in indices])
     if "input_ids" not in batch:
         return None
-    rows = count_rows(batch, spec) if spec.placeholders else {}
+    rows = count_feature_tokens(batch, spec) if spec.placeholders else {}
     tokens = {LANGUAGE_MODEL: max(1, batch["input_ids"].numel() // samples)}  # of a packed row the mean
     for name in spec.encoders:
         modalities = {feature.modality for feature in spec.modules[name].features}

@@ -1,7 +1,7 @@
 """
-The processes that train together, what each of them is doing, and how one learns that another has failed.
+The processes that train together: their collectives, their current activity, and the detection of failed ranks.
 
-May be imported by everything that runs on ranks; imports nothing of the package but `_environment`.
+May be imported by all code that runs on ranks; imports nothing of the package but `_environment`.
 """
 
 from .activity import ACTIVITY, doing

@@ -1,4 +1,4 @@
-"""What the main thread of this process is doing, in words that a watcher can read."""
+"""The current activity of this process's main thread, which its watcher reads."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 class Activity:
     """
-    What the main thread is doing. Noting it is a few assignments; words are made of it when somebody looks.
+    The current activity of the main thread. Updating it is a few assignments; the text is only made when it is read.
 
     Args:
-        step (`int`, *optional*): The optimizer step that runs, or the last one; `None` before the first.
-        doing: A phrase, or an action of a program.
-        waits (`bool`): Whether that is waiting for other ranks.
-        count (`int`): How many things have been begun.
+        step (`int`, *optional*): The current or last optimizer step; `None` before the first.
+        doing: The activity: a phrase, or an action of a program.
+        waits (`bool`): Whether the main thread is waiting for other ranks.
+        count (`int`): Number of activities started so far.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Activity:
         self.count = 0
 
     def now(self, doing: Any, waits: bool = False) -> None:
-        """Notes what begins."""
+        """Sets the current activity."""
         self.doing, self.waits = doing, waits
         self.count += 1
 
@@ -35,12 +35,12 @@ class Activity:
 
 
 ACTIVITY = Activity()
-"""Of this process, whose main thread is the rank."""
+"""The activity of this process."""
 
 
 @contextlib.contextmanager
 def doing(what: str, waits: bool = False) -> Iterator[None]:
-    """Notes what a block does; afterwards, what was done before."""
+    """Sets the activity for the duration of a block, and restores the previous one."""
     before = ACTIVITY.doing, ACTIVITY.waits
     ACTIVITY.now(what, waits)
     yield

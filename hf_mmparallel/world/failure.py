@@ -1,4 +1,4 @@
-"""One rank's failure becomes the same sentence on all ranks."""
+"""Reports the failure of one rank with the same message on all ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .. import _environment
 from .activity import ACTIVITY, doing
 from .watcher import Watcher
 
-# What gloo and NCCL say when a peer has gone; torch raises it as a `RuntimeError`.
+# Messages of gloo and NCCL about a lost peer, which torch raises as `RuntimeError`.
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|timed out waiting|socket|broken pipe|failed to recv", re.IGNORECASE
 )
-_LONG_SILENCE_S = 60.0  # of a rank that computes something and may hold up its other threads
-_LONGEST = 4000  # characters of a sentence; some exceptions quote the tracebacks of others
-_watchers: list[Watcher] = []  # of the block that this process is in: none or one
-_reported_ids: set[str] = set()  # failures that this process has raised
+_LONG_SILENCE_S = 60.0  # a busy rank may block its watcher thread for this long
+_MAX_CHARACTERS = 4000  # of a failure message; some exceptions quote the tracebacks of others
+_watchers: list[Watcher] = []  # the watcher of the current block, if any
+_reported_ids: set[str] = set()  # failures that this process has already raised
 
 
 class RemoteRankError(RuntimeError):
@@ -28,25 +28,25 @@ class RemoteRankError(RuntimeError):
 
 
 def failure_sentence(rank: int, error: BaseException) -> str:
-    """What the other ranks say of an exception of `rank`."""
+    """The message that the other ranks raise for an exception of `rank`."""
     return f"Another rank failed first: rank {rank}: {type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
 def shared_failure(what: str) -> Iterator[None]:
     """
-    A block of work that all ranks do, whose first failure all of them tell.
+    A block that all ranks run, in which all ranks report the first failure of any of them.
 
-    The exception of one rank is published in the store of the process group, and that rank stays until the others
-    have read it. Ranks that then lose their connection raise it in place of what the connection says; a rank that is
-    gone without an exception is named. Under NCCL, where a rank would wait for one that has failed, its collectives
-    are ended. Blocks inside of others add nothing.
+    The exception of a rank is published in the store of the process group, and that rank stays alive until the others
+    have read it. Ranks that then lose their connection raise it in place of the connection error; a rank that died
+    without an exception is named. Under NCCL, where ranks would wait for the failed one, their collectives are
+    aborted. Nested blocks only set the activity.
 
     Args:
-        what (`str`): What this rank does in it, for the others to read.
+        what (`str`): The activity of this rank in the block, shown to other ranks.
 
     Raises:
-        [`RemoteRankError`]: In place of a lost connection, with what is known of its cause.
+        [`RemoteRankError`]: In place of a lost connection, with its cause as far as it is known.
     """
     watcher = None if _watchers else _make_watcher()
     if watcher is None:
@@ -54,13 +54,13 @@ def shared_failure(what: str) -> Iterator[None]:
             yield
         return
     ACTIVITY.now(what)
-    with _known_to_launcher(watcher), _known_to_all(watcher):
+    with _report_to_launcher(watcher), _report_to_ranks(watcher):
         yield
 
 
 @contextlib.contextmanager
-def _known_to_all(watcher: Watcher) -> Iterator[None]:
-    """Runs a watcher beside the outermost block, and tells its failure."""
+def _report_to_ranks(watcher: Watcher) -> Iterator[None]:
+    """Runs a watcher during the outermost block, and publishes the failure of the block."""
     _watchers.append(watcher)
     try:
         watcher.start()
@@ -71,7 +71,7 @@ def _known_to_all(watcher: Watcher) -> Iterator[None]:
         reason = _reason(watcher, error)
         if reason is None:
             raise
-        raise RemoteRankError(reason) from None  # what the connection says would only stand in the way
+        raise RemoteRankError(reason) from None  # the connection error would hide the cause
     finally:
         if watcher.failure is not None:
             _reported_ids.add(watcher.failure.id)
@@ -82,32 +82,32 @@ def _known_to_all(watcher: Watcher) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _known_to_launcher(watcher: Watcher) -> Iterator[None]:
+def _report_to_launcher(watcher: Watcher) -> Iterator[None]:
     """
-    Hands the exception of the rank that failed to torchrun, whose last lines then say it instead of how to enable
-    tracebacks; those of other ranks could be taken for its cause.
+    Passes the exception of the failed rank to torchrun, which prints it at the end instead of a hint at how to enable
+    tracebacks. Other ranks don't, since their exceptions could be mistaken for the cause.
     """
     try:
         yield
     except Exception as error:
         failure = watcher.failure
-        is_elsewhere = isinstance(error, RemoteRankError) and failure is not None and not failure.num_gone
-        if not is_elsewhere:
-            with contextlib.suppress(OSError):  # of a disk that is full
+        is_remote = isinstance(error, RemoteRankError) and failure is not None and not failure.num_gone
+        if not is_remote:
+            with contextlib.suppress(OSError):  # the disk may be full
                 get_error_handler().record_exception(error)
         raise
 
 
 def check_rank_lives(rank: int) -> None:
     """
-    For a rank that waits for another one without a collective.
+    Checks a rank that this one waits for without a collective.
 
     Args:
-        rank (`int`): Whom it waits for.
+        rank (`int`): The rank that is waited for.
 
     Raises:
         [`RemoteRankError`]: If a rank has failed.
-        `RuntimeError`: If `rank` gives no sign of life for a minute; what is known of it replaces the message.
+        `RuntimeError`: If `rank` has given no sign of life for a minute; [`shared_failure`] replaces the message.
     """
     for watcher in _watchers:
         failure = watcher.lasting_failure()
@@ -119,7 +119,7 @@ def check_rank_lives(rank: int) -> None:
 
 
 def _make_watcher() -> Watcher | None:
-    """A watcher of the default group, `None` where there is nobody else."""
+    """A watcher of the default group; `None` if there is only one rank."""
     if not dist.is_initialized() or dist.get_world_size() < 2:
         return None
     keeper = "the launcher" if _environment.launcher_keeps_store() else "rank 0"
@@ -127,18 +127,18 @@ def _make_watcher() -> Watcher | None:
     store = dist.distributed_c10d._get_default_store()
     try:
         return Watcher(store, dist.get_rank(), dist.get_world_size(), keeper, abort, _reported_ids)
-    except RuntimeError:  # the store is gone: the first collective says what it can
+    except RuntimeError:  # the store is gone; the first collective will raise
         return None
 
 
 def _reason(watcher: Watcher, error: BaseException) -> str | None:
-    """What another rank has to do with an error; `None` for this rank's own, which is published."""
+    """The failure of another rank that caused `error`; `None` if this rank caused it, which is then published."""
     if isinstance(error, Exception) and (watcher.aborted or _is_lost_connection(error)):
         reason = watcher.reason(error)
         watcher.publish(reason)
         return reason
-    own = str(error) if isinstance(error, RemoteRankError) else failure_sentence(watcher.rank, error)
-    watcher.publish(own[:_LONGEST])
+    message = str(error) if isinstance(error, RemoteRankError) else failure_sentence(watcher.rank, error)
+    watcher.publish(message[:_MAX_CHARACTERS])
     return None
 
 

@@ -1,4 +1,4 @@
-"""A thread on each rank that gives signs of life in the store of the process group, and looks at those of others."""
+"""A thread on each rank that writes heartbeats to the process group's store and reads those of other ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .activity import ACTIVITY
 logger = logging.getLogger(__name__)
 
 STALL_S = 60.0
-"""How long nothing moves on any rank until one of them says so; it says it again after twice as long, and so on."""
+"""Seconds without progress on any rank before a warning is logged; repeated after twice the time, and so on."""
 _INTERVAL_S = 0.5
-_TAKEN_BACK_S = 3.0  # in which a rank that goes on after a failure takes it back
-_RANKS_PER_S = 512  # signs of life that the store takes in a second, however many ranks there are
+_RETRACTION_S = 3.0  # time for a rank that goes on after a failure to retract it
+_RANKS_PER_S = 512  # heartbeats per second that the store receives, independent of the number of ranks
 _SILENT_S = 2.0
-_WINDOW = 8  # ranks that are followed at once to find the lowest that lives; a host with so many may die at once
-_SMALL_WORLD = 64  # in which every rank may look at every other
-_ROWS = 16
+_WINDOW = 8  # ranks read at once to find the lowest live one; a host with this many ranks may die at once
+_SMALL_WORLD = 64  # up to this size every rank may read the heartbeats of all others
+_MAX_LINES = 16
 _PREFIX = "hf_mmparallel/"
 _FAILURE, _ASKED, _ABSENT = _PREFIX + "failure", _PREFIX + "asked", "absent"
 _KILLED_HINT = (
@@ -35,13 +35,13 @@ _KILLED_HINT = (
 @dataclass(frozen=True)
 class Failure:
     """
-    What is published when a rank fails.
+    A published failure.
 
     Args:
-        rank (`int`): Who publishes it.
-        sentence (`str`): What the other ranks say.
-        num_gone (`int`, *optional*, defaults to 0): Ranks that are not there to read it.
-        id (`str`, *optional*): Tells failures with the same sentence apart.
+        rank (`int`): The rank that publishes it.
+        sentence (`str`): The error message of the other ranks.
+        num_gone (`int`, *optional*, defaults to 0): Number of dead ranks, which will not read it.
+        id (`str`, *optional*): Distinguishes failures with the same message.
     """
 
     rank: int
@@ -53,13 +53,13 @@ class Failure:
 @dataclass(frozen=True)
 class Sign:
     """
-    A sign of life.
+    A heartbeat.
 
     Args:
-        beat (`int`): How many there have been.
-        doing (`str`): What the rank's main thread is doing.
-        waits (`bool`): Whether it is waiting for other ranks.
-        standing_s (`float`): For how long it has been doing that.
+        beat (`int`): Its number.
+        doing (`str`): Current activity of the rank's main thread.
+        waits (`bool`): Whether the main thread is waiting for other ranks.
+        standing_s (`float`): Seconds since the activity started.
     """
 
     beat: int
@@ -70,7 +70,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class Peer:
-    """The last sign of life of another rank, `None` before its first, and when it was new here."""
+    """The last heartbeat of another rank, `None` before the first, and the local time at which it was first read."""
 
     sign: Sign | None
     seen: float
@@ -82,23 +82,22 @@ class Peer:
 
 class Watcher:
     """
-    Watches over one block of work that all ranks do, such as a training run.
+    Watches the ranks during one block of work that all of them run, such as a training run.
 
-    It has two daemon threads. One talks to the store, and hangs there while the process that keeps the store stands
-    still. The other reads only what this rank knows, and says when nothing moves. The main thread waits for neither
-    without a limit.
+    It has two daemon threads. One communicates with the store, and blocks while the process that hosts the store is
+    stopped. The other reads local state only and reports stalls. The main thread waits for both with a time limit.
 
-    Every rank follows the lowest rank that lives, which speaks for all: only that one looks at all ranks, so that the
-    load of the store grows with the number of ranks and not with its square.
+    Every rank follows the lowest live rank, the speaker. Only the speaker reads the heartbeats of all ranks, so that
+    the load of the store grows linearly with the number of ranks.
 
     Args:
-        store (`Store`): That of the process group; the watcher makes a client of its own.
+        store (`Store`): The store of the process group; the watcher uses a clone.
         rank (`int`): This rank.
         world_size (`int`): The number of ranks.
-        keeper (`str`, *optional*, defaults to `"rank 0"`): Whose process keeps the store, in words.
+        keeper (`str`, *optional*, defaults to `"rank 0"`): Name of the process that hosts the store, for messages.
         abort (`Callable`, *optional*):
-            Ends the collectives of this rank when another rank fails, for backends that would wait for it.
-        reported_ids (`Collection[str]`, *optional*): Failures of earlier blocks, which this process has raised.
+            Aborts the collectives of this rank when another rank fails, for backends that would wait for it.
+        reported_ids (`Collection[str]`, *optional*): Failures of earlier blocks, already raised by this process.
     """
 
     def __init__(
@@ -120,8 +119,8 @@ class Watcher:
         self.failure: Failure | None = None
         self.aborted = False
         self.peers: dict[int, Peer] = {}
-        self._known_to = 0  # ranks that have read the failure
-        self._noted_s = 0.0  # when this rank read it
+        self._num_informed = 0  # ranks that have read the failure
+        self._read_s = 0.0  # time at which this rank read it
         self._own: Failure | None = None
         self._reported_ids = frozenset(reported_ids)
         self._beat = 0
@@ -144,18 +143,18 @@ class Watcher:
             thread.start()
 
     def stop(self) -> None:
-        """Ends the threads; one that hangs in the store is left behind, which keeps no process alive."""
+        """Ends the threads. One that is blocked in the store is left behind; as a daemon it keeps no process alive."""
         with self._news:
             self._closing = True
             self._news.notify_all()
         for thread in self._threads:
-            if thread.ident is not None:  # it was started
+            if thread.ident is not None:  # started
                 thread.join(self.interval_s)
 
-    # What the main thread calls
+    # Methods for the main thread
 
     def publish(self, sentence: str) -> None:
-        """Publishes a failure of this rank unless another was first, and stays until the others know of it."""
+        """Publishes a failure of this rank, unless another was first, and waits until the others have read it."""
         with self._news:
             self._own = Failure(self.rank, sentence)
             self._news.notify_all()
@@ -163,21 +162,21 @@ class Watcher:
 
     def lasting_failure(self) -> Failure | None:
         """
-        A failure that stands for a moment, for a rank that waits without a collective. A rank that had failed before,
-        told it late and goes on takes its failure back, and this forgets it.
+        The failure, if it has not been retracted within a few seconds; for a rank that waits without a collective. A
+        rank that published a failure late and goes on retracts it, and then this returns `None`.
         """
         failure = self.failure
-        if failure is None or time.monotonic() - self._noted_s < _TAKEN_BACK_S:
+        if failure is None or time.monotonic() - self._read_s < _RETRACTION_S:
             return None
-        said = self._read(_FAILURE)
-        if said not in ("", _ABSENT) and json.loads(said)["id"] == failure.id:
+        stored = self._read(_FAILURE)
+        if stored not in ("", _ABSENT) and json.loads(stored)["id"] == failure.id:
             return failure
         with self._news:
             self.failure = None
         return None
 
     def linger(self) -> None:
-        """Waits a moment for the other ranks to read the failure: the store may end with this process."""
+        """Waits briefly for the other ranks to read the failure, since the store may end with this process."""
         with self._news:
             self._asks = True
             self._news.notify_all()
@@ -185,13 +184,13 @@ class Watcher:
 
     def _is_known_to_all(self) -> bool:
         gone = 0 if self.failure is None else self.failure.num_gone
-        return self._lost or self._known_to >= self.world_size - gone
+        return self._lost or self._num_informed >= self.world_size - gone
 
     def reason(self, error: BaseException) -> str:
-        """Why a connection was lost, in a sentence that is the same on all ranks if they are asked together."""
+        """The cause of a lost connection; the same message on all ranks if all of them ask."""
         with self._news:
             self._asks = True
-            # This process may have stood still itself.
+            # This process itself may have been stopped.
             self._answered = max(self._answered, time.monotonic() - self.interval_s)
             self._news.notify_all()
             self._news.wait_for(lambda: self.failure is not None or self._is_store_gone(), 3 * self.silent_s)
@@ -203,34 +202,34 @@ class Watcher:
                 return self._gone_sentence(self._silent())
         first_line = str(error).partition("\n")[0]
         return (
-            f"Rank {self.rank} lost its connection to another rank, and all ranks give signs of life: "
+            f"Rank {self.rank} lost its connection to another rank, but all ranks give signs of life: "
             f"{first_line}\nWhere the ranks are:\n{self.table()}"
         )
 
     def _is_store_gone(self) -> bool:
         return self._lost or time.monotonic() - self._answered > self.silent_s
 
-    # Sentences
+    # Messages
 
     def _gone_sentence(self, ranks: Sequence[int]) -> str:
-        """About ranks that give no sign of life."""
-        said = "; ".join(f"rank {rank} {self._last(rank)}" for rank in ranks[:_ROWS])
-        more = f"; and {len(ranks) - _ROWS} more" if len(ranks) > _ROWS else ""
-        which = f"Rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        return f"{which} ended without an error message: {said}{more}. {_KILLED_HINT}"
+        """Message about ranks without a recent heartbeat."""
+        details = "; ".join(f"rank {rank} {self._last(rank)}" for rank in ranks[:_MAX_LINES])
+        more = f"; and {len(ranks) - _MAX_LINES} more" if len(ranks) > _MAX_LINES else ""
+        subject = f"Rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
+        return f"{subject} ended without an error message: {details}{more}. {_KILLED_HINT}"
 
     def _last(self, rank: int) -> str:
-        """What is known of a rank that gives no sign of life."""
+        """The last known state of a rank without a recent heartbeat."""
         peer = self.peers[rank]
         if peer.sign is None:
-            return "has not come to this point"
+            return "has not reached this point"
         return f"has given no sign of life for {peer.silence_s:.1f} s, it was last at `{peer.sign.doing}`"
 
     def _store_sentence(self) -> str:
-        """About a store that does not answer."""
+        """Message about a store that does not answer."""
         first = self.peers.get(0)
-        known = first.sign if first is not None and self.keeper == "rank 0" else None
-        last = "" if known is None else f"; rank 0 was last at `{known.doing}`"
+        sign = first.sign if first is not None and self.keeper == "rank 0" else None
+        last = "" if sign is None else f"; rank 0 was last at `{sign.doing}`"
         state = "ended without an error message" if self._lost else "gives no sign of life"
         return (
             f"{self.keeper.capitalize()} {state}: the store of the process group, which it keeps, has "
@@ -238,7 +237,7 @@ class Watcher:
         )
 
     def table(self) -> str:
-        """What the ranks are doing, one line for those that do the same."""
+        """Current activities of the ranks, with one line for all ranks with the same activity."""
         signs: dict[int, tuple[str, float]] = {}
         for rank, peer in list(self.peers.items()):
             if peer.sign is None:
@@ -247,38 +246,38 @@ class Watcher:
                 signs[rank] = f"no sign of life, last at `{peer.sign.doing}`", peer.silence_s
             else:
                 signs[rank] = f"`{peer.sign.doing}`", peer.sign.standing_s
-        own = self._sign()
-        signs[self.rank] = f"`{own.doing}`", own.standing_s
-        rows: dict[str, list[int]] = {}
+        mine = self._sign()
+        signs[self.rank] = f"`{mine.doing}`", mine.standing_s
+        ranks_by_activity: dict[str, list[int]] = {}
         for rank in sorted(signs):
-            rows.setdefault(signs[rank][0], []).append(rank)
+            ranks_by_activity.setdefault(signs[rank][0], []).append(rank)
         lines = [
-            f"  {_ranks(ranks)}: {what}, for {max(signs[rank][1] for rank in ranks):.0f} s"
-            for what, ranks in rows.items()
+            f"  {_ranks(ranks)}: {activity}, for {max(signs[rank][1] for rank in ranks):.0f} s"
+            for activity, ranks in ranks_by_activity.items()
         ]
-        more = [f"  and {len(lines) - _ROWS} lines more"] if len(lines) > _ROWS else []
-        return "\n".join([*lines[:_ROWS], *more])
+        more = [f"  and {len(lines) - _MAX_LINES} more lines"] if len(lines) > _MAX_LINES else []
+        return "\n".join([*lines[:_MAX_LINES], *more])
 
     def _waiting_sentence(self) -> str:
-        """Who waits for whom, as far as that can be told."""
+        """Message about the ranks that the others wait for, as far as it is known."""
         silent = self._silent()
         if silent:
             return f"They wait for {_ranks(silent)}, without a sign of life"
         signs = {self.rank: self._sign()}
         signs |= {rank: peer.sign for rank, peer in list(self.peers.items()) if peer.sign is not None}
         busy = sorted(rank for rank, sign in signs.items() if not sign.waits)
-        if len(busy) == len(signs):  # collectives of the stock Trainer and of callbacks are not known here
+        if len(busy) == len(signs):  # collectives of the stock Trainer and of callbacks do not set the activity
             return "None of them is known to wait for another"
         return f"They wait for {_ranks(busy) if busy else 'each other'}"
 
     def _silent(self) -> list[int]:
-        """Other ranks that have given no sign of life for a while."""
+        """Other ranks without a recent heartbeat."""
         return [rank for rank, peer in sorted(self.peers.items()) if peer.silence_s > self.silent_s]
 
-    # The thread that talks to the store
+    # The thread that communicates with the store
 
     def _talk(self) -> None:
-        """Gives signs of life and reads those of others, until the block ends or the store is gone."""
+        """Writes heartbeats and reads those of others, until the block ends or the store is gone."""
         try:
             while not self._closing:
                 self._exchange()
@@ -290,13 +289,13 @@ class Watcher:
                         self.interval_s / 5 if asks else self.interval_s,
                     )
             self._exchange()
-        except RuntimeError:  # the process that keeps the store has gone
+        except RuntimeError:  # the process that hosts the store has ended
             with self._news:
                 self._lost = True
                 self._news.notify_all()
 
     def _exchange(self) -> None:
-        """One round with the store."""
+        """One round of communication with the store."""
         self._beat += 1
         sign = self._sign()
         self.store.set(f"{_PREFIX}sign/{self.rank}", json.dumps(asdict(sign)))
@@ -311,32 +310,32 @@ class Watcher:
         if speaks and asked and silent and self.failure is None:
             self._exchange_failure(Failure(self.rank, self._gone_sentence(silent), len(silent)))
         if self._asks and self.failure is not None:
-            self._known_to = self.store.add(f"{_PREFIX}known/{self.failure.id}", 0)
+            self._num_informed = self.store.add(f"{_PREFIX}known/{self.failure.id}", 0)
         self._answered = time.monotonic()
 
     def _exchange_failure(self, new: Failure | None) -> None:
-        """Publishes a failure unless there is one, and takes note of the one that there is."""
+        """Publishes a failure unless one is published already, and reads the published one."""
         value = None if new is None else json.dumps(asdict(new))
-        said = self._read(_FAILURE) if value is None else self._swap(_FAILURE, "", value)
-        found = None if said in ("", _ABSENT) else Failure(**json.loads(said))
-        if found is not None and found.rank == self.rank and new is None:
-            self._swap(_FAILURE, said, "")  # this rank has failed before, and goes on
+        stored = self._read(_FAILURE) if value is None else self._swap(_FAILURE, "", value)
+        failure = None if stored in ("", _ABSENT) else Failure(**json.loads(stored))
+        if failure is not None and failure.rank == self.rank and new is None:
+            self._swap(_FAILURE, stored, "")  # this rank failed earlier and goes on: it retracts the failure
             return
-        if found is not None and found.id in self._reported_ids and value is not None:
-            # Its rank may have taken it back in between.
-            said = self._swap(_FAILURE, said, value) or self._swap(_FAILURE, "", value)
-            found = Failure(**json.loads(said)) if said else None
-        if found is None or found.id in self._reported_ids:
+        if failure is not None and failure.id in self._reported_ids and value is not None:
+            # Its rank may have retracted it in between.
+            stored = self._swap(_FAILURE, stored, value) or self._swap(_FAILURE, "", value)
+            failure = Failure(**json.loads(stored)) if stored else None
+        if failure is None or failure.id in self._reported_ids:
             return
-        self.store.add(f"{_PREFIX}known/{found.id}", 1)
+        self.store.add(f"{_PREFIX}known/{failure.id}", 1)
         with self._news:
-            self.failure, self._noted_s = found, time.monotonic()
+            self.failure, self._read_s = failure, time.monotonic()
         if self.abort is not None and self._own is None:
             self.aborted = True
             _try(self.abort)
 
     def _is_asked(self) -> bool:
-        """Whether a rank has lost a connection in this block and asks for the cause; asks if it is this one."""
+        """Whether a rank that lost a connection in this block asks for the cause; this rank asks itself if it did."""
         asked = self._read(_ASKED)
         self._asked = self._asked or asked
         if self._asks and self.failure is None and asked == self._asked:
@@ -345,40 +344,40 @@ class Watcher:
         return asked != self._asked
 
     def _read(self, key: str) -> str:
-        """A value of the store, without waiting for one that was never set."""
+        """Reads a value of the store; `_ABSENT`, without waiting, if it was never set."""
         return self._swap(key, _ABSENT, _ABSENT)
 
     def _swap(self, key: str, expected: str, value: str) -> str:
-        """Replaces a value if it is as expected; what it is then."""
+        """Replaces a value of the store if it equals `expected`; returns the resulting value."""
         return self.store.compare_set(key, expected, value).decode()
 
     def _follow(self) -> None:
-        """Looks at the lowest ranks below this one, and moves on when none of them lives."""
+        """Reads the heartbeats of a window of lower ranks, and moves to the next window when none of them is alive."""
         window = range(self._speaker - self._speaker % _WINDOW, self.rank)[:_WINDOW]
         for rank in window:
             self._look_at(rank)
-        living = [rank for rank in window if self.peers[rank].silence_s <= self.silent_s]
-        self._speaker = living[0] if living else min(window.stop, self.rank)
+        alive = [rank for rank in window if self.peers[rank].silence_s <= self.silent_s]
+        self._speaker = alive[0] if alive else min(window.stop, self.rank)
 
     def _look_at(self, rank: int) -> None:
-        """Reads a rank's sign of life."""
+        """Reads the heartbeat of a rank."""
         if rank == self.rank:
             return
-        said = self._read(f"{_PREFIX}sign/{rank}")
-        sign = None if said == _ABSENT else Sign(**json.loads(said))
+        stored = self._read(f"{_PREFIX}sign/{rank}")
+        sign = None if stored == _ABSENT else Sign(**json.loads(stored))
         if rank not in self.peers or self.peers[rank].sign != sign:
             self.peers[rank] = Peer(sign, time.monotonic())
 
     def _sign(self) -> Sign:
-        """This rank's sign of life."""
+        """This rank's heartbeat."""
         if self._moved[0] != ACTIVITY.count:
             self._moved = ACTIVITY.count, time.monotonic()
         return Sign(self._beat, str(ACTIVITY), ACTIVITY.waits, time.monotonic() - self._moved[1])
 
-    # The thread that says when nothing moves
+    # The thread that reports stalls
 
     def _judge(self) -> None:
-        """Logs a sentence when nothing moves on any rank, at growing intervals."""
+        """Logs a warning, at growing intervals, while no rank makes progress."""
         before = time.monotonic()
         while not self._closing:
             with self._news:
@@ -388,29 +387,29 @@ class Watcher:
             if standing_s < STALL_S:
                 self._reports = 0
             elif slept_s > self.silent_s:
-                continue  # this process has stood still, to which all others seem to have done so
+                continue  # this process was stopped itself, so all others seem to have stalled
             elif standing_s >= STALL_S * 2**self._reports and not self._closing:
-                said = self._stall_sentence(standing_s)
-                if said is not None:
+                message = self._stall_sentence(standing_s)
+                if message is not None:
                     self._reports += 1
-                    logger.warning(said)
+                    logger.warning(message)
 
     def _stall_sentence(self, standing_s: float) -> str | None:
-        """About ranks that stand still, on the rank that speaks for all; `None` while one of them moves."""
+        """Message about stalled ranks, on the speaker only; `None` while a rank makes progress."""
         if self._is_store_gone():
             speaks = self.rank == (1 if self.keeper == "rank 0" else 0)
             return f"Nothing has moved here for {standing_s:.0f} s. {self._store_sentence()}" if speaks else None
         if self._speaker != self.rank or len(self.peers) < self.world_size - 1:
             return None
-        living = [peer.sign for peer in list(self.peers.values()) if peer.silence_s <= self.silent_s]
-        if any(sign is not None and sign.standing_s < STALL_S for sign in living):
+        alive = [peer.sign for peer in list(self.peers.values()) if peer.silence_s <= self.silent_s]
+        if any(sign is not None and sign.standing_s < STALL_S for sign in alive):
             return None
-        said = f"Nothing has moved on any rank for {standing_s:.0f} s. {self._waiting_sentence()}"
-        return f"{said}:\n{self.table()}"
+        message = f"Nothing has moved on any rank for {standing_s:.0f} s. {self._waiting_sentence()}"
+        return f"{message}:\n{self.table()}"
 
 
 def _try(abort: Callable[[], None]) -> None:
-    """Ends collectives; what is raised here says less than the failure that is known."""
+    """Aborts collectives; an exception is only logged, since the failure itself is more informative."""
     try:
         abort()
     except Exception as error:
@@ -418,12 +417,12 @@ def _try(abort: Callable[[], None]) -> None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, neighbours joined: `ranks 0-3, 6`."""
+    """Ranks as text, with ranges for consecutive ones: `ranks 0-3, 6`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {words}" if len(ranks) == 1 else f"ranks {words}"
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

@@ -1,4 +1,4 @@
-"""The processes that train together: their ranks, their groups, and the collectives among all of them."""
+"""`World`: the processes that train together, with their ranks, their groups and the collectives among all ranks."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from .failure import RemoteRankError, check_rank_lives, failure_sentence
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
-_POLL_S = 0.2  # between two looks into the store
+_POLL_S = 0.2  # interval between two reads of the store
 _POLLS_PER_S = 2048  # of all ranks together
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class World:
     """
-    The processes that train together, as ranks `0` to `size - 1` of a plan. Making one is collective.
+    The processes that train together, as ranks `0` to `size - 1` of a plan. The constructor is collective.
 
-    Values and tensors in host memory travel over a group of the CPU, so that no rank waits for its device; tensors on
-    a device travel over the backend of that device. Watchers see that a rank waits in any of these collectives.
-    Without a process group there is one rank, and each collective returns what it is given.
+    Objects and tensors in host memory are sent over a CPU group, so that no rank waits for its device; tensors on a
+    device are sent over the backend of that device. While a rank waits in one of these collectives its activity says
+    so. Without a process group there is one rank, and each collective returns its argument.
 
     Args:
-        device (`torch.device`, *optional*, defaults to the CPU): Where this process computes.
+        device (`torch.device`, *optional*, defaults to the CPU): The device of this process.
         processes (`Sequence[int]`, *optional*):
-            The processes of the default group that take part, in the order of the plan's ranks; all by default. Others
-            may make a world of their own at the same time.
+            The processes of the default group that belong to the world, in the order of the plan's ranks; all by
+            default. Other processes may make another world at the same time.
 
     Attributes:
-        rank, size (`int`): This rank, and how many there are.
+        rank, size (`int`): This rank, and the number of ranks.
         processes (`tuple[int, ...]`): Rank -> process of the default group.
         is_first (`bool`): Whether this is rank 0.
         on_device (`bool`):
-            Whether tensors travel from device to device, in one stream for each group (NCCL), rather than through host
-            memory, each pair of ranks on its own (gloo).
+            Whether tensors are sent from device to device, with one stream per group (NCCL), rather than through host
+            memory, with one connection per pair of ranks (gloo).
     """
 
     def __init__(self, device: torch.device = CPU, processes: Sequence[int] | None = None):
-        # accelerate's `cpu:0` is the CPU, but a move to it copies, and gives what is shared memory of its own.
+        # accelerate's `cpu:0` is the CPU, but moving to it copies tensors and so unshares shared memory.
         self.device = CPU if device.type == "cpu" else device
         self._groups: list[Any] = []
         if not dist.is_initialized():
@@ -65,7 +65,7 @@ class World:
         self.rank = self.processes.index(dist.get_rank())
         backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
         self.on_device = backend.name() != "gloo"
-        self._timeout = backend.options._timeout  # which `ddp_timeout` says
+        self._timeout = backend.options._timeout  # set by `ddp_timeout`
         self.group = None if self.processes == everyone else self.new_group(range(self.size))
         self.host_group = self.new_group(range(self.size), "gloo") if self.on_device else self.group
         if not self.on_device:
@@ -74,7 +74,7 @@ class World:
         self._store: Any = dist.distributed_c10d.PrefixStore(f"hf_mmparallel/world/{self._number()}", _default_store())
 
     def _number(self) -> int:
-        """How many worlds the store had before this one, as the first rank counts."""
+        """Number of worlds made before this one, counted by the first rank."""
         number = _default_store().add("hf_mmparallel/worlds", 1) if self.is_first else 0
         return self.broadcast(number, "counting worlds")
 
@@ -91,26 +91,26 @@ class World:
         return self._timeout is None
 
     def close(self) -> None:
-        """Ends the groups that this world has made; the default group stays. Collective."""
+        """Destroys the groups that this world has made; the default group stays. Collective."""
         for group in reversed(self._groups.copy()):
             self.end_group(group)
 
     def end_group(self, group: Any) -> None:
-        """Ends a group that [`World.new_group`] made, on a rank that is in it."""
+        """Destroys a group made by [`World.new_group`], on a rank of the group."""
         self._groups.remove(group)
         dist.destroy_process_group(group)
 
     def new_group(self, ranks: Sequence[int], backend: str | None = None) -> Any:
         """
-        A process group of these ranks in this order, which waits as long as the default group. Collective: every rank
+        A process group of these ranks, in this order, with the timeout of the default group. Collective: every rank
         makes the same calls.
 
         Args:
-            ranks (`Sequence[int]`): Of this world.
-            backend (`str`, *optional*): That of the default group if left out.
+            ranks (`Sequence[int]`): Ranks of this world.
+            backend (`str`, *optional*): The backend; that of the default group if left out.
 
         Returns:
-            `ProcessGroup`: On the ranks that are in it; something else elsewhere.
+            `ProcessGroup`: On the ranks of the group; torch's marker for non-members on the others.
         """
         processes = [self.processes[rank] for rank in ranks]
         group = dist.new_group(
@@ -118,14 +118,14 @@ class World:
             timeout=self._timeout,
             backend=backend,
             use_local_synchronization=self.size < dist.get_world_size(),
-            sort_ranks=False,  # the place of a rank says which shard it has
+            sort_ranks=False,  # the shard of a rank is given by its position in the group
         )
         if self.rank in ranks:
             self._groups.append(group)
         return group
 
-    # Values: whatever can be pickled. `what` is what a collective is for, as watchers say it; what this rank is doing
-    # by default.
+    # Values can be any object that can be pickled. `what` is the purpose of a collective, which watchers show; the
+    # current activity by default.
 
     def barrier(self, what: str | None = None) -> None:
         """Waits for the other ranks."""
@@ -142,7 +142,7 @@ class World:
         return values
 
     def gather(self, value: T, what: str | None = None) -> list[T] | None:
-        """The value of every rank on the first one, `None` elsewhere."""
+        """The value of every rank, on the first rank; `None` on the others."""
         if self._is_alone:
             return [value]
         values: Any = [None] * self.size if self.is_first else None
@@ -151,7 +151,7 @@ class World:
         return values
 
     def broadcast(self, value: T, what: str | None = None) -> T:
-        """The value of the first rank, on all ranks; on the others it is not looked at."""
+        """The value of the first rank, on all ranks. The argument of the other ranks is ignored."""
         if self._is_alone:
             return value
         values = [value]
@@ -164,7 +164,7 @@ class World:
     def all_reduce(
         self, tensor: torch.Tensor, operation: Literal["sum", "max"] = "sum", what: str | None = None
     ) -> torch.Tensor:
-        """Combines a tensor over all ranks, in place, where it is, and returns it."""
+        """Reduces a tensor over all ranks in place, on its device, and returns it."""
         if not self._is_alone:
             group = self.host_group if tensor.device.type == "cpu" else self.group
             with _waiting(what):
@@ -172,13 +172,13 @@ class World:
         return tensor
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """Sends a tensor that lies anywhere to a rank that calls [`World.receive`]."""
+        """Sends a tensor, on any device, to a rank that calls [`World.receive`]."""
         if tensor.numel():
             with _waiting(None):
                 dist.send(tensor.detach().contiguous().to(self.wire_device), self.processes[target], self.group)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """A tensor that a rank sends with [`World.send`], in host memory."""
+        """Receives a tensor sent with [`World.send`] into host memory."""
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self.wire_device)
         if tensor.numel():
             with _waiting(None):
@@ -187,102 +187,103 @@ class World:
 
     @property
     def wire_device(self) -> torch.device:
-        """Where tensors of the group of all ranks travel."""
+        """The device of tensors that are sent within the group of all ranks."""
         return self.device if self.on_device else CPU
 
     def gather_tensors(self, value: Any) -> list[Any]:
         """
-        The values of all ranks on rank 0, an empty list elsewhere.
+        The values of all ranks on rank 0, an empty list on the others.
 
-        Tensors come from their owners one after the other, so that a rank needs memory for one of them on its device;
-        `torch.distributed.gather_object` takes memory for the largest value of all, once for every rank.
+        Tensors are sent one at a time, so that a rank needs device memory for one of them;
+        `torch.distributed.gather_object` allocates the largest value of any rank once for every rank.
 
         Args:
-            value (`Any`): Lists, tuples and dicts of tensors and of what can be pickled.
+            value (`Any`): Lists, tuples and dicts of tensors and of objects that can be pickled.
 
         Returns:
-            `list`: By rank, with the tensors in host memory.
+            `list`: The value of each rank, with tensors in host memory.
         """
         tensors: list[torch.Tensor] = []
 
-        def stand_in(tensor: torch.Tensor) -> _Sent:
+        def describe(tensor: torch.Tensor) -> _SentTensor:
             tensors.append(tensor)
-            return _Sent(tuple(tensor.shape), tensor.dtype)
+            return _SentTensor(tuple(tensor.shape), tensor.dtype)
 
-        def receive(sent: _Sent, source: int) -> torch.Tensor:
+        def receive(sent: _SentTensor, source: int) -> torch.Tensor:
             return self.receive(sent.shape, sent.dtype, source)
 
-        outlines = self.gather(None if self.is_first else tree_map_only(torch.Tensor, stand_in, value))
+        outlines = self.gather(None if self.is_first else tree_map_only(torch.Tensor, describe, value))
         for tensor in tensors:
             self.send(tensor, 0)
         if outlines is None:
             return []
         received = [
-            tree_map_only(_Sent, functools.partial(receive, source=source), outline)
+            tree_map_only(_SentTensor, functools.partial(receive, source=source), outline)
             for source, outline in enumerate(outlines[1:], 1)
         ]
         return [tree_map_only(torch.Tensor, torch.Tensor.cpu, value), *received]
 
-    # Work of one rank, or of each
+    # Functions that run on one rank, or on each
 
     def raise_together(self, work: Callable[[], T]) -> T:
         """
-        Does what may fail with a `ValueError` or an `OSError` on some ranks only, and raises it on all, so that none
+        Runs a function on each rank; a `ValueError` or `OSError` of any rank is raised on all ranks, so that none
         waits for another. Collective.
 
         Args:
-            work (`Callable`): Holds no collectives that a failing rank would leave out.
+            work (`Callable`): The function; it must not call collectives, which a failing rank would skip.
         """
         result: Any = None
         error: ValueError | OSError | None = None
         try:
             result = work()
-        except (ValueError, OSError) as raised:
-            error = raised
+        except (ValueError, OSError) as exception:
+            error = exception
         if error is not None and self._is_alone:
             raise error
-        told = None if error is None else (getattr(error, "errno", None), str(error))
-        for rank, found in enumerate(self.all_gather(told)):
-            if found is not None:
-                number, message = found
+        report = None if error is None else (getattr(error, "errno", None), str(error))
+        for rank, rank_report in enumerate(self.all_gather(report)):
+            if rank_report is not None:
+                number, message = rank_report
                 message = f"rank {rank}: {message}"
                 raise (ValueError(message) if number is None else OSError(number, message)) from error
         return result
 
     def from_first_rank(self, find: Callable[[], T]) -> T:
         """
-        What the first rank finds, on all ranks, however long that takes. Collective.
+        Runs a function on the first rank and returns its result on all ranks, without a time limit. Collective.
 
         Args:
-            find (`Callable`): Called on the first rank only; what it returns can be pickled.
+            find (`Callable`): Called on the first rank only; its result must be picklable.
 
         Raises:
-            `ValueError`: On the other ranks with the sentence of the first, for a `ValueError` or `OSError` there.
-            [`RemoteRankError`]: On the other ranks, for any other exception there.
+            `ValueError`: On the other ranks, with the message of a `ValueError` or `OSError` of the first rank.
+            [`RemoteRankError`]: On the other ranks, for any other exception of the first rank.
         """
         if self._is_alone:
             return find()
-        found: Any = None, None
+        outcome: Any = None, None
         failure: Exception | None = None
         if self.is_first:
             try:
-                found = find(), None
+                outcome = find(), None
             except Exception as error:
-                plain = isinstance(error, (OSError, ValueError))
+                is_user_error = isinstance(error, (OSError, ValueError))
                 failure = error
-                found = None, ValueError(str(error)) if plain else RemoteRankError(failure_sentence(0, error))
-        self.wait_for_first_rank("what rank 0 finds out")
-        value, told = self.broadcast(found, "what rank 0 finds out")
+                remote = ValueError(str(error)) if is_user_error else RemoteRankError(failure_sentence(0, error))
+                outcome = None, remote
+        self.wait_for_first_rank("a result of rank 0")
+        value, remote_error = self.broadcast(outcome, "a result of rank 0")
         if failure is not None:
             raise failure
-        if told is not None:
-            raise told
+        if remote_error is not None:
+            raise remote_error
         return value
 
     def wait_for_first_rank(self, what: str | None = None) -> None:
         """
-        Lets the other ranks wait until the first one has come here, for however long: collectives have a time limit,
-        and this has none. Ranks that wait look into the store, and end if the first rank fails or is gone. Collective.
+        Waits until the first rank has called this method, without the time limit that collectives have. Waiting ranks
+        poll the store, and raise if the first rank fails or dies. Collective.
         """
         self._waits += 1
         key = f"arrived/{self._waits}"
@@ -299,15 +300,15 @@ class World:
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """Stands for a tensor that is sent by itself."""
+class _SentTensor:
+    """Shape and dtype of a tensor that is sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _waiting(what: str | None) -> AbstractContextManager[None]:
-    """Notes that this rank waits for others, in what it is doing unless that has a name of its own."""
+    """Sets the activity to waiting, for `what` or within the current activity."""
     return doing(ACTIVITY.doing if what is None else what, waits=True)
 
 
@@ -316,6 +317,6 @@ def _default_store() -> Any:
 
 
 def _leave() -> None:
-    """Ends the gloo group of a script that does not: its threads may otherwise outlive what they use."""
+    """Destroys the gloo group at exit if the script has not: its threads may outlive the objects they use."""
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()

@@ -21,8 +21,6 @@ from hf_mmparallel.plan import (
     ParallelPlan,
     StepPlan,
     Workloads,
-    encoders_of,
-    generators_of,
     resolve_plan,
 )
 from hf_mmparallel.plan.parallel_plan import Schedule
@@ -53,7 +51,7 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
         slots = sorted(slot for replica in replicas for own in replica for slot in own)
         assert slots == [s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0]
     language = plan.modules[LANGUAGE_MODEL].dp_size
-    for name in generators_of(plan):
+    for name in plan.generators:
         dp_size = plan.modules[name].dp_size
         groups = np.gcd(language, dp_size)
         counts = [len(own) for own in step.microbatches[LANGUAGE_MODEL]]
@@ -74,8 +72,8 @@ def test_a_plan_knows_what_is_in_front_and_what_behind():
         image_generator=ModulePlugin(),
         audio_generator=ModulePlugin(),
     )
-    assert encoders_of(plan) == ("vision",) and generators_of(plan) == (IMAGE, AUDIO)
-    assert generators_of(plan_of(language_model=ModulePlugin())) == ()
+    assert plan.encoders == ("vision",) and plan.generators == (IMAGE, AUDIO)
+    assert plan_of(language_model=ModulePlugin()).generators == ()
 
 
 @pytest.mark.parametrize("method", ARRANGEMENTS)
@@ -98,7 +96,7 @@ def test_generators_take_what_the_language_model_takes(method, sizes, num_sample
     )
     work = draw(plan, num_samples, num_samples)
     rng = np.random.default_rng(num_samples)
-    for name in generators_of(plan):
+    for name in plan.generators:
         work.forward_ms[name][rng.random(num_samples) < empty] = 0
     step = arrange_step(plan, range(num_samples), work, microbatch_size, method)
     check(plan, work, step)

@@ -10,7 +10,7 @@ from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.arrange.balance import step_balance
 from hf_mmparallel.arrange.tracks import microbatch_counts
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
-from hf_mmparallel.schedule import build_program, live_caps, simulate
+from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
 from tests.arrange.test_baselines import make_workloads
 from tests.schedule.builders import make_plan, make_step, module_spec
 
@@ -72,7 +72,7 @@ def test_every_arrangement_follows_the_counts(method, num_encoders):
             assert step.places["vision", slot][1] // parts <= turn
     cost = task_times(plan, step, workloads)
     simulation = simulate(plan, build_program(plan, step, [], cost), cost)
-    caps = live_caps(plan, step)
+    caps = in_flight_1f1b(plan, step)
     assert all(peak < caps[key] + 1 for key, peak in simulation.peak_in_flight.items())
 
 

@@ -209,4 +209,4 @@ def test_models_that_no_plan_describes_are_refused(tmp_path, fail):
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.BertConfig(**sizes, architectures=["BertForMaskedLM"])
     config.save_pretrained(tmp_path)
-    assert "`BertForMaskedLM` is a model of masked tokens" in fail("plan", "--model", tmp_path, "--gpus", 2)
+    assert "`BertForMaskedLM` is a masked language model" in fail("plan", "--model", tmp_path, "--gpus", 2)

@@ -310,7 +310,7 @@ def test_precomputed_features_equal_inputs():
 def test_count_mismatch_is_an_error(extra):
     model, rows = compose("clip_llama")
     batch = make_batch("clip_llama", rows + extra, images=(1, 1))
-    with pytest.raises(ValueError, match=f"`vision` gave 10 feature rows for {2 * (rows + extra)} placeholder tokens"):
+    with pytest.raises(ValueError, match=f"`vision` returned 10 feature tokens for {2 * (rows + extra)} place"):
         model(**batch)
 
 
@@ -318,7 +318,7 @@ def test_placeholders_without_inputs_are_an_error():
     model, rows = compose("clip_llama")
     batch = make_batch("clip_llama", rows)
     batch.pop("pixel_values")
-    with pytest.raises(ValueError, match="`vision` gave 0 feature rows for 15"):
+    with pytest.raises(ValueError, match="`vision` returned 0 feature tokens for 15"):
         model(**batch)
 
 
@@ -393,7 +393,7 @@ def test_callback_may_merge_by_itself_but_not_change_the_length():
     longer, _ = compose("clip_llama", callbacks=MultimodalCallbacks(before_language_model=prepend))
     with pytest.raises(ValueError, match="changed the shape of `inputs_embeds`"):
         longer(**batch)
-    with pytest.raises(ValueError, match="no encoder of this model"):
+    with pytest.raises(ValueError, match="not an encoder of this model"):
         compose("clip_llama", callbacks=MultimodalCallbacks(after_encoder={"visoin": merge}))
 
 
@@ -498,7 +498,7 @@ def test_custom_projector_is_saved_and_given_again(tmp_path):
     model.save_pretrained(tmp_path)
     loaded = MultimodalModel.from_pretrained(tmp_path, projectors={"vision": projector()})
     assert torch.equal(loaded(**batch).logits, model(**batch).logits)
-    with pytest.raises(ValueError, match="a module of your own"):
+    with pytest.raises(ValueError, match="a custom module"):
         MultimodalModel.from_pretrained(tmp_path)
 
 
@@ -594,14 +594,14 @@ def test_llava_needs_a_matching_composition():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"token_ids": {}}, "`token_ids` lacks encoder `vision`"),
-        ({"token_ids": {"vision": -1}}, "`token_id=-1` is no token"),
+        ({"token_ids": {}}, "`token_ids` has no entry for encoder `vision`"),
+        ({"token_ids": {"vision": -1}}, "`token_id=-1` is not a token id"),
         ({"projectors": "qformer"}, "`projector='qformer'` is not known"),
         ({"encoder_settings": {"vision": {"feature_layr": 1}}}, "Did you mean `feature_layer`"),
-        ({"encoder_settings": {"sound": {}}}, "`encoder_settings` names `sound`"),
+        ({"encoder_settings": {"sound": {}}}, "`encoder_settings` has `sound`"),
         ({"encoders": {}}, "`encoders` is empty"),
         ({"encoders": {"vision.tower": CLIPVisionConfig(**VISION)}}, "cannot name an encoder"),
-        ({"language_model": whisper()}, "more than a causal language model"),
+        ({"language_model": whisper()}, "not a plain causal language model"),
     ],
 )
 def test_bad_compositions_are_errors(arguments, reason):

@@ -235,5 +235,5 @@ def test_what_the_user_sets_is_kept():
 
 
 def test_features_of_another_width_than_the_projectors_are_a_sentence():
-    with pytest.raises(ValueError, match="`media` are 32 wide, but its projector takes 7. Set `feature_size=32`"):
+    with pytest.raises(ValueError, match="`media` are 32 wide, but its projector expects 7. Set `feature_size=32`"):
         compose("vit", "llama", encoder_settings={"media": {"feature_size": 7}})

@@ -12,7 +12,7 @@ from hf_mmparallel.arrange.balance import deferred_fraction
 from hf_mmparallel.cost import eager_caps, fitting_tokens, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
-from hf_mmparallel.schedule import build_program, live_caps, simulate
+from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
 from tests.cost.models import h100, model
 
 BUDGET = 2e8
@@ -111,7 +111,7 @@ def test_eager_caps_fill_the_memory_and_keep_to_it(name):
     spec = model()
     plan = replace(resolve_plan(spec, PLANS[name]), schedule="eager")
     step, sizes = contiguous_step(plan, range(16), 1), sizes_of(300, 200)
-    least, caps = live_caps(plan, step), eager_caps(h100(spec), plan, step, sizes, BUDGET)
+    least, caps = in_flight_1f1b(plan, step), eager_caps(h100(spec), plan, step, sizes, BUDGET)
     assert all(caps[key] >= least[key] for key in least)
     assert any(caps[key] > least[key] for key in least)
     used = memory_per_rank(h100(spec), plan, step, sizes, caps)
@@ -130,7 +130,7 @@ def test_encoders_run_ahead_first():
     spec = model()
     plan = replace(resolve_plan(spec, PLANS["shared ranks"]), schedule="eager")
     step, sizes = contiguous_step(plan, range(16), 1), sizes_of(300, 200)
-    least = live_caps(plan, step)
+    least = in_flight_1f1b(plan, step)
     in_use = max(m.total for m in memory_per_rank(h100(spec), plan, step, sizes, least).values())
     found = [eager_caps(h100(spec), plan, step, sizes, (1 + share / 50) * in_use) for share in range(50)]
     caps = next(caps for caps in found if caps["vision", 0, 0] > least["vision", 0, 0])

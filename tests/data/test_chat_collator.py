@@ -174,7 +174,7 @@ def test_a_template_that_rewrites_history_needs_marks():
         "{{ part['text'] }}", "{{ part['text'] if loop.last and m is messages[-1] }}"
     )
     forgetful = forgetful.replace("m is messages[-1]", "m == messages[-1]")
-    with pytest.raises(ValueError, match="differently when more follows"):
+    with pytest.raises(ValueError, match="differently if more turns follow"):
         ChatCollator(llava(forgetful))([samples()[1]])
 
 
@@ -203,7 +203,7 @@ def test_a_sample_too_long():
         ChatCollator(llava(), max_length=length - 1)([samples()[2], tail])
     cut = ChatCollator(llava(), max_length=length - 5, on_too_long="truncate")([tail])
     assert torch.equal(cut["labels"], whole["labels"][:, : length - 5]) and len(cut["pixel_values"]) == 1
-    with pytest.raises(ValueError, match="image tokens among those that would be cut"):
+    with pytest.raises(ValueError, match="truncation would drop 3 image tokens"):
         ChatCollator(llava(), max_length=6, on_too_long="truncate")([tail])
 
 
@@ -233,7 +233,7 @@ def test_a_conversation_without_an_answer_is_told_of_once(caplog):
             batch = collator([{"messages": [say("user", "x"), say("gpt", "three")]}, samples()[0]])
     assert (batch["labels"][0] == IGNORED).all() and not (batch["labels"][1] == IGNORED).all()
     told = [record.getMessage() for record in caplog.records if "has no target" in record.getMessage()]
-    assert len(told) == 1 and "nothing in it is said by the role `assistant`; its roles are gpt, user." in told[0]
+    assert len(told) == 1 and "it has no message of the role `assistant`; its roles are gpt, user." in told[0]
 
 
 def test_bad_settings_are_errors():
@@ -372,7 +372,8 @@ def test_what_sizes_do_not_tell_is_decoded_and_said_once(monkeypatch, caplog):
             assert_lacks_pixels(lean(samples()), collator(samples()))
     told = [record.getMessage() for record in caplog.records if "decoded where only text is needed" in record.message]
     assert told == [
-        "`LlavaProcessor` can't place an image from its size, so it is decoded where only text is needed: RuntimeError"
+        "`LlavaProcessor` can't process an image from its size alone, so images are decoded where only text is "
+        "needed: RuntimeError"
     ]
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.context_tokens import (
-    ContextCut,
-    ContextCutter,
+    ContextSharder,
+    ContextSharding,
     cut_row,
     layer_costs,
     layer_windows,
@@ -34,9 +34,9 @@ def plan_of(**settings) -> ParallelPlan:
     return resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(**settings)})
 
 
-def cutter_of(plan: ParallelPlan, rank: int = 0) -> ContextCutter:
+def cutter_of(plan: ParallelPlan, rank: int = 0) -> ContextSharder:
     costs = layer_costs(analytic_costs(SPEC, find_device("cpu")), plan)
-    return ContextCutter(plan, rank, {"image": IMAGE, "video": VIDEO}, frozenset({"grid"}), costs)
+    return ContextSharder(plan, rank, {"image": IMAGE, "video": VIDEO}, frozenset({"grid"}), costs)
 
 
 def packed(lengths: list[int], padding: int = 0, seed: int = 0) -> dict[str, Tensor]:
@@ -55,12 +55,12 @@ def packed(lengths: list[int], padding: int = 0, seed: int = 0) -> dict[str, Ten
     }
 
 
-def rows_of(cut: ContextCut, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+def rows_of(cut: ContextSharding, batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return [cut.local(batch, row) for row in range(len(cut.order))]
 
 
 @st.composite
-def cases(draw) -> tuple[ContextCut, dict[str, Tensor]]:
+def cases(draw) -> tuple[ContextSharding, dict[str, Tensor]]:
     batch = packed(draw(st.lists(st.integers(1, 30), min_size=1, max_size=6)), draw(st.integers(0, 5)), draw(SEEDS))
     mode = draw(st.sampled_from(["row", "segments", "auto"]))
     method = "lpt" if mode == "segments" else draw(st.sampled_from(["lpt", "zigzag", "contiguous", "random"]))
@@ -229,7 +229,7 @@ def test_a_loop_of_ones_own_gets_the_cut_and_the_shards_of_the_loader(mode: str)
 def test_only_one_row_is_cut():
     words = packed([5, 4])["attention_words"]
     for several in (words.view(3, 3), words[0]):
-        with pytest.raises(ValueError, match=r"one row `\[1, length\]` is cut .* Pack the samples into one row"):
+        with pytest.raises(ValueError, match=r"not that of one row, `\[1, length\]`. Pack the samples into one row"):
             cut_row(several, 2)
     with pytest.raises(ValueError, match="Pass `costs`"):
         cut_row(words, 2, mode="auto")

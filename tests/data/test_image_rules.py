@@ -118,14 +118,14 @@ def test_patches_by_the_model_s_own_sides(tmp_path):
 
 
 def test_what_the_configuration_does_not_say_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="How `LlavaNext.*is its processor's matter.*fit models with one image size"):
+    with pytest.raises(ValueError, match="`LlavaNext.*splits .* by its processor.*fit models with one image size"):
         rule_of("llava_next", tmp_path)
 
 
 @pytest.mark.parametrize("family", CUT_BY_PROCESSORS)
 def test_images_that_only_a_processor_can_cut_are_refused(family, tmp_path):
     """Some take `[batch, images, channels, height, width]`, others one tile; all get as many tiles as they cut."""
-    with pytest.raises(ValueError, match="How `.*is its processor's matter.*`--seq-len` and `--image-tokens`"):
+    with pytest.raises(ValueError, match="`.*splits images .* by its processor.*`--seq-len` and `--image-tokens`"):
         rule_of(family, tmp_path)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import BatchFeature
 
 from hf_mmparallel.data import ChatCollator
-from hf_mmparallel.data.image_shapes import ImageShapes, stand_in, without_pixels
+from hf_mmparallel.data.image_shapes import ImageShapes, blank_array, without_pixels
 
 from .conversations import conversation, random_image
 from .processors import PROCESSORS
@@ -49,8 +49,8 @@ def test_pixels_take_no_memory_and_keep_their_shape():
     shapes = ImageShapes(processor.image_processor)
     sizes = [(30, 40), (20, 60)]
     expected = processor.image_processor([random_image(size) for size in sizes], return_tensors="pt")
-    found = shapes([stand_in(size) for size in sizes], return_tensors="pt")
-    again = shapes([stand_in(size) for size in sizes], return_tensors="pt")
+    found = shapes([blank_array(size) for size in sizes], return_tensors="pt")
+    again = shapes([blank_array(size) for size in sizes], return_tensors="pt")
     assert found["pixel_values"].shape[:2] == expected["pixel_values"].shape[:2]
     assert found["pixel_values"].shape[-2:] == expected["pixel_values"].shape[-2:]
     assert found["pixel_values"].untyped_storage().nbytes() <= 4
@@ -81,20 +81,20 @@ def test_sizes_are_run_once_and_cheaply():
     processor = Counting()
     shapes = ImageShapes(processor)
     for _ in range(3):
-        assert shapes([stand_in((8, 12))])["rows"] == [[2]]
-    assert shapes([stand_in((16, 12)), stand_in((8, 12))])["rows"] == [[4], [2]]
+        assert shapes([blank_array((8, 12))])["rows"] == [[2]]
+    assert shapes([blank_array((16, 12)), blank_array((8, 12))])["rows"] == [[4], [2]]
     assert processor.calls == [True, False, False, False]  # full, meta (which fails), grey; then grey
     large = Counting(mask=1 << 16)
     shapes = ImageShapes(large)
     for _ in range(3):
-        shapes([stand_in((8, 12))])
+        shapes([blank_array((8, 12))])
     assert len(large.calls) == 5, "masks of pixels are kept"
 
 
 def test_a_processor_whose_numbers_change_runs_in_full():
     shapes = ImageShapes(Counting(depends=True))
     for height in (8, 16):
-        found = shapes([stand_in((height, 12))])
+        found = shapes([blank_array((height, 12))])
         assert found["rows"] == [[height // 4 + 1]] and found["pixel_values"][0].shape == (3, height, 12)
 
 

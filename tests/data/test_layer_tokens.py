@@ -20,9 +20,9 @@ from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_sources import LayerTokens
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.hollow import hidden_of
+from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import layers_of
-from hf_mmparallel.modeling.stages import prepare_stages
+from hf_mmparallel.modeling.unowned import hidden_of
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from tests.runtime.test_engine import mixed_dataset, two_encoders
 from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset

@@ -223,7 +223,7 @@ def test_a_prompt_of_images_and_text_is_one_span():
 )
 def test_masks_that_a_word_cannot_say_are_refused(cls: type, what: str):
     batch = tiny.collate("qwen2_vl")(tiny.make_dataset("qwen2_vl", 2))
-    with pytest.raises(ValueError, match=f"`{cls.__name__}` {what}, which a mask word can't say.* without packing"):
+    with pytest.raises(ValueError, match=f"`{cls.__name__}` {what}, which mask words can't express.* without packing"):
         words_of_batch(qwen(cls), batch)
 
 
@@ -331,7 +331,9 @@ def test_a_class_without_source_is_served(monkeypatch: pytest.MonkeyPatch):
 
 def test_masks_that_are_not_drawn_by_transformers_are_refused():
     rule = MaskRule(transformers.BloomConfig())
-    with pytest.raises(ValueError, match=r"`BloomForCausalLM.create_masks_for_generate` draws .* without packing"):
+    with pytest.raises(
+        ValueError, match=r"`BloomForCausalLM.create_masks_for_generate` does not use .* without packing"
+    ):
         rule({"input_ids": torch.ones(1, 4).long(), "attention_mask": torch.ones(1, 4).long()})
 
 

@@ -20,7 +20,7 @@ from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_measures import TokenMeasure
 from hf_mmparallel.data.size_sources import LayerTokens, Ragged
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.features import count_rows
+from hf_mmparallel.modeling.features import count_feature_tokens
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from tests.data.test_chat_collator import llava, say
 from tests.plan.specs import model_spec
@@ -203,7 +203,7 @@ def without_media(samples: list[dict]) -> Dataset:
 def test_tokens_are_counted_where_the_batch_is(family):
     spec, samples = build_model_spec(FAMILIES[family]()), make_dataset(family, 7)
     batch = collate(family)(samples)
-    rows = count_rows(batch, spec)
+    rows = count_feature_tokens(batch, spec)
     listed = size_source(samples, collate(family), spec)(range(7))
     assert listed.tokens[LANGUAGE_MODEL].tolist() == batch["attention_mask"].sum(-1).tolist()
     for name in spec.encoders:

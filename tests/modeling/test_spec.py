@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_mmparallel.modeling import build_model_spec, count_rows, module_parts
+from hf_mmparallel.modeling import build_model_spec, count_feature_tokens, module_parts
 from hf_mmparallel.modeling.spec import find_stack
 from hf_mmparallel.plan import LANGUAGE_MODEL, FeatureSpec
 from tests import tiny
@@ -97,7 +97,7 @@ def test_rows_are_counted_per_sample(family):
     model = tiny.FAMILIES[family]()
     spec = build_model_spec(model)
     batch = tiny.collate(family)(tiny.make_dataset(family, 6))
-    rows = count_rows(batch, spec)
+    rows = count_feature_tokens(batch, spec)
     for part in module_parts(model).values():
         for modality, method in part.features.items():
             names = part.input_names(modality)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import CLIPVisionConfig, LlamaConfig, OPTConfig, OPTForCausalLM, PreTrainedModel, WhisperConfig
 
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
-from hf_mmparallel.modeling import ModuleStage, build_model_spec, is_hollow, prepare_stages, token_loss
+from hf_mmparallel.modeling import ModuleStage, build_model_spec, is_unowned, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, Stage
 from tests import tiny
 
@@ -279,12 +279,12 @@ def test_what_is_not_owned_takes_no_memory_and_names_stay(family):
     for rank in range(plan.world_size):
         own = copy.deepcopy(model)
         (stage,) = prepare_stages(own, spec, plan, rank).values()
-        real = {name: p for name, p in own.named_parameters() if not is_hollow(p)}
+        real = {name: p for name, p in own.named_parameters() if not is_unowned(p)}
         assert dict(stage.parameters()).keys() == real.keys()
         assert all(torch.equal(p, names[name]) for name, p in real.items())
-        hollow = [p for p in own.parameters() if is_hollow(p)]
-        assert not any(p.requires_grad for p in hollow)
-        assert held_bytes(own) == sum(4 * p.numel() for p in real.values()) + 4 * len(hollow)
+        unowned = [p for p in own.parameters() if is_unowned(p)]
+        assert not any(p.requires_grad for p in unowned)
+        assert held_bytes(own) == sum(4 * p.numel() for p in real.values()) + 4 * len(unowned)
         for name in real:
             seen[name] = seen.get(name, 0) + 1
     assert seen == {name: 2 if name in spec.tied else 1 for name in names}
@@ -298,7 +298,7 @@ def test_tied_weights_stay_tied_where_both_uses_are():
         own = copy.deepcopy(model)
         prepare_stages(own, spec, plan, rank)
         assert own.lm_head.weight is own.get_input_embeddings().weight
-        assert not is_hollow(own.lm_head.weight)
+        assert not is_unowned(own.lm_head.weight)
 
 
 def test_a_model_on_meta_stays_there_where_it_is_owned():
@@ -308,14 +308,14 @@ def test_a_model_on_meta_stays_there_where_it_is_owned():
     assert spec == build_model_spec(tiny.FAMILIES["llava"]())
     prepare_stages(model, spec, make_plan(spec, {LANGUAGE_MODEL: [2]}), 1)
     for parameter in model.parameters():
-        assert parameter.is_meta != is_hollow(parameter)
+        assert parameter.is_meta != is_unowned(parameter)
 
 
 def test_a_rank_without_stages_holds_nothing():
     model = tiny.FAMILIES["llava"]()
     spec = build_model_spec(model)
     assert prepare_stages(model, spec, make_plan(spec, {}), 7) == {}
-    assert all(is_hollow(parameter) for parameter in model.parameters())
+    assert all(is_unowned(parameter) for parameter in model.parameters())
 
 
 def test_a_selected_hidden_state_of_another_stage_is_refused():
@@ -363,7 +363,9 @@ def test_features_that_read_layers_of_an_earlier_stage_are_refused():
     model, batch = make_composed(audio_layer=-4)
     spec = build_model_spec(model)
     assert_same(model, make_plan(spec, {"audio": [1]}), batch)
-    with pytest.raises(ValueError, match=r"output of layers \(2, 4\) of `audio` depends on what other stages hold"):
+    with pytest.raises(
+        ValueError, match=r"output of layers \(2, 4\) of `audio` depends on parameters of other stages"
+    ):
         assert_same(model, make_plan(spec, {"audio": [2]}), batch)
 
 
@@ -395,7 +397,9 @@ def test_a_norm_that_is_registered_before_the_layers_and_cannot_be_found_is_refu
     model.model.decoder.layers[0].self_attn_layer_norm = _OddNorm(64)
     spec = build_model_spec(model)
     assert_same(model, make_plan(spec, {}), make_batch("llama"))
-    with pytest.raises(ValueError, match=r"output of layers \(2, 4\) of `language_model` depends on what other"):
+    with pytest.raises(
+        ValueError, match=r"output of layers \(2, 4\) of `language_model` depends on parameters of other"
+    ):
         assert_same(model, make_plan(spec, {LANGUAGE_MODEL: [2]}), make_batch("llama"))
 
 
@@ -425,7 +429,7 @@ def test_placeholders_return_what_the_layer_returns():
     from transformers.models.gemma3.modeling_gemma3 import Gemma3DecoderLayer
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoderLayer
 
-    from hf_mmparallel.modeling.hollow import _returns_tuple
+    from hf_mmparallel.modeling.unowned import _returns_tuple
 
     assert _returns_tuple(FalconDecoderLayer)
     assert _returns_tuple(Qwen2_5OmniAudioEncoderLayer)

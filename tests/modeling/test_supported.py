@@ -78,7 +78,7 @@ def test_a_placeholder_that_the_configuration_does_not_say_is_asked_for():
     model = tiny.FAMILIES["voxtral"]()
     check_supported(model)
     model.config.audio_token_id = None
-    with pytest.raises(ValueError, match="Its configuration says no `audio_token_id`.*set it"):
+    with pytest.raises(ValueError, match="Its configuration has no `audio_token_id`.*set it"):
         check_supported(model)
 
 
@@ -114,8 +114,8 @@ def test_encoders_of_any_make_can_be_composed():
 @pytest.mark.parametrize(
     "model, sentence",
     [
-        (hf.BertForMaskedLM, "is a model of masked tokens.*Set `is_decoder=True` for a causal one"),
-        (hf.BertLMHeadModel, "is a model of masked tokens.*Set `is_decoder=True` for a causal one"),
+        (hf.BertForMaskedLM, "is a masked language model.*Set `is_decoder=True` for a causal one"),
+        (hf.BertLMHeadModel, "is a masked language model.*Set `is_decoder=True` for a causal one"),
         (hf.BertModel, "`BertModel` has no language-model head"),
     ],
 )
@@ -126,7 +126,7 @@ def test_models_that_are_not_causal_are_refused(model: type, sentence: str):
     config.is_decoder = True
     with torch.device("meta"):
         check_supported(hf.BertLMHeadModel(config))
-        with pytest.raises(ValueError, match="`BertForMaskedLM` is trained on the loss `ForMaskedLM`"):
+        with pytest.raises(ValueError, match="`BertForMaskedLM` has the loss `ForMaskedLM`"):
             check_supported(hf.BertForMaskedLM(config))
 
 
@@ -136,7 +136,10 @@ def test_models_that_are_not_causal_are_refused(model: type, sentence: str):
 def test_models_without_a_language_model_head_are_refused(suffix: str):
     name = f"Llama{suffix}"
     config = hf.LlamaConfig(**SIZES, vocab_size=64)
-    with torch.device("meta"), pytest.raises(ValueError, match=f"`{name}` has no language-model head, .* next token"):
+    with (
+        torch.device("meta"),
+        pytest.raises(ValueError, match=f"`{name}` has no language-model head, .* next-token"),
+    ):
         check_supported(getattr(hf, name)(config))
 
 
@@ -159,8 +162,8 @@ def test_an_encoder_that_a_configuration_leaves_out_is_no_module():
 @pytest.mark.parametrize(
     "family, sentence",
     [
-        ("dots3_note", r"`\w+` says `num_attention_heads` for each layer, .* Train it without `parallel`."),
-        ("muse_spark", r"The layers of `audio` have no common width: .* Train it without `parallel`."),
+        ("dots3_note", r"`\w+` has a `num_attention_heads` for each layer, .* Train it without `parallel`."),
+        ("muse_spark", r"The width of the layers of `audio` is not known: .* Train it without `parallel`."),
     ],
 )
 def test_layers_that_differ_are_told_of(family: str, sentence: str):

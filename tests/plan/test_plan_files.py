@@ -177,12 +177,15 @@ def test_what_is_no_plugin_is_a_sentence(value, message):
         ({"cp_size": 2, "cp_method": "ltp"}, "`cp_method` has no `ltp`. Did you mean `lpt`?"),
         ({"cp_size": 2, "cp_mode": "rows"}, "`cp_mode` has no `rows`. Did you mean `row`?"),
         ({"cp_size": 2, "cp_block": 0}, "`cp_block=0` must be a whole number of at least 1."),
-        ({"cp_size": 2, "cp_method": "zigzag", "cp_mode": "segments"}, "`cp_method='zigzag'` hands out blocks"),
+        ({"cp_size": 2, "cp_method": "zigzag", "cp_mode": "segments"}, "`cp_method='zigzag'` assigns blocks"),
         ({"cp_method": "zigzag"}, "method='zigzag'.* has no effect with `cp_size=1`"),
-        ({"zero_stage": 1}, "`zero_stage=1`: optimizer sharding is not built yet. Use `zero_stage=0`."),
-        ({"pp_size": 3, "layers_per_stage": [2, 2]}, r"`layers_per_stage=\[2, 2\]` must name .* `pp_size=3` stages."),
-        ({"layers_per_stage": [4, 0]}, r"`layers_per_stage=\[4, 0\]` must name at least one layer"),
-        ({"layers_per_stage": []}, r"`layers_per_stage=\[\]` must name at least one layer"),
+        ({"zero_stage": 1}, "`zero_stage=1`: optimizer sharding is not supported yet. Use `zero_stage=0`."),
+        (
+            {"pp_size": 3, "layers_per_stage": [2, 2]},
+            r"`layers_per_stage=\[2, 2\]` must .* `pp_size=3` stages.",
+        ),
+        ({"layers_per_stage": [4, 0]}, r"`layers_per_stage=\[4, 0\]` must have one number of at least 1"),
+        ({"layers_per_stage": []}, r"`layers_per_stage=\[\]` must have one number of at least 1"),
     ],
 )
 def test_settings_that_can_not_be_are_a_sentence(settings, message):
@@ -297,7 +300,7 @@ def test_settings_that_agree_with_the_plan_beside_them_hold():
         (lambda data: data.update(shedule=data.pop("schedule")), "A plan has no `shedule`. Did you mean `schedule`?"),
         (lambda data: data["edges"][0].update(source="visoin"), "no `visoin`. Did you mean `vision`?"),
         (lambda data: data["modules"]["vision"].update(freeze=True), "Module `vision` of the plan has no `freeze`"),
-        (lambda data: data["edges"].append({"source": LANGUAGE_MODEL, "target": "vision"}), "lead in a circle"),
+        (lambda data: data["edges"].append({"source": LANGUAGE_MODEL, "target": "vision"}), "form a cycle"),
     ],
     ids=["typo", "missing", "typo at the top", "edge", "setting", "circle"],
 )  # fmt: skip

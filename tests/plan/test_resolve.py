@@ -162,9 +162,9 @@ def test_deepstack_features_enter_at_their_layers():
         (
             {"colocate_with": LANGUAGE_MODEL},
             {},
-            "`vision` can't be colocated with `language_model`: .* Earlier modules: none.",
+            "`vision` can't be colocated with `language_model`, .* earlier modules: none.",
         ),
-        ({}, {"colocate_with": "visoin"}, "can't be colocated with `visoin`: .* Earlier modules: `vision`."),
+        ({}, {"colocate_with": "visoin"}, "can't be colocated with `visoin`, .* earlier modules: `vision`."),
         (
             {"dp_size": 2},
             {"colocate_with": "vision", "tp_size": 2},
@@ -204,7 +204,7 @@ def test_a_stack_that_features_leave_from_inside_is_not_cut():
     [
         (ContextSettings(method="zigzg"), "`cp_method` has no `zigzg`. Did you mean `zigzag`"),
         (ContextSettings(block=0), "`cp_block=0` must be a whole number"),
-        (ContextSettings("zigzag", "segments"), "`cp_mode='segments'` whole samples"),
+        (ContextSettings("zigzag", "segments"), "`cp_mode='segments'` assigns whole samples"),
     ],
 )
 def test_a_finished_plan_that_cuts_rows_in_no_known_way_is_refused(settings, message):
@@ -247,9 +247,9 @@ PLAN = resolve({"dp_size": 2}, {"pp_size": 2, "tp_size": 2})
 BAD_PLANS = [
     (
         change(PLAN, LANGUAGE_MODEL, (Stage((0, 2), ((2,),)), Stage((3, 4), ((3,),)))),
-        r"`language_model` replica 0 hold layers \[\(0, 2\), \(3, 4\)\]; they must follow each other from 0 to 4",
+        r"`language_model` replica 0 have layers \[\(0, 2\), \(3, 4\)\], which do not cover 0 to 4",
     ),
-    (change(PLAN, "vision", (Stage((0, 6), ((0,),)),), (Stage((0, 5), ((1,),)),)), "`vision` replica 1 hold layers"),
+    (change(PLAN, "vision", (Stage((0, 6), ((0,),)),), (Stage((0, 5), ((1,),)),)), "`vision` replica 1 have layers"),
     (change(PLAN, "vision", (Stage((0, 6), ((0,),)),)), "gives rank 1 nothing to do. Number its ranks from 0"),
     (change(PLAN, "visions", (Stage((0, 6), ((0,),)),)), "The model has no `visions`. Did you mean `vision`?"),
     (
@@ -259,15 +259,15 @@ BAD_PLANS = [
     (change(PLAN, "vision", (Stage((0, 6), ((0, 1, 6),)),)), "`tp_size=3` does not divide the 8 attention heads"),
     (
         change(PLAN, "vision", (Stage((0, 6), ((0,),)),), (Stage((0, 6), ((1, 6),)),)),
-        r"The stages of `vision` have rows of 1 and 2 ranks. .* the same `tp_size`",
+        r"The stages of `vision` have tp groups of 1 and 2 ranks. .* the same `tp_size`",
     ),
     (
         change(PLAN, "vision", (Stage((0, 6), ((0, 1),)),), (Stage((0, 6), ((1, 0),)),)),
-        "rank 1 at places 1 and 0 of `vision`",
+        "rank 1 the tp ranks 1 and 0 in `vision`",
     ),
     (
         change(PLAN, LANGUAGE_MODEL, (Stage((0, 2), ((2, 3), (4, 5))), Stage((2, 4), ((6, 7),)))),
-        r"The stages of `language_model` have 1 and 2 rows of ranks. .* the same `cp_size`",
+        r"The stages of `language_model` have 1 and 2 tp groups. .* the same `cp_size`",
     ),
     (
         change(PLAN, LANGUAGE_MODEL, (Stage((0, 4), ((2, 3), (3, 4))),)),
@@ -275,7 +275,7 @@ BAD_PLANS = [
     ),
     (
         change(PLAN, "vision", (Stage((0, 6), ((0,), (1,))),)),
-        "`cp_size=2`: only the tokens of the language model .* of `vision` are not. Use `cp_size=1`",
+        "`cp_size=2` of `vision`: context parallelism is only supported for the language model. Use `cp_size=1`",
     ),
     (change(PLAN, "vision"), "The plan gives module `vision` no stages"),
     (

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_mmparallel.data.context_tokens import ContextCutter
+from hf_mmparallel.data.context_tokens import ContextSharder
 from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
@@ -244,7 +244,7 @@ def run_loopback(
         media = frozenset(
             name for part in module_parts(own).values() for m in part.modalities for name in part.input_names(m)
         )
-        cutter = ContextCutter(plan, rank, spec.placeholders, media)
+        cutter = ContextSharder(plan, rank, spec.placeholders, media)
         source = StepDataset(Reader(dataset, collator), lambda s: keys_of_rank(plan, s, rank), 0, cutter=cutter)
         batch = source.read(step)
         with torch.set_grad_enabled(training):

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from hf_mmparallel.modeling.hollow import is_hollow
+from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import build_model_spec
-from hf_mmparallel.modeling.stages import prepare_stages
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
+from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.plan import ModulePlugin, parameter_shards, resolve_plan
 from hf_mmparallel.runtime.atomic import atomic_folder
 from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
@@ -91,7 +91,7 @@ def _round(layout: str, folder: str, stock: str, tie: bool) -> None:
     for name, parameter in model.named_parameters():
         assert parameter is before[name] and parameter.requires_grad == grads[name]
         if not sharded.holds(name):
-            assert is_hollow(parameter)
+            assert is_unowned(parameter)
         else:
             assert torch.equal(_full(parameter), other[name]), name
     if tie:

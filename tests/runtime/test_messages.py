@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.data.context_tokens import ContextCutter
+from hf_mmparallel.data.context_tokens import ContextSharder
 from hf_mmparallel.data.loader import StepBatch, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (
@@ -186,7 +186,7 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
     for name, replica, index in case.plan.stages_of_rank(rank):
         made = EncoderStage(case, x, leaves) if name == "vision" else DecoderStage(case, y, seen)
         stages[name, replica, index] = made
-    cutter = ContextCutter(case.plan, rank, PLACEHOLDERS, frozenset())
+    cutter = ContextSharder(case.plan, rank, PLACEHOLDERS, frozenset())
     batches = {
         key: {"slots": slots, **case.packed(slots)} for key, slots in keys_of_rank(case.plan, case.step, rank).items()
     }

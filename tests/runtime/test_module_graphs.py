@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mmparallel.data.context_tokens import ContextCutter
+from hf_mmparallel.data.context_tokens import ContextSharder
 from hf_mmparallel.data.loader import StepBatch, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (
@@ -228,7 +228,7 @@ def cut_for_all(case: Case) -> dict:
     for name, module in case.plan.modules.items():
         if module.cp_size > 1:
             alone = replace(case.plan, modules={LANGUAGE_MODEL: module}, edges=())
-            cutter = ContextCutter(alone, 0, PLACEHOLDERS, frozenset())
+            cutter = ContextSharder(alone, 0, PLACEHOLDERS, frozenset())
             for (owner, replica, index), chunks in case.step.chunks.items():
                 for chunk, samples in enumerate(chunks):
                     if owner == name and samples:

@@ -203,7 +203,7 @@ class _Scheduler:
                 return None
             if self.running and self.running[0][0] >= self.limit_ms:
                 return None
-            assert self.running, "caps below those of `live_caps` leave nothing to run"
+            assert self.running, "caps below those of `in_flight_1f1b` leave nothing to run"
             dirty: set[int] = set()
             limit = self.running[0][0] * (1 + 1e-12) + 1e-9
             while self.running and self.running[0][0] <= limit:
@@ -451,14 +451,14 @@ class _Lanes:
         self.posted: list[int] = []
         self.wanted: dict[int, list[tuple[int, int]]] = {}
         messages = list(messages)
-        lane_of = self._lanes({ranks[graph.ends[message][0]] for message in messages})
+        lane_of = self._receive_queues({ranks[graph.ends[message][0]] for message in messages})
         for message in messages:
             source, target = graph.ends[message]
             lane = lane_of[ranks[source]]
             self.wanted.setdefault(target, []).append((lane, len(self.queues[lane])))
             self.queues[lane].append(message)
 
-    def _lanes(self, sources: set[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    def _receive_queues(self, sources: set[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
         """Gives each set of source ranks the lane of all sets that it overlaps with."""
         lanes: list[tuple[set[int], list[tuple[int, ...]]]] = []
         for ranks in sorted(sources):
@@ -483,7 +483,7 @@ class _Lanes:
         return result
 
 
-def live_caps(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
+def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """How many microbatches may be in flight on each stage under 1F1B."""
     caps: dict[StageKey, float] = {}
     for name in reversed(list(plan.modules)):

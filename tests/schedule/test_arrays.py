@@ -21,16 +21,16 @@ from hf_mmparallel.schedule import (
     build_program,
     condense,
     condensed_program,
-    live_caps,
+    in_flight_1f1b,
+    in_flight_limits,
     lower,
     order_tasks,
-    policy_caps,
     scheduler,
     simulate,
     simulate_parts,
     windows,
 )
-from hf_mmparallel.schedule.action_lists import PartRows, ProgramRows
+from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.lowering import blocking_order
 from hf_mmparallel.schedule.program_checks import verify
 from hf_mmparallel.schedule.proof import Proof
@@ -61,9 +61,9 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
     assert sorted(graph.messages) == sorted(expected.messages)
     assert list(map(sorted, graph.predecessors)) == list(map(sorted, expected.predecessors))
     assert all(graph.place(task) == place for place, task in enumerate(graph.tasks))
-    caps = live_caps(case.plan, case.step)
-    assert caps == plain.live_caps(case.plan, case.step)
-    times_ms, caps = times_of(graph.tasks, kind, seed), policy_caps(case.plan, case.step)
+    caps = in_flight_1f1b(case.plan, case.step)
+    assert caps == plain.in_flight_1f1b(case.plan, case.step)
+    times_ms, caps = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
     timeline = order_tasks(case.plan, graph, times_ms, caps, alternate)
     assert timeline == plain.order_tasks(case.plan, expected, times_ms, caps, alternate)
     groups = case.groups if training else []
@@ -90,7 +90,7 @@ def test_encoders_unlike_in_number_share_one_part(method, schedule, many, monkey
     parts = list(condensed.parts(step, 0))
     graph, expected = (make(parts[0].plan, parts[0].step) for make in (build_graph, plain.build_graph))
     times_ms = times_of(graph.tasks, "uneven", 0)
-    caps = policy_caps(parts[0].plan, parts[0].step)
+    caps = in_flight_limits(parts[0].plan, parts[0].step)
     timeline = order_tasks(parts[0].plan, graph, times_ms, caps, schedule == "1f1b")
     assert timeline == plain.order_tasks(parts[0].plan, expected, times_ms, caps, schedule == "1f1b")
     program = lower(parts[0].plan, graph, timeline, parts[0].groups)
@@ -112,7 +112,7 @@ def ranks_of(case: Case) -> list[tuple]:
 @given(APART, st.booleans(), st.booleans(), KINDS, st.integers(0, 99))
 def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, alternate, kind, seed):
     graph = build_graph(case.plan, case.step, training)
-    times_ms, caps = times_of(graph.tasks, kind, seed), policy_caps(case.plan, case.step)
+    times_ms, caps = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
     expected = order_tasks(case.plan, graph, times_ms, caps, alternate)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "_FEWEST_TASKS", 1)
@@ -128,14 +128,14 @@ def test_times_that_count_as_one_instant_are_left_to_the_events_one_by_one():
     graph = build_graph(plan, step)
     times_ms = [1.0 + 1e-10 * task.replica for task in graph.tasks]
     assert scheduler._in_windows(plan, graph, times_ms, {}, False) is None
-    caps = policy_caps(plan, step)
+    caps = in_flight_limits(plan, step)
     assert order_tasks(plan, graph, times_ms, caps) == plain.order_tasks(
         plan, plain.build_graph(plan, step), times_ms, caps
     )
 
 
-def rows_of(program: Program) -> PartRows:
-    assert isinstance(program.actions, ProgramRows)
+def rows_of(program: Program) -> PartActions:
+    assert isinstance(program.actions, ProgramActions)
     (rows,) = program.actions.parts
     return rows
 
@@ -145,7 +145,7 @@ def written(case: Case, seed: int):
     part = next(iter(condense(case.plan, case.groups).parts(case.step)))
     graph = build_graph(part.plan, part.step)
     times_ms = times_of(graph.tasks, "uneven", seed)
-    timeline = order_tasks(part.plan, graph, times_ms, policy_caps(part.plan, part.step))
+    timeline = order_tasks(part.plan, graph, times_ms, in_flight_limits(part.plan, part.step))
     rows = rows_of(lower(part.plan, graph, timeline, part.groups))
     return part, graph, blocking_order(graph, timeline, part.groups), rows
 
@@ -177,12 +177,12 @@ def test_what_is_proved_passes_the_checker(case, data):
         changed = replace(rows, codes=codes, starts=starts, _known={})
         is_proved = Proof(part.plan, graph, part.groups, changed).holds(order, in_order=True)
         try:
-            verify(part.plan, graph, part.groups, Program(dict(ProgramRows([changed]))), is_part=True)
+            verify(part.plan, graph, part.groups, Program(dict(ProgramActions([changed]))), is_part=True)
         except ProgramError:
             assert not is_proved
         shuffled = np.random.default_rng(0).permutation(order)
         if len(order) and Proof(part.plan, graph, part.groups, changed).holds(shuffled, in_order=True):
-            verify(part.plan, graph, part.groups, Program(dict(ProgramRows([changed]))), is_part=True)
+            verify(part.plan, graph, part.groups, Program(dict(ProgramActions([changed]))), is_part=True)
 
 
 def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses():
@@ -198,7 +198,7 @@ def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses():
             changed = replace(rows, codes=codes, _known={})
             is_proved = Proof(part.plan, graph, part.groups, changed).holds(order, in_order=True)
             try:
-                verify(part.plan, graph, part.groups, Program(dict(ProgramRows([changed]))), is_part=True)
+                verify(part.plan, graph, part.groups, Program(dict(ProgramActions([changed]))), is_part=True)
                 results.add("right")
             except ProgramError as error:
                 assert not is_proved, error
@@ -213,9 +213,9 @@ def test_changed_rows_are_refused_by_name(case, seed):
     if len(rows.codes) < 2:
         return
     changed = Program(
-        ProgramRows([replace(rows, codes=rows.codes[:-1], starts=np.minimum(rows.starts, len(rows.codes) - 1))])
+        ProgramActions([replace(rows, codes=rows.codes[:-1], starts=np.minimum(rows.starts, len(rows.codes) - 1))])
     )
-    with pytest.raises(ProgramError, match="never does"):
+    with pytest.raises(ProgramError, match="never runs"):
         verify(part.plan, graph, part.groups, changed, is_part=True, order=order)
 
 
@@ -247,7 +247,7 @@ def test_checksums_tell_lists_apart_however_they_are_stored(case, training):
     condensed = condense(case.plan, case.groups)
     cost = lambda task: 1.0 + task.microbatch  # noqa: E731
     program = condensed.expand(condensed_program(condensed.parts(case.step), cost, training))
-    assert isinstance(program.actions, ProgramRows)
+    assert isinstance(program.actions, ProgramActions)
     lists = dict(program.actions)
     assert Program(lists).checksum == program.checksum
     assert {**build_program(case.plan, case.step, case.groups, cost, training).actions, **lists} == build_program(

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import (
-    ahead_caps,
     build_graph,
     build_program,
-    live_caps,
+    in_flight_1f1b,
+    in_flight_eager,
+    in_flight_limits,
     microbatch_forward_ms,
-    policy_caps,
     schedule_tasks,
     simulate,
     stage_depths,
@@ -48,10 +48,10 @@ def iteration_ms(case: Case, schedule: Schedule) -> float:
 
 def test_an_encoder_needs_one_more_in_flight_when_samples_are_deferred():
     plain, late = chain(4, 8), deferred(1, 3, 8)
-    assert live_caps(plain.plan, plain.step) == stage_depths(plain.plan)
+    assert in_flight_1f1b(plain.plan, plain.step) == stage_depths(plain.plan)
     depths = stage_depths(late.plan)
     assert depths["vision", 0, 0] == 4
-    assert live_caps(late.plan, late.step) == {**depths, ("vision", 0, 0): 5}
+    assert in_flight_1f1b(late.plan, late.step) == {**depths, ("vision", 0, 0): 5}
 
 
 def test_samples_taken_before_their_place_and_far_behind_it_count_too():
@@ -59,13 +59,13 @@ def test_samples_taken_before_their_place_and_far_behind_it_count_too():
     # Both copies take from one encoder; sample 0 is taken three microbatches later.
     step = make_step({"vision": [[[i] for i in range(8)]], LANGUAGE_MODEL: [[[1], [2], [3], [0]], [[4, 5], [6, 7]]]})
     # Before its first backward the encoder has run all microbatches up to the 6th, which copy 1 begins with.
-    assert live_caps(plan, step)["vision", 0, 0] == 1 + 6
+    assert in_flight_1f1b(plan, step)["vision", 0, 0] == 1 + 6
 
 
 def test_deferral_does_not_stall_1f1b():
     case = deferred(1, 3, 16)
     unlimited = last_end(case, {})
-    assert last_end(case, live_caps(case.plan, case.step)) == pytest.approx(unlimited)
+    assert last_end(case, in_flight_1f1b(case.plan, case.step)) == pytest.approx(unlimited)
     assert last_end(case, stage_depths(case.plan)) > unlimited + 2
 
 
@@ -89,14 +89,14 @@ def test_a_forward_runs_after_each_backward():
 
 def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
     case = deferred(2, 2, 16, "eager")
-    least = live_caps(case.plan, case.step)
+    least = in_flight_1f1b(case.plan, case.step)
     given_caps = {("vision", 0, 0): 9.0, ("vision", 0, 1): 1.0, (LANGUAGE_MODEL, 0, 0): 2.0}
-    assert policy_caps(case.plan, case.step, given_caps) == {**least, ("vision", 0, 0): 9.0}
+    assert in_flight_limits(case.plan, case.step, given_caps) == {**least, ("vision", 0, 0): 9.0}
     program = build_program(case.plan, case.step, case.groups, caps=given_caps)
     peaks = simulate(case.plan, program).peak_in_flight
     assert least["vision", 0, 0] < peaks["vision", 0, 0] < 10  # chunks of an admitted microbatch are not held back
-    assert policy_caps(case.plan, case.step) == ahead_caps(case.plan, case.step)
-    assert ahead_caps(case.plan, case.step) == {
+    assert in_flight_limits(case.plan, case.step) == in_flight_eager(case.plan, case.step)
+    assert in_flight_eager(case.plan, case.step) == {
         ("vision", 0, 0): 7,
         ("vision", 0, 1): 6,
         (LANGUAGE_MODEL, 0, 0): 2,
@@ -113,7 +113,7 @@ def test_1f1b_caps_let_any_arrangement_through(order, num_encoded, num_taken, ra
     case = Case(plan, make_step({"vision": [encoded], LANGUAGE_MODEL: taken}), [])
     times = {task: random.random() for task in build_graph(plan, case.step).tasks}
     simulation = simulate(plan, build_program(plan, case.step, [], times.__getitem__), times.__getitem__)
-    caps = live_caps(plan, case.step)
+    caps = in_flight_1f1b(plan, case.step)
     # A microbatch is let in whole, so that its chunks may go over the cap by less than one.
     assert all(peak < caps[key] + 1 for key, peak in simulation.peak_in_flight.items())
 

@@ -14,11 +14,11 @@ from hf_mmparallel.schedule import (
     Simulation,
     Task,
     TaskGraph,
-    ahead_caps,
     build_graph,
     build_program,
     check_program,
-    live_caps,
+    in_flight_1f1b,
+    in_flight_eager,
     simulate,
     stage_depths,
 )
@@ -123,17 +123,17 @@ def test_modules_in_front_are_as_deep_as_the_generator_is_long():
     depths = stage_depths(case.plan)
     expected = {"vision": [7, 6], LANGUAGE_MODEL: [5, 4], IMAGE: [1], AUDIO: [3, 2, 1]}
     assert depths == {(name, 0, stage): d for name, own in expected.items() for stage, d in enumerate(own)}
-    assert live_caps(case.plan, case.step) == depths
+    assert in_flight_1f1b(case.plan, case.step) == depths
     assert run(case).peak_in_flight == depths
-    assert {name for (name, _, _), cap in ahead_caps(case.plan, case.step).items() if cap > depths[name, 0, 0]} == {
-        "vision"
-    }
+    assert {
+        name for (name, _, _), cap in in_flight_eager(case.plan, case.step).items() if cap > depths[name, 0, 0]
+    } == {"vision"}
 
 
 def test_samples_that_are_not_generated_do_not_change_the_depth():
     some = frozenset({0, 5, 6, 11})
     case = straight({"vision": 1, LANGUAGE_MODEL: 2, IMAGE: 2}, 12, generated=some)
-    assert live_caps(case.plan, case.step) == stage_depths(case.plan)
+    assert in_flight_1f1b(case.plan, case.step) == stage_depths(case.plan)
     graph = build_graph(case.plan, case.step)
     assert {task.microbatch for task in graph.tasks if task.module == IMAGE} == some
     waits = {
@@ -227,7 +227,7 @@ def test_a_language_model_that_feeds_no_generator_is_ahead_of_none():
     spec, plan = make_plan(ranks, {name: module_spec(name, 8) for name in ranks})
     rows = [[[2 * slot + d] for slot in range(6)] for d in range(2)]
     step = make_step({LANGUAGE_MODEL: rows, IMAGE: [rows[0]]}, (IMAGE,))
-    caps = live_caps(plan, step)
+    caps = in_flight_1f1b(plan, step)
     assert [caps[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]
     program = build_program(plan, step, sync_groups(spec, plan))
     check_program(plan, step, sync_groups(spec, plan), program)

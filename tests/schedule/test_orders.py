@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
-from hf_mmparallel.schedule import build_graph, build_program, live_caps, lower, policy_caps, schedule_tasks, simulate
+from hf_mmparallel.schedule import (
+    build_graph,
+    build_program,
+    in_flight_1f1b,
+    in_flight_limits,
+    lower,
+    schedule_tasks,
+    simulate,
+)
 from hf_mmparallel.schedule.scheduler import Cost
 from tests.schedule.builders import Case, make_plan, make_step, module_spec
 
@@ -24,7 +32,7 @@ def first_order_ms(plan: ParallelPlan, step: StepPlan, cost: Cost) -> float:
     """What a step takes by the order in which no stage waits for a forward."""
     graph = build_graph(plan, step)
     return simulate(
-        plan, lower(plan, graph, schedule_tasks(plan, graph, cost, policy_caps(plan, step)), []), cost
+        plan, lower(plan, graph, schedule_tasks(plan, graph, cost, in_flight_limits(plan, step)), []), cost
     ).iteration_ms
 
 
@@ -71,7 +79,7 @@ def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(enc
 
     found = simulate(plan, build_program(plan, step, [], cost), cost)
     assert found.iteration_ms <= first_order_ms(plan, step, cost) * (1 + 1e-9)
-    caps = live_caps(plan, step)
+    caps = in_flight_1f1b(plan, step)
     assert all(peak <= caps[key] for key, peak in found.peak_in_flight.items())
 
 

@@ -23,8 +23,8 @@ from hf_mmparallel.schedule import (
     check_program,
     condense,
     condensed_program,
+    in_flight_limits,
     lower,
-    policy_caps,
     schedule_tasks,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
@@ -88,7 +88,7 @@ def test_a_rank_gets_from_its_part_what_it_gets_from_the_program_of_all_ranks(ca
 def test_parts_put_together_are_what_one_simulation_of_all_tasks_gives(case):
     """The plan as one part, without alternation, which each part chooses for itself, and without gradient sums."""
     graph = build_graph(case.plan, case.step)
-    timeline = schedule_tasks(case.plan, graph, uneven, policy_caps(case.plan, case.step))
+    timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step))
     expected = lower(case.plan, graph, timeline, ())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lowering_module, "may_alternate", lambda plan: False)
@@ -101,7 +101,7 @@ def test_parts_put_together_are_what_one_simulation_of_all_tasks_gives(case):
 def test_each_part_takes_the_better_of_two_orders(case):
     graph = build_graph(case.plan, case.step)
     alternate = may_alternate(case.plan)
-    timeline = schedule_tasks(case.plan, graph, uneven, policy_caps(case.plan, case.step), alternate)
+    timeline = schedule_tasks(case.plan, graph, uneven, in_flight_limits(case.plan, case.step), alternate)
     found = build_program(case.plan, case.step, (), uneven)
     assert max((end for _, end in found.times_ms.values()), default=0.0) <= max(timeline.end_ms, default=0.0) + 1e-9
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan, sync_groups
-from hf_mmparallel.schedule import GradientFlow, Task, build_graph, build_program, live_caps, simulate
+from hf_mmparallel.schedule import GradientFlow, Task, build_graph, build_program, in_flight_1f1b, simulate
 from tests.schedule.builders import chain, make_plan, make_step, module_spec
 
 
@@ -74,7 +74,7 @@ def test_an_encoder_is_as_far_ahead_as_the_arrangement_needs():
     # The first microbatch of the language model needs all microbatches of the encoder.
     spec, plan = make_plan({"vision": [[(0,)]], LANGUAGE_MODEL: [[(1,)]]})
     step = make_step({"vision": [[[3], [2], [1], [0]]], LANGUAGE_MODEL: [[[], [], [], [0, 1, 2, 3]]]})
-    assert live_caps(plan, step)["vision", 0, 0] == 5
+    assert in_flight_1f1b(plan, step)["vision", 0, 0] == 5
     simulation = simulate(plan, build_program(plan, step, sync_groups(spec, plan)))
     assert simulation.peak_in_flight["vision", 0, 0] == 4
 
@@ -88,7 +88,7 @@ def test_replicas_of_a_shared_encoder_do_not_starve():
             LANGUAGE_MODEL: [[[2 * i + d] for i in range(8)] for d in range(2)],
         }
     )
-    assert live_caps(plan, step)["vision", 0, 0] == 5
+    assert in_flight_1f1b(plan, step)["vision", 0, 0] == 5
 
     def cost(task):
         return 0.25 if task.module == "vision" else 1.0

@@ -15,7 +15,7 @@ from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan, check_plan
 from hf_mmparallel.planner.tables import plan_table
-from hf_mmparallel.schedule import Message, Task, condense, live_caps
+from hf_mmparallel.schedule import Message, Task, condense, in_flight_1f1b
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.search import search_plans
@@ -189,7 +189,7 @@ def test_room_goes_to_modules_in_front_first():
     planner = step_planner(problem, replace(candidate, schedule="eager"))
     batch = draw_batch(problem, 0)
     step = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch).planned.step
-    least = live_caps(planner.plan, step)
+    least = in_flight_1f1b(planner.plan, step)
     caps = eager_caps(problem.costs, planner.plan, step, batch, 1e12)
     assert caps["vision", 0, 0] == 8 and all(caps[key] >= cap for key, cap in least.items())
 

@@ -85,11 +85,11 @@ LAYOUTS = {
     ),
     "stages of a DeepStack tower": (
         ("qwen3_vl", {VISION: {"pp_size": 2}}, {}),
-        r"`pp_size=2`: features leave `vision` from inside its layers \(DeepStack\).* Use `pp_size=1`",
+        r"`pp_size=2`: `vision` outputs features of inner layers \(DeepStack\).* Use `pp_size=1`",
     ),
     "ranks shared with a later module": (
         ("llava", {VISION: {"colocate_with": LM}, LM: {"dp_size": 2}}, {}),
-        r"`vision` can't be colocated with `language_model`: it must stand before",
+        r"`vision` can't be colocated with `language_model`, which must come before",
     ),
     "frozen names that are not there": (
         ("llava", {VISION: {"freeze": "projektor"}}, {}),
@@ -401,7 +401,7 @@ def test_models_without_the_loss_of_the_next_token_are_refused():
 
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config = BertConfig(vocab_size=64, num_attention_heads=4, **sizes)
-    with torch.device("meta"), pytest.raises(ValueError, match="is a model of masked tokens.*Set `is_decoder=True`"):
+    with torch.device("meta"), pytest.raises(ValueError, match="is a masked language model.*Set `is_decoder=True`"):
         check_model(BertForMaskedLM(config))
     with torch.device("meta"), pytest.raises(ValueError, match="`BertModel` has no language-model head"):
         check_model(BertModel(config))

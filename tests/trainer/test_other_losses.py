@@ -73,7 +73,7 @@ def planned(case: str, layout: dict[str, int], smoothing: float, folder: str) ->
     ],
 )
 def test_a_plan_refuses_them_before_anything_is_built(case, layout, smoothing, tmp_path: Path):
-    sentence = rf"`{CASES[case][0].__name__}` (has no language-model head|is a model of masked tokens).*`parallel`"
+    sentence = rf"`{CASES[case][0].__name__}` (has no language-model head|is a masked language model).*`parallel`"
     assert_ranks_raise(planned, 2, case, layout, smoothing, str(tmp_path), match=sentence)
 
 

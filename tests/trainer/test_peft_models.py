@@ -194,7 +194,7 @@ def with_adapter(kind: str) -> Any:
 
 REFUSED = {
     **{
-        name: f"`{name}`.*Only LoRA .*Use a `LoraConfig`, or train without `parallel`"
+        name: f"`{name}`.*only LoRA .*Use a `LoraConfig`, or train without `parallel`"
         for name in (
             "AdaLoraConfig",
             "IA3Config",
@@ -205,15 +205,15 @@ REFUSED = {
             "PromptTuningConfig",
         )
     },
-    "PeftMixedModel": "`PeftMixedModel` mixes kinds",
+    "PeftMixedModel": "`PeftMixedModel` has several kinds",
     "several": r"several adapters, \['default', 'second'\].*delete_adapter\('second'\)",
     "bias": "`bias='lora_only'` of the adapter `default`.*Use `bias='none'`",
     "token rows": "`trainable_token_indices=.*Use `modules_to_save`",
     "parameters": "`target_parameters=.*Name layers in `target_modules`",
-    "aLoRA": "`ALoraLinearVariant`, a kind of LoRA",
+    "aLoRA": "`ALoraLinearVariant`, a LoRA variant",
     "tied": "has `lm_head`, whose `lm_head.weight` is tied",
     "merged": "is merged or disabled. Call `model.unmerge_adapter",
-    "base weights": "q_proj.base_layer.weight` is trained beside its adapter",
+    "base weights": "q_proj.base_layer.weight` is trainable in addition to its adapter",
     "for inference": "Nothing is trained .*is_trainable=True",
 }
 

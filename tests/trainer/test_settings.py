@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import checkpointing
-from hf_mmparallel.modeling.stages import is_hollow
+from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.trainer import trainer as trainer_module
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
@@ -114,9 +114,9 @@ def half_on_a_rank(parallel: dict[str, Any], setting: str) -> dict[str, Any]:
         trainer.train()
     except ValueError as error:
         again = str(error)
-    hollow = [p.untyped_storage().nbytes() for p in trainer.model.parameters() if is_hollow(p)]
+    unowned = [p.untyped_storage().nbytes() for p in trainer.model.parameters() if is_unowned(p)]
     after = {parameter.dtype for parameter in trainer.model.parameters()}
-    return {"loss": loss, "before": before, "after": after, "hollow": max(hollow, default=0), "again": again}
+    return {"loss": loss, "before": before, "after": after, "unowned": max(unowned, default=0), "again": again}
 
 
 def on_a_rank(folder: Path) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: s
         found = rank[setting[:4]]
         assert found["loss"] == pytest.approx(loss, rel=2e-6 if dtype == torch.bfloat16 else 1e-4)
         assert (found["before"], found["after"]) == ({torch.float32}, {dtype})
-        assert found["hollow"] <= 4
+        assert found["unowned"] <= 4
         assert found["again"].startswith(f"`{setting}=True` has cast the weights to `{dtype}` in an evaluation")
 
 

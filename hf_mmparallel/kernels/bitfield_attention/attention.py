@@ -31,20 +31,20 @@ def bitfield_attention(
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """
-    Softmax attention of queries over the keys that their words let them see.
+    Softmax attention of queries over the keys that are visible according to mask words.
 
     Args:
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         mask (`BitfieldMask` or `torch.Tensor` of shape `[batch, length]`):
-            Who sees whom, or the int64 words of rows in their own order. Pass the same tensors to all layers: a mask
-            is compiled once for as long as it is not written to.
-        scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+            The mask, or the int64 mask words of rows in their original order. Pass the same tensors to all layers: a
+            mask is compiled once unless it is modified.
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*):
-            One more logit per head, which takes weight and gives none.
+            An additional logit per head, which takes part in the softmax but has no value.
         dropout (`float`, *optional*, defaults to 0.0): Only 0.
         return_lse (`bool`, *optional*, defaults to `False`): Return the log-sum-exp too, which has no gradient.
         backend (`str`, *optional*):
@@ -52,8 +52,8 @@ def bitfield_attention(
 
     Returns:
         `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`; the log-sum-exp
-        `[batch, heads, query_length]`, natural, with the sink. A query that sees nothing gets 0 and `-inf` (the sink's
-        logit when there are sinks), and gives no gradient.
+        `[batch, heads, query_length]`, natural, with the sink. A query without visible keys gets 0 and `-inf` (the
+        sink's logit when there are sinks), and gives no gradient.
 
     Raises:
         `ValueError`: If shapes, dtypes or devices do not go together, or dropout is not 0.
@@ -72,7 +72,7 @@ def bitfield_attention(
 
 
 def _mask_of(words: Tensor, *others: Tensor | None) -> BitfieldMask:
-    """The mask of an operator's tensors: without places and keys, whole rows in their own order."""
+    """The mask of an operator's tensors; without positions and keys, of whole rows in their original order."""
     return whole_rows(words) if others[0] is None else BitfieldMask(words, *others)  # type: ignore[arg-type]
 
 
@@ -175,7 +175,7 @@ def _check_inputs(
     sinks: Tensor | None,
     backend: str,
 ) -> None:
-    """Refuses what does not go together."""
+    """Raises `ValueError` for inconsistent arguments."""
     check_states(query, key, value, backend)
     batch, heads, query_length, _ = query.shape
     words, query_positions, key_words, key_positions = mask
@@ -204,7 +204,7 @@ def _check_inputs(
 
 def check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> None:
     """
-    Refuses queries, keys and values that do not go together, or that the backend cannot take.
+    Checks that queries, keys and values are consistent and supported by the backend.
 
     Args:
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
@@ -222,11 +222,11 @@ def check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
         )
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or query.shape[1] % max(key.shape[1], 1):
         raise ValueError(
-            f"Queries {tuple(query.shape)} do not fit keys {tuple(key.shape)}: batch and head_dim must be equal, and "
+            f"Queries {tuple(query.shape)} don't match keys {tuple(key.shape)}: batch and head_dim must agree, and "
             f"the {key.shape[1]} heads of keys must divide the {query.shape[1]} of queries."
         )
     if backend not in BACKENDS:
-        raise ValueError(f"`backend={backend!r}` is none of {', '.join(map(repr, BACKENDS))}. Leave it out.")
+        raise ValueError(f"`backend={backend!r}` is not one of {', '.join(map(repr, BACKENDS))}. Leave it out.")
     if len({query.dtype, key.dtype, value.dtype}) > 1 or len({query.device, key.device, value.device}) > 1:
         raise ValueError(
             f"Queries, keys and values are {_described(query)}, {_described(key)} and {_described(value)}. "
@@ -241,11 +241,11 @@ def check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
         )
     if backend == "triton" and query.shape[3] > MAX_HEAD_DIM:
         raise ValueError(
-            f"The Triton kernels hold up to {MAX_HEAD_DIM} columns of a head and these have {query.shape[3]}. Use "
+            f"The Triton kernels support a head_dim up to {MAX_HEAD_DIM}, but it is {query.shape[3]}. Use "
             '`attn_implementation="sdpa"`.'
         )
     if backend == "cpu" and query.device.type != "cpu":
-        raise ValueError(f"The CPU path cannot take tensors on {query.device}. Use a CUDA device or a CPU.")
+        raise ValueError(f"The CPU path does not support tensors on {query.device}. Use a CUDA device or a CPU.")
 
 
 def _described(tensor: Tensor | None) -> str:

@@ -1,5 +1,5 @@
 """
-Which pairs of blocks hold a visible pair, and what the kernels test inside of a block.
+States of pairs of blocks (empty, partial or full), and the values that the kernels test within a block.
 
 Everything comes from minima and maxima over the tokens of a block, so that memory grows with the tokens and with the
 pairs of blocks, never with the pairs of tokens. A pair of blocks that is called empty has no visible pair and one that
@@ -87,7 +87,7 @@ def real_places(mask: BitfieldMask) -> Tensor:
 
 
 def _general_states(mask: BitfieldMask, window: int, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """The same from the words: every field of the word bounds what a block can see."""
+    """[`interval_states`] for the general form, from bounds on every field of the words."""
     q, k = decode_words(mask.query_words), decode_words(mask.key_words)
     looks, shown = (q.segment > 0) & (q.sees != 0), (k.segment > 0) & (k.kinds != 0)
     some, full = _equal_states(torch.where(looks, q.segment, 0), torch.where(shown, k.segment, 0), block_q, block_k)
@@ -110,7 +110,7 @@ def _general_states(mask: BitfieldMask, window: int, block_q: int, block_k: int)
 
 
 def _equal_states(at_q: Tensor, at_k: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Whether some, and whether all numbers of the queries and of the keys may be equal; 0 equals nothing."""
+    """Whether some and whether all numbers of queries and keys may be equal; 0 equals no number."""
     beyond = 2**33  # no word has such a half, so that it lies in no range
     low_BM1, high_BM1 = _query_bounds(torch.where(at_q > 0, at_q, beyond), block_q)
     _, real_high_BM1 = _query_bounds(at_q, block_q)

@@ -1,5 +1,5 @@
 """
-Bitfield attention of one row that is cut over the ranks of a group (context parallelism).
+Bitfield attention of one row whose tokens are distributed over a group of ranks (context parallelism).
 
 Each rank holds the queries, keys and values of its own tokens. Keys and values travel to all ranks, a few kv heads at
 a time, into two alternating buffers: while one group of heads is computed, the next is on its way. Gradients of keys
@@ -27,13 +27,13 @@ from .dispatch import attention_backward, attention_forward, default_backend
 from .mask import BitfieldMask
 
 HEADS_PER_GATHER = 2
-"""Kv heads that travel together: fewer hide more of the way, but a launch of one head leaves a GPU partly idle."""
+"""Kv heads per gather: fewer overlap more communication, but the kernel of one head leaves a GPU partly idle."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceShard:
     """
-    One rank's part of a packed row, for attention that needs the other parts too. Built by [`shard_sequence`].
+    One rank's shard of a packed row, built by [`shard_sequence`].
 
     Args:
         mask (`BitfieldMask`): Words and places of this rank's rows `[1, L]`, and of the keys `[1, K]` as they lie once
@@ -47,7 +47,7 @@ class SequenceShard:
         sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the rows this rank sends to the others; all when left
             out.
         heads_per_gather (`int`, *optional*, defaults to 2): Kv heads that travel together; the same on every rank.
-        has_backward (`bool`, *optional*, defaults to `False`): Whether the backward pass goes through the attention of
+        has_backward (`bool`, *optional*, defaults to `False`): Whether the backward pass runs the attention of
             some rank although the inputs of this one may need no gradient, as where only encoders are trained and some
             ranks have none of their features. This rank then takes part in it.
     """
@@ -175,7 +175,7 @@ def shard_sequence(
             "into one row."
         )
     if heads_per_gather < 1:
-        raise ValueError(f"`heads_per_gather` is {heads_per_gather}; at least one head travels at a time. Use 2.")
+        raise ValueError(f"`heads_per_gather` is {heads_per_gather}; it must be at least 1. Use 2.")
     num_ranks = dist.get_world_size(group) if num_ranks is None else num_ranks
     order = torch.as_tensor(order, dtype=torch.int64, device=words.device)
     _check_order(order, words, num_ranks)
@@ -263,10 +263,10 @@ def context_parallel_attention(
             `heads`.
         value (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Values of this rank's rows.
         shard (`SequenceShard`): Which part of the row this is.
-        scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): One more logit per head that takes weight, gives none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
         return_lse (`bool`, *optional*, defaults to `False`): Whether to return the log-sum-exp of each row too.
 
     Returns:
@@ -285,7 +285,7 @@ def context_parallel_attention(
 
 
 def _check_rows(query: Tensor, key: Tensor, value: Tensor, num_rows: int) -> None:
-    """Refuses tensors that are not rows of the shard or do not go together."""
+    """Raises `ValueError` for tensors that do not match the shard or each other."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != num_rows:
             raise ValueError(
@@ -296,7 +296,9 @@ def _check_rows(query: Tensor, key: Tensor, value: Tensor, num_rows: int) -> Non
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of one rank: keys and values are gathered in forward and, rather than kept, again in backward."""
+    """
+    Attention of one rank. Keys and values are gathered in the forward and, to save memory, again in the backward.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, sinks, shard, options):  # type: ignore[override]
@@ -337,14 +339,14 @@ def _query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
 
 
 def _head_groups(num_heads: int, shard: SequenceShard) -> list[slice]:
-    """Ranges of kv heads that travel and are computed together; one range when nothing travels."""
+    """Ranges of kv heads that are gathered and computed together; one range without communication."""
     size = shard.heads_per_gather if shard.num_sent else num_heads
     return [slice(start, min(start + size, num_heads)) for start in range(0, num_heads, size)]
 
 
 def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """
-    Each group of kv heads with all its key and value rows `[1, h, K, D]`, while the next group travels.
+    Yields each group of kv heads with all its keys and values `[1, h, K, D]`, while the next group is gathered.
 
     A collective starts after what was launched before it on the current stream, and `wait` makes what is launched
     later start after the collective, on a GPU as on the CPU. So the order of these calls is the order of events:
@@ -389,7 +391,8 @@ def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[
 
 class _GradientReturn:
     """
-    Brings the gradients of gathered keys and values home, a group of heads at a time, while the next is computed.
+    Sends gradients of gathered keys and values to their owners, one group of heads at a time, while the next group is
+    computed.
 
     Every rank receives the others' parts and sums them in the order of the ranks, in float32 at least: the sum does
     not depend on the backend, and half precision is rounded once per part and once at the end.
@@ -401,7 +404,7 @@ class _GradientReturn:
         self.travelling: tuple | None = None
 
     def send(self, heads: slice, grad_key: Tensor, grad_value: Tensor) -> None:
-        """Starts on its way what the kernels found for one group of heads, `[1, h, K, D]` each."""
+        """Starts sending the gradients of one group of heads, `[1, h, K, D]` each."""
         num_sent, num_ranks = self.shard.num_sent, self.shard.num_ranks
         num_own = grad_key.shape[2] - num_ranks * num_sent
         own = [grad[:, :, :num_own] for grad in (grad_key, grad_value)]
@@ -416,7 +419,7 @@ class _GradientReturn:
         self._receive(previous)
 
     def _receive(self, travelling: tuple | None) -> None:
-        """Sums what arrived for one group of heads."""
+        """Sums the received gradients of one group of heads."""
         if travelling is None:
             return
         heads, own, _, received, work = travelling

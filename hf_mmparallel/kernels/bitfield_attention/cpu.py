@@ -41,9 +41,9 @@ def forward(
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         plan (`CpuPlan`): The compiled mask.
-        scale (`float`): Of the scores.
+        scale (`float`): Factor of the scores.
         softcap (`float`, *optional*, defaults to 0.0): 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): One more logit per head.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The output like `query`, and `[batch, heads, query_length]` in float32
@@ -78,9 +78,9 @@ def backward(
     Gradients of [`forward`] with respect to queries, keys, values and sinks.
 
     Args:
-        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Of the output.
+        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
         query, key, value (`torch.Tensor`): As in the forward pass.
-        out, lse (`torch.Tensor`): What it returned.
+        out, lse (`torch.Tensor`): Outputs of the forward pass.
         plan, scale, softcap, sinks: As in the forward pass.
 
     Returns:
@@ -172,7 +172,7 @@ def _part_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a part adds to the gradients of its queries, keys and values."""
+    """Contribution of a part to the gradients of its queries, keys and values."""
     if softcap:
         return _capped_backward(grad_out, out, lse, query, key, value, part, row, scale, softcap)
     if query.dtype == torch.float16:  # torch's kernel takes ten times as long for it
@@ -237,7 +237,7 @@ def _capped(query: Tensor, key: Tensor, visible: Tensor | None, scale: float, so
 
 
 def _visible(part: Part, row: RowPlan) -> Tensor:
-    """Bool `[rows, keys]`: what the queries of a part see of its keys."""
+    """Visible keys of the queries of a part, bool `[rows, keys]`."""
     rows, keys = slice(*part.rows), slice(*part.keys)
     if row.mask is not None:
         words = (row.mask.query_words[rows], row.mask.query_positions[rows])
@@ -248,16 +248,16 @@ def _visible(part: Part, row: RowPlan) -> Tensor:
 
 
 def _bias(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores: 0, or -inf where nothing is seen."""
+    """Additive mask of scores: 0 for visible pairs, -inf for others."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))[None, None]
 
 
 def _with_sinks(out_BHTD: Tensor, lse_BHT: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The result after the sinks took their weight."""
+    """Output and log-sum-exp including the sinks."""
     lse = torch.logaddexp(lse_BHT, sinks.to(lse_BHT.dtype)[:, None])
     return out_BHTD.mul_(known_weights(lse_BHT[..., None], lse)), lse
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
+    """Dtype of sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32

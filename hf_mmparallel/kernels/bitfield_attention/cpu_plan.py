@@ -24,7 +24,7 @@ _CALL_PAIRS = 16384  # a call costs about as much as this many pairs of a query 
 
 
 class Kind(Enum):
-    """What the queries of a part see of its keys."""
+    """The kind of mask of a part."""
 
     FULL = "full"
     CAUSAL = "causal"  # query i sees the keys up to i

@@ -1,5 +1,5 @@
 """
-Which kernels run, and the masks that were compiled for them.
+Choice of the kernels, and a cache of the masks compiled for them.
 
 A mask is compiled once: every layer of a microbatch finds the compilation of the first one by the storage of the
 words. These functions are without autograd, for those who bring their own.
@@ -104,7 +104,7 @@ def _backend_of(query: Tensor, key: Tensor, backend: str | None) -> str:
 
 @contextmanager
 def _plain(query: Tensor) -> Iterator[None]:
-    """Without autograd, and without autocast, which would round the products inside of an operator."""
+    """Disables autograd, and autocast, which would round products within an operator."""
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         yield
 
@@ -157,7 +157,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _once(how: tuple, tensors: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
-    """What `build` made of these tensors the last time. They are kept beside it, so no others take their addresses."""
+    """The cached result of `build` for these tensors, which are kept alive so that their addresses are not reused."""
     if any(tensor.is_inference() for tensor in tensors):  # these do not count how often they were written to
         return build()
     key = (*how, *((t.data_ptr(), t.device, t.shape, t.stride(), t._version) for t in tensors))

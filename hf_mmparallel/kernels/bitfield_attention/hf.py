@@ -155,16 +155,16 @@ def bitfield_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
-    What a layer calls under `attn_implementation="bitfield"`.
+    The attention function of `attn_implementation="bitfield"`.
 
     Args:
         module (`torch.nn.Module`): The attention layer.
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
-        attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): Who sees whom, where there are no words.
+        attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): The mask, if there are no words.
         dropout (`float`, *optional*, defaults to 0.0): Must be 0.
-        scaling (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        scaling (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
         is_causal (`bool`, *optional*): What a layer without mask and words says about itself.
         sliding_window (`int`, *optional*): The layer's window in tokens.
         softcap (`float`, *optional*): Scores become `softcap * tanh(score / softcap)`.
@@ -203,7 +203,7 @@ def bitfield_attention_forward(
 
 
 def _refuse(module: nn.Module, dropout: float, mask: Tensor | DeferredMask | None, others: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for what no path here computes."""
+    """Raises `ValueError` for unsupported arguments."""
     name = type(module).__name__
     if dropout:
         raise ValueError(
@@ -225,7 +225,7 @@ def _refuse(module: nn.Module, dropout: float, mask: Tensor | DeferredMask | Non
 
 def _is_language_layer(module: nn.Module) -> bool:
     """
-    Whether a layer is one of a language model: it has a place in a cache of keys and values.
+    Whether a layer belongs to a language model: it has an index into a key-value cache.
 
     Neither `module.is_causal`, which is `False` in PaliGemma, nor lengths, which may agree by chance, can tell the
     layers of a tower from those of the text when a model hands the words to both.
@@ -300,7 +300,7 @@ def _mask_of_words(
 
 
 def _cast_like_autocast(*tensors: Tensor) -> list[Tensor]:
-    """What autocast does to the inputs of PyTorch's own attention."""
+    """Casts inputs as autocast does for PyTorch's own attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -349,7 +349,7 @@ def _softmax_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a cap on scores or sinks under a dense mask, which PyTorch's own has not."""
+    """Attention with soft cap or sinks and a dense mask, which PyTorch's own function does not support."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(-1, -2) * scaling

@@ -1,5 +1,5 @@
 """
-The search of [`intervals`] as one kernel: what takes dozens of launches of torch is a few microseconds of work.
+The search of [`intervals`] as one kernel, in place of dozens of torch kernels.
 
 Names as in [`triton_common`]. Shape of all values of a tile: the queries of the tile.
 """

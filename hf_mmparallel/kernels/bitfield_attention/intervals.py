@@ -1,5 +1,5 @@
 """
-What each query sees as one interval of places, where that is all there is to say.
+Visible keys of each query as one interval of positions, for the masks for which that is exact.
 
 The keys that a query sees are those of its segment up to its own place (all of them for a global query) and those of
 its span after that, less what the window cuts off. Sorted by segment, or by segment and span, and then by place, each
@@ -112,7 +112,7 @@ def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, Tenso
 
 
 def _has_kernel(tensor: Tensor) -> bool:
-    """Whether one kernel does the search where kinds do not matter; torch does the same elsewhere."""
+    """Whether a single Triton kernel does the search; torch is used otherwise."""
     return tensor.is_cuda
 
 

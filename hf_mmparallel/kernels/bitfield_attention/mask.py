@@ -1,4 +1,4 @@
-"""The mask of one attention call: the words of its queries and keys, and where each of them stands."""
+"""The mask of one attention call: the words and positions of its queries and keys."""
 
 from __future__ import annotations
 

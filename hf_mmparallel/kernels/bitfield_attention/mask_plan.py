@@ -1,5 +1,6 @@
 """
-A mask compiled for the kernels: what they test for each pair, and which blocks of keys each block of queries visits.
+A mask compiled for the kernels: values to test for each pair, and the blocks of keys that each block of queries
+visits.
 
 Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
 """

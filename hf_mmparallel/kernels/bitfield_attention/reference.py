@@ -11,7 +11,7 @@ from .words import decode_words
 
 def dense_mask(mask: BitfieldMask, window: int = 0) -> Tensor:
     """
-    Which query sees which key: bool `[batch, query_length, key_length]`.
+    The dense mask, true for visible pairs: bool `[batch, query_length, key_length]`.
 
     Args:
         mask (`BitfieldMask`): The words.
@@ -43,17 +43,17 @@ def reference_attention(
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
-        mask (`BitfieldMask`): Who sees whom.
-        scale (`float`, *optional*): Of the scores; `head_dim ** -0.5` when left out.
+        mask (`BitfieldMask`): The mask.
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*):
-            One more logit per head, which takes weight and gives none.
+            An additional logit per head, which takes part in the softmax but has no value.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and the log-sum-exp of each row
-        `[batch, heads, query_length]` (natural logarithm, with the sink). A query that sees nothing gets 0 and `-inf`
-        (the sink's logit when there are sinks).
+        `[batch, heads, query_length]` (natural logarithm, with the sink). A query without visible keys gets 0 and
+        `-inf` (the sink's logit when there are sinks).
     """
     scores, _ = _scores(query, key, mask, scale, softcap, window)
     if sinks is not None:
@@ -84,8 +84,8 @@ def reference_backward(
     the sinks depends on `out` and `lse` alone.
 
     Args:
-        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Of the output.
-        out, lse (`torch.Tensor`): What the forward pass returned.
+        grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
+        out, lse (`torch.Tensor`): Outputs of the forward pass.
         query, key, value, mask, scale, softcap, window, sinks: As in the forward pass.
 
     Returns:
@@ -126,7 +126,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 def _scores(
     query: Tensor, key: Tensor, mask: BitfieldMask, scale: float | None, softcap: float, window: int
 ) -> tuple[Tensor, Tensor | float]:
-    """Scores, -inf where nothing is seen, and their derivative by the scores without a cap."""
+    """Scores, -inf for invisible pairs, and their derivative with respect to the uncapped scores."""
     key = _for_each_query_head(key, query)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     slope = 1.0

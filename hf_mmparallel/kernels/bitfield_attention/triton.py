@@ -41,14 +41,14 @@ def forward(
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         plan (`MaskPlan`): The mask and the window.
-        scale (`float`, *optional*): Of the scores, above 0; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
-        sinks (`torch.Tensor` of shape `[heads]`, *optional*): A further logit per head that takes weight, gives none.
+        sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
         tuning (`Tuning`, *optional*): Tiles; those of the table when left out.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The output, with the shape and the strides of `query`, and the natural
-        log-sum-exp of each row, float32 `[batch, heads, query_length]`. A query that sees nothing gets 0 and `-inf`
+        log-sum-exp of each row, float32 `[batch, heads, query_length]`. A query without visible keys gets 0 and `-inf`
         (the sink's logit when there are sinks).
     """
     query, key, value = (last_dim_dense(tensor) for tensor in (query, key, value))
@@ -100,8 +100,8 @@ def backward(
     Args:
         grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
         query, key, value, plan, scale, softcap, sinks, tuning: As given to [`forward`].
-        out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): What [`forward`] returned.
-        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): What [`forward`] returned.
+        out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Output of [`forward`].
+        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Output of [`forward`].
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]`: Gradients of `query`, `key`, `value`
@@ -133,7 +133,7 @@ def backward(
 
 def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     """
-    What the backward kernels read of each query.
+    Statistics of each query for the backward kernels.
 
     Args:
         grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
@@ -165,7 +165,7 @@ def head_parts(head_dim: int) -> dict[str, int]:
 
 
 def _constants(query: Tensor, key: Tensor, plan: MaskPlan, tile: Tile, softcap: float) -> dict[str, Any]:
-    """What the kernels of attention are compiled for."""
+    """Compile-time constants of the attention kernels."""
     return {
         **head_parts(query.shape[3]),
         "GROUP": query.shape[1] // key.shape[1],
@@ -206,5 +206,5 @@ def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[f
 
 
 def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the device of a tensor the one that kernels start on."""
+    """Makes the device of a tensor current, on which kernels are launched."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()

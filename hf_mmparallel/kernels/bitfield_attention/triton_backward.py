@@ -1,8 +1,8 @@
 """
-The kernels of the backward pass. Nothing is added across programs, so that gradients are the same bits each time.
+The kernels of the backward pass. They use no atomics, so gradients are bitwise deterministic.
 
-One program sums the gradient of a tile of keys over all queries and all heads of its group, another one that of a
-tile of queries over all keys; both compute the weights again from the log-sum-exp.
+One kernel sums the gradient of a tile of keys over all queries and all heads of its group, another one the gradient
+of a tile of queries over all keys; both recompute the weights from the log-sum-exp.
 """
 
 from __future__ import annotations

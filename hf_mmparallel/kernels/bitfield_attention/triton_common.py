@@ -1,9 +1,9 @@
 """
-What the forward and the backward kernels share: loads, the mask, scores, and which tile a program runs.
+Shared code of the forward and backward kernels: loads, the mask, scores, and the tile of a program.
 
 A head dimension is held as one or two parts whose widths are powers of two (96 = 64 + 32), so that little or nothing
 is padded: 72 is 64 + 16, of which 8 columns are padding. `PART_1` is 0 when one part is enough; what belongs to the
-second part is then a stand-in that the compiler removes.
+second part is then a dummy that the compiler removes.
 
 Names: `i_` index, `o_` offsets, `m_` mask, `b_` value of a tile. Shapes: Q, K rows of a tile, D columns of a part.
 """

@@ -1,4 +1,4 @@
-"""The kernels of the forward pass: attention of a tile of queries, and the sum of the parts of tiles that were cut."""
+"""The kernels of the forward pass: attention of a tile of queries, and the combination of split tiles."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def softmax_step(
     b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_o0, b_o1, b_max, b_sum, m_visible, score_scale, cap,
     PART_1: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of keys to the running softmax, which counts in powers of two."""
+    """Adds one tile of keys to the running softmax, which uses powers of two."""
     b_s = dot_parts(b_q0, b_q1, b_k0, b_k1, PART_1)  # [Q, K]
     if SOFTCAP:
         b_s = capped(b_s, score_scale)

@@ -1,7 +1,7 @@
 """
-Forward and backward in the form that Hopper GPUs run best; the kernels are in [`hopper_kernels`].
+Forward and backward for Hopper GPUs; the kernels are in [`hopper_kernels`].
 
-What this form does not take is told by [`tuning.hopper_refusal`]; the portable form takes the rest.
+[`tuning.hopper_refusal`] lists unsupported calls, for which the portable form is used.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def forward(
         key (`torch.Tensor` of shape `[1, kv_heads, key_length, head_dim]`): Keys.
         value (`torch.Tensor` of shape `[1, kv_heads, key_length, head_dim]`): Values.
         plan (`MaskPlan`): The compiled mask, in its interval form.
-        scale (`float`, *optional*): Of the scores, above 0; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Must be 0.
         sinks (`torch.Tensor`, *optional*): Must be None.
         tuning (`Tuning`): Tiles of the Hopper form.
@@ -109,7 +109,7 @@ def backward(
     num_programs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """
-    Gradients of [`forward`]; no atomics, so that they are the same bits each time.
+    Gradients of [`forward`], without atomics and so bitwise deterministic.
 
     Args:
         grad_out (`torch.Tensor` of shape `[1, heads, query_length, head_dim]`): Gradient of the output.
@@ -119,7 +119,7 @@ def backward(
         out (`torch.Tensor` of shape `[1, heads, query_length, head_dim]`): The output.
         lse (`torch.Tensor` of shape `[1, heads, query_length]`): The log-sum-exp.
         plan (`MaskPlan`): The compiled mask.
-        scale (`float`, *optional*): Of the scores, above 0; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` when left out.
         softcap (`float`, *optional*, defaults to 0.0): Must be 0.
         sinks (`torch.Tensor`, *optional*): Must be None.
         tuning (`Tuning`): Tiles of the Hopper form.

@@ -1,5 +1,5 @@
 """
-Which kernels run and with which tiles: a table by device and head dimension, and one predicate for the Hopper form.
+Choice of kernels and tile sizes: a table by device and head dimension, and a predicate for the Hopper form.
 
 The tiles were chosen by the machine code of each kernel (registers, shared memory, spills). Where a form was also
 timed on a device, `MEASURED` names the device; the Hopper form is chosen only where it was timed and won.
@@ -42,15 +42,15 @@ class Tile:
 @dataclass(frozen=True)
 class Tuning:
     """
-    How one attention call runs.
+    Kernels and tile sizes of one attention call.
 
     Args:
         form (`str`): `"portable"` (any device) or `"hopper"` (tensor descriptors, persistent programs).
         block_q (`int`): Queries of a block of the plan's lists.
         block_k (`int`): Keys of a block of the plan's lists.
-        forward (`Tile`): Of the forward kernel.
-        dkdv (`Tile`): Of the kernel of the gradients of keys and values.
-        dq (`Tile`): Of the kernel of the gradient of queries.
+        forward (`Tile`): Tile of the forward kernel.
+        dkdv (`Tile`): Tile of the kernel for the gradients of keys and values.
+        dq (`Tile`): Tile of the kernel for the gradient of queries.
     """
 
     form: Form
@@ -143,7 +143,7 @@ _WIDE = _Row((64, 64), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1
 
 
 def _row(capability: Capability | None, head_dim: int, wide: bool) -> _Row:
-    """The row of the table; without a device (the interpreter) that of sm_80."""
+    """The table entry of a device; that of sm_80 without a device (the interpreter)."""
     if wide:
         return _WIDE
     table = _PORTABLE[_device_class(capability)]
@@ -151,7 +151,7 @@ def _row(capability: Capability | None, head_dim: int, wide: bool) -> _Row:
 
 
 def _device_class(capability: Capability | None) -> str:
-    """The row of devices that a compute capability belongs to."""
+    """The key in the table for a compute capability."""
     if capability is None or capability in ((8, 0), (8, 7)):
         return "sm_80"
     return "sm_90" if capability[0] in (9, 10) else "sm_86"
@@ -215,7 +215,7 @@ def hopper_refusal(
     tuning: Tuning | None = None,
 ) -> str | None:
     """
-    Why the Hopper form cannot take a call.
+    The reason why the Hopper form does not support a call.
 
     Args:
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
@@ -225,7 +225,7 @@ def hopper_refusal(
         tuning (`Tuning`, *optional*): Its tiles; left out, those of [`hopper_tuning`].
 
     Returns:
-        `str` or None: The reason; None when it can.
+        `str` or None: The reason; `None` if it is supported.
     """
     batch, _, _, head_dim = query.shape
     block_q, block_k = (128, 128) if tuning is None else (tuning.block_q, tuning.block_k)
@@ -255,7 +255,7 @@ def choose_tuning(
     sinks: Tensor | None = None,
 ) -> Tuning:
     """
-    The form and the tiles of a call: the Hopper form where it takes the call and was measured to win.
+    Form and tiles of a call: the Hopper form if it supports the call and is faster according to measurements.
 
     Args:
         capability (`tuple[int, int]`, *optional*): Compute capability; None for the interpreter.
@@ -265,7 +265,7 @@ def choose_tuning(
         sinks (`torch.Tensor`, *optional*): Extra logits.
 
     Returns:
-        `Tuning`: Never of a form that refuses the call.
+        `Tuning`: The tuning, of a form that supports the call.
     """
     head_dim = query.shape[-1]
     measured = MEASURED.get((capability, head_dim)) if capability is not None else None

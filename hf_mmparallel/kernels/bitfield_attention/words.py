@@ -1,5 +1,5 @@
 """
-The mask word: one int64 per token that says what the token is and what it may look at.
+The mask word: one int64 per token that encodes what the token is and which tokens it sees.
 
 Bits of a word, from the lowest:
 
@@ -8,9 +8,9 @@ Bits of a word, from the lowest:
 | 0..15 | segment | the sample in its row, from 1; 0 is padding |
 | 16..31 | span | a group of tokens of the sample that see each other both ways; 0 is none |
 | 32..45 | kinds | what the token is as a key, one bit for each kind |
-| 46..59 | sees | which kinds it may look at as a query |
-| 60 | causal | it may look back, at itself too |
-| 61 | global | it may look at its whole sample |
+| 46..59 | sees | the kinds that it sees as a query |
+| 60 | causal | it sees itself and earlier tokens |
+| 61 | global | it sees its whole sample |
 
 A query sees a key when both are of one segment, `sees` of the query and `kinds` of the key share a bit, and the key is
 not later (causal), is in the same span, or the query is global. A layer's sliding window is not in the word: with a

@@ -317,7 +317,7 @@ def test_rows_of_padding_get_the_words_and_labels_of_padding():
         ({"order": np.r_[np.arange(15), 16]}, "Use 0 to 15"),
         ({"gathered": [[2], [0]], "block": 4}, "name those from 0 to 1"),
         ({"gathered": [[0], [0]], "block": 3}, "whole blocks"),
-        ({"heads_per_gather": 0}, "at least one head"),
+        ({"heads_per_gather": 0}, "it must be at least 1"),
     ],
 )
 def test_mistakes_are_named(change, message):

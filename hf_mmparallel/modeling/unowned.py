@@ -1,4 +1,4 @@
-"""What a rank does not own, without memory: placeholders for layers, hollow parameters for the rest."""
+"""Parameters that a rank does not own, without memory: identity layers, and NaN parameters elsewhere."""
 
 from __future__ import annotations
 
@@ -15,30 +15,33 @@ from torch import Tensor, nn
 from .spec import layers_of
 
 
-def is_hollow(parameter: Tensor) -> bool:
-    """Whether a parameter stands for one that another rank holds; it has a shape but no values."""
-    return getattr(parameter, "is_hollow", False)
+def is_unowned(parameter: Tensor) -> bool:
+    """Whether a parameter belongs to another rank; it then has a shape but no values."""
+    return getattr(parameter, "is_unowned", False)
 
 
-def hollow_parameter(parameter: nn.Parameter, device: torch.device | str | None) -> nn.Parameter:
+def unowned_parameter(parameter: nn.Parameter, device: torch.device | str | None) -> nn.Parameter:
     """
-    A parameter of the same shape and dtype whose elements share one place in memory.
+    A parameter of the same shape and dtype that is one expanded element.
 
-    The value is NaN, so that a model that reads it where it matters gives NaN instead of a wrong number.
+    Its value is NaN, so that a model that reads it outputs NaN and not a wrong number.
     """
     if device is None:
         device = "cpu" if parameter.is_meta else parameter.device
     value = torch.nan if parameter.is_floating_point() else 0
     data = torch.full((), value, dtype=parameter.dtype, device=device).expand(parameter.shape)
     result = nn.Parameter(data, requires_grad=False)
-    result.is_hollow = True  # type: ignore[attr-defined]
+    result.is_unowned = True  # type: ignore[attr-defined]
     return result
 
 
-def hollow_parameters(
-    model: nn.Module, held: Callable[[str], bool], device: torch.device | str | None
+def drop_unowned_parameters(
+    model: nn.Module, is_owned: Callable[[str], bool], device: torch.device | str | None
 ) -> dict[str, nn.Parameter]:
-    """Replaces the parameters that are not `held` (asked by their first name); ties stay. Returns the hollow ones."""
+    """
+    Replaces all parameters for whose first name `is_owned` is false; tied parameters stay tied. Returns the new ones
+    by name.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     replaced: dict[str, nn.Parameter] = {}
     for module in model.modules():
@@ -46,21 +49,21 @@ def hollow_parameters(
             if parameter is None or id(parameter) not in names:
                 continue
             name = names[id(parameter)]
-            if held(name):
+            if is_owned(name):
                 continue
             if name not in replaced:
-                replaced[name] = hollow_parameter(parameter, device)
+                replaced[name] = unowned_parameter(parameter, device)
             module._parameters[attribute] = replaced[name]
     return replaced
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The hidden state among the arguments of a layer: the first one."""
+    """The hidden state among the arguments of a layer, which is the first one."""
     return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict]:
-    """The same arguments with another hidden state."""
+    """The arguments of a layer with another hidden state."""
     if args:
         return (hidden, *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -69,7 +72,7 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -
 
 @cache
 def _returns_tuple(cls: type[nn.Module]) -> bool:
-    """Whether a layer's forward ends with a tuple (read off its code: return annotations are often wrong)."""
+    """Whether a layer's forward returns a tuple, found in its source since return annotations are often wrong."""
     try:
         source = inspect.getsource(inspect.unwrap(cls.forward))
     except OSError:
@@ -91,41 +94,28 @@ def _pass_through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return (hidden,) if self.returns_tuple else hidden
 
 
-def placeholder(layer: nn.Module) -> nn.Module:
+def identity_layer(layer: nn.Module) -> nn.Module:
     """
     A layer without parameters that returns its hidden state.
 
-    Its class derives from the layer's, and it keeps the layer's plain attributes, so that the code around the list of
-    layers (masks chosen by layer type, recording of hidden states by class) works on.
+    It is of a subclass of the layer's class and has the layer's plain attributes, so that code around the list of
+    layers (masks by layer type, recording of hidden states by class) still works.
     """
     cls = type(layer)
-    stand_in = type(f"Placeholder{cls.__name__}", (cls,), {"forward": _pass_through})
-    result = stand_in.__new__(stand_in)
+    identity_cls = type(f"Identity{cls.__name__}", (cls,), {"forward": _pass_through})
+    result = identity_cls.__new__(identity_cls)
     nn.Module.__init__(result)
     plain = set(result.__dict__)
     result.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in plain})
-    result.__dict__.update(returns_tuple=_returns_tuple(cls), is_placeholder=True, gradient_checkpointing=False)
+    result.__dict__.update(returns_tuple=_returns_tuple(cls), is_identity_layer=True, gradient_checkpointing=False)
     result.train(layer.training)
     return result
 
 
 def replace_layers(model: nn.Module, stack: str, keep: Iterable[int]) -> None:
-    """Puts placeholders for the layers of a stack that are not kept."""
+    """Replaces the layers of a stack by identity layers, except those in `keep`."""
     layers = layers_of(model, stack)
     keep = set(keep)
     for index in range(len(layers)):
         if index not in keep:
-            layers[index] = placeholder(layers[index])
-
-
-def cast_values(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts floating-point parameters and buffers in place, without giving hollow ones memory."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        if is_hollow(tensor):
-            return torch.full((), torch.nan, dtype=dtype, device=tensor.device).expand(tensor.shape)
-        return tensor.to(dtype)
-
-    model._apply(cast)
+            layers[index] = identity_layer(layers[index])

@@ -1,4 +1,4 @@
-"""A forward of the language model with features that were computed elsewhere."""
+"""Forward of the language model with features that were computed elsewhere."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from .spec import ModulePart
 
 
-def _takes_outputs(model: PreTrainedModel, modality: str) -> bool:
-    """Whether the model's forward merges what `mm_encoder_outputs` holds for a modality."""
+def _merges_outputs(model: PreTrainedModel, modality: str) -> bool:
+    """Whether the model's forward merges the entry of `mm_encoder_outputs` for a modality."""
     if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
         return False
     forward = inspect.unwrap(type(model.base_model).forward)
@@ -22,29 +22,29 @@ def _takes_outputs(model: PreTrainedModel, modality: str) -> bool:
 
 
 @contextmanager
-def features_given(
+def inject_features(
     model: PreTrainedModel, parts: Mapping[str, ModulePart], outputs: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """
-    Keyword arguments that make the model merge these encoder outputs.
+    Yields keyword arguments with which the model's forward merges these encoder outputs.
 
-    A forward that does not look for a modality in `mm_encoder_outputs` calls its feature method, which then returns
-    the output; an empty tensor as input makes it do so.
+    A forward that does not read a modality from `mm_encoder_outputs` calls the model's feature method. In this context
+    the method returns the output, and an empty input tensor makes the forward call it.
     """
-    direct = {modality: output for modality, output in outputs.items() if _takes_outputs(model, modality)}
-    given: dict[str, Any] = {"mm_encoder_outputs": direct} if direct else {}
+    direct = {modality: output for modality, output in outputs.items() if _merges_outputs(model, modality)}
+    kwargs: dict[str, Any] = {"mm_encoder_outputs": direct} if direct else {}
     with ExitStack() as stack:
         for part in parts.values():
             for modality in (outputs.keys() - direct.keys()) & part.features.keys():
                 method = part.features[modality]
                 stack.enter_context(_returning(method.__self__, method.__name__, outputs[modality]))
-                given[part.input_names(modality)[0]] = torch.empty(0, device=model.device)
-        yield given
+                kwargs[part.input_names(modality)[0]] = torch.empty(0, device=model.device)
+        yield kwargs
 
 
 @contextmanager
 def _returning(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Makes a method of one object return `value`."""
+    """Replaces a method of one object by one that returns `value`."""
     owner.__dict__[name] = lambda *args, **kwargs: value
     try:
         yield
