@@ -151,7 +151,7 @@ def six_stages(costs: CostModel, known: CostModel, recomputed: bool) -> dict[str
     for count in range(1, NUM_STAGES):
         encoders = partition_shared([layers_ms[VISION], layers_ms[AUDIO]], count)
         language = partition_layers(layers_ms[LANGUAGE_MODEL], NUM_STAGES - count)
-        options.append((max(encoders.bottleneck_ms, language.bottleneck_ms), encoders.layers, language.layers))
+        options.append((max(encoders.slowest_stage_ms, language.slowest_stage_ms), encoders.layers, language.layers))
     _, encoders, language = min(options)
     cuts = dict(zip((VISION, AUDIO, LANGUAGE_MODEL), (*encoders, language), strict=True))
     layouts = {name: Layout(cut, tp_size=TP_SIZE, activation_checkpointing=recomputed) for name, cut in cuts.items()}

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
-from .candidates import Estimated
-from .combinations import Choice
-from .options import Kind, ModuleOptions, divisors
+from .candidates import EstimatedCandidate
+from .combinations import LayoutEstimate
+from .options import ModuleOptions, ParallelConfig, divisors
 from .problem import Candidate, Layout, PlanningProblem
 
-Kinds = Mapping[str, Kind]
+ParallelConfigs = Mapping[str, ParallelConfig]
 
 _MOST_MICROBATCHES = 256
 _KEPT = 4  # ways to divide the stages, of one layout and number of microbatches
@@ -46,7 +46,7 @@ class SingleLayouts:
         self.parts = [tuple(part) for part in parts if part]
         self._known: dict[tuple, list[float]] = {}
 
-    def __iter__(self) -> Iterator[Estimated]:
+    def __iter__(self) -> Iterator[EstimatedCandidate]:
         """All of them with the closed form of their step, in no order."""
         problem = self.problem
         for kinds in self._kinds():
@@ -58,22 +58,22 @@ class SingleLayouts:
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
                     yield from self._estimated(kinds, dp_size, pp_size, count)
 
-    def candidate(self, found: Estimated) -> Candidate:
+    def candidate(self, found: EstimatedCandidate) -> Candidate:
         """The candidate with its layers cut evenly."""
         layouts = {
             name: Layout(
-                even_layers(self.options[name].part.num_layers, choice.pp_size),
-                choice.dp_size,
-                tp_size=choice.kind.tp_size,
-                activation_checkpointing=choice.kind.checkpointing,
+                even_layers(self.options[name].part.num_layers, estimate.pp_size),
+                estimate.dp_size,
+                tp_size=estimate.kind.tp_size,
+                activation_checkpointing=estimate.kind.checkpointing,
             )
-            for name, choice in found.choices.items()
+            for name, estimate in found.estimates.items()
         }
-        return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.first_schedule)
+        return Candidate(layouts, found.colocated_with, found.num_microbatches, self.problem.first_schedule)
 
-    def _kinds(self) -> list[Kinds]:
+    def _kinds(self) -> list[ParallelConfigs]:
         """Tensor-parallel sizes that all modules allow, with recomputation in all that allow it or in none."""
-        found: list[Kinds] = []
+        found: list[ParallelConfigs] = []
         for tp_size in sorted({kind.tp_size for own in self.options.values() for kind in own.kinds}):
             for again in (False, True):
                 kinds = {}
@@ -90,30 +90,32 @@ class SingleLayouts:
             return [-(-replica // self.problem.microbatch_size)]
         return [count for count in divisors(replica) if count <= _MOST_MICROBATCHES]
 
-    def _estimated(self, kinds: Kinds, dp_size: int, pp_size: int, count: int) -> Iterator[Estimated]:
+    def _estimated(
+        self, kinds: ParallelConfigs, dp_size: int, pp_size: int, count: int
+    ) -> Iterator[EstimatedCandidate]:
         """Every way to divide the stages between the parts of the model."""
         num_samples = self.problem.global_batch_size / dp_size / count
-        fill_ms = float(sum(own.layer_ms(kinds[name], num_samples).sum() for name, own in self.options.items()))
+        warm_up_ms = float(sum(own.layer_ms(kinds[name], num_samples).sum() for name, own in self.options.items()))
         if pp_size == 1:
-            hosts = {name: LANGUAGE_MODEL for name in self.options if name != LANGUAGE_MODEL}
-            choices = {name: self._choice(name, kinds[name], dp_size, 1, num_samples) for name in self.options}
-            yield Estimated(count * fill_ms, choices, hosts, count)
+            colocated_with = {name: LANGUAGE_MODEL for name in self.options if name != LANGUAGE_MODEL}
+            estimates = {name: self._estimate(name, kinds[name], dp_size, 1, num_samples) for name in self.options}
+            yield EstimatedCandidate(count * warm_up_ms, estimates, colocated_with, count)
             return
-        hosts = {name: part[0] for part in self.parts for name in part[1:]}
+        colocated_with = {name: part[0] for part in self.parts for name in part[1:]}
         slowest = [self._slowest(part, kinds, num_samples) for part in self.parts]
         found = []
         for stages in self._divisions(pp_size):
-            bottleneck_ms = max(times[own - 1] for times, own in zip(slowest, stages, strict=True))
-            found.append((fill_ms + (count - 1) * bottleneck_ms, stages))
+            slowest_stage_ms = max(times[own - 1] for times, own in zip(slowest, stages, strict=True))
+            found.append((warm_up_ms + (count - 1) * slowest_stage_ms, stages))
         for step_ms, stages in heapq.nsmallest(_KEPT, found):
-            choices = {
-                name: self._choice(name, kinds[name], dp_size, own, num_samples)
+            estimates = {
+                name: self._estimate(name, kinds[name], dp_size, own, num_samples)
                 for part, own in zip(self.parts, stages, strict=True)
                 for name in part
             }
-            yield Estimated(step_ms, choices, hosts, count)
+            yield EstimatedCandidate(step_ms, estimates, colocated_with, count)
 
-    def _slowest(self, part: tuple[str, ...], kinds: Kinds, num_samples: float) -> list[float]:
+    def _slowest(self, part: tuple[str, ...], kinds: ParallelConfigs, num_samples: float) -> list[float]:
         """The slowest stage of modules that share their stages, for 1, 2, ... stages."""
         key = part, tuple(kinds[name] for name in part), num_samples
         if key not in self._known:
@@ -131,11 +133,15 @@ class SingleLayouts:
             if all(count <= limit for count, limit in zip(stages, most, strict=True)):
                 yield stages
 
-    def _choice(self, name: str, kind: Kind, dp_size: int, pp_size: int, num_samples: float) -> Choice:
+    def _estimate(
+        self, name: str, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float
+    ) -> LayoutEstimate:
         own = self.options[name]
         first, last = (float(own.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
-        kept = own.kept_bytes(kind, num_samples) / pp_size
-        return Choice(kind, dp_size, pp_size, num_samples, first, last, *own.running_bytes(kind, num_samples), kept)
+        kept = own.saved_bytes(kind, num_samples) / pp_size
+        return LayoutEstimate(
+            kind, dp_size, pp_size, num_samples, first, last, *own.running_bytes(kind, num_samples), kept
+        )
 
 
 def _stage_ms(layer_ms: NDArray, num_stages: int) -> NDArray:
