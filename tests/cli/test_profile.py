@@ -159,7 +159,7 @@ def test_links_that_were_not_measured_are_said():
     ("arguments", "complaint"),
     [
         (["--model", "./nowhere"], "`--model ./nowhere` does not exist"),
-        (["--lengths", "64", "--max-tokens", "32"], "`--max-tokens 32` leaves none of the lengths"),
+        (["--lengths", "64", "--max-tokens", "32"], "`--max-tokens 32` excludes all lengths"),
         (["--module", "audio"], "The model has no module `audio`. Its modules are ['vision', 'language_model']."),
         (["--device", "cuda"], "torch finds no CUDA device"),
     ],
