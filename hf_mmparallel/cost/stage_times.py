@@ -141,15 +141,15 @@ class LayerTable:
             whole = table[first:stop].copy()
             for row in rows:
                 if self.windows[row]:
-                    own = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
-                    own[kind] += float(table[row, 0]) / count
+                    slopes = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
+                    slopes[kind] += float(table[row, 0]) / count
                     whole[row - first, 0] = 0.0
             polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(count))
         launches = self.launches[first:stop].sum(axis=0)
         return StageCost(
             *polynomials,
             launch_ms=(float(launches[0]), float(launches[1])),
-            windows=tuple((window, *own) for window, own in sorted(windows.items())),
+            windows=tuple((window, *slopes) for window, slopes in sorted(windows.items())),
             is_causal=self.is_causal,
         )
 

@@ -128,15 +128,15 @@ def _columns(
     num_ranks = dp_size * pp_size * kind.num_ranks
     crosses = num_ranks > options.ranks_within_nodes(kind)
     placed = (kind, options.over_nodes(kind))
-    bottleneck, slow = (options.slowest_stages_ms(own, num_samples)[pp_size - 1] for own in placed)
-    whole, slow_whole = (float(options.layer_ms(own, num_samples).sum()) for own in placed)
+    bottleneck, slow = (options.slowest_stages_ms(config, num_samples)[pp_size - 1] for config in placed)
+    whole, slow_whole = (float(options.layer_ms(config, num_samples).sum()) for config in placed)
     least = options.slowest_stages_ms(kind, num_samples, padded=False)[pp_size - 1]
     least_whole = float(options.layer_ms(kind, num_samples, padded=False).sum())
     slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
     uneven, of_replicas = (options.unevenness(parts) for parts in (dp_size * count, dp_size))
     sums = np.array([options.sync_ms(kind, dp_size, int(stages)) for stages in pp_size])
     running = options.running_bytes(kind, num_samples)
-    kept, least_saved = (options.saved_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
+    saved, least_saved = (options.saved_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
     alike = {
         "kind": kind_index,
         "dp_size": dp_size,
@@ -155,7 +155,7 @@ def _columns(
         "mean_ms": count * least_whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size),
         "last_state_bytes": options.state_bytes(kind, pp_size, last=True),
-        "saved_bytes": uneven * kept,
+        "saved_bytes": uneven * saved,
         "mean_bytes": options.state_bytes(kind, 1) / pp_size + least_saved,
     }
 

@@ -198,10 +198,12 @@ class _BaselineEvaluator:
         assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec))
         space = CandidateSpace(self.problem)
         space.options.update({name: UnawareOptions(self.problem, name, assumed.costs) for name in space.options})
-        found = list(itertools.islice(diversify(space.expected_to_fit()), _TRIED)) or list(itertools.islice(space, 1))
-        if not found:
+        candidates = list(itertools.islice(diversify(space.expected_to_fit()), _TRIED)) or list(
+            itertools.islice(space, 1)
+        )
+        if not candidates:
             return self._none(UNAWARE, self._excess(least_memory_bytes(self.problem) or 0.0))
-        ranked = self._best(map(space.candidate, found), "contiguous", assumed)
+        ranked = self._best(map(space.candidate, candidates), "contiguous", assumed)
         if any(not p.trainable for module in self.problem.spec.modules.values() for p in module.parameters):
             return self._compared(
                 UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
@@ -215,9 +217,9 @@ class _BaselineEvaluator:
         every = sorted(layouts, key=lambda layout: layout.step_ms)
         if not every:
             return self._none(SINGLE, "no tensor-parallel size divides the heads of all modules and the ranks")
-        found = [layout for layout in every if layout.memory_bytes(self.problem) <= _ABOUT * self._limit_bytes]
-        found = found or [min(every, key=lambda layout: layout.memory_bytes(self.problem))]
-        ranked = self._best(map(layouts.candidate, diversify(found)), "contiguous")
+        candidates = [layout for layout in every if layout.memory_bytes(self.problem) <= _ABOUT * self._limit_bytes]
+        candidates = candidates or [min(every, key=lambda layout: layout.memory_bytes(self.problem))]
+        ranked = self._best(map(layouts.candidate, diversify(candidates)), "contiguous")
         return self._compared(SINGLE, ranked, "one layout for all modules, encoders as first stages, even layers")
 
     def fully_sharded(self) -> ComparedPlan:
@@ -230,14 +232,14 @@ class _BaselineEvaluator:
 
     def disttrain(self) -> ComparedPlan:
         """The fastest of DistTrain's allocations, one for each microbatch size."""
-        found = self._allocations(self._limit_bytes)
+        candidates = self._allocations(self._limit_bytes)
         note = "its allocation and order of samples, even layers"
-        if not found:
-            found = self._allocations(_UNLIMITED)
+        if not candidates:
+            candidates = self._allocations(_UNLIMITED)
             note = f"{note}; its own memory model finds nothing that fits"
-        if not found:
+        if not candidates:
             return self._none(DISTTRAIN, "its allocation finds no plan for so few ranks")
-        ranked = self._best(found, "disttrain")
+        ranked = self._best(candidates, "disttrain")
         idle = self.problem.num_ranks - ranked.plan.world_size
         return self._compared(DISTTRAIN, ranked, f"{note}; {idle} ranks without work" if idle else note)
 
@@ -249,13 +251,13 @@ class _BaselineEvaluator:
         idle = [f"`{name}`" for name, work in layouts.work.items() if not work]
         if idle:
             return self._none(RATIO, f"no sample has work for {', '.join(idle)}")
-        found = list(itertools.islice(diversify(layouts.expected_to_fit()), _TRIED))
-        if not found:
+        candidates = list(itertools.islice(diversify(layouts.expected_to_fit()), _TRIED))
+        if not candidates:
             layouts = RatioLayouts(replace(self.problem, memory_bytes=None))
-            found = sorted(layouts, key=lambda layout: layout.memory_bytes(self.problem))
-        if not found:
+            candidates = sorted(layouts, key=lambda layout: layout.memory_bytes(self.problem))
+        if not candidates:
             return self._none(RATIO, "no layout of the modules has the ranks of their share")
-        ranked = self._best(map(layouts.candidate, found), "contiguous")
+        ranked = self._best(map(layouts.candidate, candidates), "contiguous")
         return self._compared(RATIO, ranked, "ranks by the operations of each module, even layers, sampler's order")
 
     def replicated(self) -> ComparedPlan:
@@ -285,7 +287,7 @@ class _BaselineEvaluator:
 
     def _allocations(self, memory_bytes: float) -> list[Candidate]:
         """DistTrain's allocation for each microbatch size, with and without recomputation."""
-        found = []
+        candidates = []
         for recompute in (False, True):
             recomputed = {name: self.problem.checkpointing.get(name, recompute) for name in self.problem.spec.modules}
             for size in self._microbatch_sizes():
@@ -301,8 +303,8 @@ class _BaselineEvaluator:
                     )
                 except ValueError:  # nothing fits
                     continue
-                found.append((allocation.iteration_ms, self._allocated(allocation, recomputed)))
-        return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+                candidates.append((allocation.iteration_ms, self._allocated(allocation, recomputed)))
+        return [candidate for _, candidate in sorted(candidates, key=lambda pair: pair[0])]
 
     @property
     def _tp_sizes(self) -> tuple[int, ...]:
@@ -372,18 +374,22 @@ class _BaselineEvaluator:
         self, candidates: Iterable[Candidate], method: str, assumed: PlanningProblem | None = None
     ) -> RankedPlan:
         """The fastest of the first candidates that fit, by the costs of `assumed`; the smallest one if none fits."""
-        found: list[tuple[bool, float, Candidate]] = []
+        entries: list[tuple[bool, float, Candidate]] = []
         num_tasks = 0
         for candidate in candidates:
             ranked = self._evaluated(candidate, method, 1)
             believed = ranked if assumed is None else self._evaluated(candidate, method, 1, assumed)
             over = ranked.peak_memory_bytes > self._limit_bytes
-            found.append((over, ranked.peak_memory_bytes if over else believed.step_ms, candidate))
+            entries.append((over, ranked.peak_memory_bytes if over else believed.step_ms, candidate))
             num_tasks += candidate.num_tasks
-            if num_tasks > _MOST_TASKS or sum(not over for over, *_ in found) == _SIMULATED or len(found) == _TRIED:
+            if (
+                num_tasks > _MOST_TASKS
+                or sum(not over for over, *_ in entries) == _SIMULATED
+                or len(entries) == _TRIED
+            ):
                 break
         tried = []
-        for _, _, candidate in sorted(found, key=lambda entry: entry[:2]):
+        for _, _, candidate in sorted(entries, key=lambda entry: entry[:2]):
             ranked = self._evaluated(candidate, method)
             if ranked.peak_memory_bytes <= self._limit_bytes:
                 return ranked

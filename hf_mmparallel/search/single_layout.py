@@ -1,4 +1,4 @@
-"""One layout for the whole model, as Megatron-LM has it: encoders are the first stages of the pipeline."""
+"""Baseline with one layout for the whole model, as in Megatron-LM: encoders are the first stages of the pipeline."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .problem import Candidate, Layout, PlanningProblem
 ParallelConfigs = Mapping[str, ParallelConfig]
 
 _MOST_MICROBATCHES = 256
-_KEPT = 4  # ways to divide the stages, of one layout and number of microbatches
+_MAX_SPLITS = 4  # splits of the stages between parts of the model, per layout and number of microbatches
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Stages with the same number of layers; the first ones have one more where they do not divide."""
+    """Stages with nearly equal numbers of layers; the first ones may have one more."""
     size, rest = divmod(num_layers, num_stages)
     return tuple(size + (stage < rest) for stage in range(num_stages))
 
@@ -32,11 +32,11 @@ class SingleLayouts:
     """
     All plans with one data-, tensor- and pipeline-parallel size for the whole model.
 
-    Encoders share the first stages, generators the last ones, and layers are cut evenly. Without pipeline parallelism
-    all modules are on the same ranks.
+    Encoders share the first stages, generators the last ones, and layers are split evenly. Without pipeline
+    parallelism all modules are on the same ranks.
 
     Args:
-        problem ([`PlanningProblem`]): The question; sizes that the user has set do not count.
+        problem ([`PlanningProblem`]): The planning problem; sizes set by the user do not apply.
     """
 
     def __init__(self, problem: PlanningProblem):
@@ -47,7 +47,7 @@ class SingleLayouts:
         self._known: dict[tuple, list[float]] = {}
 
     def __iter__(self) -> Iterator[EstimatedCandidate]:
-        """All of them with the closed form of their step, in no order."""
+        """All candidates with their estimated step times, in no particular order."""
         problem = self.problem
         for kinds in self._kinds():
             tp_size = kinds[LANGUAGE_MODEL].tp_size
@@ -58,8 +58,8 @@ class SingleLayouts:
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
                     yield from self._estimated(kinds, dp_size, pp_size, count)
 
-    def candidate(self, found: EstimatedCandidate) -> Candidate:
-        """The candidate with its layers cut evenly."""
+    def candidate(self, estimated: EstimatedCandidate) -> Candidate:
+        """The candidate with its layers split evenly."""
         layouts = {
             name: Layout(
                 even_layers(self.options[name].part.num_layers, estimate.pp_size),
@@ -67,23 +67,23 @@ class SingleLayouts:
                 tp_size=estimate.kind.tp_size,
                 activation_checkpointing=estimate.kind.checkpointing,
             )
-            for name, estimate in found.estimates.items()
+            for name, estimate in estimated.estimates.items()
         }
-        return Candidate(layouts, found.colocated_with, found.num_microbatches, self.problem.first_schedule)
+        return Candidate(layouts, estimated.colocated_with, estimated.num_microbatches, self.problem.first_schedule)
 
     def _kinds(self) -> list[ParallelConfigs]:
-        """Tensor-parallel sizes that all modules allow, with recomputation in all that allow it or in none."""
-        found: list[ParallelConfigs] = []
-        for tp_size in sorted({kind.tp_size for own in self.options.values() for kind in own.kinds}):
-            for again in (False, True):
+        """Tensor-parallel sizes that all modules support, with recomputation in all that support it or in none."""
+        result: list[ParallelConfigs] = []
+        for tp_size in sorted({kind.tp_size for options in self.options.values() for kind in options.kinds}):
+            for recompute in (False, True):
                 kinds = {}
-                for name, own in self.options.items():
-                    same = [kind for kind in own.kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
+                for name, options in self.options.items():
+                    same = [kind for kind in options.kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
                     if same:
-                        kinds[name] = min(same, key=lambda kind: kind.checkpointing != again)
-                if len(kinds) == len(self.options) and kinds not in found:
-                    found.append(kinds)
-        return found
+                        kinds[name] = min(same, key=lambda kind: kind.checkpointing != recompute)
+                if len(kinds) == len(self.options) and kinds not in result:
+                    result.append(kinds)
+        return result
 
     def _microbatch_counts(self, replica: int) -> list[int]:
         if self.problem.microbatch_size is not None:
@@ -93,9 +93,10 @@ class SingleLayouts:
     def _estimated(
         self, kinds: ParallelConfigs, dp_size: int, pp_size: int, count: int
     ) -> Iterator[EstimatedCandidate]:
-        """Every way to divide the stages between the parts of the model."""
+        """Candidates with the best splits of the stages between the parts of the model."""
         num_samples = self.problem.global_batch_size / dp_size / count
-        warm_up_ms = float(sum(own.layer_ms(kinds[name], num_samples).sum() for name, own in self.options.items()))
+        times = (options.layer_ms(kinds[name], num_samples).sum() for name, options in self.options.items())
+        warm_up_ms = float(sum(times))
         if pp_size == 1:
             colocated_with = {name: LANGUAGE_MODEL for name in self.options if name != LANGUAGE_MODEL}
             estimates = {name: self._estimate(name, kinds[name], dp_size, 1, num_samples) for name in self.options}
@@ -103,20 +104,20 @@ class SingleLayouts:
             return
         colocated_with = {name: part[0] for part in self.parts for name in part[1:]}
         slowest = [self._slowest(part, kinds, num_samples) for part in self.parts]
-        found = []
-        for stages in self._divisions(pp_size):
-            slowest_stage_ms = max(times[own - 1] for times, own in zip(slowest, stages, strict=True))
-            found.append((warm_up_ms + (count - 1) * slowest_stage_ms, stages))
-        for step_ms, stages in heapq.nsmallest(_KEPT, found):
+        splits = []
+        for stages in self._splits(pp_size):
+            slowest_stage_ms = max(times[size - 1] for times, size in zip(slowest, stages, strict=True))
+            splits.append((warm_up_ms + (count - 1) * slowest_stage_ms, stages))
+        for step_ms, stages in heapq.nsmallest(_MAX_SPLITS, splits):
             estimates = {
-                name: self._estimate(name, kinds[name], dp_size, own, num_samples)
-                for part, own in zip(self.parts, stages, strict=True)
+                name: self._estimate(name, kinds[name], dp_size, size, num_samples)
+                for part, size in zip(self.parts, stages, strict=True)
                 for name in part
             }
             yield EstimatedCandidate(step_ms, estimates, colocated_with, count)
 
     def _slowest(self, part: tuple[str, ...], kinds: ParallelConfigs, num_samples: float) -> list[float]:
-        """The slowest stage of modules that share their stages, for 1, 2, ... stages."""
+        """Time of the slowest stage of modules that share their stages, for 1, 2, ... stages."""
         key = part, tuple(kinds[name] for name in part), num_samples
         if key not in self._known:
             layers_ms = [self.options[name].layer_ms(kinds[name], num_samples) for name in part]
@@ -125,8 +126,8 @@ class SingleLayouts:
             self._known[key] = [float(np.max(values)) for values in stages]
         return self._known[key]
 
-    def _divisions(self, pp_size: int) -> Iterator[tuple[int, ...]]:
-        """Stages of each part, at least one and no more than it has layers."""
+    def _splits(self, pp_size: int) -> Iterator[tuple[int, ...]]:
+        """Numbers of stages of each part, from one to its number of layers."""
         most = [min(self.options[name].max_stages for name in part) for part in self.parts]
         for ends in itertools.combinations(range(1, pp_size), len(self.parts) - 1):
             stages = tuple(np.diff([0, *ends, pp_size]).tolist())
@@ -136,16 +137,17 @@ class SingleLayouts:
     def _estimate(
         self, name: str, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float
     ) -> LayoutEstimate:
-        own = self.options[name]
-        first, last = (float(own.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
-        kept = own.saved_bytes(kind, num_samples) / pp_size
+        """Sizes of a module with its memory estimates."""
+        options = self.options[name]
+        first, last = (float(options.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
+        saved = options.saved_bytes(kind, num_samples) / pp_size
         return LayoutEstimate(
-            kind, dp_size, pp_size, num_samples, first, last, *own.running_bytes(kind, num_samples), kept
+            kind, dp_size, pp_size, num_samples, first, last, *options.running_bytes(kind, num_samples), saved
         )
 
 
 def _stage_ms(layer_ms: NDArray, num_stages: int) -> NDArray:
-    """`[num_stages]`: even stages."""
+    """`[num_stages]`: times of even stages."""
     return np.add.reduceat(layer_ms, _starts(len(layer_ms), num_stages))
 
 

@@ -256,7 +256,7 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps():
 
 
 def test_what_is_no_batch_or_no_model_is_refused():
-    with pytest.raises(ValueError, match="no multiple of `microbatch_size=3`"):
+    with pytest.raises(ValueError, match="not a multiple of `microbatch_size=3`"):
         allocate(example(), 16, 64, GIB, microbatch_size=3)
     with pytest.raises(ValueError, match="There is no `language_model` among"):
         allocate({"vision": example()["vision"]}, 16, 64, GIB)
