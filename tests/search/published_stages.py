@@ -18,7 +18,8 @@ from benchmarks.paper_tables import (
     PublishedRun,
     StageTimes,
 )
-from hf_mmparallel.search.partition import partition_layers, partition_shared
+from benchmarks.shared_partition import partition_shared
+from hf_mmparallel.search.partition import partition_all
 
 ENCODERS = {"V": "vision", "A": "audio"}
 SECOND_STAGES = SECOND_RUN.num_gpus // SECOND_RUN.gpus_per_node
@@ -94,7 +95,9 @@ def slowest_stage_ms(row: StageTimes, totals_ms: tuple[float, float], counts: tu
     both = row.source.startswith(SECOND)
     modules = SECOND_MODULES if both else FIRST_MODULES
     num_layers = modules["llm", row.llm].num_layers
-    llm_ms = partition_layers(np.full(num_layers, totals_ms[0] / num_layers), counts[0]).slowest_stage_ms
+    llm_ms = (
+        partition_all(np.full(num_layers, totals_ms[0] / num_layers), counts[0]).partition(counts[0]).slowest_stage_ms
+    )
     kinds = [("vision", row.model[0]), ("audio", row.model[1])] if both else [(ENCODERS[row.model[0]], row.model[-1])]
     encoders = [modules[kind] for kind in kinds]
     work = totals_ms[1] / sum(encoder.num_billions for encoder in encoders)

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
-from hf_mmparallel.search.partition import partition_all, partition_layers, partition_shared
+from benchmarks.shared_partition import partition_shared
+from hf_mmparallel.search.partition import Partition, partition_all
 
 WHOLE = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 REAL = st.lists(st.floats(0, 1e3, allow_subnormal=False), min_size=1, max_size=8)
+
+
+def partition_layers(costs_ms: ArrayLike, num_stages: int) -> Partition:
+    """The best partition into a number of stages."""
+    return partition_all(costs_ms, num_stages).partition(num_stages)
 
 
 def cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
