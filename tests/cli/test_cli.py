@@ -188,11 +188,11 @@ def test_help_names_all_that_can_be_given(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    settings = out.partition("settings of `--module`")[2].partition("what `--what-if` may change")[0]
+    settings = out.partition("settings of `--module`")[2].partition("settings of `--what-if`")[0]
     short = {name: key for key, name in SHORT_NAMES.items()}
     fields = {field.name for field in dataclasses.fields(ModulePlugin)} - {"named"}
     assert {name for name in fields if not re.search(rf"\b{short.get(name, name)}\b", settings)} == set()
-    rows = out.partition("show six others beside the plan")[2]
+    rows = out.partition("compare with six baselines")[2]
     assert all(name in rows for name in (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED))
 
 

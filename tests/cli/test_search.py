@@ -159,7 +159,7 @@ def test_what_if_refuses_what_it_does_not_know(model, fail):
         ("gpu=3", "Did you mean `gpus`?"),
         ("gpus", "must look like `frozen=vision,gpus=128`"),
         ("gpus=many", "whole number of at least 1"),
-        ("schedule=2f2b", "none of 1f1b, gpipe, eager"),
+        ("schedule=2f2b", "not one of 1f1b, gpipe, eager"),
         ("frozen=audio", "The model has no `audio`"),
     ):
         assert message in fail(*arguments, "--what-if", change)
