@@ -13,7 +13,7 @@ from ..arrange.balance import excess
 from ..cost import training_flops
 from ..plan import ModelSpec
 from ..runtime.device_detection import MEASURED
-from ..runtime.executor import StepResult
+from ..runtime.step_result import StepResult
 from ..runtime.work import ModuleWork
 from ..world import World
 from .base import EngineCallback

@@ -36,3 +36,30 @@ def synchronize(device: torch.device) -> None:
     """Waits until a device has done what it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+class StepClock:
+    """
+    Marks of time in a step: of the host's clock, or events on the stream where work is queued ahead of the device.
+
+    Args:
+        device (`torch.device`): Where stages compute.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_device = device.type == "cuda"
+        self.start = self.mark()
+
+    def mark(self) -> Any:
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, mark: Any) -> float:
+        """Milliseconds from the start to a mark."""
+        if not self.on_device:
+            return 1e3 * (mark - self.start)
+        mark.synchronize()
+        return self.start.elapsed_time(mark)
