@@ -169,7 +169,7 @@ class Layouts:
         step = sizes.pp * sizes.tp
         link = problem.costs.device.link_bytes_per_ms(range(0, copies * step, step))
         sum_ms = 2 * (copies - 1) / copies * trained / sizes.pp / sizes.tp / link
-        return float(partition_all(layer_ms, sizes.pp).bottlenecks_ms[-1]), float(layer_ms.sum()), sum_ms
+        return float(partition_all(layer_ms, sizes.pp).slowest_stages_ms[-1]), float(layer_ms.sum()), sum_ms
 
     def _mean_bytes(self, name: str, sizes: Sizes, count: int) -> float:
         """State and the activations of one mean microbatch, on average over the stages."""
@@ -179,7 +179,7 @@ class Layouts:
         plan = ParallelPlan({name: ModulePlan(((stage,),), sizes.recomputed)})
         memory = stage_memory(problem.costs, plan, name, stage)
         tokens = problem.global_batch_size / sizes.dp / count * float(problem.sizes.tokens[name].mean())
-        return (memory.state.total + memory.kept_bytes(np.array([0.0, tokens, 0.0]))) / sizes.pp
+        return (memory.state.total + memory.saved_bytes(np.array([0.0, tokens, 0.0]))) / sizes.pp
 
     def candidate(self, listed: Listed) -> Candidate:
         """The layout with its stages cut."""

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 from paper_tables import ITERATION_TIMES, SECOND_RUN, StageTimes
 from planner_models import AUDIO, VISION, cornstarch_model, cornstarch_sizes
+from shared_partition import partition_shared
 
 from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import UnawareOptions, all_trained
-from hf_mmparallel.search.partition import partition_layers, partition_shared
+from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.steps.condensed import predict_condensed
@@ -150,8 +151,9 @@ def six_stages(costs: CostModel, known: CostModel, recomputed: bool) -> dict[str
     options = []
     for count in range(1, NUM_STAGES):
         encoders = partition_shared([layers_ms[VISION], layers_ms[AUDIO]], count)
-        language = partition_layers(layers_ms[LANGUAGE_MODEL], NUM_STAGES - count)
-        options.append((max(encoders.bottleneck_ms, language.bottleneck_ms), encoders.layers, language.layers))
+        depth = NUM_STAGES - count
+        language = partition_all(layers_ms[LANGUAGE_MODEL], depth).partition(depth)
+        options.append((max(encoders.slowest_stage_ms, language.slowest_stage_ms), encoders.layers, language.layers))
     _, encoders, language = min(options)
     cuts = dict(zip((VISION, AUDIO, LANGUAGE_MODEL), (*encoders, language), strict=True))
     layouts = {name: Layout(cut, tp_size=TP_SIZE, activation_checkpointing=recomputed) for name, cut in cuts.items()}

@@ -1,4 +1,4 @@
-"""How even the microbatches of a step are: what each of them takes, and which samples are deferred."""
+"""Balance of the microbatches of a step: their times, and deferred samples."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Times = tuple[np.ndarray, ...]
 @dataclass(frozen=True)
 class Balance:
     """
-    The forward of every microbatch of a step, estimated or measured.
+    Forward times of all microbatches of a step, estimated or measured.
 
     Args:
         forward_ms (`Mapping[str, tuple[np.ndarray, ...]]`):
-            Module -> replica -> float64 `[microbatches]`: the forward of each microbatch through the whole module; 0
-            for one without samples.
+            Module -> replica -> float64 `[microbatches]`: forward time of each microbatch through the whole module; 0
+            for empty ones.
         deferred_ms (`Mapping[str, tuple[np.ndarray, ...]]`):
-            The same for the samples of a microbatch that an encoder took in an earlier one, where known; only of the
+            The part of deferred samples, which an encoder processes in an earlier microbatch, if known; only of the
             language model.
         deferred_fraction (`float`, *optional*, defaults to 0.0): Share of the step's samples that are deferred.
     """
@@ -36,24 +36,24 @@ class Balance:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a replica of the language model."""
+        """Maximum number of microbatches of a replica of the language model."""
         return max(len(times) for times in self.forward_ms[LANGUAGE_MODEL])
 
     def std_ms(self, module: str) -> float:
-        """Standard deviation over the microbatches of a replica, the mean over a module's replicas."""
+        """Standard deviation over the microbatches of a replica, averaged over replicas."""
         return float(np.mean([times.std() for times in self.forward_ms[module]]))
 
     def microbatch_excess(self, module: str) -> float:
-        """How far the largest microbatch lies above the mean, as a share of it; the mean over a module's replicas."""
+        """Relative excess of the largest microbatch over the mean, averaged over replicas."""
         return float(np.mean([excess(times) for times in self.forward_ms[module]]))
 
     def replica_excess(self, module: str) -> float:
-        """How far the replica with the most to do lies above the mean, as a share of it."""
+        """Relative excess of the replica with the most work over the mean."""
         return excess([times.sum() for times in self.forward_ms[module]])
 
 
 def excess(values: Iterable[float]) -> float:
-    """How far the largest lies above the mean, as a share of the mean."""
+    """Relative excess of the maximum over the mean."""
     numbers = np.fromiter(values, float)
     mean = float(numbers.mean())
     return float(numbers.max()) / mean - 1 if mean else 0.0
@@ -61,11 +61,11 @@ def excess(values: Iterable[float]) -> float:
 
 def step_balance(step: StepPlan, workloads: Workloads) -> Balance:
     """
-    What each microbatch of an arrangement takes, as far as the workloads of its samples say.
+    Estimates the balance of an arrangement from the workloads of its samples.
 
     Args:
         step (`StepPlan`): The arrangement.
-        workloads (`Workloads`): Of its samples.
+        workloads (`Workloads`): Workloads of its samples.
     """
     times = {name: _microbatch_ms(step, name, workloads) for name in step.microbatches}
     late = is_deferred(step)
@@ -74,7 +74,7 @@ def step_balance(step: StepPlan, workloads: Workloads) -> Balance:
 
 
 def is_deferred(step: StepPlan) -> np.ndarray:
-    """bool `[samples]`: whether the language model takes a sample in a later microbatch than an encoder."""
+    """bool `[samples]`: whether the language model processes a sample in a later microbatch than an encoder."""
     late = np.zeros(len(step.samples), dtype=bool)
     for name, targets in step.targets.items():
         if LANGUAGE_MODEL not in targets:
@@ -93,18 +93,18 @@ def deferred_fraction(step: StepPlan) -> float:
 
 def measured_balance(step: StepPlan, spans: Iterable[Span]) -> Balance:
     """
-    The forwards of a step as they ran.
+    The balance of a step that ran.
 
     Args:
         step (`StepPlan`): The arrangement.
         spans (`Iterable[Span]`): Its tasks, see [`microbatch_forward_ms`].
     """
-    found = microbatch_forward_ms(spans)
+    forward_ms = microbatch_forward_ms(spans)
     times: dict[str, Times] = {}
     for name, replicas in step.microbatches.items():
         times[name] = tuple(np.zeros(len(microbatches)) for microbatches in replicas)
         for replica, all_times in enumerate(times[name]):
-            ran = found.get((name, replica), np.zeros(0))
+            ran = forward_ms.get((name, replica), np.zeros(0))
             all_times[: len(ran)] = ran
     return Balance(times, {}, deferred_fraction(step))
 
@@ -113,32 +113,33 @@ def compare_with_contiguous(
     plan: ParallelPlan, step: StepPlan, workloads: Workloads, microbatch_size: int
 ) -> tuple[Balance, Balance]:
     """
-    The balance of a step's samples in the sampler's own order, and in the step's.
+    The balance of a step's samples in the sampler's order, and in the step's order.
 
     Args:
         plan (`ParallelPlan`): The plan.
         step (`StepPlan`): The arrangement.
-        workloads (`Workloads`): Of its samples.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
+        workloads (`Workloads`): Workloads of its samples.
+        microbatch_size (`int`): Samples of a microbatch of one language model replica.
     """
     before = arrange_step(plan, step.samples, workloads, microbatch_size, "contiguous", step.epoch)
     return step_balance(before, workloads), step_balance(step, workloads)
 
 
 def _places(step: StepPlan, module: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
-    """For each replica, its samples, their microbatches, and how many of these there are."""
+    """For each replica: its samples, their microbatches, and the number of microbatches."""
     for microbatches in step.microbatches[module]:
         slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
-        yield slots, np.repeat(np.arange(len(microbatches)), [len(own) for own in microbatches]), len(microbatches)
+        counts = [len(microbatch) for microbatch in microbatches]
+        yield slots, np.repeat(np.arange(len(microbatches)), counts), len(microbatches)
 
 
 def _microbatch_ms(step: StepPlan, module: str, workloads: Workloads) -> Times:
-    """Replica -> float64 `[microbatches]`: the forward of each."""
+    """Replica -> float64 `[microbatches]`: forward times."""
     return tuple(workloads.microbatch_ms(module, *replica) for replica in _places(step, module))
 
 
 def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:
-    """Replica -> float64 `[microbatches]`: the sum of some values of the samples of each."""
+    """Replica -> float64 `[microbatches]`: sums of values of samples."""
     return tuple(
         np.bincount(places, values[slots], count).astype(float) for slots, places, count in _places(step, module)
     )

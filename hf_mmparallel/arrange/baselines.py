@@ -1,4 +1,4 @@
-"""Arrangements of others, to compare with: transformers' sampler, DistTrain's reordering, DIP's sub-microbatches."""
+"""Baseline arrangements: transformers' sampler, DistTrain's reordering, DIP's sub-microbatches."""
 
 from __future__ import annotations
 
@@ -17,55 +17,56 @@ def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: i
     """
     The algorithm of transformers' `BatchRebalanceSampler` on the samples of one global batch.
 
-    The samples, longest first, are cut into as many groups as there are microbatches, and the cuts are moved until the
-    cost of padded tokens is as even as it gets. The most costly groups are the first microbatches of the replicas. The
-    length of a sample is its tokens in the language model; encoders take the same microbatches, see [`coupled`].
+    The samples, longest first, are split into as many groups as there are microbatches, and the boundaries are moved
+    until the cost of padded tokens is as even as possible. The most expensive groups are the first microbatches of the
+    replicas. The length of a sample is its number of language model tokens; encoders have the same microbatches, see
+    [`coupled`].
 
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): Only the tokens of the language model are used.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
     """
     lengths = workloads.tokens[LANGUAGE_MODEL]
     counts = counts_of(plan, workloads, microbatch_size)
     order = np.argsort(-lengths, kind="stable")
     groups = _PaddedGroups(lengths[order].astype(float), len(counts), sum(counts))
     sizes = groups.balance()
-    pieces = np.split(order, np.cumsum(sizes)[:-1])
+    parts = np.split(order, np.cumsum(sizes)[:-1])
     language: list[list[Slots]] = [[()] * count for count in counts]
-    for piece, (replica, index) in zip(groups.ranking(groups.costs(sizes)), in_turns(counts), strict=True):
-        language[replica][index] = tuple(pieces[piece].tolist())
+    for group, (replica, index) in zip(groups.ranking(groups.costs(sizes)), in_turns(counts), strict=True):
+        language[replica][index] = tuple(parts[group].tolist())
     return coupled(plan, language)
 
 
 class _PaddedGroups:
     """
-    Consecutive groups of samples in order of falling length, by the number of samples in each.
+    Consecutive groups of samples in order of decreasing length, defined by the number of samples in each.
 
-    A step moves one sample from the most to the least costly group, which moves all cuts between them. Where the most
-    costly group is a single sample, the groups that run at the same time may take more until they cost as much, and
-    are left alone from then on. It ends when a state comes back, and the state of the smallest spread counts.
+    Each iteration moves one sample from the most to the least expensive group, which moves all boundaries between
+    them. If the most expensive group is a single sample, the groups that run at the same time are filled up to its
+    cost, and are frozen. It ends when a state repeats, and returns the state with the smallest spread.
     """
 
     def __init__(self, lengths: np.ndarray, dp_size: int, size: int):
         self.dp_size = dp_size
         self.size = size
-        # A group without samples may begin behind the last one.
+        # An empty group may begin after the last sample.
         self.lengths = np.append(lengths, 0.0)
         self.active = np.ones(self.size, dtype=bool)
 
     def costs(self, counts: np.ndarray) -> np.ndarray:
-        """Padded tokens, with what attention adds (transformers' `QUADRATIC_COST_COEF`), `[groups]`."""
+        """Padded tokens, plus the cost of attention (transformers' `QUADRATIC_COST_COEF`), `[groups]`."""
         longest = self.lengths[np.cumsum(counts) - counts]
         return counts * longest + 0.001 * counts * longest * longest
 
     @staticmethod
     def ranking(costs: np.ndarray) -> list[int]:
-        """Groups from the most to the least costly."""
+        """Groups from the most to the least expensive."""
         return np.argsort(-costs, kind="stable").tolist()
 
     def balance(self) -> np.ndarray:
-        """The number of samples of each group."""
+        """Number of samples of each group."""
         num_samples = len(self.lengths) - 1
         counts = np.array([num_samples // self.size + (i < num_samples % self.size) for i in range(self.size)])
         if num_samples <= self.size:
@@ -91,14 +92,14 @@ class _PaddedGroups:
         return best
 
     def _fill_and_freeze(self, counts: np.ndarray, costs: np.ndarray, high: int) -> None:
-        """Fills the groups that run beside `high`, as far as that stays the most costly, and freezes them all."""
+        """Fills the groups that run at the same time as `high` up to its cost, and freezes them all."""
         ranking, limit = self.ranking(costs), costs[high]
         place = ranking.index(high) // self.dp_size * self.dp_size
-        # Not a list: the order in which a set of ints is read decides which group is filled first, as in transformers.
-        beside = set(ranking[place : place + self.dp_size])
+        # Not a list: the iteration order of a set of ints decides which group is filled first, as in transformers.
+        concurrent = set(ranking[place : place + self.dp_size])
         outside = self.active.copy()
-        outside[list(beside)] = False
-        for group in beside:
+        outside[list(concurrent)] = False
+        for group in concurrent:
             if group == high or not self.active[group]:
                 continue
             while True:
@@ -109,42 +110,42 @@ class _PaddedGroups:
                     break
                 counts[np.argmin(np.where(donors, self.costs(counts), np.inf))] -= 1
                 counts[group] += 1
-        self.active[list(beside)] = False
+        self.active[list(concurrent)] = False
 
 
 def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
     """
     DistTrain's reordering of samples over replicas (its algorithm 2) and of microbatches (algorithm 3).
 
-    The samples go to the replica with the smallest sum, smallest first as the paper has it, although the bound that it
-    cites is that of the largest first. Their size is their forward through all modules. A replica's samples are cut in
-    this order into microbatches of nearly `microbatch_size` samples, which are then ordered, see
-    [`interleaved_order`]. Encoders take the same microbatches, see [`coupled`].
+    Each sample is assigned to the replica with the smallest sum, smallest samples first as in the paper, although the
+    bound that it cites is that of largest first. The size of a sample is its forward time through all modules. A
+    replica's samples are split in this order into microbatches of nearly `microbatch_size` samples, which are then
+    ordered, see [`interleaved_order`]. Encoders have the same microbatches, see [`coupled`].
 
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): Forward times and backward ratios are used.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
     """
     sizes = np.sum([workloads.forward_ms[name] for name in plan.modules], axis=0)
     counts = counts_of(plan, workloads, microbatch_size)
     pipeline = _Pipeline.longest(plan, workloads)
     groups = _least_loaded(sizes, counts)
     cuts = [_even_cuts(len(slots), count) for slots, count in zip(groups, counts, strict=True)]
-    starts = np.repeat(np.cumsum([0, *map(len, groups)])[:-1], [len(own) for own in cuts])
+    starts = np.repeat(np.cumsum([0, *map(len, groups)])[:-1], [len(bounds) for bounds in cuts])
     measures = np.vstack([pipeline.stage_ms, sizes])[:, [slot for slots in groups for slot in slots]]
     sums = np.diff(np.cumsum(np.pad(measures, ((0, 0), (1, 0))), axis=1)[:, np.concatenate(cuts) + starts])
     language, first = [], 0
-    for slots, own, count in zip(groups, cuts, counts, strict=True):
-        taken = sums[:, first : first + count]
-        order = interleaved_order(taken[:-1].T, pipeline.backward_ratio, taken[-1])
-        language.append([tuple(slots[own[index] : own[index + 1]]) for index in order])
-        first += count + 1  # between two replicas is a difference that means nothing
+    for slots, bounds, count in zip(groups, cuts, counts, strict=True):
+        parts = sums[:, first : first + count]
+        order = interleaved_order(parts[:-1].T, pipeline.backward_ratio, parts[-1])
+        language.append([tuple(slots[bounds[index] : bounds[index + 1]]) for index in order])
+        first += count + 1  # skips the difference across the boundary of two replicas
     return coupled(plan, language)
 
 
 def _even_cuts(num_slots: int, count: int) -> list[int]:
-    """Where `count` parts of nearly the same size begin and end, the larger ones first."""
+    """Boundaries of `count` parts of nearly the same size, larger ones first."""
     size, rest = divmod(num_slots, count)
     return [size * part + min(part, rest) for part in range(count + 1)]
 
@@ -152,7 +153,7 @@ def _even_cuts(num_slots: int, count: int) -> list[int]:
 def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
     """
     Greedy number partitioning in ascending order (DistTrain, algorithm 2); ties go to the first group. Groups with
-    fewer microbatches get less.
+    fewer microbatches get less work.
     """
     heap = [(0.0, group) for group in range(len(counts))]
     paces = [max(counts) / count for count in counts]
@@ -166,14 +167,14 @@ def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """The stages on the way of most stages through the model, and the forward of each sample on them."""
+    """The longest path of stages through the model, and the forward time of each sample on its stages."""
 
     stage_ms: np.ndarray  # [stages, samples]
     backward_ratio: np.ndarray  # [stages]
 
     @classmethod
     def longest(cls, plan: ParallelPlan, workloads: Workloads) -> _Pipeline:
-        """From the encoder with most stages to the end of the generator with most stages."""
+        """The path from the encoder with the most stages to the end of the generator with the most stages."""
         encoders, generators = (
             sorted(names, key=lambda name: -len(plan.modules[name].replicas[0]))[:1]
             for names in (plan.encoders, plan.generators)
@@ -183,7 +184,7 @@ class _Pipeline:
         for name in (*encoders, LANGUAGE_MODEL, *generators):
             module = plan.modules[name]
             for stage in module.replicas[0]:
-                # A module with fewer replicas works for several of the language model's, one with more shares.
+                # Fewer replicas than the language model's mean more samples per replica; more replicas mean fewer.
                 share_of_time = stage.num_layers / module.num_layers * num_replicas / module.dp_size
                 times.append(workloads.forward_ms[name] * share_of_time / len(stage.all_ranks))
                 ratios.append(workloads.backward_ratio.get(name, 2.0))
@@ -194,18 +195,18 @@ def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes:
     """
     The order of microbatches of DistTrain's algorithm 3, for 1F1B over `p` stages.
 
-    The smallest is first and the `p - 1` smallest of the others are last, in ascending order. The first gap of the
-    first stage is filled by `p - 1` microbatches, each later one by one: those whose forward on the first stage comes
-    closest to the gap. The paper does not say how `p - 1` of them are found in linear time; here it is the best run of
-    neighbours in the order of their forwards.
+    The smallest microbatch is first and the `p - 1` smallest of the others are last, in ascending order. The first gap
+    of the first stage is filled by `p - 1` microbatches, each later one by one: those whose forward times on the first
+    stage come closest to the gap. The paper does not say how to find the `p - 1` microbatches in linear time; here it
+    is the best run of neighbors in the order of forward times.
 
     Args:
-        forward_ms (`np.ndarray`): `[microbatches, stages]`.
-        backward_ratio (`np.ndarray`): `[stages]`, time of a backward over that of a forward.
-        sizes (`np.ndarray`): `[microbatches]`, what "smallest" goes by.
+        forward_ms (`np.ndarray` of shape `[microbatches, stages]`): Forward times.
+        backward_ratio (`np.ndarray` of shape `[stages]`): Backward over forward time.
+        sizes (`np.ndarray` of shape `[microbatches]`): Sizes of the microbatches.
 
     Returns:
-        `list[int]`: The microbatches in their order.
+        `list[int]`: The order of the microbatches.
     """
     num_stages, rows = forward_ms.shape[1], forward_ms.tolist()
     smallest = sorted(range(len(rows)), key=sizes.tolist().__getitem__)
@@ -224,9 +225,9 @@ def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes:
 
 
 def _closest(times_ms: list[float], width: int, gap_ms: float) -> int:
-    """Where the run of `width` ascending times begins whose sum is closest to the gap."""
+    """Start of the run of `width` ascending times with the sum closest to the gap."""
     if width > 1:
-        # Added up from left to right, so that ranks with other processors find the same.
+        # Summed from left to right, so that ranks with other processors get the same result.
         times_ms = [sum(times_ms[start : start + width]) for start in range(len(times_ms) - width + 1)]
     place = bisect.bisect_left(times_ms, gap_ms)
     if place and (place == len(times_ms) or gap_ms - times_ms[place - 1] <= times_ms[place] - gap_ms):
@@ -236,10 +237,10 @@ def _closest(times_ms: list[float], width: int, gap_ms: float) -> int:
 
 class _Gaps:
     """
-    The recursion of GETINTERVAL: a task starts when its stage is free and what it needs has come.
+    The recursion of GETINTERVAL: a task starts when its stage is free and its inputs have arrived.
 
-    Stage `s` of `p` runs `p - s` forwards, then a backward and a forward in turn. Each round takes the pipeline to the
-    next backward of the first stage; the gap is the time that the first stage waits for it.
+    Stage `s` of `p` runs `p - s` forwards, then alternates backwards and forwards. Each round advances the pipeline to
+    the next backward of the first stage; the gap is the time that the first stage waits for it.
     """
 
     def __init__(self, forward_ms: list[list[float]], backward_ratio: list[float], order: list[int]):
@@ -252,11 +253,11 @@ class _Gaps:
         self.ready = 0.0
 
     def _forwards(self, stage: int, count: int) -> None:
-        """Runs forwards of the stage, as far as they are known, until it has run `count`."""
+        """Runs the known forwards of the stage until it has run `count`."""
         done, before = self.done[stage], self.done[stage - 1]
         for place in range(len(done), min(count, len(self.order))):
-            come = before[place] if stage else 0.0
-            self.free[stage] = max(come, self.free[stage]) + self.forward_ms[self.order[place]][stage]
+            arrival = before[place] if stage else 0.0
+            self.free[stage] = max(arrival, self.free[stage]) + self.forward_ms[self.order[place]][stage]
             done.append(self.free[stage])
 
     def _backwards(self) -> None:
@@ -271,16 +272,16 @@ class _Gaps:
             self.ready = self.free[stage]
 
     def next(self) -> float:
-        """The gap before the next backward of the first stage, while no forward is in it."""
+        """The gap before the next backward of the first stage, without any forward in it."""
         if self.round:
             self._backwards()
             return max(0.0, self.ready - self.free[0])
-        # Only the first microbatch is known, and goes through an empty pipeline.
+        # Only the first microbatch is known, which passes an empty pipeline.
         first = self.forward_ms[self.order[0]]
         return sum((1 + ratio) * time_ms for ratio, time_ms in zip(self.ratio[1:], first[1:], strict=True))
 
     def fill(self) -> None:
-        """Runs the forwards that were put into the gap, and the backward."""
+        """Runs the forwards in the gap, and the backward."""
         self._forwards(0, len(self.order))
         if not self.round:
             self._backwards()
@@ -293,19 +294,19 @@ def sub_microbatches(
     plan: ParallelPlan, workloads: Workloads, microbatch_size: int, num_parts: int = 2
 ) -> dict[str, Replicas]:
     """
-    The sampler's own microbatches, each cut into smaller ones for the encoders, in the manner of DIP.
+    The sampler's microbatches, each split into smaller ones for the encoders, in the manner of DIP.
 
-    As Entrain tells it (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
-    stay inside of it. How many, and by what rule, is decided here: `num_parts` of them, the samples dealt out largest
-    first, each to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's
-    microbatch `k * num_parts + s`. DIP also puts both modules on the same ranks and runs all encoder forwards first,
-    which is up to the plan and its schedule.
+    According to Entrain (bins 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
+    stay inside of it. Their number and the rule are not described; here there are `num_parts`, and samples go largest
+    first to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's microbatch `k
+    * num_parts + s`. DIP also colocates the modules and runs all encoder forwards first, which is up to the plan and
+    its schedule.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): The forward times of the encoders are used.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
-        num_parts (`int`, *optional*, defaults to 2): Sub-microbatches of a microbatch.
+        workloads (`Workloads`): Only the forward times of the encoders are used.
+        microbatch_size (`int`): Samples of a microbatch of one language model replica.
+        num_parts (`int`, *optional*, defaults to 2): Sub-microbatches per microbatch.
     """
     whole = coupled(plan, contiguous(plan, workloads, microbatch_size)[LANGUAGE_MODEL])
     return {
@@ -320,7 +321,7 @@ def sub_microbatches(
 
 
 def _parts(slots: Slots, forward_ms: np.ndarray, num_parts: int) -> list[Slots]:
-    """Largest first, each to the part with the least work, then to the one with the fewest samples."""
+    """Splits samples largest first, each to the part with the least work, then to the one with the fewest samples."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0.0] * num_parts
     for slot in sorted(slots, key=lambda slot: (-forward_ms[slot], slot)):

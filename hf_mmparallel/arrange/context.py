@@ -1,4 +1,4 @@
-"""Which rank of context parallelism holds which tokens of a packed row."""
+"""Assignment of the tokens of a packed row to context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from numpy.typing import ArrayLike, NDArray
 from .blocks import BLOCK, Method, block_workloads, distribute
 
 Mode = Literal["row", "segments"]
-"""What is gathered: the keys of all blocks, or of those only whose segments span ranks."""
+"""Which keys are gathered: those of all blocks, or only those of segments that span ranks."""
 
 
 @dataclass(frozen=True, eq=False)
 class ContextAssignment:
     """
-    A row of tokens cut over ranks, the same number of tokens for each.
+    Assignment of a row of tokens to ranks, the same number of tokens to each.
 
-    The row is laid out anew (`layout`; the same row in mode `"row"`), then cut in blocks of `block` tokens, and each
-    rank holds some of them. A segment keeps its tokens side by side and in their order.
+    The tokens are reordered (`layout`; the row itself in mode `"row"`), split into blocks of `block` tokens, and each
+    rank gets some of the blocks. The tokens of a segment stay consecutive and in order.
 
     Args:
         layout (`numpy.ndarray` of shape `[padded_length]`):
-            int64 index into the row for each place, -1 for padding that was added.
-        blocks (`numpy.ndarray` of shape `[num_ranks, blocks_per_rank]`): int64 blocks of the layout that each rank
-            holds, ascending.
-        gathered (`numpy.ndarray` of shape `[num_ranks, num_gathered]`): int64 indices into the rank's own blocks,
-            ascending: those whose keys and values other ranks need, and enough others that all ranks give as many.
-        work (`numpy.ndarray` of shape `[num_ranks]`): Attention work of each rank, as [`block_workloads`] counts it.
+            int64 index into the row for each position, -1 for added padding.
+        blocks (`numpy.ndarray` of shape `[num_ranks, blocks_per_rank]`): int64 blocks of the layout on each rank,
+            ascending.
+        gathered (`numpy.ndarray` of shape `[num_ranks, num_gathered]`): int64 indices into the rank's blocks,
+            ascending: blocks whose keys and values other ranks need, plus others such that all ranks send equally
+            many.
+        work (`numpy.ndarray` of shape `[num_ranks]`): Attention work of each rank, see [`block_workloads`].
         num_tokens (`int`): Tokens of the row.
         block (`int`): Tokens of a block.
-        mode (`str`): `"row"` when all blocks are gathered, `"segments"` when only those of segments that span ranks.
+        mode (`str`): `"row"` if all blocks are gathered, `"segments"` if only those of segments that span ranks.
     """
 
     layout: NDArray
@@ -46,17 +47,17 @@ class ContextAssignment:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.blocks.shape[0]
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens of each rank, padding included."""
+        """Tokens of each rank, including padding."""
         return self.blocks.shape[1] * self.block
 
     @property
     def padded_length(self) -> int:
-        """Tokens of all ranks, padding included."""
+        """Tokens of all ranks, including padding."""
         return self.blocks.size * self.block
 
     @property
@@ -72,25 +73,25 @@ class ContextAssignment:
     @cached_property
     def positions(self) -> NDArray:
         """
-        int32 `[padded_length]` places in the layout, in the order of `order`.
+        int32 `[padded_length]` positions in the layout, in the order of `order`.
 
-        They serve as the places of the mask: inside a segment they differ as those of the row do, no two are equal,
-        and those of a block follow each other.
+        They serve as positions for the mask: within a segment their differences equal those in the row, all are
+        distinct, and those of a block are consecutive.
         """
         starts = (self.blocks.reshape(-1, 1) * self.block).astype(np.int32)
         return (starts + np.arange(self.block, dtype=np.int32)).reshape(-1)
 
     @cached_property
     def places(self) -> NDArray:
-        """int64 `[num_tokens]`: where `order` has each token of the row, its inverse."""
-        held = np.flatnonzero(self.order >= 0)
+        """int64 `[num_tokens]`: index of each token of the row in `order`, its inverse."""
+        used = np.flatnonzero(self.order >= 0)
         places = np.empty(self.num_tokens, dtype=np.int64)
-        places[self.order[held]] = held
+        places[self.order[used]] = used
         return places
 
 
 def padded_length(num_tokens: int, num_ranks: int, block: int = BLOCK) -> int:
-    """The least length of at least one block a rank that holds the tokens in blocks, as many for each rank."""
+    """Minimum length for the tokens in whole blocks, equally many and at least one per rank."""
     return max(1, -(-num_tokens // (block * num_ranks))) * block * num_ranks
 
 
@@ -103,16 +104,16 @@ def assign_rows(
     seed: int = 0,
 ) -> ContextAssignment:
     """
-    Hands the blocks of a row to ranks; the keys of all of them are gathered.
+    Assigns the blocks of a row to ranks; all keys are gathered.
 
     Args:
-        first (array of shape `[num_tokens]`, integers): The first place that each token sees.
-        last (array of shape `[num_tokens]`, integers): The last place that each token sees; less than `first` for a
+        first (array of shape `[num_tokens]`, integers): The first position that each token sees.
+        last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
             token that sees nothing.
-        num_ranks (`int`): Ranks.
+        num_ranks (`int`): Number of ranks.
         block (`int`, *optional*, defaults to 128): Tokens of a block.
         method (`str`, *optional*, defaults to `"lpt"`): See [`distribute`].
-        seed (`int`, *optional*, defaults to 0): Of the method `"random"`.
+        seed (`int`, *optional*, defaults to 0): Seed of the method `"random"`.
     """
     num_tokens = len(np.asarray(first))
     length = padded_length(num_tokens, num_ranks, block)

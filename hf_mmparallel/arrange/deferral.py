@@ -1,4 +1,4 @@
-"""Which samples the language model takes one microbatch after the encoder."""
+"""Choice of samples that the language model processes one microbatch after the encoder."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .exchange import Room, padded
+from .exchange import Capacity, padded
 from .matching import bottleneck_matching
 from .subset_sum import SubsetSums, subset_sums
 
-_CELLS = 1 << 16  # sums of all microbatches together
-_FEWEST, _MOST = 32, 256  # sums of one of them
+_CELLS = 1 << 16  # table size: sums of all microbatches together
+_FEWEST, _MOST = 32, 256  # limits of the number of sums of one microbatch
 
 
 def _sums(members: NDArray, weights: NDArray, sizes: NDArray | None = None) -> SubsetSums:
-    """Sums of the items `[num_sets, places]` of some sets; `weights` has a last 0 for empty places."""
+    """Sums of the items `[num_sets, places]` of sets; `weights` has a final 0 for empty places."""
     longest = _CELLS // max(1, len(members))
     longest = 1 << min(max(longest, _FEWEST), _MOST).bit_length() - 1
     return subset_sums(weights[members], longest, None if sizes is None else sizes[members])
 
 
 def _heaviest_first(bins: NDArray, weights: NDArray, num_bins: int) -> NDArray:
-    """The items of each bin `[num_bins, places]`, the heaviest first, so that empty places come last."""
+    """The items of each bin `[num_bins, places]`, heaviest first, so that empty places come last."""
     order = np.argsort(-weights[: len(bins)], kind="stable")
     return np.append(order, len(bins))[padded(bins[order], num_bins)]
 
@@ -31,16 +31,17 @@ def _heaviest_first(bins: NDArray, weights: NDArray, num_bins: int) -> NDArray:
 @dataclass(frozen=True)
 class Pairs:
     """
-    The upper half of microbatches by load, the lower half, and what each of the one would defer to each of the other.
+    Overloaded and underloaded halves of the microbatches, and the best deferral from each overloaded to each other
+    one.
 
     Args:
-        over (`numpy.ndarray` of shape `[num_problems, half]`): Overloaded microbatches, the heaviest first.
-        under (`numpy.ndarray` of shape `[num_problems, half]`): Underloaded ones, the heaviest first.
+        over (`numpy.ndarray` of shape `[num_problems, half]`): Overloaded microbatches, heaviest first.
+        under (`numpy.ndarray` of shape `[num_problems, half]`): Underloaded microbatches, heaviest first.
         costs (`numpy.ndarray` of shape `[num_problems, half, half]`):
-            The load of the heavier of both after the deferral (Entrain, equation 4.3), at least 0.
+            Maximum load of the two after the deferral (Entrain, equation 4.3), at least 0.
         members (`numpy.ndarray` of shape `[num_problems * half, places]`): Items of each overloaded microbatch.
         table (`SubsetSums`): Sums of their subsets.
-        chosen (`numpy.ndarray` of shape `[num_problems, half, half]`): The sum in the table that is deferred.
+        chosen (`numpy.ndarray` of shape `[num_problems, half, half]`): Index of the deferred sum in the table.
     """
 
     over: NDArray
@@ -60,15 +61,15 @@ class Pairs:
 
 def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     """
-    For each overloaded and each underloaded microbatch, looks up the subset of the overloaded one whose sum is nearest
-    to half of the difference (Entrain, section 4.5.2).
+    For each pair of an overloaded and an underloaded microbatch, finds the subset of the overloaded one with the sum
+    closest to half of the difference (Entrain, section 4.5.2).
 
     Args:
-        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; problem `p` has those from
-            `p * num_microbatches`. Samples that belong to none have a number past the last.
+        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
+            `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
         weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
-        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Load of each, or by how much it is above
-            its target.
+        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Load of each microbatch, or its excess
+            over the target.
     """
     num_problems, count = surplus.shape
     half = count // 2
@@ -91,40 +92,40 @@ def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
 
 def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
     """
-    Orders microbatches such that each overloaded one stands right before the underloaded one that it defers to.
+    Orders microbatches such that each overloaded one is directly before the underloaded one that it defers to.
 
-    The upper half by load is paired with the lower half, see [`possible_pairs`]; the pairs are those whose heaviest
-    microbatch is lightest ([`bottleneck_matching`]; Entrain, section 4.5.2). Pairs follow each other such that what is
-    left over of the pairs so far stays small and is not negative, as far as it can: only then can later deferrals pass
-    it on. With an odd number of microbatches the middle one defers nothing and comes last.
+    The heavier half is paired with the lighter half, see [`possible_pairs`], such that the heaviest resulting
+    microbatch is as light as possible ([`bottleneck_matching`]; Entrain, section 4.5.2). Pairs are ordered such that
+    the running sum of their surplus stays small and, if possible, not negative: only then can later deferrals pass it
+    on. With an odd number of microbatches the middle one defers nothing and comes last.
 
     Args:
-        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; problem `p` has those from
-            `p * num_microbatches`. Samples that belong to none have a number past the last.
+        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
+            `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
         weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
-        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): By how much each is above its target.
-        start (`numpy.ndarray` of shape `[num_problems]`): What comes over from microbatches before these.
+        surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Excess of each over its target.
+        start (`numpy.ndarray` of shape `[num_problems]`): Surplus of the microbatches before these.
 
     Returns:
-        `numpy.ndarray`: int64 `[num_problems, num_microbatches]`, the microbatches of each problem in their order.
+        `numpy.ndarray`: int64 `[num_problems, num_microbatches]`, the microbatches of each problem in order.
     """
     num_problems, count = surplus.shape
     half = count // 2
     descending = np.argsort(-surplus, axis=1, kind="stable")
     if not half:
         return descending
-    found = possible_pairs(rows, weights, surplus)
-    partner = bottleneck_matching(found.costs)
-    under = np.take_along_axis(found.under, partner, 1)
-    totals = np.take_along_axis(surplus, found.over, 1) + np.take_along_axis(surplus, under, 1)
+    candidates = possible_pairs(rows, weights, surplus)
+    partner = bottleneck_matching(candidates.costs)
+    under = np.take_along_axis(candidates.under, partner, 1)
+    totals = np.take_along_axis(surplus, candidates.over, 1) + np.take_along_axis(surplus, under, 1)
     sequence = _running_order(totals, start)
-    pairs = np.stack([found.over, under], axis=2)
+    pairs = np.stack([candidates.over, under], axis=2)
     pairs = np.take_along_axis(pairs, sequence[:, :, None], 1).reshape(num_problems, 2 * half)
     return np.append(pairs, descending[:, half : count - half], axis=1)
 
 
 def _running_order(values: NDArray, start: NDArray) -> NDArray:
-    """An order `[num_problems, count]` in which running sums stay small but not negative, as far as they can."""
+    """An order `[num_problems, count]` with running sums that stay small and, if possible, not negative."""
     num_problems, count = values.shape
     problems, running, left = np.arange(num_problems), start.astype(float), values.astype(float)
     order = np.empty((num_problems, count), np.int64)
@@ -141,11 +142,11 @@ def _running_order(values: NDArray, start: NDArray) -> NDArray:
 
 def pair_means(order: NDArray, loads: NDArray) -> NDArray:
     """
-    Loads as they are when pairs share their work.
+    Loads if each pair shares its work evenly.
 
     Args:
-        order (`numpy.ndarray` of shape `[num_problems, any]`): From [`pair_order`].
-        loads (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Of all microbatches.
+        order (`numpy.ndarray` of shape `[num_problems, any]`): Result of [`pair_order`].
+        loads (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Loads of all microbatches.
 
     Returns:
         `numpy.ndarray`: float64 `[num_problems, num_microbatches]`.
@@ -159,11 +160,11 @@ def pair_means(order: NDArray, loads: NDArray) -> NDArray:
 
 def shuffled_pairs(order: NDArray, num_trials: int) -> NDArray:
     """
-    An order, and others of the same pairs.
+    An order, and random other orders of the same pairs.
 
     Args:
-        order (`numpy.ndarray` of shape `[num_problems, count]`): From [`pair_order`].
-        num_trials (`int`): How many orders.
+        order (`numpy.ndarray` of shape `[num_problems, count]`): Result of [`pair_order`].
+        num_trials (`int`): Number of orders.
 
     Returns:
         `numpy.ndarray`: int64 `[num_trials, num_problems, count]`, the given order first.
@@ -182,23 +183,23 @@ def defer(
     late: NDArray,
     targets: NDArray,
     sweeps: int,
-    room: Room | None = None,
+    capacity: Capacity | None = None,
 ) -> NDArray:
     """
-    Chooses for each item its own place or the next, such that the loads of all places come near their targets.
+    Decides for each item between its own place and the next one, such that loads come close to their targets.
 
-    Each place in turn chooses anew which of its items go to the next place: of all subsets that keep to the limits,
-    the one after which both loads together are nearest to their targets (least squares). Places at even distance
-    choose together, since they do not touch.
+    Each place in turn decides which of its items go to the next place: of all subsets within the limits, the one after
+    which both loads are closest to their targets (least squares). Places of equal parity decide together, since they
+    do not interact.
 
     Args:
-        places (`numpy.ndarray` of shape `[num_items]`): The place of each item; problem `p` has the places from
+        places (`numpy.ndarray` of shape `[num_items]`): The place of each item; those of problem `p` start at
             `p * num_places`.
-        weights (`numpy.ndarray` of shape `[num_items]`): Of each item, at least 0.
-        late (`numpy.ndarray` of shape `[num_items]`): Whether each goes to the next place at the start.
-        targets (`numpy.ndarray` of shape `[num_problems, num_places]`): Wanted loads.
-        sweeps (`int`): How often each place chooses at most.
-        room ([`Room`], *optional*): One limit that holds afterwards if it held before.
+        weights (`numpy.ndarray` of shape `[num_items]`): Weight of each item, at least 0.
+        late (`numpy.ndarray` of shape `[num_items]`): Whether each item initially goes to the next place.
+        targets (`numpy.ndarray` of shape `[num_problems, num_places]`): Target loads.
+        sweeps (`int`): Maximum number of decisions per place.
+        capacity ([`Capacity`], *optional*): A single limit, which holds afterwards if it held before.
 
     Returns:
         `numpy.ndarray`: bool `[num_items]`, whether each goes to the next place.
@@ -207,7 +208,7 @@ def defer(
     if count < 2 or not len(places):
         return late
     weights = np.append(weights, 0.0)
-    sizes = np.append(room.sizes[:, 0], 0.0) if room is not None else None
+    sizes = np.append(capacity.sizes[:, 0], 0.0) if capacity is not None else None
     members = _heaviest_first(places, weights, num_problems * count)
     table = _sums(members, weights, sizes)
     late = np.append(late, False)
@@ -215,34 +216,34 @@ def defer(
     def by_place(values: NDArray) -> NDArray:
         return values[members].sum(axis=1).reshape(num_problems, count)
 
-    own, gone = by_place(weights), by_place(weights * late)
-    own_size = by_place(sizes) if sizes is not None else own
-    gone_size = by_place(sizes * late) if sizes is not None else gone.copy()
+    total, deferred = by_place(weights), by_place(weights * late)
+    total_size = by_place(sizes) if sizes is not None else total
+    deferred_size = by_place(sizes * late) if sizes is not None else deferred.copy()
     chosen = np.full((num_problems, count), -1)
     for sweep in range(2 * sweeps):
         here = np.arange(sweep % 2, count - 1, 2)
-        before = np.pad(gone, ((0, 0), (1, 0)))[:, here]
-        surplus = before + own[:, here] - targets[:, here]
-        missing = targets[:, here + 1] - own[:, here + 1] + gone[:, here + 1]
+        before = np.pad(deferred, ((0, 0), (1, 0)))[:, here]
+        surplus = before + total[:, here] - targets[:, here]
+        missing = targets[:, here + 1] - total[:, here + 1] + deferred[:, here + 1]
         wanted = (surplus + missing) / 2
         sets = table.take((here + np.arange(num_problems)[:, None] * count).ravel())
         distance = np.abs(sets.sums - wanted.reshape(-1, 1))
-        if room is not None and sizes is not None:
-            brought = np.pad(gone_size, ((0, 0), (1, 0)))[:, here] + own_size[:, here]
-            behind = own_size[:, here + 1] - gone_size[:, here + 1]
-            limit = room.limits[0]
-            distance[brought.reshape(-1, 1) - sets.extra > limit] = np.inf
-            distance[behind.reshape(-1, 1) + sets.extra > limit] = np.inf
+        if capacity is not None and sizes is not None:
+            size_here = np.pad(deferred_size, ((0, 0), (1, 0)))[:, here] + total_size[:, here]
+            size_next = total_size[:, here + 1] - deferred_size[:, here + 1]
+            limit = capacity.limits[0]
+            distance[size_here.reshape(-1, 1) - sets.extra > limit] = np.inf
+            distance[size_next.reshape(-1, 1) + sets.extra > limit] = np.inf
         best = distance.argmin(axis=1)
         index = np.arange(len(best))
-        now = np.abs(gone[:, here] - wanted).ravel()
-        better = distance[index, best] < now - 1e-9 * np.abs(own[:, here]).ravel()
+        now = np.abs(deferred[:, here] - wanted).ravel()
+        better = distance[index, best] < now - 1e-9 * np.abs(total[:, here]).ravel()
         if not better.any() and sweep:
             break
         shape = (num_problems, len(here))
         changed = better.reshape(shape)
-        gone[:, here] = np.where(changed, sets.sums[index, best].reshape(shape), gone[:, here])
-        gone_size[:, here] = np.where(changed, sets.extra[index, best].reshape(shape), gone_size[:, here])
+        deferred[:, here] = np.where(changed, sets.sums[index, best].reshape(shape), deferred[:, here])
+        deferred_size[:, here] = np.where(changed, sets.extra[index, best].reshape(shape), deferred_size[:, here])
         chosen[:, here] = np.where(changed, best.reshape(shape), chosen[:, here])
     bits = np.take_along_axis(table.subsets, np.maximum(chosen, 0).reshape(-1, 1), 1)
     inside = (bits >> np.minimum(np.arange(members.shape[1]), 63)) & 1 > 0

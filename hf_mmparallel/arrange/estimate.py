@@ -1,4 +1,4 @@
-"""How long a step takes, fast enough to be asked while its samples are arranged."""
+"""Estimate of a step's time, fast enough for use while its samples are arranged."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, Stage
 
 
 def stage_share(plan: ParallelPlan, module: str, stage: Stage) -> float:
-    """What a stage's ranks take for one millisecond of the whole module on one rank."""
+    """Time of a stage on its ranks per millisecond of the whole module on one rank."""
     return stage.num_layers / plan.modules[module].num_layers / len(stage.all_ranks)
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """
-    The stages that a microbatch passes, and the time that each takes.
+    The stages that a microbatch passes, with their times.
 
-    The first replica of each module stands for all of its replicas. Encoders are chains side by side that end right
-    before the language model, generators chains side by side that start right behind it. A stage on ranks that another
-    module uses, too, adds to the time of that module's stage. `"encoders_first"` is estimated as 1F1B.
+    The first replica of each module represents all of its replicas. Encoders are parallel chains that end directly
+    before the language model, generators parallel chains that start directly after it. A stage on the ranks of another
+    module adds to the time of that module's stage. `"encoders_first"` is estimated as 1F1B.
 
     Args:
         modules (`tuple[str, ...]`): Names.
-        ratios (`tuple[float, ...]`): For each module, the time of a backward over that of a forward.
+        ratios (`tuple[float, ...]`): Backward over forward time of each module.
         shares (`tuple[tuple[float, ...], ...]`):
-            For each module and stage, what the stage takes for one millisecond of the whole module on one rank.
-        depth (`tuple[int, ...]`): How far each stage is from the start of the longest chain.
-        before (`tuple[tuple[int, ...], ...]`): The stages that each stage gets its inputs from.
-        forwards_first (`bool`): Whether all forwards go first.
+            For each module and stage, the time of the stage per millisecond of the whole module on one rank.
+        depth (`tuple[int, ...]`): Distance of each stage from the start of the longest chain.
+        before (`tuple[tuple[int, ...], ...]`): The stages that send inputs to each stage.
+        forwards_first (`bool`): Whether all forwards run before all backwards.
     """
 
     modules: tuple[str, ...]
@@ -93,12 +93,12 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the longest way through the model."""
+        """Number of stages on the longest path through the model."""
         return max(self.depth) + 1
 
     @cached_property
     def bottleneck(self) -> dict[str, float]:
-        """Module -> what its slowest stage takes, forward and backward, for one millisecond of its forward."""
+        """Module -> forward plus backward time of its slowest stage per millisecond of its forward."""
         return {
             name: max(shares) * (1 + ratio)
             for name, shares, ratio in zip(self.modules, self.shares, self.ratios, strict=True)
@@ -106,22 +106,22 @@ class Pipeline:
 
     @cached_property
     def costs(self) -> NDArray:
-        """What a forward and a backward take `[2, modules, stages]` for one millisecond of a module's forward."""
+        """Forward and backward times `[2, modules, stages]` per millisecond of a module's forward."""
         shares = np.array(self.shares)
         return np.stack([shares, shares * np.array(self.ratios)[:, None]])
 
     @cached_property
     def backwards(self) -> tuple[bool, ...]:
-        """Whether each stage has backwards."""
-        return tuple(bool(found) for found in self.costs[1].any(axis=0))
+        """Whether each stage has a backward."""
+        return tuple(bool(has_cost) for has_cost in self.costs[1].any(axis=0))
 
     def slots(self, count: int) -> NDArray:
         """
-        When each stage does what: the slot `[2, count, stages]` of each forward and backward.
+        The time slot `[2, count, stages]` of each forward and backward.
 
-        Under 1F1B stage `s` of `S` does its forward of microbatch `k` in slot `2 k + s` and its backward in slot
-        `2 k + 2 S - 1 - s`, so that it never does two things in one slot, and what both wait for was done one slot
-        before. Under GPipe all forwards are before all backwards.
+        Under 1F1B stage `s` of `S` runs its forward of microbatch `k` in slot `2 k + s` and its backward in slot
+        `2 k + 2 S - 1 - s`, so that it never runs two tasks in one slot, and the inputs of both were computed one slot
+        before. Under GPipe all forwards come before all backwards.
         """
         depth, microbatch = np.array(self.depth), np.arange(count)[:, None]
         if self.forwards_first:
@@ -130,10 +130,10 @@ class Pipeline:
 
     def iteration_ms(self, loads: Mapping[str, NDArray]) -> NDArray:
         """
-        The end of the last task of some arrangements, where every stage keeps to the order of [`Pipeline.slots`].
+        End of the last task of several arrangements, with every stage in the order of [`Pipeline.slots`].
 
-        All stages of all arrangements go through a slot together. What is deferred counts as if it went backward with
-        its microbatch of the encoder.
+        All stages of all arrangements advance slot by slot. Deferred samples count as if their backward were in the
+        encoder's microbatch.
 
         Args:
             loads (`Mapping[str, numpy.ndarray]`):
@@ -146,8 +146,8 @@ class Pipeline:
         costs = np.einsum("wms,mqk->wksq", self.costs, work)
         slots, waits = _waits(self, work.shape[2])
         by_slot = np.zeros((len(waits), len(self.depth), work.shape[1]))
-        for way in range(2):
-            by_slot[slots[way], np.arange(len(self.depth))] += costs[way]
+        for direction in range(2):
+            by_slot[slots[direction], np.arange(len(self.depth))] += costs[direction]
         done = np.zeros(by_slot.shape[1:])
         for wait, cost in zip(waits, by_slot, strict=True):
             done = np.maximum.reduce(done[wait], axis=0) + cost
@@ -157,12 +157,12 @@ class Pipeline:
 @lru_cache(maxsize=64)
 def _waits(pipeline: Pipeline, count: int) -> tuple[NDArray, NDArray]:
     """
-    The slots, and what each stage waits for in each of them `[num_slots, num_waits, stages]`: itself, and those that
-    are next to it on the way of the microbatch.
+    The slots, and the stages that each stage waits for in each of them `[num_slots, num_waits, stages]`: itself, and
+    its neighbors on the path of the microbatch.
     """
     slots, stages = pipeline.slots(count), np.arange(len(pipeline.depth))
-    takers = np.bincount([source for sources in pipeline.before for source in sources], minlength=1)
-    inputs = 1 + max(1, *map(len, pipeline.before), int(takers.max()))
+    consumers = np.bincount([source for sources in pipeline.before for source in sources], minlength=1)
+    inputs = 1 + max(1, *map(len, pipeline.before), int(consumers.max()))
     waits = np.broadcast_to(stages, (int(slots.max()) + 1, inputs, len(stages))).copy()
     known = [0] * len(stages)
     for stage, sources in enumerate(pipeline.before):

@@ -1,4 +1,4 @@
-"""Bins of equal load by exchanges of items, many pairs of bins at once."""
+"""Balancing of bins by exchanges of items, for many pairs of bins at once."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_PAIRS = 16_000  # pairs of items that are looked at in one round
-_FEWEST, _MOST = 12, 48  # items of a bin among them
-_SPARE = 2  # places in a bin for items to come
-_PROGRESS, _PATIENCE = 0.005, 3  # the least that counts, as a share of the sum of squares; for how long it may miss
-_CLOSE = 1e-3  # of the target; nearer is not worth a round
+_PAIRS = 16_000  # pairs of items per round
+_FEWEST, _MOST = 12, 48  # limits of the number of items per bin among them
+_SPARE = 2  # empty places of a bin
+_PROGRESS, _PATIENCE = 0.005, 3  # minimum relative progress of the sum of squares, and rounds that may miss it
+_CLOSE = 1e-3  # relative distance from the target that is not worth a round
 
 
 def stable_order(numbers: NDArray, limit: int) -> NDArray:
-    """The places of whole numbers from 0 below `limit` in ascending order, equal ones as they stand."""
-    small = numbers.astype(np.uint16) if limit <= 1 << 16 else numbers  # which NumPy sorts by radix
+    """Stable argsort of integers from 0 to `limit`."""
+    small = numbers.astype(np.uint16) if limit <= 1 << 16 else numbers  # NumPy sorts uint16 by radix
     return np.argsort(small, kind="stable")
 
 
 def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
     """
-    The items of each bin side by side.
+    Table of the items of each bin.
 
     Args:
         bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item.
-        num_bins (`int`): Bins.
+        num_bins (`int`): Number of bins.
         spare (`int`, *optional*, defaults to 0): Empty places at the end of the fullest bin.
 
     Returns:
-        `numpy.ndarray`: int64 `[num_bins, places]`, each bin's items in ascending order; empty places have the number
+        `numpy.ndarray`: int64 `[num_bins, places]`, each bin's items in ascending order; empty places contain the
+            number
         of items.
     """
     counts = np.bincount(bins, minlength=num_bins)
@@ -43,34 +44,36 @@ def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """
-    Limits that bins keep to.
+    Limits of bins.
 
     Args:
-        sizes (`numpy.ndarray` of shape `[num_items, num_limits]`): What each item takes of each limit.
-        limits (`numpy.ndarray` of shape `[num_limits]`): What a bin has.
+        sizes (`numpy.ndarray` of shape `[num_items, num_limits]`): Size of each item under each limit.
+        limits (`numpy.ndarray` of shape `[num_limits]`): Maximum size of a bin under each limit.
     """
 
     sizes: NDArray
     limits: NDArray
 
 
-def exchange(bins: NDArray, weights: NDArray, targets: NDArray, rounds: int, room: Room | None = None) -> NDArray:
+def exchange(
+    bins: NDArray, weights: NDArray, targets: NDArray, rounds: int, capacity: Capacity | None = None
+) -> NDArray:
     """
-    Exchanges single items between bins of a problem, or moves them, until loads are near their targets.
+    Exchanges or moves single items between the bins of a problem until loads are close to their targets.
 
-    In each round the bin that is furthest above its target works with the one furthest below, the second with the
-    second, and so on, by one of the weights in turn. A pair makes the exchange after which the sum of squares of their
-    distances from the targets, over all weights, is least; it never grows.
+    In each round the bin furthest above its target is paired with the one furthest below, the second with the second,
+    and so on, by one of the weights in turn. A pair makes the exchange that minimizes the sum of squared distances
+    from the targets over all weights; the sum never grows.
 
     Args:
-        bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item; problem `p` has the bins from
+        bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item; those of problem `p` start at
             `p * bins_per_problem`.
-        weights (`numpy.ndarray` of shape `[num_items, num_weights]`): Of each item, on comparable scales.
-        targets (`numpy.ndarray` of shape `[num_problems, bins_per_problem, num_weights]`): Wanted sums.
-        rounds (`int`): Most rounds.
-        room ([`Room`], *optional*): Limits that hold afterwards if they held before.
+        weights (`numpy.ndarray` of shape `[num_items, num_weights]`): Weights of each item, on comparable scales.
+        targets (`numpy.ndarray` of shape `[num_problems, bins_per_problem, num_weights]`): Target sums.
+        rounds (`int`): Maximum number of rounds.
+        capacity ([`Capacity`], *optional*): Limits that hold afterwards if they held before.
 
     Returns:
         `numpy.ndarray`: The bin of each item, int64 `[num_items]`.
@@ -81,9 +84,9 @@ def exchange(bins: NDArray, weights: NDArray, targets: NDArray, rounds: int, roo
     num_bins, half = num_problems * per_problem, per_problem // 2
     members = padded(bins, num_bins, _SPARE)
     values, goals = weights, targets.reshape(num_bins, num_weights)
-    if room is not None:
-        values = np.append(weights, room.sizes, axis=1)
-        goals = np.append(goals, np.broadcast_to(room.limits, (num_bins, len(room.limits))), axis=1)
+    if capacity is not None:
+        values = np.append(weights, capacity.sizes, axis=1)
+        goals = np.append(goals, np.broadcast_to(capacity.limits, (num_bins, len(capacity.limits))), axis=1)
     values = np.append(values, np.zeros((1, values.shape[1])), axis=0)
     excess = values[members].sum(axis=1) - goals
     close, before, idle = _CLOSE * goals[:, :num_weights], np.inf, 0
@@ -99,14 +102,14 @@ def exchange(bins: NDArray, weights: NDArray, targets: NDArray, rounds: int, roo
         heavy = order[:, :half].ravel()
         light = order[:, -1 - (np.arange(half) + turn // num_weights) % half].ravel()
         seen = slice(turn % stride, None, stride)
-        given, taken = members[heavy, seen], members[light, seen]
-        best = _best(values, excess[heavy], excess[light], given, taken, num_weights)
+        from_heavy, from_light = members[heavy, seen], members[light, seen]
+        best = _best(values, excess[heavy], excess[light], from_heavy, from_light, num_weights)
         useful = np.flatnonzero(best >= 0)
         heavy, light = heavy[useful], light[useful]
-        there, here = np.divmod(best[useful], taken.shape[1])
-        mine, theirs = given[useful, there], taken[useful, here]
-        members[heavy, seen.start + stride * there], members[light, seen.start + stride * here] = theirs, mine
-        moved = values[mine] - values[theirs]
+        row, column = np.divmod(best[useful], from_light.shape[1])
+        down, up = from_heavy[useful, row], from_light[useful, column]
+        members[heavy, seen.start + stride * row], members[light, seen.start + stride * column] = up, down
+        moved = values[down] - values[up]
         excess[heavy] -= moved
         excess[light] += moved
     result = np.empty(len(bins) + 1, np.int64)
@@ -115,22 +118,22 @@ def exchange(bins: NDArray, weights: NDArray, targets: NDArray, rounds: int, roo
 
 
 def _best(
-    values: NDArray, above: NDArray, below: NDArray, given: NDArray, taken: NDArray, num_weights: int
+    values: NDArray, above: NDArray, below: NDArray, from_heavy: NDArray, from_light: NDArray, num_weights: int
 ) -> NDArray:
-    """For each pair of bins the places of the best exchange, as one index, or -1; limits come after the weights."""
+    """For each pair of bins the places of the best exchange as one index, or -1; limits come after the weights."""
     half = (above - below) / 2
-    here, there = values[given], values[taken]
-    score, distance = np.zeros((2, len(given), given.shape[1], taken.shape[1]))
+    down, up = values[from_heavy], values[from_light]
+    score, distance = np.zeros((2, len(from_heavy), from_heavy.shape[1], from_light.shape[1]))
     for number in range(num_weights):
-        wanted = np.ascontiguousarray(here[:, :, number] - half[:, number, None])
-        np.subtract(wanted[:, :, None], np.ascontiguousarray(there[:, :, number])[:, None, :], out=distance)
+        wanted = np.ascontiguousarray(down[:, :, number] - half[:, number, None])
+        np.subtract(wanted[:, :, None], np.ascontiguousarray(up[:, :, number])[:, None, :], out=distance)
         np.multiply(distance, distance, out=distance)
         score += distance
     for number in range(num_weights, values.shape[1]):
-        moved = here[:, :, None, number] - there[:, None, :, number]
+        moved = down[:, :, None, number] - up[:, None, :, number]
         full = (moved > -below[:, number, None, None]) | (-moved > -above[:, number, None, None])
         score[full] = np.inf
-    flat = score.reshape(len(given), -1)
+    flat = score.reshape(len(from_heavy), -1)
     best = flat.argmin(axis=1)
     before = (half[:, :num_weights] ** 2).sum(axis=1)
     return np.where(flat[np.arange(len(flat)), best] < (1 - 1e-9) * before, best, -1)

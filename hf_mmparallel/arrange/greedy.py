@@ -1,4 +1,4 @@
-"""List scheduling of many problems in step: the heaviest items first, each to the bin that it fills least."""
+"""List scheduling of many problems at once: heaviest items first, each to the bin with the lowest resulting load."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from .exchange import Room, padded
+from .exchange import Capacity, padded
 
-_FEW_BINS, _FEW_PROBLEMS = 128, 6  # so that problems in step are faster than one after the other
+_FEW_BINS, _FEW_PROBLEMS = 128, 6  # limits of problem sizes for which the vectorized version is faster
 
 
-class NoRoomError(Exception):
-    """An item fits no bin: there are too few of them."""
+class CapacityError(Exception):
+    """An item fits no bin, so that more bins are needed."""
 
 
 def fill_bins(
@@ -22,52 +22,53 @@ def fill_bins(
     order: NDArray,
     shares: NDArray,
     loads: NDArray | None = None,
-    room: Room | None = None,
+    capacity: Capacity | None = None,
     used: NDArray | None = None,
 ) -> NDArray:
     """
-    Puts items into bins, one after the other, each where the largest of the loads that it adds to ends lowest.
+    Assigns items to bins one after the other, each to the bin with the lowest maximum of its resulting loads.
 
-    With one weight and equal shares that is the greedy that Graham's bound of `2 - 1 / num_bins` holds for, in any
+    With one weight and equal shares this is the greedy algorithm with Graham's bound of `2 - 1 / num_bins`, in any
     order, and `4/3` from the heaviest to the lightest (Entrain, section 4.5.1).
 
     Args:
         problem (`numpy.ndarray` of shape `[num_items]`): The problem of each item.
-        weights (`numpy.ndarray` of shape `[num_items, num_weights]`): Comparable, at least 0; some may be 0.
-        order (`numpy.ndarray` of shape `[num_items]`): The items as they are taken.
-        shares (`numpy.ndarray` of shape `[num_bins]`): How much each bin is to have, relative to the others.
-        loads (`numpy.ndarray` of shape `[num_problems, num_bins, num_weights]`): What bins have at the start; nothing
-            when left out, in which case the problems are those that occur.
-        room ([`Room`], *optional*): Limits of every bin.
-        used (`numpy.ndarray` of shape `[num_problems, num_bins, num_limits]`, *optional*): What is taken of them.
+        weights (`numpy.ndarray` of shape `[num_items, num_weights]`): Weights on comparable scales, at least 0; some
+            may be 0.
+        order (`numpy.ndarray` of shape `[num_items]`): The order of the items.
+        shares (`numpy.ndarray` of shape `[num_bins]`): Target load of each bin, relative to the others.
+        loads (`numpy.ndarray` of shape `[num_problems, num_bins, num_weights]`): Initial loads of bins; by default
+            nothing, and the problems are those that occur.
+        capacity ([`Capacity`], *optional*): Limits of every bin.
+        used (`numpy.ndarray` of shape `[num_problems, num_bins, num_limits]`, *optional*): Initial sizes of bins.
 
     Returns:
         `numpy.ndarray`: The bin of each item within its problem, int64 `[num_items]`.
 
     Raises:
-        `NoRoomError`: When an item fits no bin.
+        `CapacityError`: If an item fits no bin.
     """
     num_items, num_bins = len(problem), len(shares)
     bins = np.zeros(num_items, np.int64)
     if not num_items:
         return bins
     num_problems = int(problem.max()) + 1 if loads is None else len(loads)
-    is_alike = weights.shape[1] == 1 and room is None and (shares == shares[0]).all()
-    if is_alike and num_problems * (_FEW_BINS - num_bins) < _FEW_PROBLEMS * _FEW_BINS:
+    is_uniform = weights.shape[1] == 1 and capacity is None and (shares == shares[0]).all()
+    if is_uniform and num_problems * (_FEW_BINS - num_bins) < _FEW_PROBLEMS * _FEW_BINS:
         for number in range(num_problems):
-            own = order[problem[order] == number]
+            items = order[problem[order] == number]
             start = np.zeros(num_bins) if loads is None else loads[number, :, 0]
-            bins[own] = _fill_alike(weights[own, 0], 1 / shares[0], start)
+            bins[items] = _fill_uniform(weights[items, 0], 1 / shares[0], start)
         return bins
     loads = np.zeros((num_problems, num_bins, weights.shape[1])) if loads is None else loads.copy()
-    turns = padded(problem[order], num_problems).T  # the items of a turn, one of each problem
+    turns = padded(problem[order], num_problems).T  # one item of each problem per turn
     turns = np.append(order, num_items)[turns]
     weights = np.append(weights, np.zeros((1, weights.shape[1])), axis=0)
     inverse, rows = 1 / shares[:, None], np.arange(num_problems)
     free, sizes = None, np.zeros(0)
-    if room is not None:
-        free = room.limits - (np.zeros((num_problems, num_bins, len(room.limits))) if used is None else used)
-        sizes = np.append(room.sizes, room.sizes[:1] * 0, axis=0)
+    if capacity is not None:
+        free = capacity.limits - (np.zeros((num_problems, num_bins, len(capacity.limits))) if used is None else used)
+        sizes = np.append(capacity.sizes, capacity.sizes[:1] * 0, axis=0)
     simple = weights.shape[1] == 1
     chosen = np.empty_like(turns)
     for turn, items in enumerate(turns):
@@ -79,7 +80,7 @@ def fill_bins(
         best = cost.argmin(axis=1)
         if free is not None:
             if not np.isfinite(cost[rows, best]).all():
-                raise NoRoomError
+                raise CapacityError
             free[rows, best] -= sizes[items]
         loads[rows, best] += added[:, 0]
         chosen[turn] = best
@@ -88,35 +89,35 @@ def fill_bins(
     return result[:-1]
 
 
-def _fill_alike(weights: NDArray, inverse: float, loads: NDArray) -> list[int]:
+def _fill_uniform(weights: NDArray, inverse: float, loads: NDArray) -> list[int]:
     """
-    [`fill_bins`] of one problem with one weight and equal shares, where the lowest bin is the best one.
+    [`fill_bins`] for one problem with one weight and equal shares, where the lowest bin is the best one.
 
     Args:
-        weights (`numpy.ndarray` of shape `[num_items]`): Of the items as they are taken.
+        weights (`numpy.ndarray` of shape `[num_items]`): Weights of the items in order.
         inverse (`float`): One over the share.
-        loads (`numpy.ndarray` of shape `[num_bins]`): What bins have at the start.
+        loads (`numpy.ndarray` of shape `[num_bins]`): Initial loads of bins.
     """
-    bins_of: dict[float, list[int]] = {}  # load -> heap of the bins that have it
+    bins_of: dict[float, list[int]] = {}  # load -> heap of the bins with this load
     for index, load in enumerate(loads.tolist()):
         bins_of.setdefault(load, []).append(index)
     heights = sorted(bins_of)
     result = []
     for weight in weights.tolist():
-        height, alike = heapq.heappop(heights), []
+        height, equal = heapq.heappop(heights), []
         end = (height + weight) * inverse
-        # Of bins that end alike, by rounding even from unlike loads, it is the first.
+        # Among bins with equal resulting loads (by rounding, even from different loads), the first one.
         while heights and (heights[0] + weight) * inverse == end:
-            alike.append(heapq.heappop(heights))
-        if alike:
-            alike.append(height)
-            height = min(alike, key=lambda load: bins_of[load][0])
-            for load in alike:
+            equal.append(heapq.heappop(heights))
+        if equal:
+            equal.append(height)
+            height = min(equal, key=lambda load: bins_of[load][0])
+            for load in equal:
                 if load != height:
                     heapq.heappush(heights, load)
-        own, filled = bins_of[height], height + weight
-        index = heapq.heappop(own)
-        if own:
+        bins, filled = bins_of[height], height + weight
+        index = heapq.heappop(bins)
+        if bins:
             heapq.heappush(heights, height)
         else:
             del bins_of[height]

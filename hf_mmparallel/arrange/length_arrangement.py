@@ -1,4 +1,4 @@
-"""The hierarchical arrangement where rows are padded: microbatches of samples of similar length."""
+"""The hierarchical arrangement with padded rows: microbatches of samples of similar length."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ if TYPE_CHECKING:
 
 def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) -> Placement:
     """
-    See [`Batch.arrange`]: the microbatches of the language model come first, each of samples of similar length, and
-    encoders compute samples a microbatch earlier where that evens them out.
+    Arranges a batch for [`Batch.arrange`]: language model microbatches are formed first, each of samples of similar
+    length, and encoders process samples a microbatch earlier if that balances them.
 
     Args:
-        batch ([`Batch`]): The batch, whose samples get other replicas.
-        counts (`numpy.ndarray` of shape `[replicas]`): Microbatches of each replica.
-        taper (`bool`): Whether microbatches have unlike sizes.
-        spread (`bool`): Whether they are ordered such that limits of shared encoders hold.
+        batch ([`Batch`]): The batch, whose samples are assigned to replicas anew.
+        counts (`numpy.ndarray` of shape `[replicas]`): Number of microbatches of each replica.
+        taper (`bool`): Whether microbatches have different sizes.
+        spread (`bool`): Whether to order them such that the limits of shared encoders hold.
 
     Raises:
-        `NoRoomError`: If the limits need more microbatches.
+        `CapacityError`: If the limits need more microbatches.
     """
-    wanted = {own: batch.sizes(own) if taper else Sizes.even(own) for own in np.unique(counts).tolist()}
-    sizes = [np.array(wanted[own].language) for own in counts.tolist()]
+    wanted = {count: batch.sizes(count) if taper else Sizes.even(count) for count in np.unique(counts).tolist()}
+    sizes = [np.array(wanted[count].language) for count in counts.tolist()]
     tokens, limit = batch.workloads.tokens[LANGUAGE_MODEL], batch.limits.get(LANGUAGE_MODEL)
     replica, microbatch = group_by_length(batch.language, tokens, sizes, batch.work, limit)
     batch = batch.with_replicas(replica)
     orders = np.tile(microbatch, (1 if spread else NUM_ORDERS, 1))
-    for own in wanted:
-        part, chosen = batch.part(np.flatnonzero(counts == own))
+    for count in wanted:
+        part, chosen = batch.part(np.flatnonzero(counts == count))
         bins = microbatch[chosen]
         if spread:
-            orders[:, chosen] = part.spread_out(bins, own)
+            orders[:, chosen] = part.spread_out(bins, count)
         else:
-            language = microbatch_ms(part, LANGUAGE_MODEL, bins, own)
-            orders[:, chosen] = possible_orders(part.replica, bins, language, part.work, wanted[own])
+            language = microbatch_ms(part, LANGUAGE_MODEL, bins, count)
+            orders[:, chosen] = possible_orders(part.replica, bins, language, part.work, wanted[count])
     placements = [batch.placed(bins, bins, counts, wanted) for bins in orders]
     return placements[int(estimates_ms(batch, placements).argmin())]
 
 
 def microbatch_ms(batch: Batch, module: str, microbatch: NDArray, count: int) -> NDArray:
-    """Forward of each microbatch `[replicas, count]` of each sample's replica of the language model."""
+    """Forward time of each microbatch `[replicas, count]`."""
     places = batch.replica * count + microbatch
     times = batch.workloads.microbatch_ms(module, np.arange(len(places)), places, batch.dp_size * count)
     return times.reshape(-1, count)
@@ -57,20 +57,20 @@ def microbatch_ms(batch: Batch, module: str, microbatch: NDArray, count: int) ->
 
 def estimates_ms(batch: Batch, placements: Sequence[Placement]) -> NDArray:
     """
-    The time of a step `[placements]` with all samples where they are placed: that of the slowest replica, see
-    [`Pipeline`]. All placements have the same replicas.
+    Estimated step times `[placements]`: those of the slowest replica, see [`Pipeline`]. All placements have the same
+    replicas.
     """
     slowest, counts = np.zeros(len(placements)), placements[0].counts
-    for own in np.unique(counts).tolist():
-        part, chosen = batch.part(np.flatnonzero(counts == own))
+    for count in np.unique(counts).tolist():
+        part, chosen = batch.part(np.flatnonzero(counts == count))
         rows: dict[str, list[NDArray]] = {name: [] for name in batch.plan.modules}
         for placement in placements:
             turns = dict.fromkeys(rows, placement.microbatch)
-            for track, turn in zip(batch.tracks, placement.encoder, strict=True):
-                turns |= dict.fromkeys(track.modules, np.minimum(turn, own - 1))
+            for colocated, turn in zip(batch.encoders, placement.encoder, strict=True):
+                turns |= dict.fromkeys(colocated.modules, np.minimum(turn, count - 1))
             for name, module in batch.plan.modules.items():
                 scale = batch.all_replicas / module.dp_size
-                rows[name].append(scale * microbatch_ms(part, name, turns[name][chosen], own))
+                rows[name].append(scale * microbatch_ms(part, name, turns[name][chosen], count))
         times = batch.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in rows.items()})
         slowest = np.maximum(slowest, times.reshape(len(placements), -1).max(axis=1))
     return slowest

@@ -1,4 +1,4 @@
-"""Matchings of two sides whose worst pair is as cheap as can be."""
+"""Bipartite matchings that minimize the cost of the worst pair."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 
 def bottleneck_matching(costs: NDArray) -> NDArray:
     """
-    Matches every row to a column of its own such that the largest cost is as small as possible, for many problems.
+    Matches every row to a different column such that the largest cost is as small as possible, for many problems.
 
-    The largest cost of each problem is found by binary search over its costs, all problems in step: each trial is one
-    bipartite matching of all problems side by side (Entrain, section 4.5.2). Of the matchings that keep to it, the one
-    with the least sum of squares is taken.
+    The largest cost of each problem is found by binary search over its costs, for all problems at once: each trial is
+    one bipartite matching of all problems together (Entrain, section 4.5.2). Of the optimal matchings, the one with
+    the smallest sum of squares is returned.
 
-    Entrain's vector `L` needs no place of its own: whoever defers nothing has cost `V[i, j] = L[i]`, and the best
-    deferral never costs more, so that `V` alone says whether `i` is within a threshold with any `j`.
+    Entrain's vector `L` is not needed: a microbatch that defers nothing has cost `V[i, j] = L[i]`, and the best
+    deferral never costs more, so that `V` alone tells whether `i` is within a threshold with any `j`.
 
     Args:
         costs (`numpy.ndarray` of shape `[num_problems, size, size]`): Finite costs, at least 0.
@@ -30,7 +30,7 @@ def bottleneck_matching(costs: NDArray) -> NDArray:
     if not size:
         return np.zeros((num_problems, 0), np.int64)
     values = np.sort(costs.reshape(num_problems, -1), axis=1)
-    # No matching is better than the best of each row and column; rows to columns in reverse order are one.
+    # Lower bound: the best entry of each row and column; upper bound: rows matched to columns in reverse order.
     below = np.maximum(costs.min(axis=2).max(axis=1), costs.min(axis=1).max(axis=1))
     above = costs[:, np.arange(size), np.arange(size)[::-1]].max(axis=1)
     low, high = ((values < bound[:, None]).sum(axis=1) for bound in (below, above))
@@ -41,7 +41,7 @@ def bottleneck_matching(costs: NDArray) -> NDArray:
         high = np.where(possible, middle, high)
         low = np.where(possible, low, np.minimum(middle + 1, high))
     limit = values[problems, high]
-    # A pair above the limit costs more than any matching below it.
+    # A pair above the limit costs more than any matching within it.
     squares = np.where(costs <= limit[:, None, None], costs**2, size * limit[:, None, None] ** 2 + 1)
     return np.stack([linear_sum_assignment(problem)[1] for problem in squares])
 

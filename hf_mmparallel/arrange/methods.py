@@ -1,4 +1,4 @@
-"""The arrangements of a global batch by name."""
+"""Arrangements of a global batch, by name."""
 
 from __future__ import annotations
 
@@ -38,27 +38,28 @@ def arrange_step(
     epoch: int = 0,
 ) -> StepPlan:
     """
-    Arranges a global batch. Its samples and its gradient are the same whatever the method, only the order differs.
+    Arranges a global batch. Its samples and its gradient do not depend on the method, only the order does.
 
-    The method arranges encoders and language model; generators take what the language model takes, see [`generated`].
+    The method arranges encoders and the language model; generators have the language model's microbatches, see
+    [`generated`].
 
     Args:
         plan (`ParallelPlan`): The plan.
         samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
-        workloads (`Workloads`): What each of them costs.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+        workloads (`Workloads`): Workloads of the samples.
+        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
         method (`str` or `Callable`, *optional*, defaults to `"hierarchical"`):
-            A name in [`ARRANGEMENTS`], or a function like those.
-        epoch (`int`, *optional*, defaults to 0): The epoch that the samples are drawn in.
+            A name in [`ARRANGEMENTS`], or a function with the same signature.
+        epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
 
     Raises:
-        `ValueError`: If a workload is negative or no finite number.
+        `ValueError`: If a workload is negative or not finite.
     """
     _check_workloads(samples, workloads)
     arrange = ARRANGEMENTS[method] if isinstance(method, str) else method
-    found = arrange(plan, workloads, microbatch_size)
-    found = {**found, **generated(plan, workloads, found[LANGUAGE_MODEL])}
-    microbatches = {name: _with_work(found[name], workloads.forward_ms[name], name) for name in plan.modules}
+    arranged = arrange(plan, workloads, microbatch_size)
+    arranged = {**arranged, **generated(plan, workloads, arranged[LANGUAGE_MODEL])}
+    microbatches = {name: _with_work(arranged[name], workloads.forward_ms[name], name) for name in plan.modules}
     targets: dict[str, tuple[str, ...]] = {}
     for edge in plan.edges:
         targets[edge.source] = (*targets.get(edge.source, ()), edge.target)
@@ -68,16 +69,16 @@ def arrange_step(
 
 
 def _with_work(replicas: tuple[tuple[Slots, ...], ...], forward_ms: np.ndarray, name: str) -> Any:
-    """The microbatches of a module without the samples that it has nothing to do for; the language model has all."""
+    """The microbatches of a module without samples that have no work in it; the language model has all samples."""
     busy = np.asarray(forward_ms) > 0
     if name == LANGUAGE_MODEL or busy.all():
         return replicas
-    kept = busy.tolist()
-    return tuple(tuple(tuple(slot for slot in slots if kept[slot]) for slots in replica) for replica in replicas)
+    is_busy = busy.tolist()
+    return tuple(tuple(tuple(slot for slot in slots if is_busy[slot]) for slots in replica) for replica in replicas)
 
 
 def _check_workloads(samples: Sequence[int], workloads: Workloads) -> None:
-    """Refuses what no arrangement can weigh, before an encoder loses such a sample as one without work."""
+    """Raises `ValueError` for invalid workloads, before an encoder drops such a sample as one without work."""
     for name, forward_ms in workloads.forward_ms.items():
         wrong = np.flatnonzero(~(np.isfinite(forward_ms) & (np.asarray(forward_ms) >= 0)))
         if len(wrong):
@@ -88,6 +89,6 @@ def _check_workloads(samples: Sequence[int], workloads: Workloads) -> None:
 
 
 def contiguous_step(plan: ParallelPlan, samples: Sequence[int], microbatch_size: int, epoch: int = 0) -> StepPlan:
-    """The sampler's own order, see [`contiguous`]."""
+    """A step in the sampler's order, see [`contiguous`]."""
     workloads = Workloads.alike(plan.modules, len(samples))
     return arrange_step(plan, samples, workloads, microbatch_size, "contiguous", epoch)

@@ -1,4 +1,4 @@
-"""How many microbatches a step should have, and how large they should be one after the other."""
+"""Number of microbatches of a step, and their target sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scipy.sparse import coo_array, csr_array
 from ..plan import LANGUAGE_MODEL
 from .estimate import Pipeline
 
-LARGEST = 1.35  # of the mean: what a microbatch may grow to, so that memory stays near that of equal ones
-_SMALLEST = 0.05  # of the mean, even where samples are tiny: a microbatch of no size has no place for any
-_STEP = 0.05  # of the logarithm of a module's share of the work; within it sizes are the same
-_SMOOTH, _ALIKE = 2e-4, 1e-3  # what a step of sizes, and a deferred share of a microbatch, must save of the time
-_WORTH = 0.01  # what other than equal sizes, or fewer microbatches, must save of the time
+LARGEST = 1.35  # maximum size relative to the mean, so that memory stays close to that of equal sizes
+_SMALLEST = 0.05  # minimum size relative to the mean, even for tiny samples: an empty microbatch has no use
+_STEP = 0.05  # quantum of the logarithm of a module's share of the work
+_SMOOTH, _EQUAL = 2e-4, 1e-3  # penalties for changes between microbatches, and for deferred work, relative to the time
+_WORTH = 0.01  # minimum relative gain of unequal sizes, or of fewer microbatches
 _FEWER = (0.75, 0.5, 0.375, 0.25)
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -27,11 +27,11 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 @dataclass(frozen=True)
 class Sizes:
     """
-    How much of the work each microbatch should have, 1 on average.
+    Share of the work of each microbatch, 1 on average.
 
     Args:
-        encoder (`tuple[float, ...]`): In the encoders.
-        language (`tuple[float, ...]`): In the language model.
+        encoder (`tuple[float, ...]`): Shares in the encoders.
+        language (`tuple[float, ...]`): Shares in the language model.
     """
 
     encoder: tuple[float, ...]
@@ -39,7 +39,7 @@ class Sizes:
 
     @classmethod
     def even(cls, count: int) -> Sizes:
-        """Equal ones."""
+        """Equal sizes."""
         return cls((1.0,) * count, (1.0,) * count)
 
 
@@ -47,23 +47,22 @@ def best_sizes(
     pipeline: Pipeline, totals: Mapping[str, float], count: int, smallest: float = 0.0, largest: float = LARGEST
 ) -> Sizes:
     """
-    The sizes for which a step would end first if samples could be divided at will.
+    The sizes with the shortest step if samples could be divided arbitrarily.
 
     Microbatches are small at the start, while the pipeline fills, and at the end, while it drains, because stages wait
     for them there. Sizes and the times of all tasks are the solution of a linear program for the order of
-    [`Pipeline.slots`], where the language model takes samples in the encoder's microbatch or one later. Solutions are
-    kept, since batches of a dataset are much alike. Of many microbatches those in the middle are equal.
+    [`Pipeline.slots`], where the language model processes samples in the encoder's microbatch or one later. Solutions
+    are cached, since batches of a dataset are similar. If there are many microbatches, those in the middle are equal.
 
     Args:
         pipeline ([`Pipeline`]): The stages.
         totals (`Mapping[str, float]`): Module -> milliseconds of one replica's samples in it.
-        count (`int`): Microbatches.
-        smallest (`float`, *optional*, defaults to 0):
-            The least size, of what a microbatch has on average; 0.05 where it is less.
-        largest (`float`, *optional*, defaults to 1.35): The largest size.
+        count (`int`): Number of microbatches.
+        smallest (`float`, *optional*, defaults to 0): Minimum size relative to the mean, at least 0.05.
+        largest (`float`, *optional*, defaults to 1.35): Maximum size relative to the mean.
 
     Returns:
-        [`Sizes`]: Of each microbatch.
+        [`Sizes`]: The size of each microbatch.
     """
     most = max(totals.values())
     if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3 or most <= 0:
@@ -73,19 +72,19 @@ def best_sizes(
     steps = np.rint(np.log(work / work.max()) / _STEP).astype(int)
     solved = min(count, 4 * pipeline.num_stages + 16)
     smallest = max(_SMALLEST, math.ceil(10 * smallest) / 10)
-    found = _solve(pipeline, tuple(steps.tolist()), solved, smallest, round(largest, 2))
-    return Sizes(_stretched(found.encoder, count), _stretched(found.language, count))
+    solution = _solve(pipeline, tuple(steps.tolist()), solved, smallest, round(largest, 2))
+    return Sizes(_stretched(solution.encoder, count), _stretched(solution.language, count))
 
 
 def _stretched(sizes: Sequence[float], count: int) -> tuple[float, ...]:
-    """More of the largest size until there are `count`, 1 on average again."""
+    """Repeats the largest size until there are `count`, and rescales the mean to 1."""
     middle = int(np.argmax(sizes))
     longer = np.insert(np.array(sizes), middle, np.full(count - len(sizes), sizes[middle]))
     return tuple((longer * count / longer.sum()).tolist())
 
 
 class _Rows:
-    """The rows `sum of coefficients <= 0` of a linear program."""
+    """Constraints `sum of coefficients <= 0` of a linear program."""
 
     def __init__(self):
         self.entries: list[tuple[int, int, float]] = []
@@ -103,26 +102,28 @@ class _Rows:
 @lru_cache(maxsize=256)
 def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: float, largest: float) -> Sizes:
     """
-    The linear program. Its variables are the sizes in the encoders and in the language model, the starts of all tasks,
-    the end, and what smooths the sizes: their changes, and their differences between encoders and language model.
+    Solves the linear program. Its variables are the sizes in the encoders and in the language model, the starts of all
+    tasks, the end, and smoothing terms: changes of sizes, and differences between encoders and language model.
     """
     work = np.exp(_STEP * np.array(steps)) / np.array(list(pipeline.bottleneck.values())) / count
     costs = pipeline.costs * work[:, None]
-    # Generators take the language model's microbatches.
+    # Generators have the language model's microbatches.
     language = pipeline.modules.index(LANGUAGE_MODEL)
     kinds = [int(place >= language) for place in range(len(pipeline.modules))]
-    by_kind = np.stack([costs[:, [kind == own for own in kinds]].sum(axis=1) for kind in range(2)], axis=1)
+    by_kind = np.stack([costs[:, [kind == k for k in kinds]].sum(axis=1) for kind in range(2)], axis=1)
     slots, num_stages = pipeline.slots(count), len(pipeline.depth)
     end = 2 * count + 2 * num_stages * count
     change, other = end + 1, end + 1 + 2 * count
     rows = _Rows()
 
-    def start(way: int, microbatch: int, stage: int) -> int:
-        return 2 * count + (way * count + microbatch) * num_stages + stage
+    def start(direction: int, microbatch: int, stage: int) -> int:
+        """The variable of the start of a task."""
+        return 2 * count + (direction * count + microbatch) * num_stages + stage
 
-    def after(way: int, microbatch: int, stage: int, following: int) -> None:
-        taken = [(kind * count + microbatch, float(by_kind[way, kind, stage])) for kind in range(2)]
-        rows.add((start(way, microbatch, stage), 1.0), *(term for term in taken if term[1]), (following, -1.0))
+    def after(direction: int, microbatch: int, stage: int, following: int) -> None:
+        """Constrains variable `following` to be at least the end of a task."""
+        terms = [(kind * count + microbatch, float(by_kind[direction, kind, stage])) for kind in range(2)]
+        rows.add((start(direction, microbatch, stage), 1.0), *(term for term in terms if term[1]), (following, -1.0))
 
     for stage, sources in enumerate(pipeline.before):
         for microbatch in range(count):
@@ -130,16 +131,16 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
                 after(0, microbatch, source, start(0, microbatch, stage))
                 if pipeline.backwards[source]:
                     after(1, microbatch, stage, start(1, microbatch, source))
-        ways = range(1 + pipeline.backwards[stage])
-        order = sorted((int(slots[way, index, stage]), way, index) for way in ways for index in range(count))
+        directions = range(1 + pipeline.backwards[stage])
+        order = sorted((int(slots[way, index, stage]), way, index) for way in directions for index in range(count))
         for (_, way, index), (_, next_way, next_index) in zip(order, order[1:], strict=False):
             after(way, index, stage, start(next_way, next_index, stage))
         after(order[-1][1], order[-1][2], stage, end)
     encoded = [(index, 1.0) for index in range(count)]
-    taken = [(count + index, 1.0) for index in range(count)]
+    consumed = [(count + index, 1.0) for index in range(count)]
     for index in range(count):
-        rows.add(*taken[: index + 1], *((variable, -1.0) for variable, _ in encoded[: index + 1]))
-        rows.add(*encoded[:index], *((variable, -1.0) for variable, _ in taken[: index + 1]))
+        rows.add(*consumed[: index + 1], *((variable, -1.0) for variable, _ in encoded[: index + 1]))
+        rows.add(*encoded[:index], *((variable, -1.0) for variable, _ in consumed[: index + 1]))
         for kind in range(2 * (index > 0)):
             here, extra = kind * count + index, change + kind * count + index
             rows.add((here, 1.0), (here - 1, -1.0), (extra, -1.0))
@@ -151,7 +152,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     whole = np.zeros((2, num_variables))
     whole[0, :count] = whole[1, count : 2 * count] = 1.0
     objective = np.zeros(num_variables)
-    objective[end], objective[change:other], objective[other:] = 1.0, _SMOOTH, _ALIKE
+    objective[end], objective[change:other], objective[other:] = 1.0, _SMOOTH, _EQUAL
     lowest, highest = np.zeros(num_variables), np.full(num_variables, np.inf)
     lowest[: 2 * count], highest[: 2 * count] = smallest, largest
     solution = linprog(
@@ -163,30 +164,30 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
         bounds=np.stack([lowest, highest], axis=1),
         method="highs",
     )
-    alike = {name: np.full((1, count), own) for name, own in zip(pipeline.modules, work, strict=True)}
-    if solution.x is None or solution.x[end] > (1 - _WORTH) * pipeline.iteration_ms(alike)[0]:
+    even = {name: np.full((1, count), work_ms) for name, work_ms in zip(pipeline.modules, work, strict=True)}
+    if solution.x is None or solution.x[end] > (1 - _WORTH) * pipeline.iteration_ms(even)[0]:
         return Sizes.even(count)
-    found = np.round(solution.x[: 2 * count], 3)
-    return Sizes(tuple(found[:count].tolist()), tuple(found[count:].tolist()))
+    sizes = np.round(solution.x[: 2 * count], 3)
+    return Sizes(tuple(sizes[:count].tolist()), tuple(sizes[count:].tolist()))
 
 
 def best_count(pipeline: Pipeline, totals: Mapping[str, float], count: int, heaviest: Mapping[str, NDArray]) -> int:
     """
-    How many microbatches to make, at most `count`, when single samples are heavier than a microbatch should be.
+    Best number of microbatches, at most `count`, if single samples are heavier than a microbatch should be.
 
-    With fewer microbatches such a sample weighs less beside the others, but the pipeline takes longer to fill and to
-    drain; which counts more is estimated. (Entrain, section 4.5.1, takes the work of all samples over that of the
-    largest, whatever the pipeline.)
+    With fewer microbatches such a sample is closer to the others, but the pipeline takes longer to fill and to drain;
+    the trade-off is estimated. (Entrain, section 4.5.1, divides the work of all samples by that of the largest one,
+    regardless of the pipeline.)
 
     Args:
         pipeline ([`Pipeline`]): The stages.
         totals (`Mapping[str, float]`): Module -> milliseconds of one replica's samples in it.
-        count (`int`): Most microbatches.
+        count (`int`): Maximum number of microbatches.
         heaviest (`Mapping[str, numpy.ndarray]`): Encoder -> milliseconds `[replicas, any]` of the heaviest samples of
             each replica, descending.
 
     Returns:
-        `int`: Microbatches.
+        `int`: Number of microbatches.
     """
     best, best_ms = count, math.inf
     for trial in (count, *(max(1, round(share * count)) for share in _FEWER)):
@@ -201,7 +202,7 @@ def best_count(pipeline: Pipeline, totals: Mapping[str, float], count: int, heav
 
 
 def _around(samples: NDArray, total: float, count: int) -> NDArray:
-    """Loads `[replicas, count]` when samples above the mean have microbatches of their own and all others are even."""
+    """Loads `[replicas, count]` if samples above the mean have their own microbatches and all others are even."""
     samples = samples[:, : count - 1]
     rest = total - np.pad(np.cumsum(samples, axis=1), ((0, 0), (1, 0)))
     level = np.maximum(rest, 0) / (count - np.arange(rest.shape[1]))
@@ -209,5 +210,5 @@ def _around(samples: NDArray, total: float, count: int) -> NDArray:
     even = np.take_along_axis(level, alone.sum(axis=1, keepdims=True), 1)
     loads = np.repeat(even, count, axis=1)
     loads[:, : samples.shape[1]] = np.where(alone > 0, samples, even)
-    # Spread out, so that they do not stand at the start, where they would count most.
+    # Spread out, so that they are not at the start, where they would cost most.
     return loads[:, np.argsort((np.arange(count) * _GOLDEN + 0.5) % 1, kind="stable")]

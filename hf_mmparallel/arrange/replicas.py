@@ -1,4 +1,4 @@
-"""How many microbatches each data-parallel replica of the language model has, and which samples it takes."""
+"""Numbers of microbatches of data-parallel replicas of the language model, and assignment of samples to replicas."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from .exchange import exchange
 _ROUNDS = 5
 
 
-def replica_counts(total: int, fill: NDArray, slowest: NDArray) -> NDArray:
+def replica_counts(total: int, warm_up: NDArray, slowest: NDArray) -> NDArray:
     """
-    Divides equal microbatches among replicas such that the last replica ends as soon as it can.
+    Splits equal microbatches over replicas such that the last replica ends as early as possible.
 
-    A replica with `n` of them ends after `fill + (n - 1) * slowest` (Entrain, equation 4.2), so that the next
-    microbatch always goes to the replica that ends first with one more. That is the optimum: ends only grow, and with
-    fewer than it gets below the threshold that is left at the end, some other replica would go over it.
+    A replica with `n` microbatches ends after `warm_up + (n - 1) * slowest` (Entrain, equation 4.2), so that the next
+    microbatch always goes to the replica that ends first with one more. That is optimal: ends only grow, and if a
+    replica had fewer, another one would exceed the resulting maximum.
 
     Args:
         total (`int`): Microbatches of all replicas, at least one for each.
-        fill (`numpy.ndarray` of shape `[num_replicas]`): Time of a microbatch through all stages of each.
-        slowest (`numpy.ndarray` of shape `[num_replicas]`): Time of a microbatch on the slowest stage of each.
+        warm_up (`numpy.ndarray` of shape `[num_replicas]`): Time of a microbatch through all stages of each replica.
+        slowest (`numpy.ndarray` of shape `[num_replicas]`): Time of a microbatch on the slowest stage of each replica.
 
     Returns:
         `numpy.ndarray`: int64 `[num_replicas]`, at least 1 each.
     """
-    size = len(fill)
-    if (fill == fill[0]).all() and (slowest == slowest[0]).all():
+    size = len(warm_up)
+    if (warm_up == warm_up[0]).all() and (slowest == slowest[0]).all():
         return np.full(size, total // size) + (np.arange(size) < total % size)
     counts, steps = np.ones(size, np.int64), slowest.tolist()
-    ends = [(end + step, index) for index, (end, step) in enumerate(zip(fill.tolist(), steps, strict=True))]
+    ends = [(end + step, index) for index, (end, step) in enumerate(zip(warm_up.tolist(), steps, strict=True))]
     heapq.heapify(ends)
     for _ in range(total - size):
         end, index = ends[0]
@@ -43,12 +43,12 @@ def replica_counts(total: int, fill: NDArray, slowest: NDArray) -> NDArray:
 
 def deal_samples(work: NDArray, order: NDArray, counts: NDArray) -> NDArray:
     """
-    Deals samples out, each to the replica that has the least to do, for each of its microbatches.
+    Assigns samples in order, each to the replica with the least work per microbatch.
 
     Args:
         work (`numpy.ndarray` of shape `[num_samples]`): Workload in the language model.
-        order (`numpy.ndarray` of shape `[num_samples]`): The samples as they are dealt.
-        counts (`numpy.ndarray` of shape `[num_replicas]`): Microbatches of each replica.
+        order (`numpy.ndarray` of shape `[num_samples]`): The samples in order.
+        counts (`numpy.ndarray` of shape `[num_replicas]`): Number of microbatches of each replica.
 
     Returns:
         `numpy.ndarray`: The replica of each sample, int64 `[num_samples]`.
@@ -57,33 +57,33 @@ def deal_samples(work: NDArray, order: NDArray, counts: NDArray) -> NDArray:
     if len(counts) == 1 or not len(work):
         return replicas
     loads = [(0.0, index) for index in range(len(counts))]
-    paces, taken, put = (1 / counts).tolist(), [], heapq.heapreplace
+    paces, owners, put = (1 / counts).tolist(), [], heapq.heapreplace
     if (counts == counts[0]).all():
         for added in (work[order] * paces[0]).tolist():
             load, index = loads[0]
             put(loads, (load + added, index))
-            taken.append(index)
+            owners.append(index)
     else:
         for item in work[order].tolist():
             load, index = loads[0]
             put(loads, (load + item * paces[index], index))
-            taken.append(index)
-    replicas[order] = taken
+            owners.append(index)
+    replicas[order] = owners
     return replicas
 
 
 def assign_replicas(language: NDArray, encoders: NDArray, counts: NDArray) -> NDArray:
     """
-    Divides samples among replicas such that all have about the same work for each microbatch, in every module.
+    Assigns samples to replicas such that all have similar work per microbatch, in every module.
 
-    Samples go from the largest encoder workload to the smallest, each to the replica that has the least to do in the
-    language model (Entrain, section 4.3); samples without encoder work come last, from the longest to the shortest.
-    Exchanges follow that bring the totals of all modules together.
+    Samples go in the order of decreasing encoder workload, each to the replica with the least work in the language
+    model (Entrain, section 4.3); samples without encoder work come last, longest first. Exchanges then balance the
+    totals of all modules.
 
     Args:
         language (`numpy.ndarray` of shape `[num_samples]`): Workload in the language model.
         encoders (`numpy.ndarray` of shape `[num_samples, num_encoders]`): Workload in encoders.
-        counts (`numpy.ndarray` of shape `[num_replicas]`): Microbatches of each replica, which its share follows.
+        counts (`numpy.ndarray` of shape `[num_replicas]`): Number of microbatches of each replica.
 
     Returns:
         `numpy.ndarray`: The replica of each sample, int64 `[num_samples]`.
@@ -92,7 +92,7 @@ def assign_replicas(language: NDArray, encoders: NDArray, counts: NDArray) -> ND
     if len(counts) == 1 or not len(language):
         return replicas
     totals = np.append(language[:, None], encoders, axis=1)
-    # The shares of a replica are as its microbatches; on this scale all weights count alike.
+    # A replica's share is proportional to its microbatches; on this scale all weights count equally.
     weights = totals / np.maximum(totals.sum(axis=0), 1e-300)
     targets = np.where(weights.any(axis=0), (counts / counts.sum())[:, None], 0.0)[None]
     return exchange(replicas, weights, targets, _ROUNDS * weights.shape[1])

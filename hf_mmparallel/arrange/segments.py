@@ -1,13 +1,13 @@
 """
-Whole segments to ranks: only what has to be cut is gathered.
+Assignment of whole segments to ranks: only segments that have to be split are gathered.
 
-Attention never leaves a segment, so the segments of a row may come in any order. The row is laid out as
+Attention stays within a segment, so the segments of a row may come in any order. The row is laid out as
 
-    [ segments that are cut, in blocks dealt to all ranks | section of one rank | section of the next | ... ]
+    [ split segments, their blocks distributed over all ranks | bin of one rank | bin of the next | ... ]
 
-A segment is cut when it is longer than a rank's tokens or has more work than the mean rank. All others lie whole in
-one section. Only where no division of them fills the ranks without overflow (after some padding, if allowed) do
-sections run over their ends, by one segment at each of the `num_ranks - 1` borders, which is then gathered too.
+A segment is split if it is longer than a rank's tokens or has more work than the mean rank. All others are whole in
+one bin. Only if no assignment fits the capacities (with some padding, if allowed), bins exceed their ends, by one
+segment at each of the `num_ranks - 1` boundaries, which is then gathered as well.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from .blocks import BLOCK, PARTIAL_COST, block_workloads, distribute
 from .context import ContextAssignment, assign_rows, padded_length
-from .sections import GOOD, Sections
+from .segment_bins import GOOD, SegmentBins
 
-_MANY_SEGMENTS = 1024  # more are bundled with their neighbours, so that the search stays short
+_MANY_SEGMENTS = 1024  # larger numbers are bundled with their neighbors to keep the search fast
 _CORRECTIONS = 10
 
 
 @dataclass(frozen=True)
 class _Segments:
-    """Start and length, `[num_segments]`, of parts of a row that do not see each other."""
+    """Start and length `[num_segments]` of parts of a row that do not attend to each other."""
 
     start: NDArray
     length: NDArray
@@ -35,14 +35,14 @@ class _Segments:
 
 def independent_segments(segment_ids: ArrayLike) -> tuple[NDArray, NDArray]:
     """
-    Divides a row into consecutive parts such that no segment lies in two.
+    Splits a row into consecutive parts such that no segment is in two of them.
 
     Args:
         segment_ids (array of shape `[num_tokens]`, integers): The segment of each token, from 1; 0 is padding.
 
     Returns:
-        `tuple[numpy.ndarray, numpy.ndarray]`: Start and length of each part, int64. Each token of padding that lies in
-        no segment is a part by itself.
+        `tuple[numpy.ndarray, numpy.ndarray]`: Start and length of each part, int64. Each padding token outside of all
+        segments is a part of its own.
     """
     ids = np.asarray(segment_ids)
     if not len(ids):
@@ -64,38 +64,42 @@ def assign_segments(
     max_padding: float = 0.02,
 ) -> ContextAssignment:
     """
-    Hands whole segments to ranks, and blocks of those that must be cut.
+    Assigns whole segments to ranks, and blocks of segments that have to be split.
 
     Args:
-        first (array of shape `[num_tokens]`, integers): The first place that each token sees.
-        last (array of shape `[num_tokens]`, integers): The last place that each token sees; less than `first` for a
+        first (array of shape `[num_tokens]`, integers): The first position that each token sees.
+        last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
             token that sees nothing.
         segment_ids (array of shape `[num_tokens]`, integers): The segment of each token, from 1; 0 is padding.
-        num_ranks (`int`): Ranks.
+        num_ranks (`int`): Number of ranks.
         block (`int`, *optional*, defaults to 128): Tokens of a block.
         max_padding (`float`, *optional*, defaults to 0.02):
-            How much longer a rank's tokens may become, as a share, to keep segments whole.
+            Maximum relative increase of a rank's tokens to keep segments whole.
 
     Returns:
-        [`ContextAssignment`]: In mode `"row"` where all blocks would be gathered anyway.
+        [`ContextAssignment`]: The assignment; in mode `"row"` if all blocks would be gathered anyway.
     """
     first, last, ids = np.asarray(first), np.asarray(last), np.asarray(segment_ids)
     least = padded_length(len(first), num_ranks, block) // num_ranks
     segments = _segments_of(ids)
     lengths = range(least, least + max(int(max_padding * least), 0) + 1, block)
     work = _segment_work(first, last, segments, block)
-    frames = (_Frame.of(first, last, segments, work, num_ranks, length, block) for length in lengths)
-    divided = ((frame, frame.sections.divide()) for frame in frames)
-    frame, owner = shortest = next(divided)
-    if not frame.sections.fit(owner):
-        frame, owner = next(((frame, owner) for frame, owner in divided if frame.sections.fit(owner)), shortest)
-    exact = frame.exchanged if frame.sections.fit(owner) else frame.assignment
-    found = exact(first, last, owner)
-    return found if found.gathered.size < found.blocks.size else assign_rows(first, last, num_ranks, block)
+    split_rows = (_SplitRow.of(first, last, segments, work, num_ranks, length, block) for length in lengths)
+    divided = ((split_row, split_row.bins.divide()) for split_row in split_rows)
+    split_row, owner = shortest = next(divided)
+    if not split_row.bins.fit(owner):
+        split_row, owner = next(
+            ((split_row, owner) for split_row, owner in divided if split_row.bins.fit(owner)), shortest
+        )
+    exact = split_row.exchanged if split_row.bins.fit(owner) else split_row.assignment
+    assignment = exact(first, last, owner)
+    if assignment.gathered.size < assignment.blocks.size:
+        return assignment
+    return assign_rows(first, last, num_ranks, block)
 
 
 def _segments_of(ids: NDArray) -> _Segments:
-    """All segments; short neighbours in bundles when there are very many."""
+    """All segments; bundles of short neighbors if there are very many."""
     start, length = independent_segments(ids)
     seen = ids[start] > 0
     if len(start) > _MANY_SEGMENTS:
@@ -110,8 +114,8 @@ def _segments_of(ids: NDArray) -> _Segments:
 
 
 def _segment_work(first: NDArray, last: NDArray, segments: _Segments, block: int) -> NDArray:
-    """Work `[3, num_segments]` of each segment by where it starts, as [`Sections`] wants it."""
-    # Each segment on blocks of its own, all of them moved from the first token of a block to the last.
+    """Work `[3, num_segments]` of each segment by its start position, see [`SegmentBins`]."""
+    # Each segment on separate blocks, shifted from the first token of a block to the last.
     size = -(-segments.length // block) + 1
     head = np.cumsum(size) - size
     everything = np.ones(len(size), dtype=bool)
@@ -124,18 +128,18 @@ def _segment_work(first: NDArray, last: NDArray, segments: _Segments, block: int
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _SplitRow:
     """
-    The new row for one number of tokens a rank, before whole segments have a rank.
+    The new row for one number of tokens per rank, before whole segments are assigned.
 
     Args:
         segments (`_Segments`): All segments.
-        whole (`numpy.ndarray`): Indices of the segments that are not cut.
-        place (`numpy.ndarray` of shape `[num_segments]`): Where the cut ones start.
-        rank_of_block (`numpy.ndarray` of shape `[num_blocks]`): Who holds each block.
-        ranks (`list[int]`): In the order of their sections.
-        start (`int`): Where the first section starts: the tokens of cut segments.
-        sections (`Sections`): Of the segments that are not cut.
+        whole (`numpy.ndarray`): Indices of the segments that are not split.
+        place (`numpy.ndarray` of shape `[num_segments]`): Start of the split segments.
+        rank_of_block (`numpy.ndarray` of shape `[num_blocks]`): Rank of each block.
+        ranks (`list[int]`): Ranks in the order of their bins.
+        start (`int`): Start of the first bin: the number of tokens of split segments.
+        bins (`SegmentBins`): Bins for the segments that are not split.
     """
 
     segments: _Segments
@@ -144,7 +148,7 @@ class _Frame:
     rank_of_block: NDArray
     ranks: list[int]
     start: int
-    sections: Sections
+    bins: SegmentBins
 
     @classmethod
     def of(
@@ -156,35 +160,35 @@ class _Frame:
         num_ranks: int,
         length: int,
         block: int,
-    ) -> _Frame:
-        """Deals the blocks of the segments that are cut, when a rank has `length` tokens."""
+    ) -> _SplitRow:
+        """Distributes the blocks of the segments that are split if a rank has `length` tokens."""
         cut = (segments.length > length) | (work[0] > work[0].sum() / num_ranks)
         place = np.zeros(len(cut), dtype=np.int64)
         place[cut] = np.cumsum(segments.length[cut]) - segments.length[cut]
         start = int(segments.length[cut].sum())
         num_cut = -(-start // block)
         cut_work = _work_in_place(first, last, _sources(segments, place, cut, num_cut * block), block)
-        dealt = distribute(cut_work, num_ranks)
+        distributed = distribute(cut_work, num_ranks)
         rank_of_block = np.empty(num_ranks * length // block, dtype=np.int64)
-        rank_of_block[dealt] = np.arange(num_ranks)[:, None]  # those past `num_cut` are written again below
+        rank_of_block[distributed] = np.arange(num_ranks)[:, None]  # overwritten below from `num_cut` on
         loads = np.bincount(rank_of_block[:num_cut], weights=cut_work, minlength=num_ranks)
-        room = length - block * np.bincount(rank_of_block[:num_cut], minlength=num_ranks)
-        # The rank with the last block that is cut comes first, since its section begins inside that block.
+        capacity = length - block * np.bincount(rank_of_block[:num_cut], minlength=num_ranks)
+        # The rank with the last split block comes first, since its bin begins inside that block.
         head = int(rank_of_block[num_cut - 1]) if num_cut else 0
         ranks = [head, *(rank for rank in range(num_ranks) if rank != head)]
-        rank_of_block[num_cut:] = np.repeat(ranks, room[ranks] // block)
-        room[head] += num_cut * block - start
+        rank_of_block[num_cut:] = np.repeat(ranks, capacity[ranks] // block)
+        capacity[head] += num_cut * block - start
         offset = np.zeros(num_ranks, dtype=np.int64)
         offset[head] = start % block
         whole = np.flatnonzero(~cut)
-        sections = Sections(segments.length[whole], work[:, whole], room, loads, offset, block, 1 + PARTIAL_COST)
-        return cls(segments, whole, place, rank_of_block, ranks, start, sections)
+        bins = SegmentBins(segments.length[whole], work[:, whole], capacity, loads, offset, block, 1 + PARTIAL_COST)
+        return cls(segments, whole, place, rank_of_block, ranks, start, bins)
 
     def assignment(self, first: NDArray, last: NDArray, owner: NDArray) -> ContextAssignment:
-        """What downstream reads."""
+        """The resulting assignment."""
         place = self._places(owner)
         everything = np.ones(len(place), dtype=bool)
-        block, num_ranks = self.sections.block, self.sections.num_ranks
+        block, num_ranks = self.bins.block, self.bins.num_ranks
         layout = _sources(self.segments, place, everything, len(self.rank_of_block) * block)
         left = np.ones(len(first), dtype=bool)
         left[layout[layout >= 0]] = False
@@ -197,48 +201,48 @@ class _Frame:
         return ContextAssignment(layout, blocks, gathered, work, len(first), block, "segments")
 
     def exchanged(self, first: NDArray, last: NDArray, owner: NDArray) -> ContextAssignment:
-        """The best of some assignments, each after exchanges that go by what the one before it turned out to cost."""
-        sections, ranks, found = self.sections, range(self.sections.num_ranks), []
+        """The best of several assignments, each after exchanges corrected by the actual work of the one before."""
+        bins, ranks, assignments = self.bins, range(self.bins.num_ranks), []
         for _ in range(_CORRECTIONS):
-            owner = sections.exchange(owner)
-            found.append(self.assignment(first, last, owner))
-            if found[-1].imbalance <= 1 + GOOD:
+            owner = bins.exchange(owner)
+            assignments.append(self.assignment(first, last, owner))
+            if assignments[-1].imbalance <= 1 + GOOD:
                 break
-            # What an image adds, say, depends on where it lies in its blocks, which the sections do not know.
-            expected = np.array([sections.rank_work(owner, rank) for rank in ranks])
-            sections = replace(sections, loads=sections.loads + found[-1].work - expected)
-        return min(found, key=lambda assignment: assignment.work.max())
+            # The work of images, for example, depends on their position within blocks, which bins do not know.
+            expected = np.array([bins.rank_work(owner, rank) for rank in ranks])
+            bins = replace(bins, loads=bins.loads + assignments[-1].work - expected)
+        return min(assignments, key=lambda assignment: assignment.work.max())
 
     def _places(self, owner: NDArray) -> NDArray:
         """
-        Where each segment starts.
+        Start of each segment.
 
-        A section that is too short is filled up with padding while there is some; one that is too long or can't be
-        filled moves the next one, and the segment at the border is cut. The shortest ones lie at such borders.
+        A bin that is too short is padded while padding is left; one that is too long or can't be padded shifts the
+        next one, and the segment at the boundary is split. The shortest segments are placed at such boundaries.
         """
-        place, sections, fits = self.place.copy(), self.sections, self.sections.fit(owner)
-        spare = int(sections.room.sum() - sections.length.sum())
+        place, bins, fits = self.place.copy(), self.bins, self.bins.fit(owner)
+        spare = int(bins.capacity.sum() - bins.length.sum())
         cursor = border = self.start
         for rank in self.ranks:
             mine = np.flatnonzero(owner == rank)
             if fits:
-                mine = sections.order(mine, cursor)
+                mine = bins.order(mine, cursor)
             else:
-                mine = mine[np.argsort(sections.length[mine], kind="stable")]
-                inner = sections.order(mine[2:], cursor + int(sections.length[mine[:1]].sum()))
+                mine = mine[np.argsort(bins.length[mine], kind="stable")]
+                inner = bins.order(mine[2:], cursor + int(bins.length[mine[:1]].sum()))
                 mine = np.concatenate([mine[:1], inner, mine[1:2]])
-            sizes = sections.length[mine]
+            sizes = bins.length[mine]
             place[self.whole[mine]] = cursor + np.cumsum(sizes) - sizes
             cursor += int(sizes.sum())
-            border += int(sections.room[rank])
+            border += int(bins.capacity[rank])
             if 0 < border - cursor <= spare:
                 spare -= border - cursor
                 cursor = border
         return place
 
     def _needed_elsewhere(self, place: NDArray) -> NDArray:
-        """Which blocks have tokens of a segment that lies on more than one rank."""
-        block = self.sections.block
+        """Which blocks have tokens of a segment that spans ranks."""
+        block = self.bins.block
         head, tail = place // block, (place + self.segments.length - 1) // block
         changes = np.cumsum(np.diff(self.rank_of_block, prepend=self.rank_of_block[:1]) != 0)
         spans = changes[head] != changes[tail]
@@ -249,7 +253,7 @@ class _Frame:
 
 
 def _sources(segments: _Segments, place: NDArray, which: NDArray, length: int) -> NDArray:
-    """Index into the row for each place of the new one, -1 where nothing lies."""
+    """Index into the row for each position of the new one, -1 for empty positions."""
     sizes = segments.length[which]
     inside = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     layout = np.full(length, -1, dtype=np.int64)
@@ -268,6 +272,6 @@ def _work_in_place(first: NDArray, last: NDArray, layout: NDArray, block: int) -
 
 
 def _gathered(needed: NDArray) -> NDArray:
-    """The rank's own blocks that it gives, as many on each rank: the needed ones, then the lowest others."""
+    """Indices of the rank's blocks to send, equally many on each rank: the needed ones, then the lowest others."""
     count = int(needed.sum(axis=1).max())
     return np.sort(np.argsort(~needed, axis=1, kind="stable")[:, :count], axis=1)

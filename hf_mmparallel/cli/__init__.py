@@ -1,5 +1,5 @@
 """
-The command `hf-mmparallel`: arguments of its subcommands, and what each prints.
+The command `hf-mmparallel`: arguments and output of its subcommands.
 
 The top of the package beside `trainer`; nothing imports it.
 """

@@ -1,4 +1,4 @@
-"""`hf-mmparallel calibrate`: corrects costs by what runs took, and says how far off they were."""
+"""`hf-mmparallel calibrate`: corrects costs by measured runs, and reports their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ examples:
   hf-mmparallel plan --model ./my-vlm --gpus 64 --profile calibrated.json
 
 A run under a plan writes `trainer_log.jsonl` into its output folder. Logs of other layouts of the same model on the
-same kind of GPU may be given together. Training takes the result as `layer_profile=calibrated.json`.
+same kind of GPU may be combined. The Trainer reads the result as `layer_profile=calibrated.json`.
 """
 
 
@@ -33,8 +33,8 @@ def add_calibrate_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "calibrate",
         help="correct costs by the logs of runs, for `--profile` of the other commands",
-        description="Fits factors of the times of each module's forwards and backwards, of launches, and of the "
-        "memory of activations, to what runs took. Half of the logged windows are fitted and the others judged by; "
+        description="Fits factors of the forward and backward times of each module, of kernel launches, and of "
+        "activation memory to measured runs. Half of the logged windows are fitted and the others for evaluation; "
         "then all are fitted. Needs no GPU and no model.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -43,11 +43,11 @@ def add_calibrate_parser(commands: Any) -> None:
         "logs",
         nargs="+",
         metavar="LOG",
-        help="trainer_log.jsonl of a run, or its output folder; more of the same model",
+        help="trainer_log.jsonl of a run, or its output folder; several runs of the same model are combined",
     )
     parser.add_argument("--output", metavar="FILE", help="write the calibration as JSON")
     parser.add_argument(
-        "--profile", metavar="FILE", help="what the runs had as `layer_profile`, if `hf-mmparallel profile` wrote it"
+        "--profile", metavar="FILE", help="the `layer_profile` of the runs, if `hf-mmparallel profile` wrote it"
     )
     parser.set_defaults(run=run_calibrate)
 
@@ -60,7 +60,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
         args (`argparse.Namespace`): Its arguments.
 
     Raises:
-        `ValueError`: For logs that can't be calibrated by.
+        `ValueError`: For logs that can't be used for a calibration.
     """
     from ..cost.calibrate import calibrate_logs
     from ..cost.calibration import Calibration, read_costs
@@ -68,7 +68,7 @@ def run_calibrate(args: argparse.Namespace) -> None:
 
     logs = [log_file(path) for path in args.logs]
     if args.profile and not Path(args.profile).is_file():
-        raise ValueError(f"`--profile {args.profile}` is no file. Give what `hf-mmparallel profile --output` wrote.")
+        raise ValueError(f"`--profile {args.profile}` is not a file. Give the output of `hf-mmparallel profile`.")
     source = None if args.profile is None else read_costs(args.profile)
     result = calibrate_logs(logs, source.profile if isinstance(source, Calibration) else source)
     console = new_console()
@@ -88,30 +88,30 @@ def run_calibrate(args: argparse.Namespace) -> None:
 
 def log_file(path: str) -> Path:
     """
-    The log of a run.
+    Path of a run's log.
 
     Args:
         path (`str`): The log, or the output folder of the run.
 
     Raises:
-        `ValueError`: If there is none.
+        `ValueError`: If there is no log.
     """
     from ..cost.run_log import RUN_LOG
 
-    found = Path(path) / RUN_LOG if Path(path).is_dir() else Path(path)
-    if found.is_file():
-        return found
+    log = Path(path) / RUN_LOG if Path(path).is_dir() else Path(path)
+    if log.is_file():
+        return log
     if Path(path).is_dir():
         raise ValueError(
-            f"`{path}` is a folder without a `{RUN_LOG}`. A run under a plan writes one into its output folder with "
-            "every `logging_steps`."
+            f"`{path}` is a folder without a `{RUN_LOG}`. A run under a plan writes one into its output folder, a "
+            "line at every `logging_steps`."
         )
     raise ValueError(f"`{path}` does not exist. Give the `{RUN_LOG}` of a run's output folder.")
 
 
 def error_table(result: CalibrationResult) -> Table:
     """
-    How far off predictions were in the windows that were not fitted, before and after.
+    Table of prediction errors in the windows that were left out of the fit, before and after calibration.
 
     Args:
         result ([`CalibrationResult`]): The calibration.
@@ -132,7 +132,7 @@ def error_table(result: CalibrationResult) -> Table:
 
 def scale_table(calibration: Calibration) -> Table:
     """
-    The corrections, fitted on all windows.
+    Table of the corrections, fitted on all windows.
 
     Args:
         calibration ([`Calibration`]): The calibration.
@@ -141,7 +141,7 @@ def scale_table(calibration: Calibration) -> Table:
 
     table = Table(title="Factors of costs, by all windows", title_justify="left")
     table.add_column("", no_wrap=True)
-    for name in ("of tokens", "of squares", "ms a layer besides", "of launches", "of sums"):
+    for name in ("per token", "per squared length", "ms per layer", "of launches", "of sums"):
         table.add_column(name, justify="right", no_wrap=True)
     for module, scales in calibration.scales.items():
         for kind, scale in scales.items():
@@ -155,7 +155,7 @@ def scale_table(calibration: Calibration) -> Table:
 
 def notes(result: CalibrationResult) -> list[str]:
     """
-    What the tables leave open, a sentence each.
+    Limitations of the calibration, one sentence each.
 
     Args:
         result ([`CalibrationResult`]): The calibration.
@@ -172,17 +172,16 @@ def notes(result: CalibrationResult) -> list[str]:
     if result.has_launches and untold:
         lines.append(
             f"Launches of {', '.join(untold)} keep their predicted time (a factor of 1): the log can't tell them from "
-            "what is computed. It takes tasks of different sizes, some so small that the host launches them no faster "
+            "compute time. That needs tasks of different sizes, some so small that the host launches them no faster "
             "than the device computes."
         )
     if not any(scale.sum for scales in result.calibration.scales.values() for scale in scales.values()):
         lines.append(
-            "Sums over tensor-parallel ranks keep their predicted time: no run has any, or they take as long as "
-            "predicted."
+            "Tensor-parallel sums keep their predicted time: no run has any, or they take as long as predicted."
         )
     share = result.outside_share
     lines.append(
-        f"With its tasks as measured, a step is predicted {abs(share):.1%} {'shorter' if share >= 0 else 'longer'} "
-        "than it is: messages, gradient sums and the host between tasks, which are not corrected."
+        f"With measured tasks, a step is predicted {abs(share):.1%} {'shorter' if share >= 0 else 'longer'} "
+        "than it is, due to messages, gradient sums and host time between tasks, which are not corrected."
     )
     return lines

@@ -12,10 +12,10 @@ from .profile_command import add_profile_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all subcommands; each sets `run`, which is called with the arguments."""
+    """The parser of all subcommands; each sets `run`, a function of the parsed arguments."""
     parser = argparse.ArgumentParser(
         prog="hf-mmparallel",
-        description="Plans of multimodal models whose modules have their own parallel layouts. Needs no GPU.",
+        description="Plans for multimodal models with a separate parallel layout for each module. Needs no GPU.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_plan_parser(commands)
@@ -31,10 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Runs a command.
 
     Args:
-        argv (`Sequence[str]`, *optional*): Its arguments; those of the process when left out.
+        argv (`Sequence[str]`, *optional*): Its arguments; those of the process by default.
 
     Returns:
-        `int`: 0, or 2 after an error, which is one line on the standard error stream.
+        `int`: 0, or 2 after an error, which is printed as one line to stderr.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(arguments)

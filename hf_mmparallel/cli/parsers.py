@@ -1,4 +1,4 @@
-"""The arguments of the commands. Imports nothing heavy before a command runs, for a fast `--help`."""
+"""The arguments of the commands. Nothing heavy is imported before a command runs, for a fast `--help`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ examples:
   hf-mmparallel plan --model ./my-vlm --module vision:dp=2,freeze=tower --module language_model:pp=2,tp=2 \\
       --global-batch-size 64 --microbatch-size 2 --dry-run
 
-Without sizes of modules, or with some of them and --gpus, the best plan is searched for; sizes that are given stay.
+Without sizes of modules, or with some of them and --gpus, the best plan is searched; given sizes are kept.
 
-settings of `--module` (any field of `ModulePlugin`, the short names are the same as `dp_size` and so on):
-  dp, pp, tp          copies, pipeline stages, ranks that share each matrix
-  cp                  ranks that share the tokens of a microbatch (language_model only)
+settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_size` and so on):
+  dp, pp, tp          data-parallel replicas, pipeline stages, tensor-parallel size
+  cp                  context-parallel size (language_model only)
   freeze              true, tower, or a regular expression over parameter names
   layers              layers of each stage, such as 10/12/12
   colocate            another module whose ranks this one shares
   checkpointing       true to recompute activations in the backward
   cp_method, cp_mode, cp_block
-                      with cp above 1: how tokens are handed out (lpt, zigzag, contiguous, random), what is gathered
-                      (auto, row, segments), and tokens that stay together (128)
+                      with cp above 1: distribution of tokens (lpt, zigzag, contiguous, random), gathered keys (auto,
+                      row, segments), and tokens per block (128)
   attn_implementation attention function of the module, such as sdpa, flash_attention_2 or bitfield
-  zero_stage          optimizer sharding; only 0 is built
+  zero_stage          optimizer sharding; only 0 is supported
   peft_config         adapters of the module; a dict, so in a file for --parallel only
 
-what `--what-if` may change, separated by commas:
+settings of `--what-if`, separated by commas:
   frozen, trainable   a module, as in --freeze
   gpus, gpu_type, global_batch_size, microbatch_size, seq_len, image_tokens, memory_limit_gib, schedule,
   microbatch_assignment, dtype
@@ -41,7 +41,7 @@ SIMULATE_EXAMPLES = """\
 examples:
   hf-mmparallel simulate plan.yaml --picture schedule.png
   hf-mmparallel simulate plan.yaml --model ./my-vlm --dataset chartqa --gpu-type a100 --global-batch-size 64
-Without --model a forward counts 1 ms and a backward 2 ms on every stage.
+Without --model a forward takes 1 ms and a backward 2 ms on every stage.
 """
 
 
@@ -54,14 +54,14 @@ def add_plan_parser(commands: Any) -> None:
     """
     plan = commands.add_parser(
         "plan",
-        help="find the best plan of a model, or predict the one whose sizes are given",
+        help="find the best plan of a model, or predict a plan with given sizes",
         description="Reads a model's configuration (never its weights), and finds the plan with the fastest step on "
         "a number of GPUs. With sizes of modules it predicts that plan.",
         epilog=PLAN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan.add_argument("--model", required=True, metavar="PATH|ID", help="model folder, config.json, or id on the Hub")
-    plan.add_argument("--gpus", type=positive, metavar="N", help="ranks there are, all of which a plan takes")
+    plan.add_argument("--gpus", type=positive, metavar="N", help="number of ranks, all of which a plan uses")
     layout = plan.add_argument_group("layout")
     sizes = layout.add_mutually_exclusive_group()
     sizes.add_argument("--parallel", metavar="FILE", help="YAML or JSON file: settings of modules, or a saved plan")
@@ -70,7 +70,7 @@ def add_plan_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME:KEY=VALUE,...",
-        help="layout of one module; repeat for others; without --gpus, modules left out are on one rank",
+        help="layout of one module; repeat for others; without --gpus, omitted modules are on one rank",
     )
     _add_model_arguments(plan)
     _add_batch_arguments(plan)
@@ -80,29 +80,29 @@ def add_plan_parser(commands: Any) -> None:
         "--effort",
         type=positive,
         metavar="N",
-        help="of a search: tasks of steps that are simulated for each rank; more of it takes longer (384)",
+        help="simulation budget in tasks per GPU (default 384); larger = slower, more thorough",
     )
-    answers.add_argument("--explain", action="store_true", help="say why the other plans are not chosen")
+    answers.add_argument("--explain", action="store_true", help="explain why other plans were not chosen")
     answers.add_argument(
         "--compare",
         action="store_true",
-        help="show six others beside the plan: frozen-unaware (what is chosen if freezing is ignored), single layout "
-        "for all modules, FSDP-like, DistTrain's plan, ratio-based (GPUs by operations), encoders replicated",
+        help="compare with six baselines: frozen-unaware (ignores freezing), single layout for all modules, "
+        "FSDP-like, DistTrain's plan, ratio-based (GPUs in proportion to FLOPs), encoders replicated",
     )
     answers.add_argument(
         "--what-if",
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="plan again with something changed, and show both; repeat for more",
+        help="plan again with changed settings, and show both; repeat for more",
     )
     answers.add_argument(
         "--dry-run",
         action="store_true",
-        help="fail unless the plan fits the device's memory and its program passes the checks; say what was checked",
+        help="fail unless the plan fits the device's memory and its program passes all checks; list the checks",
     )
     _add_output_arguments(plan)
-    plan.add_argument("--output", metavar="FILE", help="write the plan as YAML for the Trainer, or JSON by its ending")
+    plan.add_argument("--output", metavar="FILE", help="write the plan as YAML for the Trainer, or JSON by extension")
     plan.set_defaults(run=_run_plan)
 
 
@@ -120,8 +120,8 @@ def add_simulate_parser(commands: Any) -> None:
         epilog=SIMULATE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    simulate.add_argument("plan", metavar="PLAN", help="a plan that `hf-mmparallel plan --output` wrote")
-    simulate.add_argument("--model", metavar="PATH|ID", help="the model, for times and memory of its sizes")
+    simulate.add_argument("plan", metavar="PLAN", help="output of `hf-mmparallel plan --output`")
+    simulate.add_argument("--model", metavar="PATH|ID", help="the model, for times and memory")
     _add_model_arguments(simulate)
     _add_batch_arguments(simulate)
     _add_data_arguments(simulate)
@@ -161,56 +161,56 @@ def _run_env(args: argparse.Namespace) -> None:
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is trained, and on what."""
+    """Adds the arguments of the model and the device."""
     group = parser.add_argument_group("model and device")
     device = group.add_mutually_exclusive_group()
     device.add_argument(
         "--gpu-type",
         default="h100",
         metavar="NAME",
-        help="speed, memory and links: a name of the table in docs/devices.md, such as h200, a100-pcie-40gb, l40s, "
-        "mi300x or cpu, or as the driver reports it (h100, an H100 SXM)",
+        help="device of each rank: a name of the table in docs/devices.md, such as h200, a100-pcie-40gb, l40s, mi300x "
+        "or cpu, or the name that the driver reports (h100, an H100 SXM)",
     )
     device.add_argument(
         "--gpu-spec",
         metavar="FILE",
-        help="YAML file that describes another device, or with `like: h100` how one differs; instead of --gpu-type",
+        help="YAML file that describes another device, or with `like: h100` its differences; instead of --gpu-type",
     )
     group.add_argument(
         "--freeze",
         action="append",
         default=[],
         metavar="NAME[=WHAT]",
-        help="a module that is not trained: all of it, or `vision=tower` for all but the projector; repeat for others",
+        help="module to freeze: all of it, or `vision=tower` for all but the projector; repeat for others",
     )
     group.add_argument(
         "--generator",
         action="append",
         default=[],
         metavar="NAME:KEY=VALUE,...",
-        help="a module behind the language model, such as image:layers=28,hidden=3072,heads=24,intermediate=12288,"
-        "tokens=1024; it is planned, no Trainer runs it",
+        help="module after the language model, such as image:layers=28,hidden=3072,heads=24,intermediate=12288,"
+        "tokens=1024; it is planned, but no Trainer runs it",
     )
     group.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "tf32", "float32"),
         default="bfloat16",
-        help="what is computed in (bfloat16), tf32 for float32 with products in TF32; weights are as the "
-        "configuration says",
+        help="compute dtype (bfloat16), tf32 for float32 with products in TF32; weights have the dtype of the "
+        "configuration",
     )
     group.add_argument(
         "--profile",
         metavar="FILE",
-        help="times that `hf-mmparallel profile` measured, or `hf-mmparallel calibrate` corrected, instead of "
+        help="layer times from `hf-mmparallel profile`, or corrected ones from `hf-mmparallel calibrate`, instead of "
         "operation counts",
     )
     group.add_argument(
-        "--memory-limit-gib", type=above_zero, metavar="GIB", help="memory of a rank (90 %% of the device's)"
+        "--memory-limit-gib", type=above_zero, metavar="GIB", help="memory limit of a rank (90 %% of the device's)"
     )
 
 
 def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a step is made up."""
+    """Adds the arguments of a step."""
     group = parser.add_argument_group("step")
     group.add_argument(
         "--global-batch-size", type=positive, metavar="N", help="samples of an optimizer step (in a search: 4 a GPU)"
@@ -219,34 +219,34 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
         "--microbatch-size",
         type=positive,
         metavar="N",
-        help="samples of a microbatch of one language-model replica (chosen by a search, else 1)",
+        help="samples of a microbatch of one language-model replica (searched, else 1)",
     )
     group.add_argument(
         "--schedule",
         choices=("1f1b", "eager", "gpipe", "encoders_first"),
-        help="order of forwards and backwards (chosen by a search, else 1f1b)",
+        help="order of forwards and backwards (searched, else 1f1b)",
     )
     group.add_argument(
         "--microbatch-assignment",
         metavar="NAME",
-        help="how samples come to microbatches: hierarchical, tapered, entrain, contiguous or a baseline, as in the "
-        "Trainer (the one with the shortest predicted step; contiguous where all are alike)",
+        help="arrangement of samples in microbatches: hierarchical, tapered, entrain, contiguous or a baseline, as in "
+        "the Trainer (by default the one with the shortest predicted step; contiguous if all samples are equal)",
     )
     group.add_argument(
         "--packing",
         action=argparse.BooleanOptionalAction,
-        help="whether a microbatch of the language model is one row without padding (where its attention is bitfield)",
+        help="whether a microbatch of the language model is one row without padding (if its attention is bitfield)",
     )
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """How large samples are."""
+    """Adds the arguments of samples."""
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--dataset",
         metavar="PATH|ID|NAME",
-        help="file or folder that `datasets` reads, id on the Hub, or sizes as published of synthchartnet, chartqa, "
-        "cocoqa or llava-150k; without it all samples are alike",
+        help="file or folder that `datasets` reads, id on the Hub, or published sizes of synthchartnet, chartqa, "
+        "cocoqa or llava-150k; without it all samples are equal",
     )
     group.add_argument("--split", metavar="NAME", help="split of the dataset (train)")
     group.add_argument(
@@ -254,31 +254,31 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN|MODULE=COLUMN,...",
         help="columns with the tokens of a sample in the language model, or in each module",
     )
-    group.add_argument("--processor", metavar="PATH|ID", help="counts the tokens of conversations (the model's)")
+    group.add_argument("--processor", metavar="PATH|ID", help="processor for conversations (the model's)")
     group.add_argument(
-        "--num-samples", type=positive, default=4096, metavar="N", help="samples that are measured at most (4096)"
+        "--num-samples", type=positive, default=4096, metavar="N", help="maximum number of measured samples (4096)"
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the samples that are drawn (0)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the drawn samples (0)")
     group.add_argument(
         "--seq-len",
         type=positive,
         default=2048,
         metavar="N",
-        help="without a dataset: tokens of a sample in the language model (2048)",
+        help="without a dataset: LM tokens per sample (2048)",
     )
     group.add_argument(
         "--image-tokens",
         type=positive,
         default=576,
         metavar="N",
-        help="without a dataset: tokens of a sample in each encoder (576)",
+        help="without a dataset: tokens per sample in each encoder (576)",
     )
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
-    """Files to write."""
+    """Adds the arguments of files."""
     group = parser.add_argument_group("files")
-    group.add_argument("--picture", metavar="FILE", help="draw the schedule as a PNG")
-    group.add_argument("--html", metavar="FILE", help="write one page with all there is, to hand around")
+    group.add_argument("--picture", metavar="FILE", help="write a chart of the schedule as PNG")
+    group.add_argument("--html", metavar="FILE", help="write a self-contained HTML page of the plan")
     group.add_argument("--json", metavar="FILE", help="write the figures as JSON")
     group.add_argument("--trace", metavar="FILE", help="write the schedule for chrome://tracing and Perfetto")

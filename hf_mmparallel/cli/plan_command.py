@@ -1,4 +1,4 @@
-"""`hf-mmparallel plan`: the best plan on a number of GPUs, or what to expect of one whose sizes are given."""
+"""`hf-mmparallel plan`: the best plan on a number of GPUs, or the prediction of a plan with given sizes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ def run_plan(args: argparse.Namespace) -> None:
         args (`argparse.Namespace`): Its arguments.
 
     Raises:
-        `ValueError`: For what does not fit, with a remedy.
+        `ValueError`: For settings that contradict each other or do not fit, with a remedy.
     """
     settings = Settings.of(args, **read_layout(args))
     changed = [(text, settings.with_changes(text)) for text in args.what_if]
     source = read_model(args.model, settings.plugin.modules, args.generator)
-    for text, own in [("", settings), *changed]:  # checked before anything takes time
-        own.frozen_spec(source.spec)
-        if args.profile is not None and (own.gpu_type, own.dtype) != (settings.gpu_type, settings.dtype):
+    for text, changed_settings in [("", settings), *changed]:  # checked before anything takes time
+        changed_settings.frozen_spec(source.spec)
+        device = changed_settings.gpu_type, changed_settings.dtype
+        if args.profile is not None and device != (settings.gpu_type, settings.dtype):
             raise ValueError(
-                f"`--what-if {text}`: the times of `{args.profile}` were measured on one device, in one type. Leave "
+                f"`--what-if {text}`: the times of `{args.profile}` were measured on one device, in one dtype. Leave "
                 "`--profile` out to compare others."
             )
     inputs = Inputs(source, read_samples(args, source), args.profile, args.seed, args.effort)
@@ -56,7 +57,7 @@ def run_plan(args: argparse.Namespace) -> None:
         console.print(
             "The sizes are given, so that there are no other plans to explain. Leave some out, with `--gpus`."
         )
-    what_ifs = [(text, _solve_changed(text, own, inputs, answer)) for text, own in changed]
+    what_ifs = [(text, _solve_changed(text, other, inputs, answer)) for text, other in changed]
     if what_ifs:
         console.print(what_if_table(answer, what_ifs), highlight=False)
     if comparison:
@@ -72,7 +73,7 @@ def run_plan(args: argparse.Namespace) -> None:
 
 
 def _solve_changed(text: str, settings: Settings, inputs: Inputs, before: Answer) -> Answer:
-    """The answer to a `--what-if`, with the same global batch unless that is changed."""
+    """Plans for a `--what-if`, with the same global batch unless that is changed."""
     if "global_batch_size=" not in text:
         settings = settings.with_changes(f"global_batch_size={before.global_batch_size}")
     try:
@@ -82,26 +83,26 @@ def _solve_changed(text: str, settings: Settings, inputs: Inputs, before: Answer
 
 
 def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
-    """A column for the plan, and one for each change."""
-    answers = [before, *(own for _, own in what_ifs)]
+    """Table with a column for the plan, and one for each change."""
+    answers = [before, *(changed for _, changed in what_ifs)]
     table = Table(title="What if", title_justify="left")
     table.add_column("")
     table.add_column("now", justify="right")
     for text, _ in what_ifs:
         table.add_column(text.replace(",", "\n"), justify="right")
     rows = {
-        "step": [ms_text(own.step_ms) for own in answers],
-        "change": ["", *(f"{own.step_ms / before.step_ms - 1:+.1%}" for own in answers[1:])],
-        "samples/s": [f"{own.samples_per_second:,.4g}" for own in answers],
-        "samples/s a GPU": [f"{own.samples_per_second / own.plan.world_size:,.4g}" for own in answers],
-        "tokens/s": [f"{own.tokens_per_second:,.0f}" for own in answers],
-        "MFU": [f"{own.flops_utilisation:.1%}" for own in answers],
-        "bubble": [f"{own.prediction.simulation.bubble_fraction:.1%}" for own in answers],
-        "GiB, fullest rank": [f"{own.peak_gib:.3g}" for own in answers],
-        "GPUs": [f"{own.plan.world_size:,}" for own in answers],
+        "step": [ms_text(a.step_ms) for a in answers],
+        "change": ["", *(f"{a.step_ms / before.step_ms - 1:+.1%}" for a in answers[1:])],
+        "samples/s": [f"{a.samples_per_second:,.4g}" for a in answers],
+        "samples/s a GPU": [f"{a.samples_per_second / a.plan.world_size:,.4g}" for a in answers],
+        "tokens/s": [f"{a.tokens_per_second:,.0f}" for a in answers],
+        "MFU": [f"{a.flops_utilisation:.1%}" for a in answers],
+        "bubble": [f"{a.prediction.simulation.bubble_fraction:.1%}" for a in answers],
+        "GiB, fullest rank": [f"{a.peak_gib:.3g}" for a in answers],
+        "GPUs": [f"{a.plan.world_size:,}" for a in answers],
     }
     for name in before.plan.modules:
-        rows[name] = [layout_text(own.plan, name).replace(", ", "\n") for own in answers]
+        rows[name] = [layout_text(a.plan, name).replace(", ", "\n") for a in answers]
     for label, cells in rows.items():
         table.add_row(label, *cells)
     return table
@@ -109,13 +110,13 @@ def what_if_table(before: Answer, what_ifs: WhatIfs) -> Table:
 
 def compared(answer: Answer) -> tuple[Answer, tuple[ComparedPlan, ...]]:
     """
-    What others would do, and the answer: that of the search, or what is faster of what others would do.
+    The plans of baselines, and the answer: that of the search, or a faster plan of a baseline.
 
     Raises:
-        `ValueError`: Where nothing was searched.
+        `ValueError`: If there was no search.
     """
     if answer.result is None:
-        raise ValueError("`--compare` compares with the plan that a search finds. Leave sizes out, and give `--gpus`.")
+        raise ValueError("`--compare` needs the plan of a search. Leave sizes out, and give `--gpus`.")
     from ..search.compare import compare, with_faster
 
     others = compare(answer.result.problem, answer.result)
@@ -123,7 +124,7 @@ def compared(answer: Answer) -> tuple[Answer, tuple[ComparedPlan, ...]]:
 
 
 def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:
-    """A row for the plan, and one for each of the others."""
+    """Table with a row for the plan, and one for each baseline."""
     table = Table(title="Beside other methods", title_justify="left")
     for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
         right = column != "method"
@@ -132,19 +133,19 @@ def comparison_table(answer: Answer, others: Sequence[ComparedPlan]) -> Table:
     numbers = [f"{bubble:.1%}", f"{answer.peak_gib:.3g}", f"{answer.flops_utilisation:.1%}"]
     layouts = plan_line(answer.plan).replace("; ", "\n")
     table.add_row(f"this plan\n{layouts}", ms_text(answer.step_ms), "", *numbers, end_section=True)
-    for own in others:
+    for other in others:
         cells = [""] * 5
-        if not math.isnan(own.step_ms):  # else there is no plan at all
-            slower = f"{own.step_ms / answer.step_ms - 1:+.1%}"
-            numbers = [f"{own.bubble_fraction:.1%}", f"{own.peak_memory_gib:.3g}", f"{own.flops_utilisation:.1%}"]
-            cells = [ms_text(own.step_ms), slower, *numbers]
-        text = "\n".join(part for part in (own.title, own.layout.replace("; ", "\n"), own.note) if part)
+        if not math.isnan(other.step_ms):  # NaN without a plan
+            slower = f"{other.step_ms / answer.step_ms - 1:+.1%}"
+            gib, mfu = f"{other.peak_memory_gib:.3g}", f"{other.flops_utilisation:.1%}"
+            cells = [ms_text(other.step_ms), slower, f"{other.bubble_fraction:.1%}", gib, mfu]
+        text = "\n".join(part for part in (other.title, other.layout.replace("; ", "\n"), other.note) if part)
         table.add_row(text, *cells, end_section=True)
     return table
 
 
 def warn_of_memory(console: Console, answer: Answer) -> None:
-    """Prints that a plan does not fit, without failing."""
+    """Prints a warning if a plan does not fit, without failing."""
     try:
         check_memory(answer)
     except ValueError as error:
@@ -152,7 +153,7 @@ def warn_of_memory(console: Console, answer: Answer) -> None:
 
 
 def dry_run_text(answer: Answer) -> str:
-    """What was checked."""
+    """The checks of a dry run, as text."""
     memory = f"memory was not checked, since {answer.settings.gpu_type} has no fixed size"
     if answer.settings.memory_gib is not None:
         memory = f"estimated memory fits the {answer.settings.memory_text}"
@@ -171,14 +172,14 @@ def write_files(
     what_ifs: WhatIfs = (),
 ) -> None:
     """
-    Writes the pictures, the page and the figures that are asked for.
+    Writes the requested charts, page and figures.
 
     Args:
-        console (`Console`): Where it is said.
-        args (`argparse.Namespace`): The names of the files.
+        console (`Console`): The console for messages.
+        args (`argparse.Namespace`): The paths of the files.
         answer (`Answer`): The plan.
-        comparison (`Sequence[ComparedPlan]`, *optional*): What others would do.
-        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): What was changed, and the answers.
+        comparison (`Sequence[ComparedPlan]`, *optional*): Plans of baselines.
+        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): Changes and their results.
     """
     if args.picture:
         gantt_png(answer.prediction.simulation, args.picture)

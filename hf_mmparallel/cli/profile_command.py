@@ -24,10 +24,10 @@ examples:
   hf-mmparallel profile --model ./my-vlm/config.json --lengths 64,256,1024 --output laptop.json
   hf-mmparallel plan --model ./my-vlm --gpus 64 --profile h100.json
 
-One layer of each kind is made with random weights at a time, so that a model which fits on no GPU can be measured.
-Under torchrun the links between its ranks are measured too, inside a node and between nodes: start one process for
-each GPU of each node. Then the first rank measures layers and writes the file, and the others leave.
-A profile holds no weights and no data: share it with those who plan for the same model and the same GPUs.
+One layer of each kind is created with random weights at a time, so that models too large for one GPU can be measured.
+Under torchrun the links between ranks are measured as well, inside a node and between nodes: start one process per
+GPU of each node. Then the first rank measures layers and writes the file, and the others exit.
+A profile contains no weights and no data: share it with others who plan for the same model and the same GPUs.
 """
 DTYPES = ("bfloat16", "float16", "float32")
 LABELS = {"forward": "forward", "data_gradient": "data grad", "weight_gradient": "weight grad"}
@@ -44,8 +44,8 @@ def add_profile_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
         help="time the layers of a model on this machine, for `--profile` of the other commands",
-        description="Times one layer of each kind of a model at several lengths, forward and gradients apart, and "
-        "fits `a x^2 + b x + c` to each. Needs the model's configuration, not its weights.",
+        description="Times one layer of each kind of a model at several lengths, forward and gradients separately, "
+        "and fits `a x^2 + b x + c` to each. Needs the model's configuration, not its weights.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -53,22 +53,22 @@ def add_profile_parser(commands: Any) -> None:
         "--model", required=True, metavar="PATH|ID", help="model folder, config.json, or id on the Hub"
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="write the profile as JSON")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="what is measured (cuda if there is one)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device to measure (cuda if available)")
     parser.add_argument(
         "--tp", type=_numbers, default=(1,), metavar="N,...", help="tensor-parallel sizes; one device suffices (1)"
     )
     parser.add_argument("--lengths", type=_numbers, metavar="N,...", help="tokens of a chunk (64,256,1024,4096,16384)")
-    parser.add_argument("--max-tokens", type=positive, metavar="N", help="leave longer chunks out")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="skip longer chunks")
     parser.add_argument(
         "--max-seconds",
         type=_seconds,
         default=10.0,
         metavar="S",
-        help="leave chunks out of which one forward and backward takes longer (10)",
+        help="skip chunks whose forward and backward take longer (10)",
     )
     parser.add_argument("--module", action="append", metavar="NAME", help="only this module; repeat for others")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (as the configuration says)")
-    parser.add_argument("--autocast", choices=DTYPES[:2], help="multiply matrices in this type, as `--bf16` does")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (that of the configuration)")
+    parser.add_argument("--autocast", choices=DTYPES[:2], help="compute dtype of matrix products, as with `--bf16`")
     parser.add_argument("--attention", metavar="NAME", help="attention function, such as sdpa (the model's default)")
     parser.set_defaults(run=run_profile)
 
@@ -95,9 +95,7 @@ def run_profile(args: argparse.Namespace) -> None:
         raise ValueError("`--device cuda`: torch finds no CUDA device. Use `--device cpu`, or run it on the GPU.")
     lengths = tuple(n for n in args.lengths or LENGTHS if n <= (args.max_tokens or n))
     if not lengths:
-        raise ValueError(
-            f"`--max-tokens {args.max_tokens}` leaves none of the lengths. Raise it, or give `--lengths`."
-        )
+        raise ValueError(f"`--max-tokens {args.max_tokens}` excludes all lengths. Raise it, or give `--lengths`.")
     config = read_model(args.model, {}, []).model.config
     settings = ProfileSettings(
         tp_sizes=args.tp,
@@ -124,7 +122,7 @@ def run_profile(args: argparse.Namespace) -> None:
 
 
 def _links(device: str) -> dict[str, float] | None:
-    """The links of the ranks that were launched, which part after that; `None` on all but the first."""
+    """Measures the links between the launched ranks, and ends their group; `None` on all but the first rank."""
     from .._environment import launched_processes
 
     if launched_processes()[0] == 1:
@@ -136,17 +134,17 @@ def _links(device: str) -> dict[str, float] | None:
     from ..world import World
 
     state = PartialState(cpu=device == "cpu")
-    found = link_constants(World(state.device or torch.device(device)))
+    constants = link_constants(World(state.device or torch.device(device)))
     state.destroy_process_group()
-    return found if state.is_main_process else None
+    return constants if state.is_main_process else None
 
 
 def report(console: Console, profile: LayerProfile) -> None:
     """
-    Prints a table for each module, then what does not fit and what is left out.
+    Prints a table per module, then curves with large errors and skipped measurements.
 
     Args:
-        console (`Console`): Where.
+        console (`Console`): The console.
         profile ([`LayerProfile`]): The measurements.
     """
     kind = profile.dtype if profile.autocast is None else f"{profile.dtype} with {profile.autocast} autocast"
@@ -161,7 +159,7 @@ def report(console: Console, profile: LayerProfile) -> None:
 
 def constants_text(constants: Mapping[str, float]) -> str:
     """
-    What was measured of a device, in a line.
+    One line about the measured constants of a device.
 
     Args:
         constants (`Mapping[str, float]`): Fields of [`Hardware`].
@@ -171,46 +169,46 @@ def constants_text(constants: Mapping[str, float]) -> str:
         for name, what in (
             ("matmul_efficiency", "products"),
             ("attention_efficiency", "attention"),
-            ("memory_efficiency", "element-wise work (of the memory's rate)"),
+            ("memory_efficiency", "element-wise work (of the memory bandwidth)"),
         )
     )
     masked, block = (f"{constants[f'{form}_attention_share']:.0%}" for form in ("masked", "block"))
     return (
-        f"Device: a launch takes {constants['launch_us']:.1f} us; of the peak reach {shares}; attention reaches "
-        f"{masked} of its rate under a dense mask, {block} as `bitfield`.\n{links_text(constants)}"
+        f"Device: a launch takes {constants['launch_us']:.1f} us; shares of the peak: {shares}; attention reaches "
+        f"{masked} of its rate with a dense mask, {block} with `bitfield`.\n{links_text(constants)}"
     )
 
 
 def links_text(constants: Mapping[str, float]) -> str:
     """
-    What was measured of links, in a line, and what was not.
+    One line about measured links, and links without a measurement.
 
     Args:
         constants (`Mapping[str, float]`): Fields of [`Hardware`].
     """
-    told = []
+    parts = []
     for where, prefix, needed in (("in a node", "", "two ranks"), ("between nodes", "node_", "ranks on two nodes")):
         latency, sums = constants.get(f"{prefix}link_latency_us"), constants.get(f"{prefix}collective_latency_us")
         rates = [constants.get(f"{prefix}{kind}_gb_per_s") for kind in ("link", "message")]
         if latency is None:
-            told.append(f"{where} not measured, which takes {needed} under torchrun: the device table's figures count")
+            parts.append(f"{where} not measured, which needs {needed} under torchrun: the device table applies")
         elif sums is None:
-            told.append(f"{where} {latency:.1f} us for a copy; rates are the device table's")
+            parts.append(f"{where} {latency:.1f} us for a copy; rates are those of the device table")
         else:
-            told.append(
+            parts.append(
                 f"{where} {rates[0]:.3g} GB/s in sums and {rates[1]:.3g} GB/s in messages, {sums:.1f} us for each "
                 f"step of a sum and {latency:.1f} us for a message"
             )
-    return f"Links: {'; '.join(told)}."
+    return f"Links: {'; '.join(parts)}."
 
 
 def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
     """
-    The measurements of a module: rows of times at each chunk, coefficients and errors of the curve through them.
+    Table of a module's measurements: times at each chunk, coefficients and errors of the fitted curves.
 
     Args:
         module (`str`): Its name.
-        layers (`list[MeasuredLayer]`): Its kinds of layers in each layout.
+        layers (`list[MeasuredLayer]`): Its kinds of layers at each tensor-parallel size.
     """
     from rich.table import Table
 
@@ -230,7 +228,7 @@ def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
 
 
 def _cells(layer: MeasuredLayer, name: str, chunks: list[tuple[int, int]]) -> Iterator[str]:
-    """Times at each chunk, the coefficients, and how well they fit."""
+    """Times at each chunk, the coefficients, and the quality of the fit."""
     times = {(point.tokens, point.sequences): f"{getattr(point, name):.3g}" for point in layer.points}
     yield from (times.get(chunk, "") for chunk in chunks)
     curve, polynomial = layer.curves[name], layer.curves[name].polynomial
@@ -242,7 +240,7 @@ def _cells(layer: MeasuredLayer, name: str, chunks: list[tuple[int, int]]) -> It
 
 def misfits(profile: LayerProfile) -> Iterator[str]:
     """
-    A sentence for each curve that does not fit.
+    A sentence for each curve with a large error.
 
     Args:
         profile ([`LayerProfile`]): The measurements.
@@ -277,7 +275,7 @@ def _ranges(layers: tuple[int, ...]) -> str:
 
 
 def _name(source: str) -> str:
-    """What a model is called, without where it is on this machine."""
+    """Name of a model without its location on this machine."""
     path = Path(source)
     if not path.exists():
         return source
@@ -285,7 +283,7 @@ def _name(source: str) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them."""
+    """Integers separated by commas."""
     return tuple(positive(part.strip()) for part in text.split(","))
 
 

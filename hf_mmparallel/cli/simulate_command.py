@@ -1,4 +1,4 @@
-"""`hf-mmparallel simulate`: one step of a saved plan."""
+"""`hf-mmparallel simulate`: simulates one step of a saved plan."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def run_simulate(args: argparse.Namespace) -> None:
         args (`argparse.Namespace`): Its arguments.
 
     Raises:
-        `ValueError`: For a file without a plan, and a plan that does not fit the model.
+        `ValueError`: For a file without a plan, and a plan that does not match the model.
     """
     plugin = read_plugin(args.plan)
     if plugin.plan is None:
         raise ValueError(
-            f"`{args.plan}` holds settings of modules, no plan. Make one with `hf-mmparallel plan --output`."
+            f"`{args.plan}` has settings of modules, not a plan. Make one with `hf-mmparallel plan --output`."
         )
     settings = Settings.of(args, plugin=plugin)
     if args.model is None:
@@ -49,7 +49,7 @@ def run_simulate(args: argparse.Namespace) -> None:
 
 
 def _simulate_in_units(args: argparse.Namespace, settings: Settings, plan: ParallelPlan) -> None:
-    """A step whose forwards take 1 ms and whose backwards take 2 ms on every stage."""
+    """Simulates a step with forwards of 1 ms and backwards of 2 ms on every stage."""
     for name in ("dataset", "profile", "html", "json", "freeze", "generator"):
         if getattr(args, name):
             raise ValueError(f"`--{name}` has no effect without `--model`. Give the model of the plan.")

@@ -1,5 +1,5 @@
 """
-The cost of a layout and its samples, counted or measured: the time of each task, the memory of each rank.
+Cost models, analytic or measured: the time of each task and the memory of each rank.
 
 Uses `plan` only and no torch; imported by the search, the planner, and what predicts or measures steps.
 """

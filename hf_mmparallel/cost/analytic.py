@@ -1,4 +1,4 @@
-"""Costs of layers from operation counts and a table of devices."""
+"""Analytic layer costs: operation and byte counts over the rates of a device."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
-from .collectives import all_reduce
-from .devices import Hardware
-from .elementwise import FUSED_SCORE_BYTES, SCORE_BYTES, layer_elementwise
-from .engine_traits import OURS, Engine
-from .kept import (
+from .activations import (
     DTYPE_BYTES,
     FULL,
     LayerShape,
     Precision,
     chain_widths,
-    held_shares,
     is_split,
-    layer_kept,
+    parameter_shares,
+    saved_activations,
     with_trainable,
 )
+from .collectives import all_reduce
+from .devices import Hardware
+from .elementwise import FUSED_SCORE_BYTES, SCORE_BYTES, layer_elementwise
+from .engine_traits import OURS, Engine
 from .layers import BYTES_PER_VALUE, CostModel, LayerCost, Polynomial
 
 ATTENTION_BACKWARD = 2.5
-"""Products of the backward of attention over those of its forward: five, with the scores computed again, over two."""
+"""FLOPs of attention's backward over its forward: five matrix products, with recomputed scores, instead of two."""
 ELEMENTWISE_BACKWARD = 2.0
-"""Bytes that the backward of element-wise work moves over those of its forward."""
+"""Bytes moved by the backward of element-wise operations, over those of the forward."""
 
 
 def active_elements(spec: ModelSpec, module: str, index: int) -> list[tuple[ParameterUse, float]]:
     """
-    The parameters that are read in a layer, each with the elements of it that a token of the layers is multiplied
-    with. Behind the layers a merger makes one token of several, of which each counts with its share.
+    Parameters that a layer reads, each with the number of elements that one token is multiplied with. After the last
+    layer a merger turns several tokens into one, so each of these tokens counts for its share of the matrix.
     """
     part, uses = spec.modules[module], spec.uses.get((module, index), ())
     if index < part.num_layers:
@@ -41,16 +41,16 @@ def active_elements(spec: ModelSpec, module: str, index: int) -> list[tuple[Para
     widths = chain_widths(shape)
     shares = {f"{matrix.name}.": share for matrix, (share, _) in zip(shape.matrices, widths, strict=True)}
     names = [f"{use.parameter.name}." for use in uses]  # an adapter's begins with that of its matrix
-    found = (next((share for own, share in shares.items() if name.startswith(own)), 1.0) for name in names)
-    return [(use, share * use.num_active) for use, share in zip(uses, found, strict=True)]
+    scales = (next((share for prefix, share in shares.items() if name.startswith(prefix)), 1.0) for name in names)
+    return [(use, scale * use.num_active) for use, scale in zip(uses, scales, strict=True)]
 
 
 def layer_flops(spec: ModelSpec, module: str, index: int) -> tuple[float, float]:
     """
-    Operations of a layer's forward: for each token, and for each squared token of a sequence.
+    FLOPs of a layer's forward, per token and per squared sequence length.
 
-    A token takes two for each element of a matrix that it is multiplied with; attention over `n` tokens takes
-    `4 n^2` for each channel, half of it where it is causal.
+    Each matrix element costs two FLOPs per token; attention over `n` tokens costs `4 n^2` per channel, half of that
+    if it is causal.
     """
     part = spec.modules[module]
     matrices = sum(elements for _, elements in active_elements(spec, module, index))
@@ -59,7 +59,7 @@ def layer_flops(spec: ModelSpec, module: str, index: int) -> tuple[float, float]
 
 
 def module_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
-    """Operations of a module's forward, see [`layer_flops`]."""
+    """FLOPs of a module's forward, see [`layer_flops`]."""
     parts = [layer_flops(spec, module, index) for index in range(-1, spec.modules[module].num_layers + 1)]
     return sum(tokens for tokens, _ in parts), sum(squares for _, squares in parts)
 
@@ -67,18 +67,18 @@ def module_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
 @dataclass(frozen=True)
 class AnalyticLayers:
     """
-    Costs of layers as operations and bytes over what a device reaches: matrix products with what they read and write,
-    attention, element-wise work, the reading of the weights, sums over tensor-parallel ranks, and launches.
+    Layer costs from operation and byte counts: matrix products with the memory traffic of their operands, attention,
+    element-wise operations, reads of the weights, tensor-parallel all-reduces, and kernel launches.
 
-    Products and bytes are added, not the larger of both taken: what is narrow (a hidden size cut by tensor
-    parallelism, say) is so slower for each operation than what is wide.
+    Compute and memory times are added instead of taking the larger one: narrow matrices (a hidden size cut by tensor
+    parallelism) are slower per FLOP than wide ones.
 
     Args:
-        spec (`ModelSpec`): The model; what of it is frozen does not matter here.
-        device (`Hardware`): What each rank is.
-        value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
-        engine (`Engine`, *optional*): What runs the layers.
-        first_rank (`int`, *optional*, defaults to 0): Where in a node the ranks that share matrices start.
+        spec (`ModelSpec`): The model. Frozen parameters make no difference here.
+        device (`Hardware`): The device of each rank.
+        value_bytes (`int`, *optional*, defaults to 2): Bytes of an activation value.
+        engine (`Engine`, *optional*): How layers are executed.
+        first_rank (`int`, *optional*, defaults to 0): Position in its node of the first rank of a tp group.
     """
 
     spec: ModelSpec
@@ -95,7 +95,7 @@ class AnalyticLayers:
         """See [`LayerCosts`]."""
         part, uses = self.spec.modules[module], self.spec.uses.get((module, index), ())
         inside = 0 <= index < part.num_layers
-        shares = held_shares(self.spec, module, index, tp_size)
+        shares = parameter_shares(self.spec, module, index, tp_size)
         precision = Precision.of(part, self.value_bytes)
         products_ms = self._products_ms(part, uses, index, shares, precision)
         attention_ms = self._attention_ms(part, uses, precision, tp_size) if inside else 0.0
@@ -103,8 +103,9 @@ class AnalyticLayers:
         work = layer_elementwise(part, uses, index, precision, tp_size, self.engine)
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
-        kept, frozen = (
-            layer_kept(part, with_trainable(uses, trained), index, precision, tp_size) for trained in (True, False)
+        saved, frozen = (
+            saved_activations(part, with_trainable(uses, trained), index, precision, tp_size)
+            for trained in (True, False)
         )
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
         return LayerCost(
@@ -113,7 +114,7 @@ class AnalyticLayers:
                 ATTENTION_BACKWARD * attention_ms, products_ms + ELEMENTWISE_BACKWARD * moved_ms, read_ms
             ),
             weight_gradient=Polynomial(0.0, products_ms, written_ms),
-            activations=kept,
+            activations=saved,
             frozen_activations=frozen,
             launch_ms=(launch_ms, launch_ms),
             sums=self._sums(part, uses, index, tp_size, products_ms),
@@ -127,11 +128,11 @@ class AnalyticLayers:
         shares: Mapping[str, float],
         precision: Precision,
     ) -> float:
-        """Time for a token of the matrix products of a layer, with the reading and writing of what goes through."""
-        found = active_elements(self.spec, part.name, index)
-        flops = sum(2.0 * shares[use.parameter.name] * elements for use, elements in found)
+        """Milliseconds per token of a layer's matrix products, including reads and writes of their operands."""
+        active = active_elements(self.spec, part.name, index)
+        flops = sum(2.0 * shares[use.parameter.name] * elements for use, elements in active)
         width = 0.0
-        for use, elements in found:
+        for use, elements in active:
             rows, columns = _sides(use, elements)
             share = shares[use.parameter.name]
             whole = max((side for side in (rows, columns) if side == part.hidden_size), default=0.0)
@@ -143,8 +144,9 @@ class AnalyticLayers:
         self, part: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
     ) -> float:
         """
-        Time of attention for a squared token, of which causal attention computes half; where scores are made, as
-        products, with what moves them. Then all pairs count, see [`chunk_sizes`].
+        Milliseconds of attention per squared sequence length. Causal attention computes half of the pairs. Eager
+        attention materializes all scores, so it costs matrix products and memory traffic for all pairs, see
+        [`chunk_sizes`].
         """
         split = tp_size if is_split(LayerShape.of(part, uses).attention) else 1
         share = (0.5 if part.name == LANGUAGE_MODEL else 1.0) / split
@@ -159,9 +161,9 @@ class AnalyticLayers:
         self, part: ModuleSpec, uses: Sequence[ParameterUse], index: int, tp_size: int, products_ms: float
     ) -> tuple[Polynomial, Polynomial]:
         """
-        Time of the sums over tensor-parallel ranks in the forward and in the backward: outputs of the last matrix of
-        each part of a layer, and gradients of the input of each of the others, which transformers sums one by one. Of
-        a head cut by rows, each rank gathers all logits.
+        Times of the tensor-parallel all-reduces in forward and backward: the outputs of the last matrix of each block
+        of a layer, and the input gradients of each other matrix, which transformers reduces one by one. For a head
+        split by rows, each rank gathers all logits.
         """
         shape = LayerShape.of(part, uses)
         ranks = range(self.first_rank, self.first_rank + tp_size)
@@ -184,13 +186,13 @@ class AnalyticLayers:
 
 
 def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:
-    """Values that a token has before and behind a matrix, scaled as the elements that it is multiplied with."""
+    """Output and input width of a matrix, scaled by the elements that a token is multiplied with."""
     shape = use.parameter.shape
     if not elements or len(shape) < 2:
         return 0.0, 0.0
     if len(shape) > 3:  # a convolution
         return float(shape[0]), use.parameter.num_elements / shape[0]
-    count = elements / (shape[-1] * shape[-2])  # experts that a token meets, or its share of a merged token
+    count = elements / (shape[-1] * shape[-2])  # active experts of a token, or its share of a merged token
     return count * shape[-2], count * shape[-1]
 
 
@@ -198,18 +200,18 @@ def _weight_bytes(
     uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, fused: bool
 ) -> tuple[float, float]:
     """
-    Bytes of the matrices that a rank reads, with the casts of those that are wider than what is computed in, and of
-    their gradients, which are written in the type of the computation and then added up in float32, or by the product
-    itself.
+    Bytes of the matrices that a rank reads, including casts of those stored in a wider dtype than the compute dtype,
+    and bytes of their gradients, which are written in the compute dtype and then accumulated in float32, or
+    accumulated by the product itself.
     """
     read = written = 0.0
     for use in uses:
         p = use.parameter
-        elements, own = shares[p.name] * p.num_elements, DTYPE_BYTES.get(p.dtype, FULL)
+        elements, stored = shares[p.name] * p.num_elements, DTYPE_BYTES.get(p.dtype, FULL)
         if use.multiplies:
-            read += elements * (own if own <= precision.compute else own + 2 * precision.compute)
+            read += elements * (stored if stored <= precision.compute else stored + 2 * precision.compute)
         if use.multiplies or p.is_lookup:
-            narrow = min(own, precision.compute)
+            narrow = min(stored, precision.compute)
             written += elements * (narrow if fused else 2 * narrow + 2 * FULL)
     return read, written
 
@@ -218,15 +220,15 @@ def analytic_costs(
     spec: ModelSpec, device: Hardware, value_bytes: int = BYTES_PER_VALUE, engine: Engine = OURS
 ) -> CostModel:
     """
-    The cost model of operation counts.
+    Analytic cost model, from operation and byte counts.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
+        spec (`ModelSpec`): The model, with its frozen parameters marked.
         device (`Hardware`):
-            What each rank is. Where the language model is multiplied in four bytes and the device computes in 16 bits,
-            its float32 peak counts.
-        value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
-        engine (`Engine`, *optional*): What runs the layers.
+            The device of each rank. If the language model is multiplied in four bytes and the device computes in 16
+            bits, the device's float32 peak is used.
+        value_bytes (`int`, *optional*, defaults to 2): Bytes of an activation value.
+        engine (`Engine`, *optional*): How layers are executed.
     """
     first = spec.modules.get(LANGUAGE_MODEL) or next(iter(spec.modules.values()))
     if Precision.of(first, value_bytes).compute == FULL and device.dtype not in ("float32", "tf32"):

@@ -1,4 +1,4 @@
-"""From the logs of runs to a calibration: what is fitted, on which windows, and how far off it is on the others."""
+"""Fits a calibration to the logs of runs, with its error on windows that were left out of the fit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .profile import LayerProfile
 from .run_log import Kind, LoggedWindow, RunHeader, TaskGroup, read_run_log, tasks_of
 
 MIN_WINDOWS = 4
-"""Fewest windows of a log: two to fit, two to judge by."""
+"""Minimum number of windows of a log: two for the fit, two for its evaluation."""
 _FOLDS = 5
-_WORTH = 0.9  # of the error of a plainer form; one with more coefficients has to stay below
-_EXACT = 1e-5  # and has to be better by so much, which is about what a log is rounded to
-_LEAST_ACTIVATIONS = 0.05
-_LEAST_COMPUTED = 0.05  # of what tasks took, where sums are expected to take longer than that
+_MIN_IMPROVEMENT = 0.9  # a form with more coefficients needs an error below this share of the simpler form's
+_LOG_PRECISION = 1e-5  # and an error smaller by at least this, about the rounding of a log
+_MIN_ACTIVATION_FACTOR = 0.05
+_MIN_COMPUTE_SHARE = 0.05  # of the measured time, if predicted all-reduces exceed it
 _FORMS: tuple[tuple[str, ...], ...] = (
     ("base",),
     ("base", "sums"),
@@ -32,24 +32,25 @@ _FORMS: tuple[tuple[str, ...], ...] = (
     ("tokens", "squares", "sums", "layers"),
 )
 _LAUNCHED = ("base", "launches")
-"""The plainest form where launches are expected to take longer than what some tasks compute."""
-_SPLITS = 12  # of tasks into those that launches take and those that a device computes, at most
+"""Simplest form if launches are predicted to take longer than the compute of some tasks."""
+_SPLITS = 12  # maximum number of tried splits into launch-bound and compute-bound tasks
 _MEASURED, _TOKENS, _SQUARES, _LAYERS, _RECOMPUTED, _LAUNCHES, _SUMS = range(7)
-"""Columns of [`_rows`]."""
+"""Columns of [`_task_rows`]."""
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
     """
-    A calibration and what it was judged by.
+    A calibration with its evaluation.
 
     Args:
-        calibration ([`Calibration`]): Fitted on all windows, with the errors of a fit on the first half of them.
-        fitted (`int`): Windows that the judged fit was made from.
-        judged (`int`): Windows that it was judged by.
-        has_launches (`bool`): Whether the device takes time to launch what the tasks compute.
-        outside_share (`float`): Of the measured steps of the judged windows, the share that neither tasks nor
-            predicted messages and sums explain; below 0 where these are predicted to take longer than they do.
+        calibration ([`Calibration`]): Fit on all windows, with the errors of a fit on the first half of them.
+        fitted (`int`): Number of windows of the evaluated fit.
+        judged (`int`): Number of windows that it was evaluated on.
+        has_launches (`bool`): Whether kernel launches take time on this device.
+        outside_share (`float`): Share of the measured step times of the evaluation windows that is explained neither
+            by tasks nor by predicted messages and all-reduces; negative if these are predicted to take longer than
+            they do.
     """
 
     calibration: Calibration
@@ -65,15 +66,15 @@ def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = N
 
     Args:
         paths (`Sequence[str | Path]`): Their `trainer_log.jsonl` files.
-        profile ([`LayerProfile`], *optional*): What the runs took their costs from, if they did.
+        profile ([`LayerProfile`], *optional*): The profile that the runs planned with, if any.
 
     Raises:
-        `ValueError`: For files that are no logs, are too short, or are of different models, devices or costs.
+        `ValueError`: For files that are not logs, are too short, or are of different models, devices or costs.
     """
     runs = [run for path in paths for run in read_run_log(path)]
     header = runs[0].header
     for run in runs[1:]:
-        _check_alike(header, run.header)
+        _check_compatible(header, run.header)
     _check_profile(header, profile)
     windows = [window for run in runs for window in run.windows if window.groups]
     if len(windows) < MIN_WINDOWS:
@@ -103,7 +104,7 @@ def calibrate_logs(paths: Sequence[str | Path], profile: LayerProfile | None = N
     return CalibrationResult(calibration, len(first), len(judged), has_launches, outside)
 
 
-def _check_alike(header: RunHeader, other: RunHeader) -> None:
+def _check_compatible(header: RunHeader, other: RunHeader) -> None:
     """Raises `ValueError` for logs that can't be calibrated together."""
     for name, what in (
         ("modules", "models"),
@@ -116,7 +117,7 @@ def _check_alike(header: RunHeader, other: RunHeader) -> None:
         values = getattr(header, name), getattr(other, name)
         if values[0] != values[1]:
             shown = "" if name == "modules" else f" ({values[0]} and {values[1]})"
-            raise ValueError(f"The logs are of runs with different {what}{shown}. Calibrate each by itself.")
+            raise ValueError(f"The logs are of runs with different {what}{shown}. Calibrate each run by itself.")
 
 
 def _check_profile(header: RunHeader, profile: LayerProfile | None) -> None:
@@ -125,25 +126,25 @@ def _check_profile(header: RunHeader, profile: LayerProfile | None) -> None:
     if given == header.profile:
         return
     if profile is None:
-        raise ValueError("The run took its costs from a `layer_profile`. Give the same file with `--profile`.")
+        raise ValueError("The run planned with a `layer_profile`. Pass the same file as `--profile`.")
     used = "operation counts" if header.profile is None else "another profile"
-    raise ValueError(f"`--profile` is not what the run took its costs from, which is {used}. Give that, or none.")
+    raise ValueError(f"`--profile` is not the profile of the run, which planned with {used}. Pass that one, or none.")
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Corrections of times and of activations."""
+    """Correction factors of task times and of activation memory."""
 
     scales: dict[str, dict[Kind, TimeScale]]
     activations: float | None
 
     @classmethod
     def of(cls, windows: Sequence[LoggedWindow]) -> _Fit:
-        """What some windows say."""
+        """Fits the factors to windows."""
         scales: dict[str, dict[Kind, TimeScale]] = {}
         for module, kind in tasks_of(windows):  # forwards first
             forward = scales.get(module, {}).get("forward", TimeScale())
-            scale = _fit_times([_rows(window, module, kind, forward) for window in windows])
+            scale = _fit_times([_task_rows(window, module, kind, forward) for window in windows])
             if scale is not None:
                 scales.setdefault(module, {})[kind] = scale
         peaks = [window.memory for window in windows if window.memory is not None]
@@ -152,22 +153,21 @@ class _Fit:
             for peak in peaks
             if peak.predicted > peak.state
         ]
-        return cls(scales, max(_LEAST_ACTIVATIONS, float(np.median(ratios))) if ratios else None)
+        return cls(scales, max(_MIN_ACTIVATION_FACTOR, float(np.median(ratios))) if ratios else None)
 
     def group_ms(self, group: TaskGroup) -> float:
-        """The time of some tasks as corrected."""
-        own = self.scales.get(group.module, {})
-        scale, forward = own.get(group.kind, TimeScale()), own.get("forward", TimeScale())
-        return float(_predicted(scale, np.array([_row(group, forward)]))[0])
+        """Corrected time of a group of tasks."""
+        scales = self.scales.get(group.module, {})
+        scale, forward = scales.get(group.kind, TimeScale()), scales.get("forward", TimeScale())
+        return float(_predicted(scale, np.array([_task_row(group, forward)]))[0])
 
     def task_ms(self, window: LoggedWindow, module: str, kind: Kind) -> float:
-        """The time of a window's tasks of a kind as corrected."""
+        """Corrected time of all tasks of one kind in a window."""
         return sum(self.group_ms(group) for group in window.groups if (group.module, group.kind) == (module, kind))
 
     def step_ms(self, window: LoggedWindow) -> float:
         """
-        The step as corrected. A replay says what it takes with tasks as predicted and as measured; in between it is
-        taken to grow with the tasks.
+        Corrected step time: interpolated between the predicted step and the replay with measured task times.
         """
         result = window.predicted_step_ms
         for module, kind in tasks_of([window]):
@@ -178,34 +178,33 @@ class _Fit:
         return result
 
     def memory(self, state: float, predicted: float) -> float:
-        """Memory as corrected."""
+        """Corrected memory of a rank."""
         return state + (predicted - state) * (self.activations or 1.0)
 
 
-def _scaled(scale: TimeScale, whole_ms: float, squares_ms: float, passed: int) -> float:
-    """A time as corrected, of which a part grows with squares; its chunks pass so many layers."""
-    return scale.token * (whole_ms - squares_ms) + scale.square * squares_ms + scale.layer_ms * passed
+def _scaled(scale: TimeScale, whole_ms: float, squares_ms: float, layer_passes: int) -> float:
+    """Corrected time of chunks that pass `layer_passes` layers; `squares_ms` grows with squared lengths."""
+    return scale.token * (whole_ms - squares_ms) + scale.square * squares_ms + scale.layer_ms * layer_passes
 
 
 def _recomputed_ms(group: TaskGroup, forward: TimeScale) -> float:
-    """What the forwards take that backwards run once more."""
+    """Corrected time of the forwards that backwards recompute."""
     if not group.recomputed_ms:
         return 0.0
     return _scaled(forward, group.recomputed_ms, group.recomputed_squares_ms, group.layers * group.tasks)
 
 
-def _rows(window: LoggedWindow, module: str, kind: Kind, forward: TimeScale) -> NDArray:
+def _task_rows(window: LoggedWindow, module: str, kind: Kind, forward: TimeScale) -> NDArray:
     """
-    A window's tasks of a kind `[groups, 7]`: measured time; time by the base costs that grows with tokens and with
-    squares; layers that chunks pass; time of what is recomputed, as corrected; launches, and sums over tensor-parallel
-    ranks, by the base costs.
+    Task groups of one kind `[groups, 7]`: measured time; base time that grows with tokens and with squared lengths;
+    layers passed by chunks; corrected recomputation time; base time of launches and of tensor-parallel all-reduces.
     """
-    rows = [_row(group, forward) for group in window.groups if (group.module, group.kind) == (module, kind)]
+    rows = [_task_row(group, forward) for group in window.groups if (group.module, group.kind) == (module, kind)]
     return np.array(rows, float).reshape(-1, 7)
 
 
-def _row(group: TaskGroup, forward: TimeScale) -> tuple[float, ...]:
-    """A row of [`_rows`]."""
+def _task_row(group: TaskGroup, forward: TimeScale) -> tuple[float, ...]:
+    """One row of [`_task_rows`]."""
     return (
         group.measured_ms,
         group.base_ms - group.squares_ms,
@@ -218,7 +217,7 @@ def _row(group: TaskGroup, forward: TimeScale) -> tuple[float, ...]:
 
 
 def _predicted(scale: TimeScale, rows: NDArray) -> NDArray:
-    """The times of tasks as corrected `[groups]`: what is computed, or its launches where they take longer."""
+    """Corrected times of tasks `[groups]`: the larger of compute and launch time."""
     factors = np.array([scale.token, scale.square, scale.layer_ms, scale.sums])
     computed = rows[:, [_TOKENS, _SQUARES, _LAYERS, _SUMS]] @ factors + rows[:, _RECOMPUTED]
     return np.maximum(computed, scale.launches * rows[:, _LAUNCHES])
@@ -226,9 +225,10 @@ def _predicted(scale: TimeScale, rows: NDArray) -> NDArray:
 
 def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     """
-    The correction with the fewest coefficients that predicts windows left out of its fit about as well as those with
-    more: a factor; with one of launches, or a constant for each layer; with a factor of squares of its own. Where
-    launches are expected to take longer than what some tasks compute, it begins with both. `None` without any times.
+    Selects the correction with the fewest coefficients whose cross-validated error is about as low as that of larger
+    ones: one factor; one more for launches, or a constant per layer; a separate factor for squared lengths. Starts
+    with the launch factor if launches are predicted to take longer than the compute of some tasks. `None` without any
+    times.
     """
     windows = [
         rows[(rows[:, _MEASURED] > rows[:, _RECOMPUTED]) & (rows[:, [_TOKENS, _SQUARES]].sum(axis=1) > 0)]
@@ -243,32 +243,32 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     linked = any(rows[:, _SUMS].any() for rows in windows)
     for form in (form for form in _FORMS if linked or "sums" not in form):
         error = _left_out_error(windows, form)
-        if error < min(_WORTH * least, least - _EXACT):
+        if error < min(_MIN_IMPROVEMENT * least, least - _LOG_PRECISION):
             chosen, least = form, error
     return _fit_form(np.concatenate(windows), chosen)
 
 
 def _fit_form(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
     """
-    A correction, with the tasks split into those that take the time of their launches and those that take what they
-    compute: as the costs expect it, unless another split predicts them clearly better.
+    Fits one form of the correction, with tasks split into launch-bound and compute-bound ones: the split that the
+    costs predict, unless another one has a clearly lower error.
     """
     rows = rows[np.argsort(_computed_shares(rows), kind="stable")]
     expected = int((_computed_shares(rows) < 1).sum())
     counts = np.unique(np.linspace(0, (rows[:, _LAUNCHES] > 0).sum(), _SPLITS).astype(int))
     scale = _fit_split(rows, expected, form)
-    best = min((_fit_split(rows, count, form) for count in counts), key=lambda own: _relative_error(own, rows))
-    return best if _relative_error(best, rows) < _WORTH * _relative_error(scale, rows) else scale
+    best = min((_fit_split(rows, count, form) for count in counts), key=lambda fit: _relative_error(fit, rows))
+    return best if _relative_error(best, rows) < _MIN_IMPROVEMENT * _relative_error(scale, rows) else scale
 
 
 def _computed_shares(rows: NDArray) -> NDArray:
-    """Of each row, what is computed over its launches, by the costs; infinite without launches."""
+    """Predicted compute time of each row over its launch time; infinite without launches."""
     computed, launches = rows[:, [_TOKENS, _SQUARES, _RECOMPUTED, _SUMS]].sum(axis=1), rows[:, _LAUNCHES]
     return np.divide(computed, launches, out=np.full(len(rows), np.inf), where=launches > 0)
 
 
 def _fit_split(rows: NDArray, count: int, form: tuple[str, ...]) -> TimeScale:
-    """The correction by which the first tasks take the time of their launches, and the others what they compute."""
+    """Correction with the first `count` tasks launch-bound and the others compute-bound."""
     launch = None
     if count and "launches" in form:
         launched = rows[:count]
@@ -280,23 +280,23 @@ def _fit_split(rows: NDArray, count: int, form: tuple[str, ...]) -> TimeScale:
 
 
 def _fit_computed(rows: NDArray, form: tuple[str, ...]) -> TimeScale:
-    """Least squares of relative errors with coefficients from 0; of a factor alone, the median, for outliers."""
+    """Non-negative least squares of relative errors; a single factor is the median, which resists outliers."""
     measured, tokens, squares, layers, recomputed, _, sums = rows.T
-    own = measured - recomputed
-    measured = own if "sums" in form else np.maximum(own - sums, _LEAST_COMPUTED * own)
+    rest = measured - recomputed
+    measured = rest if "sums" in form else np.maximum(rest - sums, _MIN_COMPUTE_SHARE * rest)
     columns = {"base": tokens + squares, "tokens": tokens, "squares": squares, "layers": layers, "sums": sums}
     if form == ("base",):
         factor = _weighted_median(measured / columns["base"], columns["base"])
         return TimeScale(factor, factor)
     matrix = np.stack([columns[name] / measured for name in form], axis=1)
     units = np.maximum(matrix.max(axis=0), np.finfo(float).tiny)
-    found = dict(zip(form, (nnls(matrix / units, np.ones(len(rows)))[0] / units).tolist(), strict=True))
-    token = found.get("base", found.get("tokens", 1.0))
-    return TimeScale(token, found.get("squares", token), found.get("layers", 0.0), sum=found.get("sums"))
+    factors = dict(zip(form, (nnls(matrix / units, np.ones(len(rows)))[0] / units).tolist(), strict=True))
+    token = factors.get("base", factors.get("tokens", 1.0))
+    return TimeScale(token, factors.get("squares", token), factors.get("layers", 0.0), sum=factors.get("sums"))
 
 
 def _left_out_error(windows: Sequence[NDArray], form: tuple[str, ...]) -> float:
-    """The mean relative error in windows that are left out in turns; infinite where there are too few rows."""
+    """Mean relative error of a cross-validation over windows; infinite if there are too few rows."""
     folds = min(_FOLDS, len(windows))
     if sum(map(len, windows)) < 2 * len(form) or not _fit_form(np.concatenate(windows), form).is_plausible:
         return np.inf
@@ -312,43 +312,43 @@ def _left_out_error(windows: Sequence[NDArray], form: tuple[str, ...]) -> float:
 
 
 def _relative_errors(scale: TimeScale, rows: NDArray) -> NDArray:
-    """Of each row, how far off the corrected time is, as a share of what was measured without what is recomputed."""
+    """Errors of the corrected times, relative to the measured times without recomputation."""
     return np.abs(_predicted(scale, rows) - rows[:, _MEASURED]) / (rows[:, _MEASURED] - rows[:, _RECOMPUTED])
 
 
 def _relative_error(scale: TimeScale, rows: NDArray) -> float:
-    """The mean of [`_relative_errors`]."""
+    """Mean of [`_relative_errors`]."""
     return float(_relative_errors(scale, rows).mean())
 
 
 def _weighted_median(values: NDArray, weights: NDArray) -> float:
-    """The value that half of the weight lies below."""
+    """Weighted median."""
     order = np.argsort(values)
     total = np.cumsum(weights[order])
     return float(values[order][np.searchsorted(total, total[-1] / 2)])
 
 
 def _errors(windows: Sequence[LoggedWindow], fit: _Fit) -> dict[str, dict[str, Accuracy]]:
-    """The errors of predictions in some windows, as they were and as corrected."""
+    """Prediction errors in windows, before and after the correction."""
     pairs: dict[str, list[tuple[float, float, float]]] = {}
     for window in windows:
         pairs.setdefault("step", []).append((window.step_ms, window.predicted_step_ms, fit.step_ms(window)))
         for module, kind in tasks_of([window]):
             measured, predicted = (window.task_ms(f, module, kind) for f in ("measured_ms", "predicted_ms"))
             if measured:
-                found = measured, predicted, fit.task_ms(window, module, kind)
-                pairs.setdefault(f"{module}/{kind}", []).append(found)
+                entry = measured, predicted, fit.task_ms(window, module, kind)
+                pairs.setdefault(f"{module}/{kind}", []).append(entry)
         if window.memory is not None:
             peak = window.memory
-            found = peak.measured, peak.predicted, fit.memory(peak.state, peak.predicted)
-            pairs.setdefault("memory", []).append(found)
-    return {name: _accuracies(np.array(found)) for name, found in pairs.items()}
+            entry = peak.measured, peak.predicted, fit.memory(peak.state, peak.predicted)
+            pairs.setdefault("memory", []).append(entry)
+    return {name: _accuracies(np.array(entries)) for name, entries in pairs.items()}
 
 
-def _accuracies(found: NDArray) -> dict[str, Accuracy]:
-    """Errors of `[windows, 3]`: measured, predicted before and after."""
-    errors = np.abs(found[:, 1:] / found[:, :1] - 1)
+def _accuracies(entries: NDArray) -> dict[str, Accuracy]:
+    """Errors of `[windows, 3]`: measured, predicted before, predicted after."""
+    errors = np.abs(entries[:, 1:] / entries[:, :1] - 1)
     medians, worst = np.median(errors, axis=0).tolist(), errors.max(axis=0).tolist()
     return {
-        when: Accuracy(*own) for when, own in zip(("before", "after"), zip(medians, worst, strict=True), strict=True)
+        when: Accuracy(*pair) for when, pair in zip(("before", "after"), zip(medians, worst, strict=True), strict=True)
     }

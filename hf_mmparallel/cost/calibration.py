@@ -1,4 +1,4 @@
-"""Corrections of costs that were found in real runs, and a source of costs that applies them."""
+"""Corrections of predicted costs, fitted to real runs, and layer costs with these corrections applied."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ CALIBRATION_VERSION = 1
 @dataclass(frozen=True)
 class TimeScale:
     """
-    A correction of the times of one kind of tasks: each coefficient of a layer's polynomial times a factor, a time for
-    each chunk that passes a layer, and a factor of the launches, behind which all of that may hide.
+    Correction of the times of one kind of task: a factor for each coefficient of a layer's polynomial, a time for each
+    chunk and layer, and a factor for kernel launches, which may hide all of that.
 
     Args:
-        token (`float`, *optional*, defaults to 1.0): Factor of what grows with tokens, and of constants.
-        square (`float`, *optional*, defaults to 1.0): Factor of what grows with squared lengths.
-        layer_ms (`float`, *optional*, defaults to 0.0): Milliseconds of a chunk in each layer besides.
+        token (`float`, *optional*, defaults to 1.0): Factor of the time per token and of constant times.
+        square (`float`, *optional*, defaults to 1.0): Factor of the time per squared sequence length.
+        layer_ms (`float`, *optional*, defaults to 0.0): Additional milliseconds of a chunk in each layer.
         launch (`float`, *optional*):
-            Factor of the time in which the host launches kernels; `None` where runs don't tell, which stands for 1.
-        sum (`float`, *optional*): The same of sums over tensor-parallel ranks.
+            Factor of the time in which the host launches kernels; `None` if the runs don't determine it, used as 1.
+        sum (`float`, *optional*): Factor of tensor-parallel all-reduces; `None` if the runs don't determine it.
     """
 
     token: float = 1.0
@@ -43,26 +43,26 @@ class TimeScale:
 
     @property
     def launches(self) -> float:
-        """The factor of launches, 1 where it is unknown."""
+        """Factor of launch times, 1 if unknown."""
         return 1.0 if self.launch is None else self.launch
 
     @property
     def sums(self) -> float:
-        """The factor of sums, 1 where it is unknown."""
+        """Factor of all-reduce times, 1 if unknown."""
         return 1.0 if self.sum is None else self.sum
 
     @property
     def is_plausible(self) -> bool:
-        """Whether work takes longer the more there is of it."""
+        """Whether times grow with the size of a chunk."""
         return min(self.token, self.square) > 0.0
 
     def __call__(self, polynomial: Polynomial, is_layer: bool) -> Polynomial:
         """
-        The corrected time of a layer.
+        Corrected time of a layer.
 
         Args:
-            polynomial (`Polynomial`): Its time by the costs that are corrected.
-            is_layer (`bool`): Whether it is one of the repeated layers, not what comes before or after them.
+            polynomial (`Polynomial`): Its uncorrected time.
+            is_layer (`bool`): Whether it is one of the repeated layers, not the embeddings, projector or head.
         """
         constant = self.token * polynomial.constant + (self.layer_ms if is_layer else 0.0)
         return Polynomial(self.square * polynomial.square, self.token * polynomial.token, constant)
@@ -85,22 +85,21 @@ class Accuracy:
 @dataclass(frozen=True)
 class Calibration:
     """
-    What real runs say about the costs of a model on a device; a small JSON file.
+    Corrections of the costs of a model on a device, fitted to real runs; a small JSON file.
 
     Args:
         modules (`Mapping[str, str]`): Module -> digest of the shapes of its parameters.
-        device (`str`): The device's name in the table of devices, whose costs are corrected.
-        device_name (`str`): The device as it calls itself.
-        dtype (`str`): What matrix products are computed in.
-        value_bytes (`int`): Bytes of a value that matrices are multiplied with.
+        device (`str`): Name in the device table of the device whose costs are corrected.
+        device_name (`str`): Name that the driver reports.
+        dtype (`str`): Compute dtype of matrix products.
+        value_bytes (`int`): Bytes of a value in matrix products.
         scales (`Mapping[str, Mapping[str, TimeScale]]`): Module -> `"forward"` and `"backward"` -> correction.
-        activations (`float`, *optional*): Factor of the bytes of activations; `None` where none was measured.
+        activations (`float`, *optional*): Factor of activation bytes; `None` if no memory was measured.
         errors (`Mapping[str, Mapping[str, Accuracy]]`):
-            What was judged (`"step"`, `"vision/forward"`, ...) -> `"before"` and `"after"` -> errors in the windows
-            that were not fitted.
-        windows (`int`, *optional*): Windows that it was fitted on.
-        profile ([`LayerProfile`], *optional*): Where the costs that are corrected come from; `None` for operation
-            counts.
+            Quantity (`"step"`, `"vision/forward"`, ...) -> `"before"` and `"after"` -> errors in the windows that were
+            left out of the fit.
+        windows (`int`, *optional*): Number of windows of the fit.
+        profile ([`LayerProfile`], *optional*): The profile whose costs are corrected; `None` for operation counts.
         package (`str`, *optional*): Version of `hf_mmparallel` whose operation counts are corrected.
     """
 
@@ -128,11 +127,11 @@ class Calibration:
         Reads a calibration.
 
         Args:
-            data (`Mapping`): What its file holds.
+            data (`Mapping`): Content of its file.
             path (`str` or `Path`): The file, for errors.
 
         Raises:
-            `ValueError`: For another version, and where fields are missing.
+            `ValueError`: For another version, and if fields are missing.
         """
         values = dict(data)
         version = values.pop("calibration")
@@ -143,12 +142,12 @@ class Calibration:
             )
         try:
             scales: dict[str, dict[Kind, TimeScale]] = {
-                name: {kind: TimeScale(**own[kind]) for kind in KINDS if kind in own}
-                for name, own in values.pop("scales").items()
+                name: {kind: TimeScale(**entries[kind]) for kind in KINDS if kind in entries}
+                for name, entries in values.pop("scales").items()
             }
             errors = {
-                name: {when: Accuracy(**error) for when, error in own.items()}
-                for name, own in (values.pop("errors") or {}).items()
+                name: {when: Accuracy(**error) for when, error in entries.items()}
+                for name, entries in (values.pop("errors") or {}).items()
             }
             profile = values.pop("profile")
             source = None if profile is None else LayerProfile.from_dict(profile, path)
@@ -160,11 +159,11 @@ class Calibration:
 
     def check(self, spec: ModelSpec, device: Hardware) -> None:
         """
-        Makes sure that the calibration holds for a model on a device.
+        Checks that the calibration is valid for a model on a device.
 
         Args:
-            spec (`ModelSpec`): The model, with adapters or without, whatever of it is frozen.
-            device (`Hardware`): What each rank is.
+            spec (`ModelSpec`): The model, with or without adapters; frozen parameters make no difference.
+            device (`Hardware`): The device of each rank.
 
         Raises:
             `ValueError`: For another model, another device, and operation counts of another version of the package.
@@ -185,17 +184,17 @@ class Calibration:
         if device.name != self.device:
             raise ValueError(
                 f"The calibration corrects costs of `{self.device}` ({self.device_name}), not of `{device.name}`. Use "
-                f"it for `{self.device}`, or calibrate by runs on `{device.name}`."
+                f"it for `{self.device}`, or calibrate with runs on `{device.name}`."
             )
         if self.profile is None and device.dtype != self.dtype:
             raise ValueError(
                 f"The calibration is of runs in {self.dtype}, not in {device.dtype}. Plan for {self.dtype}, or "
-                f"calibrate by runs in {device.dtype}."
+                f"calibrate with runs in {device.dtype}."
             )
         if self.profile is None and _release(self.package) != _release(__version__):
             raise ValueError(
                 f"The calibration corrects operation counts of hf_mmparallel {self.package}; those of {__version__} "
-                "may be others. Train some steps with this version and calibrate again."
+                "may differ. Train some steps with this version and calibrate again."
             )
 
 
@@ -206,11 +205,11 @@ def _release(version: str) -> list[str]:
 
 class CalibratedLayers:
     """
-    Costs of layers with the corrections of a [`Calibration`]; see [`LayerCosts`]. What it says nothing about, such as
-    a generator, stays as it was.
+    Layer costs with the corrections of a [`Calibration`]; see [`LayerCosts`]. Modules that it does not cover, such as
+    a generator, are not corrected.
 
     Args:
-        base (`LayerCosts`): The costs that are corrected.
+        base (`LayerCosts`): The uncorrected costs.
         spec (`ModelSpec`): The model.
         calibration ([`Calibration`]): The corrections.
     """
@@ -243,11 +242,11 @@ class CalibratedLayers:
 
 def calibrated_costs(spec: ModelSpec, device: Hardware, calibration: Calibration) -> CostModel:
     """
-    The cost model of a calibration.
+    Cost model with the corrections of a calibration.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
-        device (`Hardware`): What each rank is.
+        spec (`ModelSpec`): The model, with its frozen parameters marked.
+        device (`Hardware`): The device of each rank.
         calibration ([`Calibration`]): The corrections.
 
     Raises:
@@ -262,12 +261,12 @@ def calibrated_costs(spec: ModelSpec, device: Hardware, calibration: Calibration
 
 
 def uncalibrated(costs: CostModel) -> CostModel:
-    """The cost model that the corrections of another one, if it has any, are applied to."""
+    """The cost model without its corrections, if it has any."""
     return replace(costs, layers=costs.layers.base) if isinstance(costs.layers, CalibratedLayers) else costs
 
 
 def profile_digest(costs: CostModel | LayerProfile) -> str | None:
-    """Twelve hexadecimal digits of a profile, or of the one that costs come from; `None` for operation counts."""
+    """Digest (12 hexadecimal digits) of a profile, or of a cost model's profile; `None` for operation counts."""
     if isinstance(costs, CostModel):
         layers = uncalibrated(costs).layers
         if not isinstance(layers, MeasuredLayers):
@@ -278,13 +277,13 @@ def profile_digest(costs: CostModel | LayerProfile) -> str | None:
 
 def read_costs(path: str | Path) -> LayerProfile | Calibration:
     """
-    Reads what `--profile` and `layer_profile` take.
+    Reads a file for `--profile` or `layer_profile`.
 
     Args:
-        path (`str` or `Path`): A file that `hf-mmparallel profile` or `hf-mmparallel calibrate` wrote.
+        path (`str` or `Path`): Output of `hf-mmparallel profile` or `hf-mmparallel calibrate`.
 
     Raises:
-        `ValueError`: If the file is something else, or of another version.
+        `ValueError`: If the file has another format or version.
     """
     try:
         data = json.loads(Path(path).read_text())
@@ -301,13 +300,13 @@ def costs_from(
     spec: ModelSpec, device: Hardware, value_bytes: int, source: LayerProfile | Calibration | None
 ) -> CostModel:
     """
-    The cost model of a file, or of operation counts.
+    Cost model of a file, or of operation counts without one.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
-        device (`Hardware`): What each rank is.
-        value_bytes (`int`): Of a value of an activation; the files have their own.
-        source ([`LayerProfile`] or [`Calibration`], *optional*): From [`read_costs`].
+        spec (`ModelSpec`): The model, with its frozen parameters marked.
+        device (`Hardware`): The device of each rank.
+        value_bytes (`int`): Bytes of an activation value; files define their own.
+        source ([`LayerProfile`] or [`Calibration`], *optional*): Result of [`read_costs`].
 
     Raises:
         `ValueError`: If the file is of another model.

@@ -1,4 +1,4 @@
-"""What collectives take: latency for each step of a tree, bandwidth of a ring."""
+"""Times of collectives: the latency of each step of a tree, and the bandwidth of a ring."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .layers import Polynomial
 
 def all_reduce(device: Hardware, num_bytes: float, ranks: Sequence[int]) -> Polynomial:
     """
-    A sum over ranks, which all of them get: `2 log2(n)` messages one after the other, and the bytes that a ring sends
-    on each link. NCCL's double binary trees have both, and the faster of ring and tree is near it.
+    All-reduce: `2 log2(n)` messages in sequence, and the bytes that a ring sends over each link. NCCL's double binary
+    trees have both terms, and the faster of ring and tree comes close to this.
 
     Args:
-        device (`Hardware`): What each rank is.
-        num_bytes (`float`): Of what is summed, for a token.
+        device (`Hardware`): The device of each rank.
+        num_bytes (`float`): Bytes of the reduced tensor, per token.
         ranks (`Sequence[int]`): The ranks.
 
     Returns:
@@ -27,11 +27,11 @@ def all_reduce(device: Hardware, num_bytes: float, ranks: Sequence[int]) -> Poly
 
 def all_gather(device: Hardware, num_bytes: float, ranks: Sequence[int]) -> Polynomial:
     """
-    The parts that ranks have of `num_bytes`, put together on each of them; or added up, each rank one part.
+    All-gather of `num_bytes` in total; a reduce-scatter takes the same time.
 
     Args:
-        device (`Hardware`): What each rank is.
-        num_bytes (`float`): Of all parts, for a token.
+        device (`Hardware`): The device of each rank.
+        num_bytes (`float`): Bytes of all shards together, per token.
         ranks (`Sequence[int]`): The ranks.
 
     Returns:

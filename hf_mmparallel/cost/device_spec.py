@@ -1,4 +1,4 @@
-"""Descriptions of devices as people write them: read, and checked for wrong units."""
+"""Device descriptions from users: parsing, and checks for wrong units."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NUMBERS = {
 _FIELDS = (*_NUMBERS, "aliases", "source")
 _NEEDED = tuple(name for name, field in _NUMBERS.items() if field.default is MISSING)
 _FACTORS = {1000: "1,000", 2**20: "2^20", 1e6: "10^6", 2**30: "2^30", 1e9: "10^9", 1e12: "10^12"}
-"""By which units are mistaken for each other."""
+"""Factors between units that are easily confused."""
 
 
 @dataclass(frozen=True)
 class _Range:
-    """What a number of a device may be, its unit, and whether 0 is allowed as well."""
+    """Valid range of a number, its unit, and whether 0 is allowed as well."""
 
     least: float
     most: float
@@ -60,8 +60,8 @@ _RANGES = {
     **dict.fromkeys(("masked_attention_share", "block_attention_share"), _Range(0.01, 10, "(of flash attention)")),
     **dict.fromkeys(("matmul_efficiency", "attention_efficiency", "memory_efficiency", "overlap_efficiency"), _SHARE),
 }
-_MOST_UNLIKE = 100
-"""How many times a number may be that of the device of `like`."""
+_MAX_DIFFERENCE = 100
+"""Maximum ratio between a number and that of the `like` device."""
 _RATIOS = {
     ("fp16_tflops", "bf16_tflops"): (0.05, 50),
     ("tf32_tflops", "bf16_tflops"): (0.02, 10),
@@ -71,22 +71,22 @@ _RATIOS = {
     ("link_gb_per_s", "memory_gb_per_s"): (0.0005, 1),
     ("message_gb_per_s", "link_gb_per_s"): (0.003, 10),
 }
-"""Two fields -> between what the ratio of the first to the second is, of all devices that there are."""
+"""Two fields -> range of the ratio of the first to the second over all known devices."""
 
 
 def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str) -> Hardware:
     """
-    A device from its description.
+    Builds a device from its description.
 
     Args:
-        name (`str`): What it is called.
-        entry (`Mapping`): Fields of [`Hardware`]; with `like` those that are left out are that device's, and
-            network cards go with the size of a node.
-        find (`Callable`): Looks up the device of `like`.
-        where (`str`): Where the description stands, for errors.
+        name (`str`): Name of the device.
+        entry (`Mapping`): Fields of [`Hardware`]. With `like`, omitted fields are those of that device, and the number
+            of network cards scales with the node size.
+        find (`Callable`): Looks up the `like` device.
+        where (`str`): Location of the description, for errors.
 
     Raises:
-        `ValueError`: For fields that are unknown, missing, of a wrong type, or of a size that no device has.
+        `ValueError`: For fields that are unknown, missing, of a wrong type, or outside the range of real devices.
     """
     given = dict(read_mapping(entry, where, known=(*_FIELDS, "like")))
     like = given.pop("like", None)
@@ -100,7 +100,7 @@ def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str
     else:
         base = find(str(like))
         _check_like(given, base, where)
-        if "node_size" in given and "network_cards" not in given:  # what each device has of the network stays
+        if "node_size" in given and "network_cards" not in given:  # the network bandwidth of each device stays
             given["network_cards"] = max(1, round(base.network_cards * given["node_size"] / base.node_size))
         device = replace(base, **given)
     _check_together(device, where)
@@ -108,10 +108,10 @@ def device_of(name: str, entry: Any, find: Callable[[str], Hardware], where: str
 
 
 def _check_field(key: str, value: Any, where: str) -> None:
-    """Raises `ValueError` for a value that a field can't have."""
+    """Raises `ValueError` for an invalid value of a field."""
     what = f"{where}: `{key}={value}`"
     if key == "source":
-        valid, needed = isinstance(value, str), "a text"
+        valid, needed = isinstance(value, str), "a string"
     elif key == "aliases":
         valid = isinstance(value, list) and all(isinstance(alias, str) for alias in value)
         needed = "a list of names"
@@ -119,7 +119,7 @@ def _check_field(key: str, value: Any, where: str) -> None:
         kind = str(_NUMBERS[key].type)
         valid = isinstance(value, int | float) and not isinstance(value, bool) or (value is None and "None" in kind)
         valid = valid and not ("int" in kind and isinstance(value, float))
-        needed = "a whole number" if "int" in kind else "a number; its unit is in the field's name"
+        needed = "a whole number" if "int" in kind else "a number, in the unit of the field's name"
     if not valid:
         raise ValueError(f"{what} must be {needed}.")
     if key in _RANGES and isinstance(value, int | float):
@@ -132,8 +132,8 @@ def _check_together(device: Hardware, where: str) -> None:
     for field in ("tf32_tflops", "fp32_tflops"):
         if getattr(device, field) > peak:
             raise ValueError(
-                f"{where}: `{field}={getattr(device, field):g}` is above the {peak:g} of 16-bit products. Correct one "
-                "of them; all are of dense products, in 10^12 operations a second."
+                f"{where}: `{field}={getattr(device, field):g}` is above the 16-bit peak, {peak:g}. Correct "
+                "one of them; both are peaks of dense products, in 10^12 operations a second."
             )
     for field in ("link_gb_per_s", "node_link_gb_per_s"):
         if getattr(device, field) > device.memory_gb_per_s:
@@ -146,18 +146,18 @@ def _check_together(device: Hardware, where: str) -> None:
         if first is not None and second is not None and not least <= first / second <= most:
             raise ValueError(
                 f"{where}: the ratio of `{one}={first:g}` to `{other}={second:g}`, {first / second:.3g}, is not "
-                f"between {least:g} and {most:g} as that of other devices. Correct the unit of one of them."
+                f"between {least:g} and {most:g}, the range of known devices. Correct the unit of one of them."
             )
 
 
 def _check_like(given: Mapping[str, Any], base: Hardware, where: str) -> None:
-    """Raises `ValueError` for a number that is far from that of the device of `like`."""
+    """Raises `ValueError` for a number that is far from that of the `like` device."""
     for field, value in given.items():
         theirs = getattr(base, field)
         if "float" not in str(getattr(_NUMBERS.get(field), "type", "")) or not value or not theirs:
             continue
         times = max(value / theirs, theirs / value)
-        if times > _MOST_UNLIKE:
+        if times > _MAX_DIFFERENCE:
             factor = _FACTORS[min(_FACTORS, key=lambda known: max(known / times, times / known))]
             direction, remedy = ("above", "divide") if value > theirs else ("below", "multiply")
             raise ValueError(
@@ -172,10 +172,10 @@ def read_device_file(path: str, find: Callable[[str], Hardware]) -> Hardware:
 
     Args:
         path (`str`): YAML or JSON: the fields of [`Hardware`] with a `name`, or with `like: h100` those that differ.
-        find (`Callable`): Looks up the device of `like`.
+        find (`Callable`): Looks up the `like` device.
 
     Raises:
-        `ValueError`: For a file that can't be read, and for what [`device_of`] refuses.
+        `ValueError`: For a file that can't be read, and for descriptions that [`device_of`] rejects.
     """
     import yaml
 
@@ -184,11 +184,11 @@ def read_device_file(path: str, find: Callable[[str], Hardware]) -> Hardware:
     except OSError as error:
         raise ValueError(f"`gpu_spec={path}` can't be read: {error.strerror}. Give a YAML file.") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"`gpu_spec={path}` is no valid YAML: {' '.join(str(error).split())}.") from error
+        raise ValueError(f"`gpu_spec={path}` is not valid YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(entry, Mapping):
-        raise ValueError(f"`gpu_spec={path}` must hold `key: value` lines, such as `like: h100` and `memory_gib: 94`.")
+        raise ValueError(f"`gpu_spec={path}` must have `key: value` lines, such as `like: h100` and `memory_gib: 94`.")
     entry = dict(entry)
     name = entry.pop("name", None) or Path(path).stem
     if not isinstance(name, str):
-        raise ValueError(f"`{path}`: `name={name}` must be a text.")
+        raise ValueError(f"`{path}`: `name={name}` must be a string.")
     return device_of(name, entry, find, f"`{path}`")

@@ -1,4 +1,4 @@
-"""The table of known devices, and how one is found by a name or by what a driver reports."""
+"""The table of known devices, with lookups by name and by what a driver reports."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .devices import PEAK_OF_DTYPE, Hardware
 _TABLE = Path(__file__).with_name("devices.yaml")
 _MAKERS = ("nvidia", "amd", "tesla", "quadro", "geforce", "instinct")
 _PART = re.compile(r"\s+MIG\s+\S+.*$")  # NVIDIA H100 80GB HBM3 MIG 1g.10gb
-_MOST_OF_A_PART = 0.75  # of the multiprocessors, where the name does not say so; chips differ by a few
+_MIN_WHOLE_SHARE = 0.75  # of the multiprocessors of a whole device; chips of one model differ by a few
 _SAME_MEMORY = 0.05
-_HOST_LINK_GB_PER_S = 16.0  # parts of a device reach each other through the host's memory
+_HOST_LINK_GB_PER_S = 16.0  # partitions of a device communicate through host memory
 _GIB = 2**30
 
 
 @cache
 def device_table() -> Mapping[str, Hardware]:
-    """Name -> device, of all devices in `devices.yaml`."""
+    """Name -> device, for all devices in `devices.yaml`."""
     import yaml
 
     table: dict[str, Hardware] = {}
@@ -34,14 +34,14 @@ def device_table() -> Mapping[str, Hardware]:
 
 
 def normalized_name(name: str) -> str:
-    """A name in lower case with hyphens between its words, without the maker's: `NVIDIA H100 PCIe` -> `h100-pcie`."""
+    """Name in lower case, words joined by hyphens, without the maker: `NVIDIA H100 PCIe` -> `h100-pcie`."""
     words = re.findall(r"[a-z0-9.]+", name.lower())
     return "-".join(word for word in words if word not in _MAKERS)
 
 
 @cache
 def _names() -> Mapping[str, tuple[str, ...]]:
-    """Normalised name -> the devices that are called so."""
+    """Normalized name -> keys of the devices with this name or alias."""
     names: dict[str, dict[str, None]] = defaultdict(dict)
     for key, device in device_table().items():
         for alias in (key, *device.aliases):
@@ -54,29 +54,29 @@ def find_device(name: str) -> Hardware:
     Looks a device up.
 
     Args:
-        name (`str`): Such as `"h100"`, `"a100-pcie-40gb"`, or as the driver reports it, in either case.
+        name (`str`): Such as `"h100"`, `"a100-pcie-40gb"`, or the name that the driver reports; case is ignored.
 
     Raises:
-        `ValueError`: For a name that is not in the table, or that does not say which of several it is.
+        `ValueError`: For a name that is unknown or ambiguous.
     """
     wanted, names = normalized_name(name), _names()
     keys = names.get(wanted, ()) if not name.endswith("-") else ()
     if len(keys) == 1:
         return device_table()[keys[0]]
-    keys = keys or sorted({key for alias, own in names.items() if alias.startswith(f"{wanted}-") for key in own})
+    keys = keys or sorted({key for alias, ids in names.items() if alias.startswith(f"{wanted}-") for key in ids})
     words = set(wanted.split("-"))
-    keys = keys or sorted({key for alias, own in names.items() if words <= set(alias.split("-")) for key in own})
+    keys = keys or sorted({key for alias, ids in names.items() if words <= set(alias.split("-")) for key in ids})
     if wanted and len(keys) > 1:
         raise ValueError(f"`gpu_type={name}` may be any of {', '.join(f'`{key}`' for key in keys)}. Name one of them.")
     near = keys or _similar(wanted)
     hint = f"Did you mean `{near[0]}`?" if near else f"Known: {', '.join(device_table())}."
     raise ValueError(
-        f"`gpu_type={name}` is not in the table of devices. {hint} Others are described in a file for `gpu_spec`."
+        f"`gpu_type={name}` is not in the table of devices. {hint} Describe other devices in a file for `gpu_spec`."
     )
 
 
 def _similar(wanted: str) -> list[str]:
-    """The devices of the most similar name, of those with the memory that the name says, if it does."""
+    """Devices with the most similar name; if the name includes a memory size, only those of that size."""
     size = re.search(r"(\d+)gb$", wanted)
     names = {
         alias: keys
@@ -87,27 +87,27 @@ def _similar(wanted: str) -> list[str]:
 
 
 def _has_memory(device: Hardware, memory_gib: float) -> bool:
-    """Whether a device has so much memory, within what drivers and makers name differently."""
+    """Whether a device has this much memory, with a tolerance for rounding by drivers and makers."""
     return device.memory_gib is not None and abs(memory_gib / device.memory_gib - 1) < _SAME_MEMORY
 
 
 def device_from(gpu_type: str, gpu_spec: str | None = None) -> Hardware:
-    """The device of a file, where one is given, else the one of that name; see [`find_device`]."""
+    """Device of `gpu_spec` if given, else of the name `gpu_type`; see [`find_device`]."""
     return find_device(gpu_type) if gpu_spec is None else read_device_file(gpu_spec, find_device)
 
 
 def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> Hardware | None:
     """
-    The device that a driver reports.
+    Looks up the device that a driver reports.
 
-    Its memory is what the driver says, whatever the table says. A MIG instance, or a device with far fewer
-    multiprocessors than the whole one has (a partition of AMD's), is a part of it: peaks go with the multiprocessors,
-    the memory's rate with the memory, and parts reach each other through the host.
+    Its memory is the reported one, whatever the table says. A MIG instance, or a device with far fewer
+    multiprocessors than the whole one (an AMD partition), is a partition: peaks scale with multiprocessors, memory
+    bandwidth with memory, and partitions communicate through the host.
 
     Args:
-        reported (`str`): Name, such as `"NVIDIA A100-SXM4-40GB MIG 1g.5gb"`. All of its words count.
-        memory_bytes (`int`): Memory of the device or of the part.
-        multiprocessors (`int`): Of the device or of the part.
+        reported (`str`): Name, such as `"NVIDIA A100-SXM4-40GB MIG 1g.5gb"`. All words must match.
+        memory_bytes (`int`): Memory of the device or partition.
+        multiprocessors (`int`): Multiprocessors of the device or partition.
 
     Returns:
         `Hardware`, or `None` for a device that is not in the table.
@@ -122,7 +122,7 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
     if not _PART.search(reported):
         device = _with_memory(device, normalized_name(reported), memory_bytes / _GIB)
     memory_gib, whole = memory_bytes / _GIB, device.multiprocessors
-    if not _PART.search(reported) and (whole is None or multiprocessors > _MOST_OF_A_PART * whole):
+    if not _PART.search(reported) and (whole is None or multiprocessors > _MIN_WHOLE_SHARE * whole):
         return replace(device, memory_gib=memory_gib)
     if whole is None:
         return None
@@ -141,12 +141,12 @@ def recognize_device(reported: str, memory_bytes: int, multiprocessors: int) -> 
 
 def _with_memory(device: Hardware, name: str, memory_gib: float) -> Hardware:
     """
-    The device of a longer name that has the memory which is reported, where `device` has another one: drivers name an
-    H20 with 141 GB as they name one with 96. `device` itself where there is none.
+    The device of a longer name with the reported memory, if `device` has a different size: drivers report an H20 with
+    141 GB under the same name as one with 96. `device` itself if there is none.
     """
     if _has_memory(device, memory_gib):
         return device
-    keys = {key for alias, own in _names().items() if alias.startswith(f"{name}-") for key in own}
+    keys = {key for alias, ids in _names().items() if alias.startswith(f"{name}-") for key in ids}
     others = [device_table()[key] for key in keys]
     fitting = [o for o in others if o.multiprocessors == device.multiprocessors and _has_memory(o, memory_gib)]
     return fitting[0] if len(fitting) == 1 else device

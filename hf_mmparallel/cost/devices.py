@@ -1,4 +1,4 @@
-"""What a device is to a plan: its peaks, its memory, and its links to others."""
+"""Hardware description of a device: compute peaks, memory, and links."""
 
 from __future__ import annotations
 
@@ -12,52 +12,55 @@ PEAK_OF_DTYPE = {
     "tf32": "tf32_tflops",
     "float32": "fp32_tflops",
 }
-"""What matrix products are computed in -> the field of [`Hardware`] with the peak."""
+"""Compute dtype of matrix products -> the field of [`Hardware`] with the peak."""
 
 
 @dataclass(frozen=True)
 class Hardware:
     """
-    One device, and the links to others of its kind. Peaks are those of dense matrix products, in 10^12 operations a
+    One device and its links to others of its kind. Peaks are those of dense matrix products, in 10^12 operations a
     second; GB are 10^9 bytes and GiB 2^30 bytes.
 
     Args:
-        name (`str`): As in the table of devices.
+        name (`str`): Name in the device table.
         bf16_tflops (`float`): Peak of bfloat16 products.
-        fp16_tflops (`float`): Peak of float16 products that are added up in float32.
-        tf32_tflops (`float`): Peak of float32 products that are rounded to TF32, which torch does where it is asked to
+        fp16_tflops (`float`): Peak of float16 products with float32 accumulation.
+        tf32_tflops (`float`): Peak of float32 products rounded to TF32, which torch uses on request
             (`torch.set_float32_matmul_precision("high")`, `TrainingArguments(tf32=True)`), not by default.
         fp32_tflops (`float`): Peak of float32 products in full precision, torch's default.
-        memory_gib (`float`, *optional*): Memory as the device reports it; `None` where it is the host's.
-        memory_gb_per_s (`float`): Peak rate between the device and its memory.
-        link_gb_per_s (`float`): To the other devices of a node, one way, in collectives (bus bandwidth of a ring).
-        node_size (`int`): Devices of a node, or of what is linked as one.
-        node_link_gb_per_s (`float`): One network card of a node, one way.
-        network_cards (`int`): Network cards of a node.
-        multiprocessors (`int`, *optional*): Streaming multiprocessors or compute units of the whole device; a part of
-            it, such as a MIG instance, has a share of them.
-        link_latency_us (`float`, *optional*, defaults to 5): Of a message inside a node, in microseconds.
-        node_link_latency_us (`float`, *optional*, defaults to 12): Of a message between nodes, in microseconds.
-        message_gb_per_s (`float`, *optional*): From one device of a node to another; `None` for that of collectives.
+        memory_gib (`float`, *optional*): Memory as the device reports it; `None` if it uses the host's memory.
+        memory_gb_per_s (`float`): Peak memory bandwidth.
+        link_gb_per_s (`float`): Bandwidth to other devices of the node, one way, in collectives (bus bandwidth of a
+            ring).
+        node_size (`int`): Number of devices in a node (or NVLink domain).
+        node_link_gb_per_s (`float`): Bandwidth of one network card of a node, one way.
+        network_cards (`int`): Number of network cards of a node.
+        multiprocessors (`int`, *optional*): Streaming multiprocessors or compute units of the whole device; a
+            partition, such as a MIG instance, has a share of them.
+        link_latency_us (`float`, *optional*, defaults to 5): Latency of a message inside a node, in microseconds.
+        node_link_latency_us (`float`, *optional*, defaults to 12): Latency of a message between nodes, in
+            microseconds.
+        message_gb_per_s (`float`, *optional*):
+            Point-to-point bandwidth inside a node; `None` for the bandwidth of collectives.
         node_message_gb_per_s (`float`, *optional*):
-            From a device of one node to one of another; `None` for its share of the network cards.
+            Point-to-point bandwidth between nodes; `None` for the device's share of the network cards.
         collective_latency_us (`float`, *optional*):
-            Of one step of a collective inside a node, in microseconds; `None` for that of a message.
-        node_collective_latency_us (`float`, *optional*): The same of a collective over several nodes.
-        launch_us (`float`, *optional*, defaults to 8): Time of the host to start one kernel in eager mode.
+            Latency of one step of a collective inside a node, in microseconds; `None` for that of a message.
+        node_collective_latency_us (`float`, *optional*): Latency of one step of a collective over several nodes.
+        launch_us (`float`, *optional*, defaults to 8): Host time to launch one kernel in eager mode.
         matmul_efficiency (`float`, *optional*, defaults to 0.76): Share of the peak that matrix products reach.
-        attention_efficiency (`float`, *optional*, defaults to 0.25): Share of the peak that attention reaches in flash
-            kernels, which `"sdpa"` uses without a mask.
-        masked_attention_share (`float`, *optional*, defaults to 1): Of that, what `"sdpa"` reaches under a dense
-            mask, which its flash kernel does not take.
-        block_attention_share (`float`, *optional*, defaults to 0.86): Of that, what kernels reach that read their mask
-            for each block of tokens: `"bitfield"`, `"flex_attention"`.
-        memory_efficiency (`float`, *optional*, defaults to 0.72): Share of the memory's rate that kernels reach.
-        overlap_efficiency (`float`, *optional*, defaults to 0.6): Share of its speed that a device computes with while
-            a collective runs beside it, whose kernels take multiprocessors and memory's rate.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in, a key of [`PEAK_OF_DTYPE`].
-        aliases (`tuple[str, ...]`, *optional*): Other names, among them those that drivers report.
-        source (`str`, *optional*): Where the numbers come from.
+        attention_efficiency (`float`, *optional*, defaults to 0.25): Share of the peak that flash attention kernels
+            reach (those `"sdpa"` uses without a mask).
+        masked_attention_share (`float`, *optional*, defaults to 1): Speed of `"sdpa"` with a dense mask, which flash
+            kernels do not support, relative to flash attention.
+        block_attention_share (`float`, *optional*, defaults to 0.86): Speed of kernels that read a block mask
+            (`"bitfield"`, `"flex_attention"`), relative to flash attention.
+        memory_efficiency (`float`, *optional*, defaults to 0.72): Share of the memory bandwidth that kernels reach.
+        overlap_efficiency (`float`, *optional*, defaults to 0.6): Relative compute speed while a collective runs
+            concurrently, whose kernels occupy multiprocessors and memory bandwidth.
+        dtype (`str`, *optional*, defaults to `"bfloat16"`): Compute dtype, a key of [`PEAK_OF_DTYPE`].
+        aliases (`tuple[str, ...]`, *optional*): Other names, including those that drivers report.
+        source (`str`, *optional*): Source of the numbers.
     """
 
     name: str
@@ -90,40 +93,40 @@ class Hardware:
     source: str = ""
 
     def computing_in(self, dtype: str) -> Hardware:
-        """The same device with products in another dtype, a key of [`PEAK_OF_DTYPE`]."""
+        """The same device with another compute dtype, a key of [`PEAK_OF_DTYPE`]."""
         return replace(self, dtype=dtype)
 
     @property
     def peak_tflops(self) -> float:
-        """Peak of matrix products in `dtype`."""
+        """Peak of matrix products in `dtype`, in 10^12 operations a second."""
         return getattr(self, PEAK_OF_DTYPE[self.dtype])
 
     @property
     def flops_per_ms(self) -> float:
-        """Operations of matrix products that training reaches in a millisecond."""
+        """FLOPs per millisecond that matrix products reach in training."""
         return self.peak_tflops * 1e9 * self.matmul_efficiency
 
     def attention_flops_per_ms(self, attention: str) -> float:
-        """Operations that an attention function without a dense mask reaches in a millisecond."""
+        """FLOPs per millisecond that an attention function without a dense mask reaches."""
         is_block = any(kind in attention for kind in ("bitfield", "flex"))
         share = self.block_attention_share if is_block else 1.0
         return self.peak_tflops * 1e9 * self.attention_efficiency * share
 
     @property
     def memory_bytes_per_ms(self) -> float:
-        """Bytes between the device and its memory in a millisecond."""
+        """Memory bandwidth that kernels reach, in bytes per millisecond."""
         return self.memory_gb_per_s * 1e6 * self.memory_efficiency
 
     @property
     def network_gb_per_s(self) -> float:
-        """A device's share of its node's network cards, one way."""
+        """A device's share of its node's network bandwidth, one way."""
         return self.node_link_gb_per_s * self.network_cards / self.node_size
 
     def link_bytes_per_ms(self, ranks: Iterable[int]) -> float:
         """
-        Per-rank bandwidth in bytes/ms of a collective (the bus bandwidth of a ring) over `ranks`; nodes hold
-        consecutive ranks. Between nodes a group has the shares that its members of a node have of the network cards
-        together, and the node with the fewest members decides; other groups of the node are assumed to talk as well.
+        Per-rank bandwidth, bytes/ms, of a collective over `ranks` (bus bandwidth of a ring); nodes have consecutive
+        ranks. Between nodes, the members of a group in one node combine their shares of the network cards, and the
+        node with the fewest members is the bottleneck; the other ranks of the node are assumed to communicate as well.
         """
         members = Counter(rank // self.node_size for rank in ranks)
         if len(members) <= 1:
@@ -132,8 +135,8 @@ class Hardware:
 
     def message_bytes_per_ms(self, ranks: Iterable[int]) -> float:
         """
-        Bytes/ms from one rank to another, where each of several ranks sends to one of its own; `ranks` are those of
-        both sides.
+        Point-to-point bandwidth, bytes/ms, when each of several ranks sends to a different receiver; `ranks` are
+        senders and receivers.
         """
         if self._is_one_node(ranks):
             return 1e6 * (self.link_gb_per_s if self.message_gb_per_s is None else self.message_gb_per_s)
@@ -142,14 +145,14 @@ class Hardware:
         return 1e6 * min(self.link_gb_per_s, self.network_gb_per_s)
 
     def latency_us(self, ranks: Iterable[int]) -> float:
-        """Microseconds until the first byte of a message between any of `ranks` arrives, at most."""
+        """Maximum latency of a message between any two of `ranks`, in microseconds."""
         return self.link_latency_us if self._is_one_node(ranks) else self.node_link_latency_us
 
     def step_latency_us(self, ranks: Iterable[int]) -> float:
-        """Microseconds of one step of a collective over `ranks`, of which a tree has `log2(n)`."""
+        """Latency of one step of a collective over `ranks`, in microseconds; a tree has `log2(n)` steps."""
         members = list(ranks)
-        found = self.collective_latency_us if self._is_one_node(members) else self.node_collective_latency_us
-        return self.latency_us(members) if found is None else found
+        latency = self.collective_latency_us if self._is_one_node(members) else self.node_collective_latency_us
+        return self.latency_us(members) if latency is None else latency
 
     def _is_one_node(self, ranks: Iterable[int]) -> bool:
         return len({rank // self.node_size for rank in ranks}) <= 1

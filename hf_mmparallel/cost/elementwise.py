@@ -1,6 +1,6 @@
 """
-What a layer moves through memory besides its matrix products: norms, rotary embeddings, activation functions,
-residuals, casts and the loss, as the steps that PyTorch runs, each of which reads its inputs and writes its output.
+Memory traffic of a layer besides its matrix products: norms, rotary embeddings, activation functions, residuals,
+casts and the loss, one PyTorch operation at a time, each of which reads its inputs and writes its output.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..plan import LANGUAGE_MODEL, ModuleSpec, ParameterUse
+from .activations import FULL, LayerShape, Matrix, Norm, Precision, chain_widths, is_attention, is_split
 from .engine_traits import Engine
-from .kept import FULL, LayerShape, Matrix, Norm, Precision, chain_widths, is_attention, is_split
 
 _RMS_STEPS = 6
 _ROTARY_ACCESSES, _ROTARY_STEPS = 11, 10
-"""Of queries or keys: two products and their sum, and a half of the values turned round."""
+"""For queries or keys: two products and their sum, and the rotation of half of the values."""
 _LAYER_STEPS = 12
-"""Views, checks and calls of a layer that launch next to nothing but take the time of a launch."""
+"""Views, checks and calls of a layer that compute next to nothing but take the time of a kernel launch."""
 SCORE_BYTES = 32.0
-"""Of a pair of tokens in a head, where scores are made: product, scale, mask, softmax in float32, cast, product."""
+"""Bytes per token pair and head of eager attention: product, scale, mask, float32 softmax, cast, product."""
 FUSED_SCORE_BYTES = 10.0
 
 
@@ -26,8 +26,8 @@ FUSED_SCORE_BYTES = 10.0
 class Elementwise:
     """
     Args:
-        token_bytes (`float`, *optional*): Bytes that are read or written for each token in a forward.
-        num_kernels (`float`, *optional*): Kernels of a forward.
+        token_bytes (`float`, *optional*): Bytes read or written per token in a forward.
+        num_kernels (`float`, *optional*): Number of kernels in a forward.
     """
 
     token_bytes: float = 0.0
@@ -51,22 +51,22 @@ def layer_elementwise(
     engine: Engine,
 ) -> Elementwise:
     """
-    What a layer does element by element in its forward; its backward moves about twice as much.
+    Element-wise operations of a layer's forward; its backward moves about twice as many bytes.
 
     Args:
         part (`ModuleSpec`): The module.
-        uses (`Sequence[ParameterUse]`): The parameters that are read in the layer.
-        index (`int`): `-1` for what comes before the layers, `num_layers` for what comes after them.
-        precision (`Precision`): In what values are.
-        tp_size (`int`): Ranks that share the matrices.
-        engine (`Engine`): How layers are run.
+        uses (`Sequence[ParameterUse]`): The parameters that the layer reads.
+        index (`int`): `-1` for the part before the layers, `num_layers` for the part after them.
+        precision (`Precision`): Compute and storage precision.
+        tp_size (`int`): Size of the tp group.
+        engine (`Engine`): How layers are executed.
     """
     shape = LayerShape.of(part, uses)
     norms = total(_norm(shape, norm, precision, tp_size, engine) for norm in shape.norms)
     if index < 0:
         return norms + _lookups(part, uses, precision)
     if index >= part.num_layers:
-        return norms + _behind(shape, precision, tp_size, engine)
+        return norms + _after_layers(shape, precision, tp_size, engine)
     result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
     for group in shape.feed_forwards:
         result += _feed_forward(part, group, precision, tp_size, engine)
@@ -80,7 +80,7 @@ def layer_elementwise(
 
 
 def _norm(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
-    """One kernel, or the steps of an RMS norm in float32."""
+    """One kernel, or the float32 operations of an RMS norm."""
     part, value_bytes = shape.part, precision.stream
     width = norm.size / (tp_size if engine.split_norms else 1)
     if is_attention(norm.name) and norm.size != part.hidden_size:
@@ -93,7 +93,7 @@ def _norm(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, eng
 
 
 def _attention(shape: LayerShape, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
-    """Rotary embeddings of queries and keys, and the output put in the order of tokens."""
+    """Rotary embeddings of queries and keys, and the transposition of the output."""
     if not shape.attention:
         return Elementwise()
     part, split = shape.part, tp_size if is_split(shape.attention) else 1
@@ -121,13 +121,13 @@ def _feed_forward(
 
 
 def _lookups(part: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision) -> Elementwise:
-    """Rows of embeddings that are read."""
+    """Embedding lookups."""
     count = sum(use.parameter.is_lookup for use in uses)
     return Elementwise(2.0 * count * precision.stream * part.hidden_size, count)
 
 
-def _behind(shape: LayerShape, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
-    """Activation functions between the matrices behind the layers, or the loss of a head."""
+def _after_layers(shape: LayerShape, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
+    """Activation functions between the matrices after the layers, or the loss of a head."""
     result = Elementwise(0.0, len(shape.matrices))
     if not shape.matrices:
         return result

@@ -1,4 +1,4 @@
-"""What an engine does with a layer besides its matrix products, where engines differ."""
+"""Traits of an engine that executes layers, where engines differ."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from .devices import Hardware
 @dataclass(frozen=True)
 class Engine:
     """
-    How an engine runs layers. The defaults are what hf_mmparallel does; the others are there to hold the model of
-    costs against the published runs of other engines.
+    How an engine executes layers. The defaults describe hf_mmparallel; other values serve to validate the cost model
+    against published runs of other engines.
 
     Args:
         fused (`bool`, *optional*, defaults to `False`):
-            Whether norms, rotary embeddings and activation functions are one kernel each, as under `torch.compile` or
-            in kernels of their own, and not the steps of the model's code; and products add up gradients themselves.
-        fused_loss (`bool`, *optional*, defaults to `False`): The same of the loss.
+            Whether norms, rotary embeddings and activation functions are one kernel each (`torch.compile` or custom
+            kernels) instead of the operations of the model's code, and matrix products accumulate gradients in place.
+        fused_loss (`bool`, *optional*, defaults to `False`): Whether the loss is a fused kernel.
         merged_sums (`bool`, *optional*, defaults to `False`):
-            Whether matrices that read the same input sum the gradient of it once over tensor-parallel ranks, and the
-            loss is computed on parts of the vocabulary.
+            Whether matrices with the same input all-reduce its gradient once over the tp group, and the loss is
+            computed on vocabulary shards.
         hidden_sums (`bool`, *optional*, defaults to `False`):
-            Whether tensor-parallel sums travel while matrix products run.
+            Whether tensor-parallel all-reduces overlap with matrix products.
         split_norms (`bool`, *optional*, defaults to `False`):
-            Whether tensor-parallel ranks share the tokens of norms and residuals (sequence parallelism).
+            Whether the tp group splits the tokens of norms and residuals (sequence parallelism).
         blocking_messages (`bool`, *optional*, defaults to `False`):
-            Whether stages stand still while they send and receive.
+            Whether stages are idle while they send and receive.
         message_gb_per_s (`tuple[float, float]`, *optional*):
-            Rates of messages of stages in a node and between nodes, where they are not those of the links.
+            Point-to-point bandwidth inside a node and between nodes; `None` for that of the links.
         sharded_optimizer (`bool`, *optional*, defaults to `False`):
-            Whether each replica steps its share of the parameters (ZeRO).
+            Whether each replica updates a shard of the parameters (ZeRO).
         wide_sums (`bool`, *optional*, defaults to `False`):
-            Whether FSDP adds up gradients in float32 (`reduce_dtype`), not in the dtype of the parameters.
+            Whether FSDP reduces gradients in float32 (`reduce_dtype`) instead of the dtype of the parameters.
     """
 
     fused: bool = False
@@ -47,7 +47,7 @@ class Engine:
     wide_sums: bool = False
 
     def message_bytes_per_ms(self, device: Hardware, ranks: Sequence[int]) -> float:
-        """Of a message between two stages on `ranks`, for each rank of the smaller one."""
+        """Bandwidth between two stages on `ranks`, for each rank of the smaller stage."""
         rate = device.message_bytes_per_ms(ranks)
         if self.message_gb_per_s is None:
             return rate

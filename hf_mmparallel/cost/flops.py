@@ -1,4 +1,4 @@
-"""What a model computes by its definition, which MFU is counted by."""
+"""Model FLOPs, as used for MFU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .stage_times import data_gradients, inner_gradient_share, trainable_share, 
 
 def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
     """
-    Operations of a module's forward and backward as the model defines them, nothing computed twice: for each token,
-    and for each squared token that its layers attend to on average, see [`attended_squares`].
+    FLOPs of a module's forward and backward without recomputation: per token, and per squared sequence length
+    averaged over its layers, see [`attended_squares`].
     """
     per_token = per_square = 0.0
     for index, needed in zip(
@@ -30,7 +30,7 @@ def training_flops(spec: ModelSpec, module: str) -> tuple[float, float]:
 
 
 class _Same:
-    """A model that equals itself only: it is what operations are kept by, which are counted for every plan."""
+    """Hashes a model by identity, as a cache key for FLOP counts."""
 
     def __init__(self, spec: ModelSpec):
         self.spec = spec
@@ -49,31 +49,31 @@ def _training_flops(model: _Same, module: str) -> tuple[float, float]:
 
 def attended_squares(part: ModuleSpec, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
     """
-    Squared tokens that attention needs in the mean layer: less than all in layers with a window, whether or not the
-    kernel skips what lies outside it.
+    Squared sequence lengths averaged over a module's layers; layers with a window count only what lies inside it,
+    whether or not the kernel skips the rest.
 
     Args:
         part (`ModuleSpec`): The module.
-        tokens (`ArrayLike`): Tokens.
-        squares (`ArrayLike`): Squared lengths of their sequences.
+        tokens (`ArrayLike`): Numbers of tokens.
+        squares (`ArrayLike`): Sums of squared sequence lengths.
     """
     tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
     if not part.windows:
         return squares
     is_causal = part.name == LANGUAGE_MODEL
-    layers = (windowed_squares(tokens, squares, own, is_causal) if own else squares for own in part.windows)
+    layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in part.windows)
     return np.mean(np.stack(list(layers)), axis=0)
 
 
 def module_model_flops(spec: ModelSpec, module: str, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
     """
-    Operations of a module's forward and backward for samples, as the model defines them.
+    FLOPs of a module's forward and backward for samples, without recomputation.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
+        spec (`ModelSpec`): The model, with its frozen parameters marked.
         module (`str`): The module.
         tokens (`ArrayLike`): Tokens of each sample.
-        squares (`ArrayLike`): Squared lengths of the sequences of each.
+        squares (`ArrayLike`): Sum of squared sequence lengths of each sample.
     """
     per_token, per_square = _training_flops(_Same(spec), module)
     tokens = np.asarray(tokens, float)
@@ -82,11 +82,11 @@ def module_model_flops(spec: ModelSpec, module: str, tokens: ArrayLike, squares:
 
 def model_flops(spec: ModelSpec, sizes: SampleSizes) -> float:
     """
-    Operations of a step by which MFU is counted: those of the tokens of samples without padding, causal attention once
-    and within windows where layers have them, frozen parts without gradients of weights, nothing computed again.
+    Model FLOPs of a step, as used for MFU: tokens without padding, half of the pairs in causal attention, only pairs
+    inside the window of windowed layers, no weight gradients of frozen parameters, no recomputation.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
+        spec (`ModelSpec`): The model, with its frozen parameters marked.
         sizes (`SampleSizes`): The samples of the step.
     """
     return math.fsum(

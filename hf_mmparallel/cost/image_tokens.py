@@ -1,4 +1,4 @@
-"""How many tokens a model makes of images whose height and width are known."""
+"""Number of tokens that a model makes of images of known height and width."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 class ImageTokens(NamedTuple):
     """
-    What some images are in a model.
+    Token counts of images in a model.
 
     Args:
-        tokens (`np.ndarray` of shape `[images]`): Tokens that the encoder's layers see.
-        squares (`np.ndarray` of shape `[images]`): Sums of the squared lengths of its sequences, mean over its layers.
+        tokens (`np.ndarray` of shape `[images]`): Tokens in the encoder's layers.
+        squares (`np.ndarray` of shape `[images]`): Sums of squared sequence lengths, averaged over the encoder's
+            layers.
         rows (`np.ndarray` of shape `[images]`): Tokens in the language model.
     """
 
@@ -34,14 +35,14 @@ class ImageRule(Protocol):
 @dataclass(frozen=True)
 class PatchGrid:
     """
-    An encoder that takes an image in its own size, as a grid of patches, and merges squares of them.
+    An encoder with native resolution: an image becomes a grid of patches, and squares of patches are merged.
 
     Args:
         patch_size (`int`): Side of a patch in pixels.
-        merge_size (`int`): Side in patches of what becomes one token of the language model.
-        num_layers (`int`): Layers of the encoder.
-        global_layers (`int`): Those of them that attend to the whole image.
-        window_tokens (`int`, *optional*, defaults to 0): Patches of a window, in which the other layers attend.
+        merge_size (`int`): Side in patches of a square that becomes one token of the language model.
+        num_layers (`int`): Number of layers of the encoder.
+        global_layers (`int`): Number of layers with attention over the whole image.
+        window_tokens (`int`, *optional*, defaults to 0): Patches of an attention window of the other layers.
     """
 
     patch_size: int
@@ -63,12 +64,12 @@ class PatchGrid:
 @dataclass(frozen=True)
 class Crops:
     """
-    An encoder that takes crops of one size, one or several of an image.
+    An encoder with crops of a fixed size, one or several per image.
 
     Args:
-        tokens (`int`): Tokens that its layers see of a crop.
+        tokens (`int`): Tokens of a crop in the encoder's layers.
         rows (`int`): Tokens of a crop in the language model.
-        count (`Callable[[int, int], int]`, *optional*): Height and width of an image -> its crops; one when left out.
+        count (`Callable[[int, int], int]`, *optional*): Height and width of an image -> number of crops; 1 by default.
     """
 
     tokens: int

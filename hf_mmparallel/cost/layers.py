@@ -1,4 +1,4 @@
-"""What a layer costs, whoever says so: one form for operation counts and for measurements."""
+"""Costs of layers, in one form for analytic and measured sources."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BYTES_PER_VALUE = 2
 @dataclass(frozen=True)
 class Polynomial:
     """
-    `square * s + token * x + constant`, for a chunk of `x` tokens whose sequences have squared lengths of `s` in sum:
-    the form of Entrain, section 4.4.1, which for one sequence is `a x^2 + b x + c`.
+    `square * s + token * x + constant` for a chunk of `x` tokens with a sum of squared sequence lengths of `s`: the
+    form of Entrain, section 4.4.1, which is `a x^2 + b x + c` for a single sequence.
 
     Args:
-        square (`float`, *optional*, defaults to 0.0): For each squared token.
-        token (`float`, *optional*, defaults to 0.0): For each token.
-        constant (`float`, *optional*, defaults to 0.0): For each chunk.
+        square (`float`, *optional*, defaults to 0.0): Coefficient of the sum of squared sequence lengths.
+        token (`float`, *optional*, defaults to 0.0): Coefficient of the number of tokens.
+        constant (`float`, *optional*, defaults to 0.0): Constant per chunk.
     """
 
     square: float = 0.0
@@ -39,33 +39,33 @@ class Polynomial:
     def __mul__(self, factor: float) -> Polynomial:
         return Polynomial(self.square * factor, self.token * factor, self.constant * factor)
 
-    def over(self, num_rows: int) -> Polynomial:
-        """On each of `num_rows` rows of ranks that share the tokens of a chunk."""
-        return Polynomial(self.square / num_rows, self.token / num_rows, self.constant)
+    def over(self, cp_size: int) -> Polynomial:
+        """The polynomial on each of `cp_size` cp ranks that share the tokens of a chunk."""
+        return Polynomial(self.square / cp_size, self.token / cp_size, self.constant)
 
     @classmethod
     def sum(cls, parts: Iterable[Polynomial]) -> Polynomial:
-        """The sum, exact to the last bit whatever the order of the parts."""
-        found = list(parts)
-        return cls(*(math.fsum(getattr(part, name) for part in found) for name in ("square", "token", "constant")))
+        """The sum, exact and independent of the order of the terms."""
+        polynomials = list(parts)
+        return cls(*(math.fsum(getattr(p, name) for p in polynomials) for name in ("square", "token", "constant")))
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """
-    One layer on one tensor-parallel rank, whatever of it is trained.
+    Cost of a layer on one rank of a tp group; which of its weights are trained is applied later.
 
     Args:
-        forward (`Polynomial`): Milliseconds.
+        forward (`Polynomial`): Milliseconds of the forward.
         data_gradient (`Polynomial`): Milliseconds of the gradient of its input, `B_d` of Cornstarch, section 4.3.
         weight_gradient (`Polynomial`): Milliseconds of the gradients of all of its weights, `B_w`.
-        activations (`Polynomial`): Bytes kept for the backward where the weights are trained, without those of a loss.
-        frozen_activations (`Polynomial`): Bytes kept where only a gradient of the input is wanted.
+        activations (`Polynomial`): Bytes saved for the backward with trained weights, without those of a loss.
+        frozen_activations (`Polynomial`): Bytes saved if only the gradient of the input is needed.
         launch_ms (`tuple[float, float]`, *optional*):
-            Times in which the host launches the kernels of the forward, and those of the backward, which are more but
-            come from autograd. A device that computes longer hides them. 0 where measured times have them in them.
+            Host times to launch the kernels of the forward and of the backward, whose more numerous kernels are
+            launched by autograd. Longer device times hide them. 0 if measured times include them.
         sums (`tuple[Polynomial, Polynomial]`, *optional*):
-            Milliseconds of sums over tensor-parallel ranks, beside the forward and beside the gradient of its input.
+            Milliseconds of tensor-parallel all-reduces, besides the forward and besides the gradient of its input.
     """
 
     forward: Polynomial
@@ -78,31 +78,31 @@ class LayerCost:
 
     @property
     def with_sums(self) -> LayerCost:
-        """The same with the sums counted in the forward and in the gradient of the input."""
-        there, back = self.sums
-        sums = (Polynomial(), Polynomial())
-        return replace(self, forward=self.forward + there, data_gradient=self.data_gradient + back, sums=sums)
+        """The same cost with all-reduces included in the forward and in the gradient of the input."""
+        in_forward, in_backward = self.sums
+        forward, data_gradient = self.forward + in_forward, self.data_gradient + in_backward
+        return replace(self, forward=forward, data_gradient=data_gradient, sums=(Polynomial(), Polynomial()))
 
 
 class LayerCosts(Protocol):
-    """A source of costs: operation counts ([`AnalyticLayers`]) or a measured profile ([`MeasuredLayers`])."""
+    """A source of layer costs: operation counts ([`AnalyticLayers`]) or a measured profile ([`MeasuredLayers`])."""
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """
         Args:
             module (`str`): A module.
-            index (`int`): `-1` for what comes before its layers, such as embeddings, `num_layers` for what comes
-                after them, such as a projector or a head.
-            tp_size (`int`): Ranks that share the layer's matrices.
+            index (`int`): Index of the layer; `-1` for the part before the layers, such as embeddings, `num_layers`
+                for the part after them, such as a projector or a head.
+            tp_size (`int`): Size of the tp group.
         """
         ...
 
     def starting_at(self, first_rank: int) -> LayerCosts:
         """
-        The costs for ranks that share matrices and start there in a node, from which they may cross to the next one.
+        Costs for tp groups that start at this rank of a node, and may extend into the next node.
 
         Args:
-            first_rank (`int`): Of a node's ranks, counted from 0.
+            first_rank (`int`): Position in the node, from 0.
         """
         ...
 
@@ -110,7 +110,7 @@ class LayerCosts(Protocol):
 @dataclass(frozen=True)
 class LayersWithoutSums:
     """
-    Costs of layers as if sums over tensor-parallel ranks took no time; see [`LayerCosts`].
+    Layer costs with tensor-parallel all-reduces that take no time; see [`LayerCosts`].
 
     Args:
         layers (`LayerCosts`): The costs.
@@ -128,7 +128,7 @@ class LayersWithoutSums:
 
 
 PACKED_ATTENTION = "bitfield"
-"""The attention function that keeps the samples of a packed row apart."""
+"""The attention function that separates the samples of a packed row."""
 
 
 def can_pack(spec: ModelSpec) -> bool:
@@ -139,17 +139,17 @@ def can_pack(spec: ModelSpec) -> bool:
 @dataclass(frozen=True, eq=False)
 class CostModel:
     """
-    What the layers of a model cost on a machine: all that times and memory of plans are derived from.
+    Costs of a model's layers on a device: the source of all predicted times and memory of plans.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
-        device (`Hardware`): What each rank is.
-        layers (`LayerCosts`): The source of its layers' costs.
-        value_bytes (`int`, *optional*, defaults to 2): Of a value of an activation.
-        engine (`Engine`, *optional*): What runs the layers.
+        spec (`ModelSpec`): The model, with its frozen parameters marked.
+        device (`Hardware`): The device of each rank.
+        layers (`LayerCosts`): The source of layer costs.
+        value_bytes (`int`, *optional*, defaults to 2): Bytes of an activation value.
+        engine (`Engine`, *optional*): How layers are executed.
         packing (`bool`, *optional*):
-            Whether the samples of a microbatch of the language model are one row without padding; by default where
-            its attention function keeps them apart.
+            Whether the samples of a language model microbatch are packed into one row without padding; by default if
+            its attention function separates them.
     """
 
     spec: ModelSpec
@@ -161,9 +161,9 @@ class CostModel:
 
     @property
     def packs_rows(self) -> bool:
-        """Whether rows of the language model are packed. With context parallelism they are, whatever this says."""
+        """Whether rows of the language model are packed. With context parallelism they are packed in any case."""
         return can_pack(self.spec) if self.packing is None else self.packing
 
     def with_spec(self, spec: ModelSpec) -> CostModel:
-        """The same costs of layers for the model with something else frozen."""
+        """The same layer costs for the model with other frozen parameters."""
         return replace(self, spec=spec)

@@ -1,4 +1,4 @@
-"""What the optimizer's step takes, after the last gradient sum."""
+"""Time of the optimizer step, after the last gradient all-reduce."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .stage_memory import RankMemory, stage_memories
 
 def update_bytes(state: RankMemory) -> float:
     """
-    Bytes that a step of AdamW in one kernel moves with what comes with it: weights and both values of its state are
-    read and written; gradients are read for their norm, read and written as they are clipped, read by the step, and
-    set to zero. The state is twice the trained weights.
+    Memory traffic in bytes of clipping and a fused AdamW step: weights and both moments are read and written;
+    gradients are read for the norm, read and written by clipping, read by the step, and set to zero. Optimizer state
+    is twice the trained weights.
     """
     return 3.0 * state.optimizer + 5.0 * state.gradients
 
 
 def optimizer_ms(costs: CostModel, plan: ParallelPlan) -> float:
     """
-    Time of clipping and of the optimizer's step on the rank that takes longest.
+    Time of clipping and of the optimizer step on the slowest rank.
 
     Args:
-        costs (`CostModel`): What layers cost.
+        costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
     """
     device = costs.device
@@ -35,6 +35,7 @@ def optimizer_ms(costs: CostModel, plan: ParallelPlan) -> float:
         for _, _, stage in module.stages():
             copies = [replica[0].all_ranks[0] for replica in module.replicas]
             for rank in stage.all_ranks[:1]:
-                own = update_bytes(states[rank]) / len(copies) / device.memory_bytes_per_ms
-                longest = max(longest, own + all_gather(device, states[rank].optimizer / 2, copies)(1.0, 0.0))
+                update_ms = update_bytes(states[rank]) / len(copies) / device.memory_bytes_per_ms
+                gather = all_gather(device, states[rank].optimizer / 2, copies)
+                longest = max(longest, update_ms + gather(1.0, 0.0))
     return longest

@@ -1,4 +1,4 @@
-"""Costs of layers as they were timed on a machine: points, the curves through them, the file, the source of costs."""
+"""Measured layer costs: points, fitted curves, the profile file, and the cost source."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .stage_times import windowed_squares
 
 PROFILE_VERSION = 2
 FIT_TOLERANCE = 0.15
-"""A curve that is further than this share from one of its points does not fit."""
+"""Maximum relative error of a curve at any of its points."""
 TIMES = ("forward", "data_gradient", "weight_gradient")
 CURVES = (*TIMES, "activations", "frozen_activations")
-"""The fields of [`LayerCost`] that are measured: times, and bytes."""
-_CONSTANTS = {own.name for own in fields(Hardware) if own.type in ("float", "float | None")}
+"""The measured fields of [`LayerCost`]: times and bytes."""
+_CONSTANTS = {entry.name for entry in fields(Hardware) if entry.type in ("float", "float | None")}
 _CONSTANTS |= {"node_size", "network_cards"}
 _REMEDY = "Write one with `hf-mmparallel profile --output`."
 _ADAPTER = re.compile(r"\.(lora_|base_layer|original_module|modules_to_save)")
@@ -34,16 +34,16 @@ _ADAPTER = re.compile(r"\.(lora_|base_layer|original_module|modules_to_save)")
 @dataclass(frozen=True)
 class MeasuredPoint:
     """
-    What a layer took for one chunk: `sequences` sequences that share `tokens` tokens evenly.
+    Measurement of a layer for one chunk: `sequences` sequences of equal length with `tokens` tokens in total.
 
     Args:
-        tokens (`int`): Tokens of the chunk, as its layers see them.
-        sequences (`int`): Sequences among them, which attend apart.
-        forward (`float`): Milliseconds.
-        data_gradient (`float`): Milliseconds of the backward that gives the gradient of its input alone.
-        weight_gradient (`float`): Milliseconds that the gradients of its weights add to that.
-        activations (`float`): Bytes kept for the backward where the weights are trained.
-        frozen_activations (`float`): Bytes kept where only a gradient of the input is wanted.
+        tokens (`int`): Tokens of the chunk in the layers.
+        sequences (`int`): Number of sequences, which do not attend to each other.
+        forward (`float`): Milliseconds of the forward.
+        data_gradient (`float`): Milliseconds of a backward to the input only.
+        weight_gradient (`float`): Additional milliseconds of a backward to the weights as well.
+        activations (`float`): Bytes saved for the backward with trained weights.
+        frozen_activations (`float`): Bytes saved if only the gradient of the input is needed.
     """
 
     tokens: int
@@ -56,17 +56,17 @@ class MeasuredPoint:
 
     @property
     def squares(self) -> float:
-        """The sum of the squared lengths of the sequences."""
+        """Sum of squared sequence lengths."""
         return self.tokens**2 / self.sequences
 
 
 @dataclass(frozen=True)
 class Curve:
     """
-    A polynomial through measured points.
+    A polynomial fitted to measured points.
 
     Args:
-        polynomial (`Polynomial`): See there for its form; no coefficient is negative.
+        polynomial (`Polynomial`): The polynomial; no coefficient is negative.
         r_squared (`float`): Share of the points' variance that it explains.
         worst_error (`float`): Its largest relative error at a point.
         worst_point (`tuple[int, int]`): Tokens and sequences of that point.
@@ -85,14 +85,14 @@ class Curve:
 
 def attended_squares(point: MeasuredPoint, name: str, window: int, is_causal: bool) -> float:
     """
-    The squares that a quantity of a layer grows with: of times those within its window, of bytes all of them, as plans
-    count both.
+    Sum of squared sequence lengths that a quantity of a layer grows with: within the window for times, without it for
+    bytes, as in plans.
 
     Args:
         point (`MeasuredPoint`): A chunk.
         name (`str`): The quantity, a field of [`LayerCost`].
-        window (`int`): Tokens that a token attends to; 0 for all of its sequence.
-        is_causal (`bool`): Whether these lie before it.
+        window (`int`): Size of the attention window in tokens; 0 for none.
+        is_causal (`bool`): Whether attention is causal.
     """
     if not window or name not in TIMES:
         return point.squares
@@ -101,16 +101,16 @@ def attended_squares(point: MeasuredPoint, name: str, window: int, is_causal: bo
 
 def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_causal: bool = False) -> Curve:
     """
-    Fits `a s + b x + c`, for one sequence `a x^2 + b x + c` (Entrain, section 4.4.1), by least squares of the relative
-    errors with coefficients from 0. Where all sequences have one length, as the images of an encoder may, squares are
-    not told apart from tokens, and `a` is 0.
+    Fits `a s + b x + c`, for one sequence `a x^2 + b x + c` (Entrain, section 4.4.1), by non-negative least squares of
+    relative errors. If all sequences have the same length, as the images of an encoder may, squared lengths and tokens
+    can't be told apart, and `a` is 0.
 
     Args:
         points (`Sequence[MeasuredPoint]`): At least one.
-        name (`str`): The quantity, a field of [`LayerCost`]. What trained weights add counts relative to the whole
-            backward, of which it is the difference.
+        name (`str`): The quantity, a field of [`LayerCost`]. Errors of `weight_gradient` are relative to the whole
+            backward, of which it is a difference.
         window (`int`, *optional*, defaults to 0): See [`attended_squares`].
-        is_causal (`bool`, *optional*, defaults to `False`): The same.
+        is_causal (`bool`, *optional*, defaults to `False`): See [`attended_squares`].
     """
     values = np.array([getattr(point, name) for point in points])
     scales = values + (np.array([point.data_gradient for point in points]) if name == "weight_gradient" else 0.0)
@@ -121,7 +121,7 @@ def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_ca
         sizes[:, 0] = 0.0
     weights = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales > 0)
     rows = sizes * weights[:, None]
-    units = np.maximum(rows.max(axis=0), np.finfo(float).tiny)  # columns of one size keep the system well conditioned
+    units = np.maximum(rows.max(axis=0), np.finfo(float).tiny)  # equal column norms, for the condition number
     coefficients = nnls(rows / units, values * weights)[0] / units if weights.any() else np.zeros(3)
     residuals = sizes @ coefficients - values
     errors = np.abs(residuals) * weights
@@ -135,18 +135,18 @@ def fit_curve(points: Sequence[MeasuredPoint], name: str, window: int = 0, is_ca
 @dataclass(frozen=True)
 class MeasuredLayer:
     """
-    The measurements of one kind of layer in one layout.
+    Measurements of one kind of layer at one tensor-parallel size.
 
     Args:
         module (`str`): Its module.
-        kind (`str`): Its class, or `"before"` and `"after"` for what a module computes outside of its layers.
-        layers (`tuple[int, ...]`): The layers of this kind, of which one was measured: `-1` for what comes before
-            the first one, `num_layers` for what comes after the last one.
+        kind (`str`): Its class, or `"before"` and `"after"` for the parts outside of the layers.
+        layers (`tuple[int, ...]`): Indices of the layers of this kind, of which one was measured: `-1` for the part
+            before the first one, `num_layers` for the part after the last one.
         shapes (`str`): Digest of the shapes of its parameters, see [`shape_digest`].
-        tp_size (`int`): Ranks that share its matrices.
+        tp_size (`int`): Size of the tp group.
         points (`tuple[MeasuredPoint, ...]`): In the order of measurement.
-        curves (`Mapping[str, Curve]`): Field of [`LayerCost`] -> the curve through the points.
-        window (`int`, *optional*, defaults to 0): Tokens that a token attends to; 0 for all of its sequence.
+        curves (`Mapping[str, Curve]`): Field of [`LayerCost`] -> the fitted curve.
+        window (`int`, *optional*, defaults to 0): Size of the attention window in tokens; 0 for none.
     """
 
     module: str
@@ -169,36 +169,36 @@ class MeasuredLayer:
         points: Iterable[MeasuredPoint],
         window: int = 0,
     ) -> MeasuredLayer:
-        """With curves through its points."""
-        found = tuple(points)
-        curves = {name: fit_curve(found, name, window, module == LANGUAGE_MODEL) for name in CURVES}
-        return cls(module, kind, tuple(layers), shapes, tp_size, found, curves, window)
+        """Fits the curves to measured points."""
+        measured = tuple(points)
+        curves = {name: fit_curve(measured, name, window, module == LANGUAGE_MODEL) for name in CURVES}
+        return cls(module, kind, tuple(layers), shapes, tp_size, measured, curves, window)
 
     def within(self, window: int) -> MeasuredLayer:
-        """The same with curves for another window, such as one that the plan's attention function does not skip."""
+        """The same points with curves for another window, such as one that the attention function does not skip."""
         if window == self.window:
             return self
         return self.fitted(self.module, self.kind, self.layers, self.shapes, self.tp_size, self.points, window)
 
     def squares(self, point: MeasuredPoint, name: str) -> float:
-        """The squares of a chunk that a quantity grows with, see [`attended_squares`]."""
+        """Sum of squared lengths that a quantity grows with, see [`attended_squares`]."""
         return attended_squares(point, name, self.window, self.module == LANGUAGE_MODEL)
 
     @property
     def cost(self) -> LayerCost:
-        """The curves as costs, without sums over tensor-parallel ranks."""
+        """The curves as costs, without tensor-parallel all-reduces."""
         curves: dict[str, Any] = {name: self.curves[name].polynomial for name in CURVES}
         return LayerCost(**curves)
 
     @property
     def misfits(self) -> dict[str, Curve]:
-        """The curves that do not fit."""
+        """The curves with an error above [`FIT_TOLERANCE`]."""
         return {name: curve for name, curve in self.curves.items() if not curve.fits}
 
 
 def shape_digest(spec: ModelSpec, module: str, index: int) -> str:
     """
-    Twelve hexadecimal digits of the names and shapes of a layer's parameters, adapters left out.
+    Digest (12 hexadecimal digits) of the names and shapes of a layer's parameters, without adapters.
 
     Args:
         spec (`ModelSpec`): The model.
@@ -208,26 +208,26 @@ def shape_digest(spec: ModelSpec, module: str, index: int) -> str:
     prefix = f"{spec.modules[module].stack}.{index}."
     uses = spec.uses.get((module, index), ())
     names = {use.parameter.name.replace(".base_layer.", ".").removeprefix(prefix): use.parameter.shape for use in uses}
-    found = sorted((name, list(shape)) for name, shape in names.items() if not _ADAPTER.search(f".{name}"))
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:12]
+    shown = sorted((name, list(shape)) for name, shape in names.items() if not _ADAPTER.search(f".{name}"))
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class LayerProfile:
     """
-    What the layers of a model took on a machine; a small JSON file.
+    Measurements of a model's layers on a machine; a small JSON file.
 
     Args:
-        model (`str`): Where the model came from, for people.
-        device (`str`): Name of the device, as it calls itself.
-        dtype (`str`): Of the weights.
-        autocast (`str`, *optional*): Type that matrices are multiplied in where it is another one.
+        model (`str`): Source of the model, for people.
+        device (`str`): Name that the driver reports.
+        dtype (`str`): Dtype of the weights.
+        autocast (`str`, *optional*): Compute dtype of matrix products if it differs.
         attention (`str`): The attention function.
         versions (`Mapping[str, str]`): Package -> version.
         layers (`tuple[MeasuredLayer, ...]`): The measurements.
-        left_out (`tuple[str, ...]`): What was asked for and is not measured, with the reasons.
+        left_out (`tuple[str, ...]`): Requested measurements that failed, with the reasons.
         constants (`Mapping[str, float]`, *optional*):
-            Field of [`Hardware`] -> what was measured of the device, by which what the profile lacks is counted.
+            Field of [`Hardware`] -> measured value, for the analytic costs of what the profile lacks.
     """
 
     model: str
@@ -242,19 +242,19 @@ class LayerProfile:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a value that matrices are multiplied with."""
+        """Bytes of a value in matrix products."""
         return DTYPE_BYTES.get(self.autocast or self.dtype, 4)
 
     def of_module(self, module: str) -> list[MeasuredLayer]:
-        """The measurements of a module."""
+        """Measurements of a module."""
         return [layer for layer in self.layers if layer.module == module]
 
     def to_dict(self) -> dict[str, Any]:
-        """What its file holds."""
+        """Content of its file."""
         data = {"version": PROFILE_VERSION, **asdict(self)}
-        for layer, own in zip(self.layers, data["layers"], strict=True):
+        for layer, entry in zip(self.layers, data["layers"], strict=True):
             for name, curve in layer.curves.items():
-                own["curves"][name]["fits"] = curve.fits
+                entry["curves"][name]["fits"] = curve.fits
         return data
 
     def save(self, path: str | Path) -> None:
@@ -267,15 +267,15 @@ class LayerProfile:
         Reads a profile.
 
         Args:
-            path (`str` or `Path`): A file that `hf-mmparallel profile` wrote.
+            path (`str` or `Path`): Output of `hf-mmparallel profile`.
 
         Raises:
-            `ValueError`: If the file is something else, or of another version.
+            `ValueError`: If the file has another format or version.
         """
         try:
             data = json.loads(Path(path).read_text())
         except ValueError as error:
-            raise ValueError(f"`{path}` is no profile of layers. {_REMEDY}") from error
+            raise ValueError(f"`{path}` is not a layer profile. {_REMEDY}") from error
         return cls.from_dict(data, path)
 
     @classmethod
@@ -288,13 +288,13 @@ class LayerProfile:
             path (`str` or `Path`): The file, for errors.
 
         Raises:
-            `ValueError`: If it is something else, or of another version.
+            `ValueError`: If the data has another format or version.
         """
         try:
             values = dict(data)
             version = values.pop("version")
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"`{path}` is no profile of layers. {_REMEDY}") from error
+            raise ValueError(f"`{path}` is not a layer profile. {_REMEDY}") from error
         if version != PROFILE_VERSION:
             raise ValueError(
                 f"`{path}` is a profile of version {version}; this version of hf_mmparallel reads {PROFILE_VERSION}. "
@@ -311,13 +311,13 @@ class LayerProfile:
 
     def check(self, spec: ModelSpec) -> None:
         """
-        Makes sure that the profile was measured for a model.
+        Checks that the profile was measured for a model.
 
         Args:
-            spec (`ModelSpec`): The model, with adapters or without, whatever of it is frozen.
+            spec (`ModelSpec`): The model, with or without adapters; frozen parameters make no difference.
 
         Raises:
-            `ValueError`: With the first layer that has other parameters, or if they share no module.
+            `ValueError`: If a layer has other parameters, naming the first one, or if they share no module.
         """
         if not any(layer.module in spec.modules for layer in self.layers):
             measured = sorted({layer.module for layer in self.layers})
@@ -339,28 +339,28 @@ class LayerProfile:
 
 
 def _read_layer(data: Mapping[str, Any]) -> MeasuredLayer:
-    """One entry of a file."""
+    """Parses one entry of a file."""
     curves = {}
     for name in CURVES:
-        own = data["curves"][name]
-        polynomial = Polynomial(**own["polynomial"])
-        curves[name] = Curve(polynomial, own["r_squared"], own["worst_error"], tuple(own["worst_point"]))
+        entry = data["curves"][name]
+        polynomial = Polynomial(**entry["polynomial"])
+        curves[name] = Curve(polynomial, entry["r_squared"], entry["worst_error"], tuple(entry["worst_point"]))
     points = tuple(MeasuredPoint(**point) for point in data["points"])
     return MeasuredLayer(**{**data, "layers": tuple(data["layers"]), "points": points, "curves": curves})
 
 
 class MeasuredLayers:
     """
-    Costs of layers from a profile; see [`LayerCosts`].
+    Layer costs of a profile; see [`LayerCosts`].
 
-    The sums over tensor-parallel ranks are those of `fallback`, since they are not measured. What the profile lacks
-    comes from `fallback`, times measured over counted costs of what is nearest in the profile: the same layer in
-    another layout, else its module, else all of it.
+    Tensor-parallel all-reduces are not measured and come from `fallback`. Layers that the profile lacks have the costs
+    of `fallback`, times the ratio of measured to analytic costs of the nearest measurements: the same layer at another
+    tensor-parallel size, else its module, else all of the profile.
 
     Args:
         spec (`ModelSpec`): The model.
         profile ([`LayerProfile`]): The measurements.
-        fallback ([`LayerCosts`]): Costs of all layers.
+        fallback ([`LayerCosts`]): Analytic costs of all layers.
     """
 
     def __init__(self, spec: ModelSpec, profile: LayerProfile, fallback: LayerCosts):
@@ -374,7 +374,7 @@ class MeasuredLayers:
 
     @property
     def missing(self) -> list[str]:
-        """What was asked for so far that the profile lacks, and what it was taken from: a sentence each."""
+        """A sentence for each request that the profile lacks, with the measurements used instead."""
         return list(self._missing.values())
 
     def starting_at(self, first_rank: int) -> MeasuredLayers:
@@ -387,13 +387,13 @@ class MeasuredLayers:
         """See [`LayerCosts`]."""
         key = (module, index, tp_size)
         if key not in self._known:
-            own = self._measured.get(key)
-            cost = self._scaled(*key) if own is None else own.cost
+            measured = self._measured.get(key)
+            cost = self._scaled(*key) if measured is None else measured.cost
             self._known[key] = replace(cost, sums=self.fallback.layer(*key).sums)
         return self._known[key]
 
     def _scaled(self, module: str, index: int, tp_size: int) -> LayerCost:
-        """Counted costs, times measured over counted costs of what is there."""
+        """Analytic costs, times the ratio of measured to analytic costs of the nearest measurements."""
         source, nearest = next(self._nearest(module, index))
         counted = self.fallback.layer(module, index, tp_size)
         ratios = {name: self._ratio(nearest, name) for name in CURVES}
@@ -403,25 +403,25 @@ class MeasuredLayers:
             f"{ratios['forward'] or 1.0:.3g} in the forward as measured over counted of {source}.",
         )
         same = [layer.cost for layer in nearest if layer.module == module and index in layer.layers]
-        found = {}
+        costs = {}
         for name, ratio in ratios.items():
-            # Of what no operation is counted for, such as a lookup, nothing is divided over ranks either.
+            # Quantities without analytic costs, such as the time of a lookup, are not divided by the tp size either.
             uncounted = ratio is None and same
-            found[name] = getattr(same[0], name) if uncounted else getattr(counted, name) * (ratio or 1.0)
-        return LayerCost(**found)
+            costs[name] = getattr(same[0], name) if uncounted else getattr(counted, name) * (ratio or 1.0)
+        return LayerCost(**costs)
 
     def _nearest(self, module: str, index: int) -> Iterator[tuple[str, list[MeasuredLayer]]]:
-        """What a ratio can be taken from, nearest first; the last one is everything."""
-        own = [layer for layer in self._layers if layer.module == module]
-        same = [layer for layer in own if index in layer.layers]
+        """Candidates for the ratio, nearest first; the last one is the whole profile."""
+        in_module = [layer for layer in self._layers if layer.module == module]
+        same = [layer for layer in in_module if index in layer.layers]
         if same:
             yield f"tp {', '.join(str(layer.tp_size) for layer in same)}", same
-        if own:
-            yield f"`{module}`", own
+        if in_module:
+            yield f"`{module}`", in_module
         yield "the other modules", self._layers
 
     def _ratio(self, layers: Iterable[MeasuredLayer], name: str) -> float | None:
-        """Measured over counted costs of all points of some layers; None if nothing is counted."""
+        """Measured over analytic costs, summed over all points; `None` if the analytic cost is 0."""
         measured = counted = 0.0
         for layer in layers:
             polynomial = getattr(self.fallback.layer(layer.module, layer.layers[0], layer.tp_size), name)
@@ -432,7 +432,7 @@ class MeasuredLayers:
 
 def window_of(spec: ModelSpec, module: str, index: int) -> int:
     """
-    Tokens that a token attends to in a layer, 0 for all of its sequence.
+    Size of a layer's attention window in tokens, 0 for none.
 
     Args:
         spec (`ModelSpec`): The model.
@@ -445,12 +445,12 @@ def window_of(spec: ModelSpec, module: str, index: int) -> int:
 
 def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> CostModel:
     """
-    The cost model of a profile.
+    Cost model of a profile.
 
     Args:
-        spec (`ModelSpec`): The model, with what is frozen.
-        device (`Hardware`): What each rank is: its memory, and its links as far as the profile has none; how fast it
-            computes, and how long a launch takes, is in the profile.
+        spec (`ModelSpec`): The model, with its frozen parameters marked.
+        device (`Hardware`): The device of each rank, for its memory and for links that the profile has not measured.
+            Compute speed and launch times come from the profile.
         profile ([`LayerProfile`]): The measurements.
 
     Raises:

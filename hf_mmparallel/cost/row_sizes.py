@@ -1,4 +1,4 @@
-"""How many tokens, and pairs of tokens, the chunks of a step compute: padded rows, or packed ones without padding."""
+"""Tokens and token pairs that the chunks of a step compute, with padded or packed rows."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan
 from ..plan.step_plan import ChunkCuts
-from .kept import MASKED_ATTENTION
+from .activations import MASKED_ATTENTION
 from .layers import PACKED_ATTENTION, CostModel
 
 ChunkKey = tuple[str, int, int, int]
-_FULL_OVER_CAUSAL = 2.0  # the cost of a squared token of the language model is that of causal attention
+_FULL_OVER_CAUSAL = 2.0  # costs per squared sequence length of the language model are those of causal attention
 
 
 class ChunkSize(NamedTuple):
     """
-    What one chunk computes.
+    Amount of computation of a chunk.
 
     Args:
-        tokens (`float`): Tokens that its layers see, padding included.
-        squares (`float`): Squared tokens by which attention is charged; causal ones in the language model.
-        scores (`float`): Pairs of tokens of which something is stored: a dense mask, or the scores themselves.
+        tokens (`float`): Tokens in the layers, including padding.
+        squares (`float`): Sum of squared sequence lengths for the cost of attention; causal in the language model.
+        scores (`float`): Token pairs with stored values: entries of a dense mask, or attention scores.
     """
 
     tokens: float
@@ -37,17 +37,17 @@ class ChunkSize(NamedTuple):
 @dataclass(frozen=True)
 class RowLayout:
     """
-    How the samples of a chunk of one module lie in memory.
+    Memory layout of the samples of a chunk in one module.
 
     Args:
         attention (`str`): The module's attention function.
-        padded (`bool`): Whether each sample is a row that is padded to the longest of its chunk.
-        block (`int`, *optional*, defaults to 1): What the tokens of a chunk are rounded up to.
-        causal (`bool`, *optional*, defaults to `False`): Whether the cost of a squared token is that of causal
+        padded (`bool`): Whether each sample is a row, padded to the longest sample of its chunk.
+        block (`int`, *optional*, defaults to 1): Multiple that the tokens of a chunk are rounded up to.
+        causal (`bool`, *optional*, defaults to `False`): Whether costs per squared sequence length are those of causal
             attention.
-        masked_share (`float`, *optional*, defaults to 1.0): How fast attention is under a dense mask, of the speed by
-            which squares are charged.
-        window (`int`, *optional*, defaults to 0): Tokens of the smallest sliding window of a layer, 0 for none.
+        masked_share (`float`, *optional*, defaults to 1.0): Speed of attention with a dense mask, relative to the
+            speed that the costs assume.
+        window (`int`, *optional*, defaults to 0): Smallest sliding window of a layer in tokens, 0 for none.
     """
 
     attention: str
@@ -60,8 +60,8 @@ class RowLayout:
     @classmethod
     def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
         """
-        The layout of a module in a plan: encoders compute real tokens; the rows of a language model are padded unless
-        they are packed, and under context parallelism its ranks have equally many blocks of a packed row.
+        Layout of a module in a plan: encoders have no padding; rows of a language model are padded unless they are
+        packed, and under context parallelism its cp ranks have equally many blocks of a packed row.
         """
         part = costs.spec.modules[name]
         attention = part.attention
@@ -71,28 +71,28 @@ class RowLayout:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
         window = min(filter(None, part.windows), default=0)
         share = costs.device.masked_attention_share
-        if attention == PACKED_ATTENTION:  # under a dense mask it is `"sdpa"`
+        if attention == PACKED_ATTENTION:  # with a dense mask it falls back to `"sdpa"`
             share /= costs.device.block_attention_share
         return cls(attention, padded=not costs.packs_rows, causal=True, masked_share=share, window=window)
 
     def sizes(self, count: NDArray, tokens: NDArray, squares: NDArray, longest: NDArray, even: NDArray) -> NDArray:
         """
-        What chunks compute. `"eager"` attention computes all pairs of tokens of a row; so do `"sdpa"` and
-        `"bitfield"`, which computes padded rows as that does, where the mask is a dense tensor: where rows are padded
-        or as long as a window. Other functions skip padding and what causality hides.
+        Sizes of chunks. `"eager"` attention computes all token pairs of a row. So do `"sdpa"`, and `"bitfield"` which
+        falls back to it for padded rows, with a dense mask: if rows are padded or at least as long as a window. Other
+        functions skip padding and masked pairs of causal attention.
 
         Args:
-            count (`np.ndarray` of shape `[chunks]`): Samples.
-            tokens (`np.ndarray` of shape `[chunks]`): Their tokens.
-            squares (`np.ndarray` of shape `[chunks]`): Their squared tokens.
+            count (`np.ndarray` of shape `[chunks]`): Number of samples.
+            tokens (`np.ndarray` of shape `[chunks]`): Tokens of the samples.
+            squares (`np.ndarray` of shape `[chunks]`): Sum of squared sequence lengths of the samples.
             longest (`np.ndarray` of shape `[chunks]`): Tokens of the longest sample.
             even (`np.ndarray` of shape `[chunks]`): Whether all samples of a chunk have the same number of tokens.
 
         Returns:
             `np.ndarray` of shape `[chunks, 3]`: The columns of [`ChunkSize`].
         """
-        rows = count * longest.astype(float) ** 2
-        pairs = rows if self.padded else squares
+        padded_squares = count * longest.astype(float) ** 2
+        pairs = padded_squares if self.padded else squares
         is_dense = np.full(len(count), self.attention == "eager")
         takes_mask = self.padded and self.attention in MASKED_ATTENTION
         if takes_mask:
@@ -100,7 +100,7 @@ class RowLayout:
         computed = -(-tokens // self.block) * self.block
         if self.padded:
             computed = count * longest
-            squares = rows if takes_mask else squares
+            squares = padded_squares if takes_mask else squares
         if self.causal:
             share = self.masked_share if takes_mask else 1.0
             squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs / share, squares)
@@ -108,29 +108,29 @@ class RowLayout:
 
     def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:
         """
-        What each sample of a module computes, whatever the tokens of a chunk are rounded up to.
+        Sizes of single samples of a module, without rounding to blocks.
 
         Args:
             sizes (`SampleSizes`): The samples.
             name (`str`): The module.
-            even (`bool`): Whether the samples beside it are as long as it is.
+            even (`bool`): Whether the other samples of the chunk have the same length.
 
         Returns:
-            `np.ndarray` of shape `[2, samples]`: Squared tokens and tokens.
+            `np.ndarray` of shape `[2, samples]`: Squared sequence lengths and tokens.
         """
         tokens, squares = sizes.tokens[name], sizes.squares[name]
         ones = np.ones_like(tokens)
-        found = replace(self, block=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
-        return found[:, [1, 0]].T
+        result = replace(self, block=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
+        return result[:, [1, 0]].T
 
     def of_groups(self, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
         """
-        What groups of samples of a module compute, each on one rank.
+        Sizes of groups of samples of a module, each group on one rank.
 
         Args:
             sizes (`SampleSizes`): The samples.
             name (`str`): The module.
-            groups (`Sequence`): The places of each group's samples; none is empty.
+            groups (`Sequence`): Indices of each group's samples; no group is empty.
 
         Returns:
             `np.ndarray` of shape `[groups, 3]`: The columns of [`ChunkSize`].
@@ -140,19 +140,19 @@ class RowLayout:
 
     def of_chunks(self, sizes: SampleSizes, name: str, cuts: ChunkCuts) -> NDArray:
         """
-        [`~RowLayout.of_groups`] of chunks of a step.
+        [`~RowLayout.of_groups`] for the chunks of a step.
 
         Args:
             sizes (`SampleSizes`): The samples.
             name (`str`): The module.
-            cuts ([`ChunkCuts`]): Chunks of it; there is at least one.
+            cuts ([`ChunkCuts`]): At least one chunk of the module.
         """
         return self._of_rows(
             sizes, name, np.bincount(cuts.of_slot), cuts.slots[np.argsort(cuts.of_slot, kind="stable")]
         )
 
     def _of_rows(self, sizes: SampleSizes, name: str, count: NDArray, order: NDArray) -> NDArray:
-        """What groups compute whose samples, `count[i]` of each, are one after the other."""
+        """Sizes of consecutive groups with `count[i]` samples of `order` each."""
         starts = np.cumsum(count) - count
         tokens = sizes.tokens[name][order]
         longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
@@ -162,10 +162,10 @@ class RowLayout:
 
 def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, ChunkSize]:
     """
-    What every chunk of a step computes, which its time and its memory follow from.
+    Sizes of all chunks of a step, which determine times and memory.
 
     Args:
-        costs (`CostModel`): The model, and whether its rows are packed.
+        costs (`CostModel`): The cost model, which knows whether rows are packed.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
@@ -175,20 +175,20 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
     """
     result: dict[ChunkKey, ChunkSize] = {}
     by_module: dict[str, dict[ChunkKey, Sequence[int]]] = {}
-    for key, found in step.chunks.items():
-        by_module.setdefault(key[0], {}).update(((*key, number), slots) for number, slots in enumerate(found))
+    for key, parts in step.chunks.items():
+        by_module.setdefault(key[0], {}).update(((*key, number), slots) for number, slots in enumerate(parts))
     for name, chunks in by_module.items():
         if not chunks:
             continue
-        found = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))
-        result.update(zip(chunks, map(ChunkSize._make, found.tolist()), strict=True))
+        rows = RowLayout.of(costs, name, plan.modules[name]).of_groups(sizes, name, list(chunks.values()))
+        result.update(zip(chunks, map(ChunkSize._make, rows.tolist()), strict=True))
     return result
 
 
 def group_sizes(costs: CostModel, name: str, sizes: SampleSizes, groups: Sequence[NDArray]) -> tuple[NDArray, NDArray]:
-    """Tokens and squared tokens `[groups]` that groups of samples compute, each on one rank; a group may be empty."""
+    """Tokens and squared sequence lengths `[groups]` of groups of samples, each on one rank; groups may be empty."""
     result = np.zeros((len(groups), 3))
-    some = [index for index, own in enumerate(groups) if len(own)]
+    some = [index for index, group in enumerate(groups) if len(group)]
     if some:
         result[some] = RowLayout.of(costs, name).of_groups(sizes, name, [groups[index] for index in some])
     return result[:, 0], result[:, 1]

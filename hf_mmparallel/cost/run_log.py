@@ -1,4 +1,4 @@
-"""What runs write down of their steps, for `hf-mmparallel calibrate`: a JSON line for each run and logged window."""
+"""The log of a run's steps for `hf-mmparallel calibrate`: a JSON line per run and per logged window."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ KINDS: tuple[Kind, ...] = ("forward", "backward")
 @dataclass(frozen=True)
 class RunHeader:
     """
-    What a run was.
+    Description of a run.
 
     Args:
         package (`str`): Version of `hf_mmparallel`.
         modules (`Mapping[str, str]`): Module -> digest of the shapes of its parameters, see [`module_digests`].
-        device (`str`): The device as the table of devices calls it, by which costs were counted.
-        device_name (`str`): The device as it calls itself.
-        dtype (`str`): What matrix products are computed in.
-        value_bytes (`int`): Bytes of a value that matrices are multiplied with.
-        profile (`str`, *optional*): Digest of the profile that costs came from; `None` for operation counts.
-        world_size (`int`): Ranks.
+        device (`str`): Name in the device table of the device that costs were predicted for.
+        device_name (`str`): Name that the driver reports.
+        dtype (`str`): Compute dtype of matrix products.
+        value_bytes (`int`): Bytes of a value in matrix products.
+        profile (`str`, *optional*): Digest of the layer profile; `None` for operation counts.
+        world_size (`int`): Number of ranks.
         plan (`str`): The plan's fingerprint.
         layout (`Mapping[str, Mapping[str, Any]]`): Module -> its dp, pp, cp and tp.
         schedule (`str`): The schedule.
-        method (`str`): How samples came to microbatches.
+        method (`str`): How samples are assigned to microbatches.
     """
 
     package: str
@@ -56,26 +56,26 @@ class RunHeader:
 @dataclass(frozen=True)
 class TaskGroup:
     """
-    Tasks of one kind on the stages of a module that have equally many layers, of about one size, summed up.
+    Sums over tasks of one kind and of similar size, on stages of a module with equally many layers.
 
     Args:
-        module (`str`): Their module.
+        module (`str`): The module.
         kind (`str`): `"forward"` or `"backward"`.
         layers (`int`): Layers of each stage.
-        tasks (`int`): How many tasks.
-        tokens (`float`): Their tokens.
-        squares (`float`): The squared lengths of their sequences.
-        measured_ms (`float`): What they took; of a task on several ranks the slowest counts.
-        predicted_ms (`float`): What they were expected to take.
+        tasks (`int`): Number of tasks.
+        tokens (`float`): Number of tokens.
+        squares (`float`): Sum of squared sequence lengths.
+        measured_ms (`float`): Measured time; of a task on several ranks, the slowest one.
+        predicted_ms (`float`): Predicted time.
         base_ms (`float`):
-            What the device computes by the costs without a calibration, without a recomputation and without sums.
-        squares_ms (`float`): Of `base_ms`, the share that grows with squares.
+            Predicted compute time without calibration, recomputation and tensor-parallel all-reduces.
+        squares_ms (`float`): Part of `base_ms` that grows with squared sequence lengths.
         recomputed_ms (`float`):
-            By the costs without a calibration, the forwards that backwards run once more, without sums.
-        recomputed_squares_ms (`float`): Of `recomputed_ms`, the share that grows with squares.
-        launch_ms (`float`): By the costs without a calibration, what the host takes to launch all of that. A task
-            takes this where it is more than what the device computes.
-        sums_ms (`float`): By the costs without a calibration, the sums over tensor-parallel ranks.
+            Predicted time of recomputed forwards, without calibration and all-reduces.
+        recomputed_squares_ms (`float`): Part of `recomputed_ms` that grows with squared sequence lengths.
+        launch_ms (`float`): Predicted host time to launch all kernels, without calibration. It is the time of a task
+            if it exceeds the compute time.
+        sums_ms (`float`): Predicted time of tensor-parallel all-reduces, without calibration.
     """
 
     module: str
@@ -97,13 +97,13 @@ class TaskGroup:
 @dataclass(frozen=True)
 class MemoryPeak:
     """
-    Memory of the fullest rank, in GiB.
+    Memory of the rank with the highest peak, in GiB.
 
     Args:
-        rank (`int`): The rank on which most was measured.
+        rank (`int`): The rank with the highest measured peak.
         measured (`float`): The allocator's peak.
-        predicted (`float`): What was expected on this rank.
-        state (`float`): Of `predicted`: weights, gradients and optimizer state.
+        predicted (`float`): Predicted peak of this rank.
+        state (`float`): Part of `predicted`: weights, gradients and optimizer state.
     """
 
     rank: int
@@ -115,22 +115,23 @@ class MemoryPeak:
 @dataclass(frozen=True)
 class LoggedWindow:
     """
-    Steps between two logs. Times are means over steps, in ms.
+    Steps between two logs. Times are means over these steps, in ms.
 
     Args:
         step (`int`): The last optimizer step of the window.
-        steps (`int`): How many steps there were, without the first one of the run.
-        compared (`int`): Of these, the steps that were predicted too, which all but `wall_ms` and `data_ms` are of.
-        step_ms (`float`): From the first action of a step to the end of its gradient sums, on the slowest rank.
-        predicted_step_ms (`float`): The same, simulated.
-        wall_ms (`float`): From asking for a batch to the end of the optimizer's step.
-        data_ms (`float`): Of that, waiting for the batch, on the rank that waited longest.
-        predicted_bubble (`float`): Share of the ranks' time outside of tasks, simulated.
-        bubble (`float`, *optional*): The same as measured; `None` where ranks share cores.
+        steps (`int`): Number of steps, without the first one of the run.
+        compared (`int`): Number of steps with a prediction; all fields but `wall_ms` and `data_ms` refer to these.
+        step_ms (`float`): From the first action of a step to the end of its gradient all-reduces, on the slowest rank.
+        predicted_step_ms (`float`): The simulated value of `step_ms`.
+        wall_ms (`float`): From the request for a batch to the end of the optimizer step.
+        data_ms (`float`): Part of `wall_ms`: waiting for the batch, on the rank that waits longest.
+        predicted_bubble (`float`): Simulated share of the ranks' time outside of tasks.
+        bubble (`float`, *optional*): Measured share of the ranks' time outside of tasks; `None` if ranks share cores.
         causes (`Mapping[str, float]`):
-            `"<module>/forward"` and `"<module>/backward"` -> what the step is longer with these tasks as measured;
-            with all of them it is as long as a step whose messages and sums are as predicted.
-        memory ([`MemoryPeak`], *optional*): `None` where memory is not measured.
+            `"<module>/forward"` and `"<module>/backward"` -> additional step time with measured instead of predicted
+            times of these tasks. All of them together give a step with measured tasks and predicted messages and
+            all-reduces.
+        memory ([`MemoryPeak`], *optional*): `None` if memory is not measured.
         groups (`tuple[TaskGroup, ...]`): The tasks.
     """
 
@@ -149,11 +150,11 @@ class LoggedWindow:
 
     @property
     def replayed_ms(self) -> float:
-        """A step with tasks as measured, and messages and sums as predicted."""
+        """Time of a step with measured tasks, and predicted messages and all-reduces."""
         return self.predicted_step_ms + sum(self.causes.values())
 
     def task_ms(self, field: str, module: str, kind: Kind) -> float:
-        """The sum of a field of [`TaskGroup`] over the tasks of a kind."""
+        """Sum of a field of [`TaskGroup`] over the tasks of one kind."""
         return sum(getattr(group, field) for group in self.groups if (group.module, group.kind) == (module, kind))
 
 
@@ -166,23 +167,23 @@ class RunLog:
 
 
 def tasks_of(windows: Sequence[LoggedWindow]) -> list[tuple[str, Kind]]:
-    """The modules of some windows, each with the kinds of tasks that it has."""
-    found = {(group.module, group.kind): None for window in windows for group in window.groups}
-    modules = dict.fromkeys(module for module, _ in found)
-    return [(module, kind) for module in modules for kind in KINDS if (module, kind) in found]
+    """(module, kind) of all tasks in windows."""
+    present = {(group.module, group.kind): None for window in windows for group in window.groups}
+    modules = dict.fromkeys(module for module, _ in present)
+    return [(module, kind) for module in modules for kind in KINDS if (module, kind) in present]
 
 
 def module_digests(spec: ModelSpec) -> dict[str, str]:
-    """Module -> twelve hexadecimal digits of the shapes of its parameters, adapters left out."""
-    found = {}
+    """Module -> digest (12 hexadecimal digits) of the shapes of its parameters, without adapters."""
+    digests = {}
     for name, module in spec.modules.items():
         layers = [shape_digest(spec, name, index) for index in range(-1, module.num_layers + 1)]
-        found[name] = hashlib.sha256("".join(layers).encode()).hexdigest()[:12]
-    return found
+        digests[name] = hashlib.sha256("".join(layers).encode()).hexdigest()[:12]
+    return digests
 
 
 def append_line(path: Path, entry: RunHeader | LoggedWindow) -> None:
-    """Adds a line to a log; numbers have six digits."""
+    """Appends a line to a log, with numbers of six digits."""
     kind = "run" if isinstance(entry, RunHeader) else "window"
     data = {"type": kind, **({"version": LOG_VERSION} if kind == "run" else {}), **asdict(entry)}
     with path.open("a") as file:
@@ -190,23 +191,23 @@ def append_line(path: Path, entry: RunHeader | LoggedWindow) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """The same with six significant digits."""
+    """The value with all floats rounded to six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(own) for key, own in value.items()}
-    return [_rounded(own) for own in value] if isinstance(value, (list, tuple)) else value
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_run_log(path: str | Path) -> list[RunLog]:
     """
-    Reads a log; a run that was resumed, or repeated in the same folder, follows the one before.
+    Reads a log, which has several runs if they were resumed or repeated in the same folder.
 
     Args:
         path (`str` or `Path`): A `trainer_log.jsonl`.
 
     Raises:
-        `ValueError`: If the file is something else, or of another version. A last line that was cut off is left out.
+        `ValueError`: If the file has another format or version. An incomplete last line is ignored.
     """
     remedy = "A run under a plan writes one into its output folder, unless `log_predictions=False`."
     lines = [line for line in Path(path).read_text().splitlines() if line.strip()]
@@ -218,7 +219,7 @@ def read_run_log(path: str | Path) -> list[RunLog]:
         except (ValueError, AttributeError, TypeError, KeyError) as error:
             if runs and number == len(lines):  # the run was killed while it wrote
                 break
-            raise ValueError(f"`{path}` is no log of steps (line {number}). {remedy}") from error
+            raise ValueError(f"`{path}` is not a run log (line {number}). {remedy}") from error
         try:
             if kind == "run":
                 version = data.pop("version")
@@ -238,7 +239,7 @@ def read_run_log(path: str | Path) -> list[RunLog]:
 
 
 def _read_window(data: dict[str, Any]) -> LoggedWindow:
-    """One window of a file."""
+    """Parses one window of a file."""
     groups: Sequence[Mapping[str, Any]] = data.pop("groups")
     memory = data.pop("memory")
     return LoggedWindow(

@@ -1,4 +1,4 @@
-"""Samples with sizes like those of four datasets, for a plan before the data is there: `--dataset chartqa`."""
+"""Samples with sizes like those of four datasets, to plan before the data is available: `--dataset chartqa`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ PATCH_PIXELS, MERGE = 14, 2
 @dataclass(frozen=True)
 class SamplePreset:
     """
-    The distribution of the sizes of a dataset's samples, each of one image and a text: areas of images and lengths of
-    texts are log-normal and vary independently of each other. They are fitted to what is published of the datasets.
+    Distribution of the sample sizes of a dataset with one image and one text per sample. Image areas and text lengths
+    are independent and log-normal, fitted to published statistics of the datasets.
 
     Args:
         name (`str`): The dataset.
         image_patches (`float`): Median area of an image, in patches of 14 x 14 pixels.
         image_sigma (`float`): Standard deviation of the logarithm of the area.
-        template_tokens (`int`): Text tokens that every sample has.
-        text_tokens (`float`): Median of the text tokens that differ.
+        template_tokens (`int`): Text tokens that all samples share.
+        text_tokens (`float`): Median number of other text tokens.
         text_sigma (`float`): Standard deviation of their logarithm.
         aspect_sigma (`float`, *optional*, defaults to 0.2): Standard deviation of the logarithm of width over height.
-        patch_limits (`tuple[int, int]`, *optional*, defaults to `(256, 16384)`): To which areas images are resized.
-        max_text_tokens (`int`, *optional*, defaults to 4096): Where texts are cut.
+        patch_limits (`tuple[int, int]`, *optional*, defaults to `(256, 16384)`): Range that image areas are resized
+            to.
+        max_text_tokens (`int`, *optional*, defaults to 4096): Length that texts are truncated to.
     """
 
     name: str
@@ -44,10 +45,10 @@ class SamplePreset:
 
     def draw_images(self, num_samples: int, seed: int) -> DrawnImages:
         """
-        Draws samples before a model makes tokens of their images.
+        Draws image and text sizes of samples, independent of a model.
 
         Args:
-            num_samples (`int`): How many.
+            num_samples (`int`): Number of samples.
             seed (`int`): Equal seeds give equal samples.
         """
         rng = np.random.default_rng(seed)
@@ -63,12 +64,12 @@ class SamplePreset:
 @dataclass(frozen=True)
 class DrawnImages:
     """
-    Samples of an image and a text each.
+    Samples with one image and one text each.
 
     Args:
-        heights (`np.ndarray` of shape `[samples]`): Of the images, in pixels.
-        widths (`np.ndarray` of shape `[samples]`): Of the images, in pixels.
-        text_tokens (`np.ndarray` of shape `[samples]`): Tokens of the texts.
+        heights (`np.ndarray` of shape `[samples]`): Image heights in pixels.
+        widths (`np.ndarray` of shape `[samples]`): Image widths in pixels.
+        text_tokens (`np.ndarray` of shape `[samples]`): Text tokens.
     """
 
     heights: NDArray
@@ -77,11 +78,11 @@ class DrawnImages:
 
     def sizes(self, encoder: str, rule: ImageRule) -> SampleSizes:
         """
-        Their sizes in a model.
+        Sample sizes in a model.
 
         Args:
-            encoder (`str`): The name of its encoder.
-            rule (`ImageRule`): What it makes of images.
+            encoder (`str`): Name of its encoder.
+            rule (`ImageRule`): Token counts of images in the model.
         """
         images = rule(self.heights, self.widths)
         tokens = images.rows + self.text_tokens

@@ -1,4 +1,4 @@
-"""What the stages of a plan cost: sums over their layers, with backwards only where something is trained."""
+"""Times of the stages of a plan: sums over their layers, with backwards only if something is trained."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage
 from ..schedule.actions import StageKey
+from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
-from .kept import LayerShape, Matrix
 from .layers import CostModel, LayerCost, Polynomial
 
-_GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients go home
+_GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradients are reduced
 
 
 def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
     """
-    Module -> for each layer from -1 to `num_layers`, whether the gradient of its input is needed: something before it
-    is trainable, in its module or in one whose features have entered (Cornstarch, section 4.3).
+    Module -> for each layer from -1 to `num_layers`, whether the gradient of its input is needed: if anything before
+    it is trainable, in its module or in a producer of its inputs (Cornstarch, section 4.3).
     """
     needed: dict[str, tuple[bool, ...]] = {}
-    gives: dict[str, bool] = {}
+    has_gradient: dict[str, bool] = {}
     for name, module in spec.modules.items():
-        enters = [min(edge.layers) for edge in spec.edges if edge.target == name and gives[edge.source]]
-        before, found = False, []
+        enters = [min(edge.layers) for edge in spec.edges if edge.target == name and has_gradient[edge.source]]
+        before, flags = False, []
         for index in range(-1, module.num_layers + 1):
             before = before or any(layer <= index for layer in enters)
-            found.append(before)
+            flags.append(before)
             before = before or any(use.parameter.trainable for use in spec.uses.get((name, index), ()))
-        needed[name], gives[name] = tuple(found), before
+        needed[name], has_gradient[name] = tuple(flags), before
     return needed
 
 
 def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
-    """The share of a layer's matrices whose gradients are wanted, or of its lookups where it has no matrices."""
-    found = active_elements(spec, module, index)
-    if not any(elements for _, elements in found):
-        lookups = [use.parameter.trainable for use, _ in found if use.parameter.is_lookup]
+    """Share of a layer's matrix elements that are trainable, or of its lookups if it has no matrices."""
+    active = active_elements(spec, module, index)
+    if not any(elements for _, elements in active):
+        lookups = [use.parameter.trainable for use, _ in active if use.parameter.is_lookup]
         return sum(lookups) / len(lookups) if lookups else 0.0
-    trained = sum(elements for use, elements in found if use.parameter.trainable)
-    return trained / sum(elements for _, elements in found) if trained else 0.0
+    trained = sum(elements for use, elements in active if use.parameter.trainable)
+    return trained / sum(elements for _, elements in active) if trained else 0.0
 
 
 def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[float, bool]:
     """
-    What of the gradients of inputs a layer needs for its own weights, where nothing before it wants one: the share of
-    its matrices behind the first that is trained, and whether attention is among what lies behind.
+    Input gradients that a layer computes for its own weights if its input needs none: the share of its matrices after
+    the first trained one, and whether attention is among them.
     """
     part = spec.modules[module]
     shape = LayerShape.of(part, spec.uses.get((module, index), ()))
@@ -72,15 +72,15 @@ def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[floa
 @dataclass(frozen=True)
 class LayerTable:
     """
-    The layers of a module in one layout, the first row what comes before them and the last what comes after.
+    Times of the layers of a module in one layout; the first row is the part before them, the last the part after.
 
     Args:
-        forward (`np.ndarray` of shape `[num_layers + 2, 3]`): Milliseconds: of a squared token, of a token, constant.
-        backward (`np.ndarray` of shape `[num_layers + 2, 3]`): The same; zeros where no backward runs.
+        forward (`np.ndarray` of shape `[num_layers + 2, 3]`): Milliseconds per squared token, per token, constant.
+        backward (`np.ndarray` of shape `[num_layers + 2, 3]`): The same for the backward; zeros without one.
         launches (`np.ndarray` of shape `[num_layers + 2, 2]`):
-            Milliseconds of the host to launch a forward and a backward, which a device that computes longer hides.
-        windows (`np.ndarray` of shape `[num_layers + 2]`): Tokens that a token attends to; 0 for all of its sequence.
-        is_causal (`bool`): Whether tokens attend to those before them only.
+            Host times in ms to launch a forward and a backward, which longer device times hide.
+        windows (`np.ndarray` of shape `[num_layers + 2]`): Size of the attention window in tokens; 0 for none.
+        is_causal (`bool`): Whether attention is causal.
     """
 
     forward: NDArray
@@ -89,41 +89,41 @@ class LayerTable:
     windows: NDArray
     is_causal: bool
 
-    def sizes(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> NDArray:
-        """`[3, num_layers + 2, ...]`: squared tokens that layers with a window attend to, tokens, and ones."""
+    def sizes(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> NDArray:
+        """`[3, num_layers + 2, ...]`: squared lengths within the window of each layer, tokens, and ones."""
         attended, every = self._attended(tokens, squares)
-        return np.stack([attended / num_rows, every / num_rows, (every > 0).astype(float)])
+        return np.stack([attended / cp_size, every / cp_size, (every > 0).astype(float)])
 
     def _attended(self, tokens: ArrayLike, squares: ArrayLike) -> tuple[NDArray, NDArray]:
-        """The first two of `sizes`, on one row."""
+        """The first two entries of `sizes`, without context parallelism."""
         tokens, squares = np.broadcast_arrays(np.asarray(tokens, float), np.asarray(squares, float))
         attended = np.repeat(squares[None], len(self.windows), axis=0)
         for window in set(self.windows[self.windows > 0].tolist()):
             attended[self.windows == window] = windowed_squares(tokens, squares, window, self.is_causal)
         return attended, np.broadcast_to(tokens, attended.shape)
 
-    def times(self, tokens: ArrayLike, squares: ArrayLike, num_rows: int = 1) -> tuple[NDArray, NDArray]:
-        """Forward and backward of a chunk in each row `[num_layers + 2, ...]`, with launches that show."""
-        sizes = self.sizes(tokens, squares, num_rows)
-        found = []
+    def times(self, tokens: ArrayLike, squares: ArrayLike, cp_size: int = 1) -> tuple[NDArray, NDArray]:
+        """Forward and backward times of a chunk in each row `[num_layers + 2, ...]`, at least the launch times."""
+        sizes = self.sizes(tokens, squares, cp_size)
+        times = []
         for table, launched in zip((self.forward, self.backward), self.launches.T, strict=True):
             computed = np.einsum("rk,kr...->r...", table, sizes)
             shape = (-1, *([1] * (computed.ndim - 1)))
-            found.append(np.maximum(computed, launched.reshape(shape) * sizes[2]))
-        return found[0], found[1]
+            times.append(np.maximum(computed, launched.reshape(shape) * sizes[2]))
+        return times[0], times[1]
 
     def sample_ms(self, tokens: NDArray, squares: NDArray) -> tuple[NDArray, NDArray]:
-        """Forward and backward `[samples]` of samples through all layers, without what each chunk costs."""
+        """Forward and backward times `[samples]` of samples through all layers, without constants per chunk."""
         sizes, tables = np.stack(self._attended(tokens, squares)), (self.forward, self.backward)
         forward, backward = (np.einsum("rk,kr...->...", table[:, :2], sizes) for table in tables)
         return forward, backward
 
-    def step_ms(self, tokens: float, squares: float, num_rows: int = 1) -> NDArray:
+    def step_ms(self, tokens: float, squares: float, cp_size: int = 1) -> NDArray:
         """
-        Forward and backward of a chunk in each layer `[num_layers]`; what comes before and after the layers counts in
-        the first and the last of them, which is where stages hold it.
+        Forward plus backward time of a chunk in each layer `[num_layers]`. The first and last layers include the parts
+        before and after the layers, which are on the same stages.
         """
-        forward, backward = self.times(tokens, squares, num_rows)
+        forward, backward = self.times(tokens, squares, cp_size)
         times = forward + backward
         layers = times[1:-1].copy()
         layers[0] += times[0]
@@ -131,7 +131,7 @@ class LayerTable:
         return layers
 
     def stage(self, stage: Stage, num_layers: int) -> StageCost:
-        """A stage, on each of its ranks."""
+        """Cost of a stage on each of its ranks."""
         first = 0 if stage.layers[0] == 0 else stage.layers[0] + 1
         stop = num_layers + 2 if stage.layers[1] == num_layers else stage.layers[1] + 1
         count = len(stage.ranks)
@@ -141,28 +141,28 @@ class LayerTable:
             whole = table[first:stop].copy()
             for row in rows:
                 if self.windows[row]:
-                    own = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
-                    own[kind] += float(table[row, 0]) / count
+                    slopes = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
+                    slopes[kind] += float(table[row, 0]) / count
                     whole[row - first, 0] = 0.0
             polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(count))
         launches = self.launches[first:stop].sum(axis=0)
         return StageCost(
             *polynomials,
             launch_ms=(float(launches[0]), float(launches[1])),
-            windows=tuple((window, *own) for window, own in sorted(windows.items())),
+            windows=tuple((window, *slopes) for window, slopes in sorted(windows.items())),
             is_causal=self.is_causal,
         )
 
 
 def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_causal: bool) -> NDArray:
     """
-    What stands for the squares of sequences where a token attends to `window` tokens at most, from the mean length.
+    Sum of squared lengths within an attention window, computed from the mean sequence length.
 
     Args:
-        tokens (`ArrayLike`): Tokens.
-        squares (`ArrayLike`): Squared lengths of their sequences.
-        window (`float`): Tokens that a token attends to.
-        is_causal (`bool`): Whether these lie before it: then squares count each pair twice.
+        tokens (`ArrayLike`): Numbers of tokens.
+        squares (`ArrayLike`): Sums of squared sequence lengths.
+        window (`float`): Size of the attention window in tokens.
+        is_causal (`bool`): Whether attention is causal: then squares count each pair twice.
     """
     tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
     if not is_causal:
@@ -177,14 +177,14 @@ def layer_table(
     costs: CostModel, module: str, tp_size: int = 1, checkpointing: bool = False, first_rank: int = 0
 ) -> LayerTable:
     """
-    The layers of a module in one layout.
+    Times of the layers of a module in one layout.
 
     Args:
-        costs (`CostModel`): What layers cost.
+        costs (`CostModel`): Costs of layers.
         module (`str`): The module.
-        tp_size (`int`, *optional*, defaults to 1): Ranks that share its matrices.
+        tp_size (`int`, *optional*, defaults to 1): Size of the tp group.
         checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
-        first_rank (`int`, *optional*, defaults to 0): Where in a node the ranks that share matrices start.
+        first_rank (`int`, *optional*, defaults to 0): Position in its node of the first rank of a tp group.
     """
     part = costs.spec.modules[module]
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
@@ -193,15 +193,14 @@ def layer_table(
         layer = layers.layer(module, index, tp_size).with_sums
         share = trainable_share(costs.spec, module, index)
         inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
-        again = checkpointing and 0 <= index < part.num_layers
+        recompute = checkpointing and 0 <= index < part.num_layers
         forward.append(layer.forward)
-        backward.append(backward_of(layer, data_gradient, share, again, inner))
-        runs_back = data_gradient or share > 0
-        there, back = layer.launch_ms
-        launches.append((there, runs_back * (back + again * there)))
-    rows = [[(p.square, p.token, p.constant) for p in polynomials] for polynomials in (forward, backward)]
+        backward.append(backward_of(layer, data_gradient, share, recompute, inner))
+        has_backward = data_gradient or share > 0
+        forward_launch, backward_launch = layer.launch_ms
+        launches.append((forward_launch, has_backward * (backward_launch + recompute * forward_launch)))
     windows = np.array([0, *(part.window(layer) for layer in range(part.num_layers)), 0], float)
-    tables = [np.array(found) for found in rows]
+    tables = [np.array([(p.square, p.token, p.constant) for p in column]) for column in (forward, backward)]
     return LayerTable(tables[0], tables[1], np.array(launches), windows, module == LANGUAGE_MODEL)
 
 
@@ -209,13 +208,13 @@ def backward_of(
     layer: LayerCost,
     data_gradient: bool,
     share: float,
-    again: bool = False,
+    recompute: bool = False,
     inner: tuple[float, bool] = (0.0, False),
 ) -> Polynomial:
     """
-    The backward of a layer: the gradient of its input if that is needed, else what of it the layer's own weights need
-    (`inner`, see [`inner_gradient_share`]); those of the share of its weights that is trained; and its forward once
-    more where activations are recomputed.
+    Time of a layer's backward: the gradient of its input if that is needed, else the input gradients for its own
+    weights (`inner`, see [`inner_gradient_share`]); the gradients of the trained share of its weights; and its forward
+    again if activations are recomputed.
     """
     result = layer.weight_gradient * share
     if data_gradient:
@@ -223,25 +222,25 @@ def backward_of(
     elif inner[0] or inner[1]:
         whole = layer.data_gradient
         result += Polynomial(whole.square * inner[1], whole.token * inner[0], whole.constant * inner[0])
-    return result + layer.forward if again and (data_gradient or share) else result
+    return result + layer.forward if recompute and (data_gradient or share) else result
 
 
 @dataclass(frozen=True)
 class StageCost:
     """
-    What a chunk takes on a stage, as a function of its tokens and of the squares of its sequences.
+    Time of a chunk on a stage, as a function of its tokens and its sum of squared sequence lengths.
 
     Args:
         forward (`Polynomial`): Milliseconds.
-        backward (`Polynomial`): Milliseconds; zero without one.
-        gather_token_ms (`float`): Time in which the keys and values of a token come from the other rows of ranks.
-        gather_square_ms (`float`): Time of the attention that is computed meanwhile, for each squared token.
-        gathers_backward (`float`, *optional*): How often they travel in a backward.
-        launch_ms (`tuple[float, float]`, *optional*): Time of the host to launch a forward and a backward.
+        backward (`Polynomial`): Milliseconds; zero without a backward.
+        gather_token_ms (`float`): Time per token to gather keys and values from the other cp ranks.
+        gather_square_ms (`float`): Time per squared token of the attention that overlaps with it.
+        gathers_backward (`float`, *optional*): Number of transfers in a backward, relative to a forward.
+        launch_ms (`tuple[float, float]`, *optional*): Host times to launch a forward and a backward.
         windows (`tuple[tuple[float, float, float], ...]`, *optional*):
-            Of layers that attend within a window: its tokens, and milliseconds of a squared token in the forward and
-            in the backward.
-        is_causal (`bool`, *optional*, defaults to `True`): Whether tokens attend to those before them only.
+            For layers with an attention window: its size in tokens, and milliseconds per squared token in the forward
+            and in the backward.
+        is_causal (`bool`, *optional*, defaults to `True`): Whether attention is causal.
     """
 
     forward: Polynomial
@@ -259,13 +258,13 @@ class StageCost:
             tokens (`float`): Tokens of the chunk.
             squares (`float`): Sum of the squared lengths of its sequences.
         """
-        # What travels costs only the time that attention does not hide.
+        # Only the part of the transfer that attention does not hide takes time.
         exposed = self.gather_token_ms * tokens - self.gather_square_ms * squares
         computed = self.forward(tokens, squares) + self._windowed_ms(tokens, squares, 1)
         return max(computed, self.launch_ms[0]) + max(0.0, exposed)
 
     def backward_ms(self, tokens: float, squares: float) -> float:
-        """The same of its backward."""
+        """The backward time of the chunk, see [`~StageCost.forward_ms`]."""
         if self.backward == Polynomial():
             return 0.0
         hidden = ATTENTION_BACKWARD * self.gather_square_ms * squares
@@ -274,7 +273,7 @@ class StageCost:
         return max(computed, self.launch_ms[1]) + max(0.0, exposed)
 
     def times_ms(self, tokens: NDArray, squares: NDArray, is_backward: bool) -> NDArray:
-        """[`~StageCost.forward_ms`] or [`~StageCost.backward_ms`] of many chunks, to the last bit."""
+        """[`~StageCost.forward_ms`] or [`~StageCost.backward_ms`] of many chunks, bitwise equal."""
         if is_backward and self.backward == Polynomial():
             return np.zeros(len(tokens))
         of_token, of_square = self.gather_token_ms, self.gather_square_ms
@@ -282,27 +281,27 @@ class StageCost:
             of_token, of_square = self.gathers_backward * of_token, ATTENTION_BACKWARD * of_square
         polynomial = self.backward if is_backward else self.forward
         windowed = np.zeros(len(tokens))
-        for own in self.windows:
-            windowed += own[1 + is_backward] * windowed_squares(tokens, squares, own[0], self.is_causal)
+        for window, *coefficients in self.windows:
+            windowed += coefficients[is_backward] * windowed_squares(tokens, squares, window, self.is_causal)
         computed = polynomial.square * squares + polynomial.token * tokens + polynomial.constant + windowed
         exposed = of_token * tokens - of_square * squares
         return np.maximum(computed, self.launch_ms[is_backward]) + np.maximum(0.0, exposed)
 
     def _windowed_ms(self, tokens: float, squares: float, place: int) -> float:
-        """Attention of the layers with a window."""
+        """Time of attention in layers with a window."""
         if not self.windows:
             return 0.0
         return sum(
-            own[place] * float(windowed_squares(tokens, squares, own[0], self.is_causal)) for own in self.windows
+            entry[place] * float(windowed_squares(tokens, squares, entry[0], self.is_causal)) for entry in self.windows
         )
 
 
 def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCost]:
     """
-    The cost of every stage of a plan.
+    Costs of all stages of a plan.
 
     Args:
-        costs (`CostModel`): What layers cost.
+        costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
 
     Returns:
@@ -316,15 +315,15 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
             waits_ms = _blocked_token_ms(costs, name, module.replicas[replica], index)
             kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]), first_rank, waits_ms)
             if kind not in known:
-                again = module.activation_checkpointing
-                table = layer_table(costs, name, module.tp_size, again, first_rank)
-                known[kind] = _stage_cost(costs, name, stage, table, again, waits_ms)
+                recompute = module.activation_checkpointing
+                table = layer_table(costs, name, module.tp_size, recompute, first_rank)
+                known[kind] = _stage_cost(costs, name, stage, table, recompute, waits_ms)
             result[name, replica, index] = known[kind]
     return result
 
 
 def _first_rank(costs: CostModel, stage: Stage) -> int:
-    """Where in a node the row of ranks with the slowest sums starts; 0 for rows within nodes."""
+    """Position in its node of the first rank of the slowest tp group; 0 if tp groups are within nodes."""
     size = costs.device.node_size
     crossing = [row for row in stage.ranks if row[0] // size != row[-1] // size]
     return min(crossing, key=costs.device.link_bytes_per_ms)[0] % size if crossing else 0
@@ -333,17 +332,17 @@ def _first_rank(costs: CostModel, stage: Stage) -> int:
 def _stage_cost(
     costs: CostModel, module: str, stage: Stage, table: LayerTable, checkpointing: bool, waits_ms: float
 ) -> StageCost:
-    part, num_rows, tp_size = costs.spec.modules[module], len(stage.ranks), len(stage.ranks[0])
+    part, cp_size, tp_size = costs.spec.modules[module], len(stage.ranks), len(stage.ranks[0])
     cost = table.stage(stage, part.num_layers)
     if waits_ms:
         waits = Polynomial(token=waits_ms)
         cost = replace(cost, forward=cost.forward + waits, backward=cost.backward + waits)
-    if num_rows == 1:
+    if cp_size == 1:
         return cost
     width = 2 * part.num_kv_heads * part.head_width / tp_size
-    received = costs.value_bytes * width * (num_rows - 1) / num_rows
+    received = costs.value_bytes * width * (cp_size - 1) / cp_size
     gather_ms = received / costs.device.link_bytes_per_ms(stage.columns[0])
-    squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / num_rows
+    squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / cp_size
     return replace(
         cost,
         gather_token_ms=stage.num_layers * gather_ms,
@@ -353,7 +352,7 @@ def _stage_cost(
 
 
 def _blocked_token_ms(costs: CostModel, module: str, stages: Sequence[Stage], index: int) -> float:
-    """Time for a token in which a stage sends and receives, where its engine does nothing else meanwhile."""
+    """Time per token that a stage spends on sends and receives, if its engine can't overlap them."""
     if not costs.engine.blocking_messages:
         return 0.0
     num_bytes = costs.value_bytes * costs.spec.modules[module].hidden_size

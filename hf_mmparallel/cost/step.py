@@ -1,4 +1,4 @@
-"""What the tasks, messages and gradient sums of a step take."""
+"""Times of the tasks, messages and gradient all-reduces of a step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGrou
 from ..plan.step_plan import ChunkCuts
 from ..schedule import Task, TaskGraph
 from ..schedule.actions import Message, StageKey
+from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_reduce
-from .kept import DTYPE_BYTES, FULL, held_shares
 from .layers import CostModel
 from .row_sizes import ChunkKey, ChunkSize, RowLayout, chunk_sizes
 from .stage_times import StageCost, stage_costs
@@ -22,17 +22,17 @@ from .stage_times import StageCost, stage_costs
 
 class StepCost:
     """
-    Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from what its chunks compute, see
+    Milliseconds of each task of a step, for [`build_program`] and [`simulate`], from the sizes of its chunks, see
     [`chunk_sizes`] and [`StageCost`].
 
     Args:
-        costs (`CostModel`): What layers cost.
+        costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each slot of the step.
-        groups (`Sequence[SyncGroup]`, *optional*): The gradient sums, for [`~StepCost.sync_ms`].
+        groups (`Sequence[SyncGroup]`, *optional*): The gradient all-reduces, for [`~StepCost.sync_ms`].
         stages (`Mapping[tuple[str, int, int], StageCost]`, *optional*):
-            [`stage_costs`] of the plan, or of one that it is a part of, where they are known.
+            Precomputed [`stage_costs`] of the plan, or of a larger plan that it is a part of.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class StepCost:
         return chunk_sizes(self.costs, self.plan, self.step, self.sizes)
 
     @cached_property
-    def _computed(self) -> dict[str, tuple[ChunkCuts, NDArray]]:
-        """Module -> its chunks, and their tokens and squares `[2, chunks]`."""
-        found = {}
+    def _module_chunks(self) -> dict[str, tuple[ChunkCuts, NDArray]]:
+        """Module -> its chunks, and their tokens and squared sequence lengths `[2, chunks]`."""
+        result = {}
         for name, module in self.plan.modules.items():
             cuts = self.step.cut_chunks(name, self.step.replicas(name))
             if len(cuts.replica):
                 sizes = RowLayout.of(self.costs, name, module).of_chunks(self.sizes, name, cuts)
-                found[name] = cuts, sizes[:, :2].T
-        return found
+                result[name] = cuts, sizes[:, :2].T
+        return result
 
     def of_graph(self, graph: TaskGraph) -> NDArray:
-        """float64 `[tasks]`: what each task of the step's graph takes, the same as one by one."""
+        """float64 `[tasks]`: times of all tasks of the step's graph, equal to those of single calls."""
         kinds = {id(cost): cost for cost in (self.stages[key] for key in graph.stages)}
         numbers = {key: number for number, key in enumerate(kinds)}
         kind = np.array([numbers[id(self.stages[key])] for key in graph.stages])[graph.columns[0]]
@@ -77,28 +77,28 @@ class StepCost:
         ]
         for number, cost in enumerate(kinds.values()):
             for back in (False, True):
-                own = np.flatnonzero((kind == number) & (is_backward == back))
-                result[own] = cost.times_ms(tokens[own], squares[own], back)
+                wanted = np.flatnonzero((kind == number) & (is_backward == back))
+                result[wanted] = cost.times_ms(tokens[wanted], squares[wanted], back)
         return result
 
     def _chunk_of_forwards(self, graph: TaskGraph) -> NDArray:
-        """int64 `[forwards]`: the place of the chunk of each among those of its module."""
+        """int64 `[forwards]`: the index of each forward's chunk among the chunks of its module."""
         stage, microbatch, chunk = graph.columns[:, : graph.num_forwards]
         modules, replicas = (np.array([key[i] for key in graph.stages])[stage] for i in range(2))
         result = np.zeros(graph.num_forwards, np.int64)
-        for name, (cuts, _) in self._computed.items():
-            own = np.flatnonzero(modules == name)
-            result[own] = cuts.find(replicas[own], microbatch[own], chunk[own])
+        for name, (cuts, _) in self._module_chunks.items():
+            wanted = np.flatnonzero(modules == name)
+            result[wanted] = cuts.find(replicas[wanted], microbatch[wanted], chunk[wanted])
         return result
 
     def _forward_sizes(self, graph: TaskGraph) -> NDArray:
-        """float64 `[2, forwards]`: tokens and squares of the chunk of each forward."""
+        """float64 `[2, forwards]`: tokens and squared sequence lengths of the chunk of each forward."""
         modules = np.array([key[0] for key in graph.stages])[graph.columns[0, : graph.num_forwards]]
         chunk = self._chunk_of_forwards(graph)
         result = np.empty((2, graph.num_forwards))
-        for name, (_, found) in self._computed.items():
-            own = np.flatnonzero(modules == name)
-            result[:, own] = found[:, chunk[own]]
+        for name, (_, sizes) in self._module_chunks.items():
+            wanted = np.flatnonzero(modules == name)
+            result[:, wanted] = sizes[:, chunk[wanted]]
         return result
 
     def __call__(self, task: Task) -> float:
@@ -108,10 +108,10 @@ class StepCost:
         return time_ms(chunk.tokens, chunk.squares)
 
     def message_ms(self, message: Message) -> float:
-        """Time that a message travels, over one link for each rank of the smaller grid."""
+        """Time of a message, with one link for each rank of the smaller mesh."""
         before, after = message.source, message.target
         if self.costs.engine.blocking_messages and not message.crosses_boundary:
-            return 0.0  # both stages stand still meanwhile, see [`StageCost`]
+            return 0.0  # part of the stages' times, see [`StageCost`]
         if message.kind == "grad":
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
@@ -142,11 +142,11 @@ class StepCost:
         num_tokens[crosses] = self._all_crossing(graph, before[crosses], after[crosses])
         times_ms = latency_ms + self.costs.value_bytes * num_tokens * width / rate
         if self.costs.engine.blocking_messages:
-            times_ms[~crosses] = 0.0  # both stages stand still meanwhile, see [`StageCost`]
+            times_ms[~crosses] = 0.0  # part of the stages' times, see [`StageCost`]
         return times_ms.tolist()
 
     def _all_crossing(self, graph: TaskGraph, before: NDArray, after: NDArray) -> NDArray:
-        """[`message_tokens`] between many forwards."""
+        """[`message_tokens`] for many pairs of forwards."""
         modules = np.array([key[0] for key in graph.stages])[graph.columns[0]]
         chunk = self._chunk_of_forwards(graph)
         result = np.zeros(len(before))
@@ -154,24 +154,26 @@ class StepCost:
             wanted = np.flatnonzero((modules[before] == edge.source) & (modules[after] == edge.target))
             if not len(wanted):
                 continue
-            own, taking = self._computed[edge.source][0], self._computed[edge.target][0]
-            slots, mine, its = np.intersect1d(own.slots, taking.slots, assume_unique=True, return_indices=True)
+            producer, consumer = self._module_chunks[edge.source][0], self._module_chunks[edge.target][0]
+            slots, sent, received = np.intersect1d(
+                producer.slots, consumer.slots, assume_unique=True, return_indices=True
+            )
             tokens = np.minimum(self.sizes.tokens[edge.source][slots], self.sizes.tokens[LANGUAGE_MODEL][slots])
-            count = len(taking.replica)
-            pairs, place = np.unique(own.of_slot[mine] * count + taking.of_slot[its], return_inverse=True)
+            count = len(consumer.replica)
+            pairs, place = np.unique(producer.of_slot[sent] * count + consumer.of_slot[received], return_inverse=True)
             sums = np.bincount(place, tokens, len(pairs))
             result[wanted] = sums[np.searchsorted(pairs, chunk[before[wanted]] * count + chunk[after[wanted]])]
         return result
 
     def _link(self, before: StageKey, after: StageKey) -> tuple[float, float]:
-        """Latency in ms and bytes/ms of all links between two stages."""
+        """Latency in ms, and combined bandwidth in bytes/ms, of the links between two stages."""
         grids = [self.plan.stage(*key).all_ranks for key in (before, after)]
         ranks = list(chain(*grids))
         rate = self.costs.engine.message_bytes_per_ms(self.costs.device, ranks)
         return self.costs.device.latency_us(ranks) / 1e3, rate * min(map(len, grids))
 
     def _crossing_tokens(self, before: Task, after: Task) -> int:
-        """[`message_tokens`], which is the same for all stages that take a chunk, and for its gradient."""
+        """[`message_tokens`], cached, since it is the same for all stages of the consumer and for gradients."""
         key = (before.module, before.replica, before.microbatch, before.chunk)
         key += (after.module, after.replica, after.microbatch, after.chunk)
         if key not in self._crossing:
@@ -179,34 +181,34 @@ class StepCost:
         return self._crossing[key]
 
     def sync_ms(self, index: int) -> float:
-        """Time of a gradient sum."""
+        """Time of a gradient all-reduce."""
         group = self.groups[index]
         module = group.stages[0][0]
-        held = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
-        num_bytes = sum(held[name] for name in group.parameters)
+        gradient_bytes = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
+        num_bytes = sum(gradient_bytes[name] for name in group.parameters)
         return all_reduce(self.costs.device, num_bytes, group.ranks)(1.0, 0.0)
 
 
 @lru_cache(maxsize=256)
 def _gradient_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, float]:
-    """Parameter -> bytes of its gradient, in float32 at least, on each of a module's tensor-parallel ranks."""
-    held = {}
+    """Parameter -> bytes of its gradient, in float32 at least, on each rank of a module's tp group."""
+    result = {}
     for index in range(-1, costs.spec.modules[module].num_layers + 1):
-        shares = held_shares(costs.spec, module, index, tp_size)
+        shares = parameter_shares(costs.spec, module, index, tp_size)
         for use in costs.spec.uses.get((module, index), ()):
             p = use.parameter
-            held[p.name] = shares[p.name] * p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL)
-    return held
+            result[p.name] = shares[p.name] * p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL)
+    return result
 
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
     """
-    At most so many rows, as wide as the language model, go from the chunk of `before` to that of `after`. From an
-    encoder that is a row for each token of its layers, which may merge into fewer, and no more than the language model
-    has tokens for; to a generator the hidden states of all tokens that the language model has of the samples.
+    Maximum number of tokens, with the hidden size of the language model, sent from the chunk of `before` to that of
+    `after`. From an encoder: one feature token per token of its layers (merging may leave fewer), at most the language
+    model tokens of the samples. To a generator: the hidden states of all language model tokens of the samples.
     """
     slots = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
-    taken = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
-    shared = sorted(set(slots) & set(taken))
-    own, language = (sizes.tokens[name][shared] for name in (before.module, LANGUAGE_MODEL))
-    return int(np.minimum(own, language).sum())
+    received = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
+    shared = sorted(set(slots) & set(received))
+    produced, language = (sizes.tokens[name][shared] for name in (before.module, LANGUAGE_MODEL))
+    return int(np.minimum(produced, language).sum())

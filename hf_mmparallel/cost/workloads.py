@@ -1,4 +1,4 @@
-"""What the samples of a global batch cost in each module."""
+"""Costs of the samples of a global batch in each module."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ def batch_workloads(
     memory_bytes: float | None = None,
 ) -> Workloads:
     """
-    What a global batch is arranged by, from the costs of the layers for each sample.
+    Workloads that a global batch is arranged by, from the layer costs of each sample.
 
     Args:
-        costs (`CostModel`): What layers cost.
+        costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
         sizes (`SampleSizes`): Tokens of the samples.
-        max_tokens (`int`, *optional*): Most tokens of a microbatch of the language model.
-        memory_bytes (`float`, *optional*): Memory of a rank; it limits the tokens of a microbatch of every module.
+        max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
+        memory_bytes (`float`, *optional*): Memory of a rank, which limits the tokens per microbatch of every module.
 
     Returns:
-        `Workloads`: With the tighter of the two limits. What each chunk takes whatever its size is left out. Times are
-        rounded to float32, so that ranks whose processors round differently still arrange alike.
+        `Workloads`: With the tighter of the two limits, and without constant costs per chunk. Times are rounded to
+        float32, so that ranks with processors that round differently make the same arrangement.
 
     Raises:
-        `ValueError`: If weights, gradients and optimizer state alone are more than the memory of a rank.
+        `ValueError`: If weights, gradients and optimizer state alone exceed the memory of a rank.
     """
     forward_ms, ratios, row_ms = {}, {}, None
     for name, module in plan.modules.items():
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
         layout = RowLayout.of(costs, name, module)
-        alone, beside = (layout.of_samples(sizes, name, even) for even in (True, False))
+        alone, padded = (layout.of_samples(sizes, name, even) for even in (True, False))
         forward, backward = table.sample_ms(alone[1], alone[0])
         forward_ms[name] = (module.tp_size * forward).astype(np.float32).astype(float)
         ratios[name] = float(np.float32(backward.sum() / forward.sum())) if forward.sum() else 0.0
         if layout.padded and len(np.unique(sizes.tokens[name])) > 1:
-            row, _ = table.sample_ms(beside[1], beside[0])
+            row, _ = table.sample_ms(padded[1], padded[0])
             row_ms = (module.tp_size * row).astype(np.float32).astype(float)
     limits = {} if memory_bytes is None else fitting_tokens(costs, plan, sizes, memory_bytes)
     if max_tokens is not None:

@@ -1,5 +1,5 @@
 """
-Pictures of a step: its timeline as text, PNG and trace, and how even its microbatches are.
+Charts of a step: its timeline as text, PNG and trace, and the balance of its microbatches.
 
 Reads programs and workloads; imported by the planner, the Trainer and its callbacks.
 """

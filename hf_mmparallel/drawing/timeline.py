@@ -1,4 +1,4 @@
-"""Pictures of a program in time: text, PNG, and a trace for Chrome and Perfetto."""
+"""Charts of a program over time: text, PNG, and a trace for Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..schedule.simulator import Simulation, Span, SumSpan
 COLORS = ("#2F6DB5", "#E0762B", "#2E9B6B", "#8A5BB8", "#C2476B", "#7A6A53")
 SUM_COLOR = "#8C929B"
 MAX_ROWS = 64
-TICK_MS = 0.125e-3  # of a trace, whose times readers turn into whole nanoseconds
+TICK_MS = 0.125e-3  # resolution of a trace; readers convert times to whole nanoseconds
 Timeline = Simulation | Sequence[Span]
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of a picture: ranks that do the same at the same time."""
+    """One row of a chart: ranks that run the same tasks at the same times."""
 
     ranks: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -62,7 +62,7 @@ def _end_ms(timeline: Timeline) -> float:
 
 
 def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
-    """A row for each rank; ranks with equal rows are merged when there are more than `merge_above`."""
+    """A row per rank; ranks with equal rows are merged if there are more than `merge_above`."""
     count = timeline.num_ranks if isinstance(timeline, Simulation) else 0
     by_rank: dict[int, list[Span]] = {rank: [] for rank in range(count)}
     for span in _spans(timeline):
@@ -84,7 +84,7 @@ def _rows(timeline: Timeline, merge_above: int) -> list[_Row]:
 
 
 def _summary(timeline: Timeline) -> str:
-    """Length and idle share of a timeline, in words."""
+    """Duration and bubble of a timeline, as text."""
     spans = _spans(timeline)
     if isinstance(timeline, Simulation):
         return f"{_ms(timeline.iteration_ms)} without the optimizer's step, bubble {timeline.bubble_fraction:.1%}"
@@ -102,16 +102,16 @@ def _ms(value: float) -> str:
 
 def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows: int = 32) -> str:
     """
-    Draws a timeline with letters: a digit is the forward of that microbatch, a letter its backward (`a` of 0), `=` a
-    gradient sum.
+    Draws a timeline as text: a digit is the forward of a microbatch, a letter its backward (`a` for 0), `=` a gradient
+    sum.
 
     Args:
-        timeline ([`Simulation`] or `Sequence[Span]`): What to draw.
+        timeline ([`Simulation`] or `Sequence[Span]`): The timeline.
         width (`int`, *optional*, defaults to 100): Columns for the whole duration.
-        max_rows (`int`, *optional*, defaults to 32): With more ranks, equal rows are merged, then cut off.
+        max_rows (`int`, *optional*, defaults to 32): Maximum rows: equal rows are merged, then rows are cut off.
 
     Returns:
-        `str`: One line for each row, with a line about the scale.
+        `str`: A line about the scale, and one line per row.
     """
     rows = _rows(timeline, max_rows)
     end = _end_ms(timeline)
@@ -121,7 +121,7 @@ def gantt_text(timeline: Simulation | Sequence[Span], width: int = 100, max_rows
     indent = max((len(row.label) for row in shown), default=0)
     for row in shown:
         cells = ["."] * width
-        bars: list[tuple[Span | SumSpan, str]] = [(span, "=") for span in row.sums]  # which short tasks may cover
+        bars: list[tuple[Span | SumSpan, str]] = [(span, "=") for span in row.sums]  # short tasks may cover these
         for span, letter in [*bars, *((span, _letter(span.task)) for span in row.spans)]:
             first = min(int(span.start_ms / end * width + 1e-6), width - 1)
             last = max(int(span.end_ms / end * width + 1e-6), first + 1)
@@ -137,14 +137,14 @@ def _letter(task: Task) -> str:
 
 
 def tint(color: str, share: float) -> tuple[float, float, float]:
-    """The colour mixed with white."""
+    """The color mixed with white."""
     values = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (1 - (1 - value) * share for value in values)
     return red, green, blue
 
 
 def _colors(*timelines: Timeline) -> dict[str, str]:
-    """Module -> colour, in the order of first appearance."""
+    """Module -> color, in the order of first appearance."""
     modules = dict.fromkeys(span.task.module for timeline in timelines for span in _spans(timeline))
     return {module: COLORS[i % len(COLORS)] for i, module in enumerate(modules)}
 
@@ -156,15 +156,15 @@ def gantt_png(
     title: str = "Schedule of one step",
 ) -> None:
     """
-    Draws a row for each rank: light bars are forwards, dark ones backwards, the colour is the module, the number the
-    microbatch; grey bars are gradient sums.
+    Draws a row per rank: light bars are forwards, dark bars backwards, the color is the module, the number the
+    microbatch; gray bars are gradient sums.
 
     Args:
-        simulation ([`Simulation`] or `Sequence[Span]`): What to draw.
-        path (`str` or `Path`): The PNG to write.
+        simulation ([`Simulation`] or `Sequence[Span]`): The timeline.
+        path (`str` or `Path`): Path of the PNG.
         measured ([`Simulation`] or `Sequence[Span]`, *optional*):
-            A second timeline, drawn below the first on the same scale.
-        title (`str`, *optional*): The title's beginning; duration and bubble follow.
+            A second timeline, drawn below the first one on the same scale.
+        title (`str`, *optional*): Beginning of the title; duration and bubble follow.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -192,7 +192,7 @@ def gantt_png(
 
 
 def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: float) -> None:
-    """The bars, numbers and labels of one panel."""
+    """Draws the bars, numbers and labels of one panel."""
     from matplotlib.collections import PolyCollection
 
     shown = rows[:MAX_ROWS]
@@ -209,7 +209,7 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
             boxes.append([(span.start_ms, low), (span.end_ms, low), (span.end_ms, high), (span.start_ms, high)])
             faces.append(tint(colors[span.task.module], share))
             inches = 11.5 * (span.end_ms - span.start_ms) / end
-            # The white line between bars would cover a thin bar.
+            # A white edge would cover a thin bar.
             edges.append((1.0, 1.0, 1.0) if inches > 0.05 else faces[-1])
             text = str(span.task.microbatch)
             if inches > 0.075 * len(text) + 0.03:
@@ -239,7 +239,7 @@ def _draw_rows(axis: Any, rows: Sequence[_Row], colors: Mapping[str, str], end: 
 
 
 def _draw_legend(figure: Any, colors: Mapping[str, str], has_sums: bool) -> None:
-    """A light and a dark box for each module, in the upper right corner."""
+    """Draws a light and a dark box per module, in the upper right corner."""
     from matplotlib.patches import Patch
 
     handles = []
@@ -267,12 +267,12 @@ def chrome_trace(
     measured: Simulation | Sequence[Span] | None = None,
 ) -> None:
     """
-    Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process for the prediction, a second for the
-    measurement, a thread for each rank with its tasks and gradient sums.
+    Writes a timeline as JSON for `chrome://tracing` and Perfetto: a process for the prediction, a second one for the
+    measurement, a thread per rank with its tasks and gradient sums.
 
     Args:
         simulation ([`Simulation`] or `Sequence[Span]`): The prediction.
-        path (`str` or `Path`): The file to write.
+        path (`str` or `Path`): Path of the file.
         measured ([`Simulation`] or `Sequence[Span]`, *optional*): The measurement.
     """
     events: list[dict[str, Any]] = []
@@ -313,10 +313,10 @@ def chrome_trace(
 
 def _times(start_ms: float, end_ms: float) -> dict[str, float]:
     """
-    Start and duration in microseconds, for events that follow each other on a track.
+    Start and duration in microseconds, for consecutive events on one thread.
 
-    Both ends are rounded to the same grid of whole nanoseconds, on which sums of the numbers in the file are exact;
-    rounded by themselves, an event would seem to end after the start of the next one.
+    Both ends are rounded to a grid on which sums of the numbers in the file are exact; rounded separately, an event
+    could seem to end after the start of the next one.
     """
     assert math.isfinite(start_ms) and math.isfinite(end_ms), (start_ms, end_ms)
     start, end = round(start_ms / TICK_MS), round(end_ms / TICK_MS)

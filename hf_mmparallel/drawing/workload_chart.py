@@ -1,4 +1,4 @@
-"""A picture of how even the microbatches of a step are, of one arrangement beside another."""
+"""Charts of the balance of a step's microbatches, for one or more arrangements."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def balance_png(
     own_scale: Sequence[str] = (),
 ) -> None:
     """
-    Draws a bar for each microbatch: a column for each arrangement, a strip for each replica of each module. The part
-    of a bar that is deferred is dark; the dashed line is the mean.
+    Draws a bar per microbatch: a column per arrangement, a strip per replica of each module. The deferred part of a
+    bar is dark; the dashed line is the mean.
 
     Args:
-        panels (`Mapping[str, Balance]`): Heading of a column -> what it shows. All have the same modules.
-        path (`str` or `Path`): The PNG to write.
-        title (`str`, *optional*): The picture's title.
+        panels (`Mapping[str, Balance]`): Heading of a column -> its balance. All have the same modules.
+        path (`str` or `Path`): Path of the PNG.
+        title (`str`, *optional*): Title of the chart.
         own_scale (`Sequence[str]`, *optional*): Columns that do not share the scale of the others.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -83,7 +83,7 @@ def _heading(heading: str, balance: Balance) -> str:
 
 
 def number_text(value: float) -> str:
-    """Three digits of a number: `1,093`, `2.53`."""
+    """A number with three digits: `1,093`, `2.53`."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -93,7 +93,7 @@ def _is_deferred(balances: Any, name: str) -> bool:
 
 
 def _draw_module(axes: list[Any], balance: Balance, name: str, color: str, limits: tuple[int, float]) -> None:
-    """The strips of one module's replicas: bars up to `limits[1]`, at places up to `limits[0]`."""
+    """Draws the strips of one module's replicas, for up to `limits[0]` microbatches and times up to `limits[1]`."""
     replicas: Times = balance.forward_ms[name]
     mean = float(np.concatenate(replicas).mean())
     for replica, axis in enumerate(axes):
@@ -122,7 +122,7 @@ def _draw_module(axes: list[Any], balance: Balance, name: str, color: str, limit
 
 
 def _style(axis: Any, limits: tuple[int, float], last: bool) -> None:
-    """Scales, ticks and colours as in the picture of a schedule."""
+    """Sets scales, ticks and colors as in the timeline chart."""
     axis.set_xlim(-0.6, limits[0] - 0.4)
     axis.set_ylim(0, limits[1])
     step = max(1, -(-limits[0] // 16))
@@ -137,7 +137,7 @@ def _style(axis: Any, limits: tuple[int, float], last: bool) -> None:
 
 
 def _draw_legend(figure: Any, deferring: list[str]) -> None:
-    """What dark bars and the dashed line are, in the upper right corner."""
+    """Draws the legend of dark bars and the dashed line, in the upper right corner."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,5 +1,5 @@
 """
-One HTML page of a plan that needs nothing else: its timeline, memory and workloads, and the plans beside it.
+A self-contained HTML page of a plan: its timeline, memory and workloads, and other plans.
 
 Uses `plan`, `schedule` and `drawing`; imported by the planner and the Trainer.
 """

@@ -1,4 +1,4 @@
-"""What a page of a plan shows, as plain data."""
+"""Content of a plan's page, as plain data."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TextTable:
 
     Args:
         columns (`Sequence[str]`): Headings.
-        rows (`Sequence[Sequence[str]]`): As many cells as columns each.
-        right (`Sequence[str]`, *optional*): Headings of the columns that are numbers.
+        rows (`Sequence[Sequence[str]]`): Cells of each row, as many as columns.
+        right (`Sequence[str]`, *optional*): Headings of numeric columns.
 
     Raises:
         `ValueError`: If a row has another number of cells.
@@ -45,8 +45,8 @@ class PlanChoice:
     A plan that was not chosen.
 
     Args:
-        name (`str`): What it is called, such as `FSDP-like`.
-        layouts (`str`): Its layouts in words.
+        name (`str`): Its name, such as `FSDP-like`.
+        layouts (`str`): Its layouts as text.
         step_ms (`float`, *optional*): Its predicted step; `None` for a plan that does not fit.
         reason (`str`, *optional*): Why it is slower, or does not fit.
     """
@@ -64,10 +64,10 @@ class MemoryCurves:
 
     Args:
         changing (`Mapping[int, tuple[np.ndarray, np.ndarray]]`):
-            Rank -> ascending float64 `[num_changes]` of ms, and what the rank keeps from each of these times to the
-            next, float64 `[num_changes]` of bytes; nothing before the first.
-        static_bytes (`Mapping[int, float]`): Rank -> what it always keeps: weights, gradients, optimizer state.
-        capacity_bytes (`float`, *optional*): Of each device; `None` where it has no fixed size.
+            Rank -> ascending float64 `[num_changes]` of ms, and bytes from each of these times to the next, float64
+            `[num_changes]`; nothing before the first.
+        static_bytes (`Mapping[int, float]`): Rank -> constant bytes: weights, gradients, optimizer state.
+        capacity_bytes (`float`, *optional*): Memory of each device; `None` if it has no fixed size.
 
     Raises:
         `ValueError`: If the times and bytes of a rank do not match, or times descend.
@@ -88,7 +88,7 @@ class MemoryCurves:
                 raise ValueError(f"the times of rank {rank}'s memory descend. Sort them.")
 
     def peak_bytes(self, rank: int) -> float:
-        """The most that `rank` has at one time."""
+        """Peak bytes of `rank`."""
         _, num_bytes = self.changing.get(rank, (np.zeros(0), np.zeros(0)))
         return self.static_bytes.get(rank, 0.0) + float(np.max(num_bytes, initial=0.0))
 
@@ -96,7 +96,7 @@ class MemoryCurves:
 @dataclass(frozen=True)
 class PlanPage:
     """
-    What a page of a plan shows. Sections without data are left out.
+    Content of a plan's page. Sections without data are omitted.
 
     Args:
         title (`str`): Heading.
@@ -107,15 +107,15 @@ class PlanPage:
         bound (`str`, *optional*): A sentence about what bounds the step.
         table (`TextTable`, *optional*): The plan's stages.
         memory (`MemoryCurves`, *optional*): The memory of each rank over the step.
-        workloads (`Mapping[str, Balance]`, *optional*): Name of an arrangement -> its microbatches; all with the same
+        workloads (`Mapping[str, Balance]`, *optional*): Name of an arrangement -> its balance; all with the same
             modules, in the order of the columns.
         runners_up (`Sequence[PlanChoice]`, *optional*): The next best plans.
-        comparison (`Sequence[PlanChoice]`, *optional*): What other methods would choose.
-        step_ms (`float`, *optional*): The predicted step that others are compared with; that of the simulation when
-            left out.
-        command (`str`, *optional*): What made the plan.
-        versions (`Mapping[str, str]`, *optional*): Of the libraries.
-        modules (`Mapping[str, ModulePlugin]`, *optional*): Settings of modules, such as what is frozen.
+        comparison (`Sequence[PlanChoice]`, *optional*): Plans of other methods.
+        step_ms (`float`, *optional*): The predicted step that others are compared with; that of the simulation by
+            default.
+        command (`str`, *optional*): The command line that made the plan.
+        versions (`Mapping[str, str]`, *optional*): Versions of libraries.
+        modules (`Mapping[str, ModulePlugin]`, *optional*): Settings of modules, such as frozen parameters.
     """
 
     title: str

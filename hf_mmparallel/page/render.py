@@ -1,4 +1,4 @@
-"""From the content of a page to HTML."""
+"""Renders the content of a page as HTML."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ BAR_HEIGHT = 100
 
 def write_page(path: str | Path, page: PlanPage) -> None:
     """
-    Writes one HTML file that needs nothing else, no network included. Equal content gives equal bytes.
+    Writes a self-contained HTML file, without network resources. Equal content gives equal bytes.
 
     Args:
-        path (`str` or `Path`): The file.
-        page (`PlanPage`): What it shows.
+        path (`str` or `Path`): Path of the file.
+        page (`PlanPage`): Its content.
     """
     Path(path).write_text(render_page(page), encoding="utf-8")
 
 
 def render_page(page: PlanPage) -> str:
     """
-    The HTML of a page.
+    Renders a page as HTML.
 
     Args:
-        page (`PlanPage`): What it shows.
+        page (`PlanPage`): Its content.
     """
     environment = Environment(
         loader=PackageLoader("hf_mmparallel.page"),
@@ -71,13 +71,13 @@ def render_page(page: PlanPage) -> str:
 
 
 def _source(environment: Environment, name: str) -> str:
-    """A file as it is: braces mean something else in it than in a template."""
+    """A file without template processing: its braces are not template syntax."""
     assert environment.loader is not None
     return environment.loader.get_source(environment, name)[0]
 
 
 def _hash(script: str) -> str:
-    """How a content security policy names the only script that may run."""
+    """Hash of the only script that the content security policy allows."""
     return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
@@ -86,7 +86,7 @@ def _ms(value: float) -> str:
 
 
 def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
-    """What the picture of the step shows, in numbers."""
+    """The timeline chart in numbers."""
     length_us = 1e3 * page.simulation.iteration_ms
     memory: MemoryCurves | None = page.memory
     has_sums = any(row.sums for row in rows)
@@ -103,7 +103,7 @@ def _ranks_table(page: PlanPage, rows: Sequence[RankRow]) -> TextTable:
 
 
 def _choices(page: PlanPage, choices: Sequence[PlanChoice]) -> list[dict[str, Any]]:
-    """Rows of plans, this one first, each with the length of its bar as a share of the longest."""
+    """Rows of plans, this one first, each with the length of its bar relative to the longest."""
     if not choices:
         return []
     layouts = "; ".join(f"{name}: {module.layout}" for name, module in page.plan.modules.items())
@@ -121,7 +121,7 @@ def _choices(page: PlanPage, choices: Sequence[PlanChoice]) -> list[dict[str, An
 
 
 def _strips(workloads: Mapping[str, Balance], colors: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Module -> arrangement -> a strip of bars for each replica, on one scale for a module."""
+    """Module -> arrangement -> a strip of bars per replica, on one scale per module."""
     modules = next(iter(workloads.values())).forward_ms if workloads else ()
     result = []
     for name in modules:
@@ -137,7 +137,7 @@ def _strips(workloads: Mapping[str, Balance], colors: Mapping[str, str]) -> list
 
 
 def _strip(replica: int, forward_ms: np.ndarray, deferred_ms: np.ndarray | None, highest: float) -> dict[str, Any]:
-    """One SVG: paths of the bars and of their deferred parts, the height of the mean, and what it says in words."""
+    """One SVG: paths of the bars and of their deferred parts, the height of the mean, and a text description."""
     mean, largest = (float(f(forward_ms)) if len(forward_ms) else 0.0 for f in (np.mean, np.max))
     return {
         "width": 10 * max(1, len(forward_ms)),
@@ -155,7 +155,7 @@ def _bars(values: np.ndarray, highest: float) -> str:
 
 
 def _evenness_table(workloads: Mapping[str, Balance]) -> TextTable | None:
-    """How even the arrangements are, in numbers."""
+    """Balance of the arrangements in numbers."""
     if not workloads:
         return None
     columns = ["module", "arrangement", "deviation", "largest microbatch", "largest replica", "deferred"]

@@ -1,4 +1,4 @@
-"""A simulated step as the integers that the page's script draws: rows of ranks, tasks, memory."""
+"""A simulated step as integers for the page's script: rows of ranks, tasks, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..schedule import Simulation, Task
 from ..schedule.actions import StageKey
 from .content import MemoryCurves
 
-# Memory is written in steps of this share of the highest value.
+# Memory is quantized to this share of the highest value.
 MEMORY_RESOLUTION = 1e-4
 TaskTimes = tuple[tuple[Task, int, int], ...]
 SumTimes = tuple[tuple[int, int], ...]
@@ -23,7 +23,7 @@ SumTimes = tuple[tuple[int, int], ...]
 @dataclass(frozen=True)
 class RankRow:
     """
-    Ranks that run the same tasks at the same times, such as those of one grid.
+    Ranks that run the same tasks at the same times, such as those of one mesh.
 
     Args:
         ranks (`tuple[int, ...]`): The ranks.
@@ -42,26 +42,26 @@ class RankRow:
 
     @property
     def stages(self) -> tuple[StageKey, ...]:
-        """The stages that the ranks work on, in order of their first task."""
+        """The stages of these ranks, in the order of their first tasks."""
         return tuple(dict.fromkeys(task.stage_key for task, _, _ in self.tasks))
 
     @property
     def busy_us(self) -> int:
-        """Time in tasks."""
+        """Time of tasks."""
         return sum(end - start for _, start, end in self.tasks)
 
     @property
     def sums_us(self) -> int:
-        """Time in gradient sums."""
+        """Time of gradient sums."""
         return sum(end - start for start, end in self.sums)
 
 
 def rank_rows(simulation: Simulation) -> list[RankRow]:
     """
-    The rows of a timeline, by their lowest rank.
+    The rows of a timeline, in the order of their lowest ranks.
 
     Args:
-        simulation (`Simulation`): A step.
+        simulation (`Simulation`): A simulated step.
     """
     by_rank: dict[int, list[tuple[Task, int, int]]] = {rank: [] for rank in range(simulation.num_ranks)}
     for span in simulation.spans:
@@ -76,7 +76,7 @@ def rank_rows(simulation: Simulation) -> list[RankRow]:
 
 
 def module_colors(plan: ParallelPlan) -> dict[str, str]:
-    """Module -> colour, in the plan's order."""
+    """Module -> color, in the plan's order."""
     return {name: COLORS[index % len(COLORS)] for index, name in enumerate(plan.modules)}
 
 
@@ -84,26 +84,26 @@ def timeline_data(
     plan: ParallelPlan, simulation: Simulation, rows: Sequence[RankRow], memory: MemoryCurves | None
 ) -> dict[str, Any]:
     """
-    What the script needs, for JSON.
+    Data of the page's script, for JSON.
 
-    Tasks are columns of integers: `gap` is from the end of the task before to the start, in microseconds, `duration`
-    the rest; `task` is `2 * (microbatch * chunks + chunk) + backward`; `stage` an index of `stages`, one number where
-    a row has one stage only. Gradient sums are gaps and durations alike, where there are any.
+    Tasks are columns of integers: `gap` is the time in microseconds since the end of the task before, `duration` that
+    of the task; `task` is `2 * (microbatch * chunks + chunk) + backward`; `stage` is an index into `stages`, a single
+    number if a row has one stage only. Gradient sums have gaps and durations as well, if there are any.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        simulation (`Simulation`): One step of it.
+        simulation (`Simulation`): A simulated step.
         rows (`Sequence[RankRow]`): Its rows.
-        memory (`MemoryCurves`, *optional*): Of its ranks.
+        memory (`MemoryCurves`, *optional*): Memory of its ranks.
 
     Raises:
-        `ValueError`: If the simulation has a stage that the plan has not.
+        `ValueError`: If the simulation has a stage that the plan does not have.
     """
     stages = {(name, d, s): i for i, (name, d, s) in enumerate(_stage_keys(plan))}
     unknown = {key for row in rows for key in row.stages if key not in stages}
     if unknown:
         raise ValueError(
-            f"the simulation has stage {min(unknown)}, which the plan has not. Simulate the plan of the page."
+            f"the simulation has stage {min(unknown)}, which is not in the plan. Simulate the plan of the page."
         )
     names = list(plan.modules)
     num_chunks = 1 + max((task.chunk for row in rows for task, _, _ in row.tasks), default=0)
@@ -137,16 +137,16 @@ def _stage_keys(plan: ParallelPlan) -> list[StageKey]:
 
 def _columns(tasks: TaskTimes, stages: Mapping[StageKey, int], num_chunks: int) -> dict[str, Any]:
     """The tasks of a row, see [`timeline_data`]."""
-    found = [stages[task.stage_key] for task, _, _ in tasks]
+    indices = [stages[task.stage_key] for task, _, _ in tasks]
     return {
-        "stage": found[0] if len(set(found)) == 1 else found,
+        "stage": indices[0] if len(set(indices)) == 1 else indices,
         "task": [2 * (task.microbatch * num_chunks + task.chunk) + (task.kind == "bwd") for task, _, _ in tasks],
         **_gaps([(start, end) for _, start, end in tasks]),
     }
 
 
 def _gaps(times: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
-    """Gaps before times and their durations."""
+    """Gaps before intervals, and their durations."""
     ends = [0, *(end for _, end in times)]
     return {
         "gap": [start - before for (start, _), before in zip(times, ends, strict=False)],
@@ -155,18 +155,18 @@ def _gaps(times: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
 
 
 def _memory_unit(memory: MemoryCurves) -> int:
-    """Bytes of a step in which memory is written."""
+    """Unit of memory in bytes."""
     ranks = set(memory.changing) | set(memory.static_bytes)
     return max(1, round(MEMORY_RESOLUTION * max((memory.peak_bytes(rank) for rank in ranks), default=0.0)))
 
 
 def _fullest(memory: MemoryCurves, ranks: Sequence[int]) -> int:
-    """Of ranks that run the same tasks, the one with the highest peak."""
+    """The rank with the highest peak, of ranks that run the same tasks."""
     return max(ranks, key=memory.peak_bytes)
 
 
 def _memory(memory: MemoryCurves, rank: int, unit: int) -> dict[str, Any]:
-    """A rank's memory: gaps between changes in microseconds, and each change, in units; equal times once."""
+    """A rank's memory: gaps between changes in microseconds, and changes in units; equal times are merged."""
     time_ms, num_bytes = memory.changing.get(rank, (np.zeros(0), np.zeros(0)))
     times = np.rint(1e3 * np.asarray(time_ms, float)).astype(np.int64)
     values = np.rint(np.asarray(num_bytes, float) / unit).astype(np.int64)

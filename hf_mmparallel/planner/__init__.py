@@ -1,5 +1,5 @@
 """
-A question to the planner and its answer: settings, model and samples, the plan that is found, its tables and files.
+A planning request and its result: settings, model and samples, the resulting plan, its tables and files.
 
-Below the command line and the Trainer, which both ask; above the search. Importing it loads nothing heavy.
+Below the command line and the Trainer, which both use it; above the search. Imports nothing heavy.
 """

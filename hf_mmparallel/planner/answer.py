@@ -1,4 +1,4 @@
-"""From settings, a model and samples to a plan with its prediction: of sizes that are given, or found by a search."""
+"""From settings, a model and samples to a plan with its prediction: with given sizes, or by a search."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .inputs import ModelSource, Samples
 from .settings import Settings, check_searchable, has_all_sizes
 
 SAMPLES_PER_GPU = 4
-"""Of a global batch, where none is given to a search."""
+"""Default global batch of a search, in samples per GPU."""
 
 
 @dataclass(frozen=True)
 class Inputs:
     """
-    What settings are answered for.
+    The model and the samples to plan for.
 
     Args:
         source (`ModelSource`): The model.
-        samples (`Samples`): Its samples.
+        samples (`Samples`): Sizes of its samples.
         profile (`str`, *optional*): File of measured costs.
-        seed (`int`, *optional*, defaults to 0): Of the batches that are drawn.
-        effort (`int`, *optional*): Of a search, see [`PlanningProblem`].
+        seed (`int`, *optional*, defaults to 0): Seed of the drawn batches.
+        effort (`int`, *optional*): Budget of a search, see [`PlanningProblem`].
     """
 
     source: ModelSource
@@ -42,11 +42,11 @@ class Inputs:
     effort: int | None = None
 
     def costs(self, settings: Settings) -> CostModel:
-        """What layers cost, with what is frozen."""
+        """Costs of layers, with the frozen parameters of the settings."""
         return replace(self._costs(settings), packing=settings.packs_rows)
 
     def _costs(self, settings: Settings) -> CostModel:
-        """The same without what is packed."""
+        """The same costs regardless of packing."""
         spec = settings.frozen_spec(self.source.spec)
         if self.profile is not None and not Path(self.profile).is_file():
             raise ValueError(
@@ -59,18 +59,18 @@ class Inputs:
 @dataclass(frozen=True)
 class Answer:
     """
-    A plan and what its step is expected to take.
+    A plan with the prediction of its step.
 
     Args:
-        settings (`Settings`): What was asked.
-        inputs (`Inputs`): Of which model and samples.
-        costs (`CostModel`): What it was predicted by.
-        prediction (`Prediction`): Of one global batch, on all ranks.
-        predictions (`tuple[Prediction, ...]`): Of all batches that were simulated.
+        settings (`Settings`): The settings of the request.
+        inputs (`Inputs`): The model and the samples.
+        costs (`CostModel`): The cost model of the prediction.
+        prediction (`Prediction`): Prediction of one global batch, on all ranks.
+        predictions (`tuple[Prediction, ...]`): Predictions of all simulated batches.
         global_batch_size (`int`): Samples of a step.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
-        method (`str`): How samples come to microbatches.
-        result (`SearchResult`, *optional*): The search that found it.
+        microbatch_size (`int`): Samples of a microbatch of one language model replica.
+        method (`str`): The arrangement of samples.
+        result (`SearchResult`, *optional*): Result of the search, if there was one.
     """
 
     settings: Settings
@@ -84,7 +84,7 @@ class Answer:
     result: SearchResult | None = None
 
     def with_result(self, result: SearchResult) -> Answer:
-        """The answer of another result of the same search."""
+        """The same with another result of the same search."""
         best = result.best
         return replace(
             self,
@@ -101,13 +101,13 @@ class Answer:
 
     @property
     def groups(self) -> list[SyncGroup]:
-        """The gradient sums."""
+        """The gradient all-reduces."""
         return sync_groups(self.costs.spec, self.plan)
 
     @property
     def step_ms(self) -> float:
-        """The mean over the batches."""
-        return sum(own.step_ms for own in self.predictions) / len(self.predictions)
+        """Step time, averaged over the batches."""
+        return sum(prediction.step_ms for prediction in self.predictions) / len(self.predictions)
 
     @property
     def samples_per_second(self) -> float:
@@ -115,40 +115,40 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the language model."""
-        tokens = sum(float(own.sizes.tokens[LANGUAGE_MODEL].sum()) for own in self.predictions)
-        return 1e3 * tokens / sum(own.step_ms for own in self.predictions)
+        """Language model tokens per second."""
+        tokens = sum(float(prediction.sizes.tokens[LANGUAGE_MODEL].sum()) for prediction in self.predictions)
+        return 1e3 * tokens / sum(prediction.step_ms for prediction in self.predictions)
 
     @property
     def flops_utilisation(self) -> float:
-        """Model FLOPs a second over the peak of all ranks (MFU)."""
-        flops = sum(own.flops_utilisation * own.step_ms for own in self.predictions)
-        return flops / sum(own.step_ms for own in self.predictions)
+        """Model FLOPs per second over the peak of all ranks (MFU)."""
+        flops = sum(prediction.flops_utilisation * prediction.step_ms for prediction in self.predictions)
+        return flops / sum(prediction.step_ms for prediction in self.predictions)
 
     @property
     def memory(self) -> dict[int, RankMemory]:
-        """Rank -> its memory, the most over the batches."""
+        """Rank -> its memory, the maximum over the batches."""
         return {
-            rank: max((own.memory[rank] for own in self.predictions), key=lambda memory: memory.total)
+            rank: max((prediction.memory[rank] for prediction in self.predictions), key=lambda memory: memory.total)
             for rank in self.prediction.memory
         }
 
     @property
     def peak_gib(self) -> float:
-        """Memory of the fullest rank."""
+        """Peak memory of the fullest rank."""
         return max(memory.total_gib for memory in self.memory.values())
 
 
 def solve(settings: Settings, inputs: Inputs) -> Answer:
     """
-    Answers settings.
+    Plans for settings: predicts the plan if all sizes are given, or searches for one.
 
     Args:
-        settings (`Settings`): What is asked.
-        inputs (`Inputs`): Of which model and samples.
+        settings (`Settings`): The settings.
+        inputs (`Inputs`): The model and the samples.
 
     Raises:
-        `ValueError`: For what does not fit, with a remedy.
+        `ValueError`: For settings that contradict each other or do not fit, with a remedy.
     """
     costs = inputs.costs(settings)
     draft = _draft(settings, costs)
@@ -157,14 +157,14 @@ def solve(settings: Settings, inputs: Inputs) -> Answer:
     if settings.gpus is not None and settings.gpus != draft.world_size:
         layouts = "; ".join(f"{name}: {module.layout}" for name, module in draft.modules.items())
         raise ValueError(
-            f"`--gpus {settings.gpus}`: the plan takes {draft.world_size} ranks ({layouts}). Change the sizes, leave "
-            f"some of them out to have them chosen, or use `--gpus {draft.world_size}`."
+            f"`--gpus {settings.gpus}`: the plan has {draft.world_size} ranks ({layouts}). Change the sizes, leave "
+            f"some of them out to have them searched, or use `--gpus {draft.world_size}`."
         )
     return predict_plan(settings, inputs, costs, draft)
 
 
 def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
-    """The plan that the sizes make, if they leave nothing to search for."""
+    """The plan of the given sizes, if they leave nothing to search for."""
     if not settings.sizes and settings.gpus is not None and settings.plugin.plan is None:
         return None
     try:
@@ -177,16 +177,14 @@ def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
 
 
 def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
-    """The best plan for a number of ranks."""
+    """Searches the best plan for a number of ranks."""
     from ..search.search import search_plans
 
     assert settings.gpus is not None
     check_searchable(settings)
     from .possible_sizes import possible_sizes
 
-    fixed = possible_sizes(
-        inputs.source.model, costs.spec, settings.plugin
-    )  # what the model does not allow is not tried
+    fixed = possible_sizes(inputs.source.model, costs.spec, settings.plugin)
     batch = settings.global_batch_size or SAMPLES_PER_GPU * settings.gpus
     problem = PlanningProblem(
         costs,
@@ -215,9 +213,9 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     Predicts one step of a plan.
 
     Args:
-        settings (`Settings`): What is asked.
-        inputs (`Inputs`): Of which model and samples.
-        costs (`CostModel`): What layers cost.
+        settings (`Settings`): The settings.
+        inputs (`Inputs`): The model and the samples.
+        costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The plan.
     """
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
@@ -238,19 +236,19 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
 
 
 def _predicted(planner: StepPlanner, sizes: SampleSizes) -> Prediction:
-    """One step with samples of these sizes."""
+    """Predicts one step with samples of these sizes."""
     planner = replace(planner, sizes=sizes.take)
     return planner.predict(planner(Draw(tuple(range(sizes.num_samples)))))
 
 
 def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None = None) -> int:
     """
-    Samples of a batch with the number of microbatches that is wanted, or with enough to fill the pipelines twice.
+    Samples of a batch with the wanted number of microbatches, or with enough to fill the pipelines twice.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica.
-        wanted (`int`, *optional*): Microbatches of each of them.
+        microbatch_size (`int`): Samples of a microbatch of one language model replica.
+        wanted (`int`, *optional*): Number of microbatches per replica.
     """
     module = plan.modules[LANGUAGE_MODEL]
     depth = max(len(stages) for stages in module.replicas) + (len(plan.modules) > 1)
@@ -258,7 +256,7 @@ def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None =
 
 
 def _memory_for(settings: Settings, costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) -> float | None:
-    """Memory that microbatches are made to fit; none where even the smallest do not, which is shown instead."""
+    """Memory limit of microbatches; `None` if even the smallest do not fit, which is reported instead."""
     if settings.memory_bytes is not None:
         with suppress(ValueError):
             fitting_tokens(costs, plan, sizes, settings.memory_bytes)
@@ -268,7 +266,7 @@ def _memory_for(settings: Settings, costs: CostModel, plan: ParallelPlan, sizes:
 
 def check_memory(answer: Answer) -> None:
     """
-    Raises `ValueError` with the fullest rank if a rank needs more memory than it has.
+    Raises `ValueError` for the fullest rank if a rank needs more memory than the limit.
 
     Args:
         answer (`Answer`): The plan.
@@ -277,12 +275,12 @@ def check_memory(answer: Answer) -> None:
     memory = answer.memory
     if limit_gib is None or answer.peak_gib <= limit_gib:
         return
-    over = [rank for rank, own in memory.items() if own.total_gib > limit_gib]
+    over = [rank for rank, need in memory.items() if need.total_gib > limit_gib]
     fullest = max(over, key=lambda rank: memory[rank].total)
     needed = memory[fullest].total_gib
     names = sorted({name for name, _, _ in answer.plan.stages_of_rank(fullest)})
     raise ValueError(
         f"Rank {fullest} ({', '.join(names)}) needs about {needed:.1f} GiB, {needed - limit_gib:.1f} more than the "
-        f"{answer.settings.memory_text}; in all {len(over)} ranks need more: {rank_ranges(over)}. "
+        f"{answer.settings.memory_text}; in total {len(over)} ranks need more: {rank_ranges(over)}. "
         f"Raise `pp` or `tp` of `{names[0]}`, lower `--microbatch-size`, or set `checkpointing=true`."
     )

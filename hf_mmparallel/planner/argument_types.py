@@ -1,4 +1,4 @@
-"""Types of arguments, with errors that argparse prints."""
+"""Argument types with errors for argparse."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """An integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"`{text}` must be a whole number of at least 1.")
     return int(text)

@@ -13,7 +13,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "triton", "peft", "datasets",
 
 def environment() -> dict[str, str]:
     """
-    What a bug report needs.
+    Versions and devices for a bug report.
 
     Returns:
         `dict[str, str]`: Names -> versions and devices.
@@ -23,26 +23,26 @@ def environment() -> dict[str, str]:
     from .. import __version__
     from ..runtime.device_detection import known_device
 
-    found = {"hf_mmparallel": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    entries = {"hf_mmparallel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            entries[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    found["torch.distributed"] = ", ".join(_backends()) or "not available"
-    found["cpu threads"] = str(torch.get_num_threads())
+            entries[package] = "not installed"
+    entries["torch.distributed"] = ", ".join(_backends()) or "not available"
+    entries["cpu threads"] = str(torch.get_num_threads())
     count = torch.cuda.device_count()
-    found["cuda"] = f"{torch.version.cuda or 'not built'}, {count} device{'' if count == 1 else 's'}"
+    entries["cuda"] = f"{torch.version.cuda or 'not built'}, {count} device{'' if count == 1 else 's'}"
     for index in range(count):
         device = torch.cuda.get_device_properties(index)
         known = known_device(torch.device("cuda", index))
         name = "not in the table of devices" if known is None else f"`{known.name}` in the table of devices"
-        found[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB, {name}"
-    return found
+        entries[f"cuda:{index}"] = f"{device.name}, {device.total_memory / 2**30:.1f} GiB, {name}"
+    return entries
 
 
 def _backends() -> list[str]:
-    """Communication backends that this build of torch has."""
+    """Communication backends of this build of torch."""
     import torch.distributed as dist
 
     if not dist.is_available():

@@ -1,4 +1,4 @@
-"""The files of a plan: YAML for the Trainer, figures as JSON, one HTML page."""
+"""The files of a plan: YAML for the Trainer, figures as JSON, and an HTML page."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ WhatIfs = Sequence[tuple[str, Answer]]
 
 def save_plan(path: str, answer: Answer, command: Sequence[str]) -> None:
     """
-    Writes the file that the Trainer takes as `parallel`: YAML with comments, or JSON by its ending.
+    Writes the file for the Trainer's `parallel`: YAML with comments, or JSON by its extension.
 
     Args:
-        path (`str`): The file.
+        path (`str`): Path of the file.
         answer (`Answer`): The plan.
-        command (`Sequence[str]`): What made it.
+        command (`Sequence[str]`): The command line that made it.
     """
     data = layout_data(answer.plan, answer.settings.plugin.modules)
     if path.endswith(".json"):
@@ -46,7 +46,7 @@ def save_plan(path: str, answer: Answer, command: Sequence[str]) -> None:
 
 
 def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
-    """What the numbers mean and what may be edited, as the head of a YAML file."""
+    """The head of a YAML file: what the numbers mean and what may be edited."""
     figures = [f"{label}: {text}" for label, text in summary(answer)]
     training = [f"parallel={str(Path(path).name)!r}", f"global_batch_size={answer.global_batch_size}"]
     training += [f"per_device_train_batch_size={answer.microbatch_size}"]
@@ -61,12 +61,13 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         f"Train with MultimodalTrainingArguments({', '.join(training)}, ...)."
         if answer.inputs.source.is_runnable
         else "No Trainer runs it: the model has no generator.",
-        "What may be edited; `hf-mmparallel simulate` with `--model` then says what comes of it:",
+        "What may be edited; `hf-mmparallel simulate` with `--model` then predicts the result:",
         "  schedule: 1f1b, eager (forwards ahead as far as memory goes), gpipe or encoders_first.",
-        "  replicas: the copies of a module, each a list of stages.",
-        "  layers: the first layer of a stage and the one after its last; those of a copy follow each other.",
-        "  ranks: rows of ranks; a row shares the matrices (tp), the rows share the tokens (cp, language_model only).",
-        "    All stages of a module have as many rows and ranks; ranks are numbered from 0 without gaps.",
+        "  replicas: the replicas of a module, each a list of stages.",
+        "  layers: the first layer of a stage and the one after its last; consecutive within a replica.",
+        "  ranks: a list of tp groups; a tp group shares the matrices; the groups are cp ranks, which share "
+        "the tokens (language_model only).",
+        "    All stages of a module have as many tp groups and ranks; ranks are numbered from 0 without gaps.",
         "  activation_checkpointing: true recomputes activations in the backward.",
         "num_microbatches and trainable follow from the batch sizes and from what is frozen.",
     ]
@@ -74,24 +75,24 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """A paragraph in lines that fit a screen."""
+    """Wraps a paragraph to the width of a screen."""
     spaces = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.wrap(text, 116, subsequent_indent=spaces, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def plan_yaml(answer: Answer) -> str:
-    """The plan as YAML: a line for each stage, and what each module is."""
+    """The plan as YAML: a line per stage, and comments about modules."""
     data = answer.plan.to_dict()
     modules = data.pop("modules")
     text = _yaml(data) + "modules:\n"
-    for name, own in modules.items():
+    for name, item in modules.items():
         module, part = answer.plan.modules[name], answer.costs.spec.modules[name]
-        held = sum(p.num_elements for p in part.parameters)
+        total = sum(p.num_elements for p in part.parameters)
         trained = sum(p.num_elements for p in part.parameters if p.trainable)
-        text += f"  # {module.layout}; {part.num_layers} layers, {held:,} parameters, {trained:,} of them trained\n"
-        replicas = own.pop("replicas")
+        text += f"  # {module.layout}; {part.num_layers} layers, {total:,} parameters, {trained:,} of them trained\n"
+        replicas = item.pop("replicas")
         text += f"  {_yaml_key(name)}:\n"
-        text += "".join(f"    {key}: {_yaml_line([value])[1:-1]}\n" for key, value in own.items()) + "    replicas:\n"
+        text += "".join(f"    {key}: {_yaml_line([value])[1:-1]}\n" for key, value in item.items()) + "    replicas:\n"
         for stages in replicas:
             lines = [_yaml_line(stage) for stage in stages]
             text += f"    - - {lines[0]}\n" + "".join(f"      - {line}\n" for line in lines[1:])
@@ -105,14 +106,14 @@ def _yaml(data: Mapping[str, Any]) -> str:
 
 
 def _yaml_line(data: Any) -> str:
-    """Data on one line."""
+    """YAML on one line."""
     import yaml
 
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=True, width=float("inf")).strip()
 
 
 def _yaml_key(name: str) -> str:
-    """A name as a key, in quotes where it needs them."""
+    """A name as a YAML key, quoted if necessary."""
     return _yaml_line({name: 0})[1:-1].rpartition(":")[0]
 
 
@@ -120,13 +121,13 @@ def figures(
     answer: Answer, command: Sequence[str], comparison: Iterable[ComparedPlan] = (), what_ifs: WhatIfs = ()
 ) -> dict[str, Any]:
     """
-    All figures, as what JSON holds.
+    All figures of a plan, for JSON.
 
     Args:
         answer (`Answer`): The plan.
-        command (`Sequence[str]`): What made it.
-        comparison (`Iterable[ComparedPlan]`, *optional*): What others would do.
-        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): What was changed, and the answers.
+        command (`Sequence[str]`): The command line that made it.
+        comparison (`Iterable[ComparedPlan]`, *optional*): Plans of baselines.
+        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): Changes and their results.
     """
     memory = answer.memory
     data: dict[str, Any] = {
@@ -141,8 +142,8 @@ def figures(
     if result is not None:
         data["bound"] = result.best.bound
         data["runners_up"] = [
-            {"step_ms": own.step_ms, "layouts": str(own.candidate), "reason": why}
-            for own, why in zip(result.runners_up, result.reasons, strict=True)
+            {"step_ms": plan.step_ms, "layouts": str(plan.candidate), "reason": reason}
+            for plan, reason in zip(result.runners_up, result.reasons, strict=True)
         ]
         data["search"] = {
             "num_candidates": result.num_candidates,
@@ -153,15 +154,15 @@ def figures(
     if comparison:
         data["comparison"] = [
             {
-                "name": own.name,
-                "layout": own.layout,
-                "step_ms": _finite(own.step_ms),
-                "bubble_fraction": _finite(own.bubble_fraction),
-                "peak_memory_gib": _finite(own.peak_memory_gib),
-                "flops_utilisation": _finite(own.flops_utilisation),
-                "note": own.note,
+                "name": plan.name,
+                "layout": plan.layout,
+                "step_ms": _finite(plan.step_ms),
+                "bubble_fraction": _finite(plan.bubble_fraction),
+                "peak_memory_gib": _finite(plan.peak_memory_gib),
+                "flops_utilisation": _finite(plan.flops_utilisation),
+                "note": plan.note,
             }
-            for own in comparison
+            for plan in comparison
         ]
     if what_ifs:
         data["what_if"] = {text: _figures(other) for text, other in what_ifs}
@@ -177,7 +178,7 @@ def _figures(answer: Answer) -> dict[str, Any]:
         "global_batch_size": answer.global_batch_size,
         "microbatch_size": answer.microbatch_size,
         "microbatch_assignment": answer.method,
-        "num_microbatches": max(len(own) for own in prediction.planned.step.microbatches[LANGUAGE_MODEL]),
+        "num_microbatches": max(map(len, prediction.planned.step.microbatches[LANGUAGE_MODEL])),
         "schedule": plan.schedule,
         "layouts": {name: module.layout for name, module in plan.modules.items()},
         "step_ms": answer.step_ms,
@@ -190,7 +191,7 @@ def _figures(answer: Answer) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """A number, or nothing for what JSON can't hold."""
+    """A number, or `None` for infinities and NaN, which JSON can't represent."""
     return value if abs(value) < float("inf") else None
 
 
@@ -198,13 +199,13 @@ def page_of(
     answer: Answer, command: Sequence[str], comparison: Iterable[ComparedPlan] = (), what_ifs: WhatIfs = ()
 ) -> PlanPage:
     """
-    The page of a plan.
+    The HTML page of a plan.
 
     Args:
         answer (`Answer`): The plan.
-        command (`Sequence[str]`): What made it.
-        comparison (`Iterable[ComparedPlan]`, *optional*): What others would do.
-        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): What was changed, and the answers.
+        command (`Sequence[str]`): The command line that made it.
+        comparison (`Iterable[ComparedPlan]`, *optional*): Plans of baselines.
+        what_ifs (`Sequence[tuple[str, Answer]]`, *optional*): Changes and their results.
     """
     from ..arrange.balance import compare_with_contiguous, step_balance
     from ..cost import memory_timeline
@@ -221,8 +222,8 @@ def page_of(
     else:
         both = compare_with_contiguous(answer.plan, planned.step, planned.workloads, answer.microbatch_size)
         workloads = dict(zip(("before, contiguous", f"after, {answer.method}"), both, strict=True))
-    found = environment()
-    versions = {name: found[name] for name in ("hf_mmparallel", "python", "torch", "transformers")}
+    installed = environment()
+    versions = {name: installed[name] for name in ("hf_mmparallel", "python", "torch", "transformers")}
     others = [] if result is None else list(zip(result.runners_up, result.reasons, strict=True))
     return PlanPage(
         title=f"{Path(answer.inputs.source.name).name} on {answer.plan.world_size:,} x {answer.settings.gpu_type}",
@@ -236,12 +237,12 @@ def page_of(
         memory=MemoryCurves(curves, {}, None if limit is None else limit * GIB),
         workloads=workloads,
         runners_up=[
-            PlanChoice(f"plan {number}", one_line(ranked), ranked.step_ms, why)
-            for number, (ranked, why) in enumerate(others, start=2)
+            PlanChoice(f"plan {number}", one_line(ranked), ranked.step_ms, reason)
+            for number, (ranked, reason) in enumerate(others, start=2)
         ],
         comparison=[
-            *(PlanChoice(own.title, own.layout, _finite(own.step_ms), own.note) for own in comparison),
-            *(PlanChoice(f"what if {text}", plan_line(own.plan), own.step_ms) for text, own in what_ifs),
+            *(PlanChoice(other.title, other.layout, _finite(other.step_ms), other.note) for other in comparison),
+            *(PlanChoice(f"what if {text}", plan_line(other.plan), other.step_ms) for text, other in what_ifs),
         ],
         step_ms=answer.step_ms,
         command=shlex.join(command),
@@ -250,10 +251,10 @@ def page_of(
 
 
 def one_line(ranked: RankedPlan) -> str:
-    """The layouts of a plan that was found."""
+    """The layouts of a ranked plan on one line."""
     return "; ".join(layouts_text(ranked).splitlines())
 
 
 def plan_line(plan: ParallelPlan) -> str:
-    """The layouts of a plan."""
+    """The layouts of a plan on one line."""
     return "; ".join(f"{name}: {layout_text(plan, name)}" for name in plan.modules)

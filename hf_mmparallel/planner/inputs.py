@@ -1,4 +1,4 @@
-"""What a plan is made from: the model as numbers, and how large its samples are."""
+"""Inputs of the planner: the model's sizes, and sizes of samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class ModelSource:
     A model without its weights.
 
     Args:
-        name (`str`): What it was read from.
-        model ([`~transformers.PreTrainedModel`]): On the meta device.
-        spec (`ModelSpec`): As numbers, with nothing frozen but what adapters freeze, and with generators.
-        generator_tokens (`Mapping[str, int]`, *optional*): Generator -> tokens of a sample.
+        name (`str`): The source that it was read from.
+        model ([`~transformers.PreTrainedModel`]): The model on the meta device.
+        spec (`ModelSpec`): Its description with generators; only parameters that adapters freeze are frozen.
+        generator_tokens (`Mapping[str, int]`, *optional*): Generator -> tokens per sample.
     """
 
     name: str
@@ -44,15 +44,15 @@ class ModelSource:
 
 def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: list[str]) -> ModelSource:
     """
-    The model that a folder, a `config.json` or an id describes, read on the meta device.
+    Reads the model of a folder, a `config.json` or an id on the meta device.
 
     Args:
-        source (`str`): Where the configuration is.
+        source (`str`): Location of the configuration.
         plugins (`Mapping[str, ModulePlugin]`): Settings by module; adapters are added.
         generators (`list[str]`): The values of `--generator`.
 
     Raises:
-        `ValueError`: If there is no such model, no plan can hold it, or a module has no such name.
+        `ValueError`: If there is no such model, it is not supported, or it has no module of a given name.
     """
     path = Path(source)
     if not path.exists() and (source.startswith((".", "/")) or source.endswith(".json")):
@@ -69,9 +69,9 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
 
     try:
         model = build_on_meta(source)
-    except OSError as error:  # of `from_pretrained`, which does not know where the name comes from
+    except OSError as error:  # its message does not name the argument
         raise ValueError(
-            f"`--model {source}` is no folder here, and no configuration could be read from the Hub: "
+            f"`--model {source}` is not a folder here, and no configuration could be read from the Hub: "
             f"{str(error).partition(chr(10))[0]} Give a folder, a config.json or a model id."
         ) from error
     check_supported(model)
@@ -90,18 +90,18 @@ def read_model(source: str, plugins: Mapping[str, ModulePlugin], generators: lis
 
 def parse_generator(text: str, spec: ModelSpec) -> tuple[ModuleSpec, int]:
     """
-    Reads `image:layers=28,hidden=3072,heads=24,intermediate=12288,tokens=1024`: a stack of transformer layers behind
+    Reads `image:layers=28,hidden=3072,heads=24,intermediate=12288,tokens=1024`: a stack of transformer layers after
     the language model, such as a diffusion transformer.
 
     Args:
-        text (`str`): What follows `--generator`.
+        text (`str`): The value of `--generator`.
         spec (`ModelSpec`): The model that it belongs to.
 
-    Returns:
-        The module, and its tokens of a sample.
+        Returns:
+            The module, and its tokens per sample.
 
     Raises:
-        `ValueError`: If a size is missing or no number, or the model has a module of this name.
+        `ValueError`: If a size is missing or not a number, or the model has a module of this name.
     """
     example = "image:layers=28,hidden=3072,heads=24,intermediate=12288,tokens=1024"
     name, pairs = named_pairs("--generator", text, example)
@@ -143,8 +143,8 @@ class Samples:
     Sizes of samples to plan for.
 
     Args:
-        origin (`str`): Where they come from, in words.
-        measured (`SampleSizes`, *optional*): Of samples of a dataset; without them all are alike.
+        origin (`str`): Their source, as text.
+        measured (`SampleSizes`, *optional*): Sizes of samples of a dataset; without them all samples are equal.
     """
 
     origin: str
@@ -156,26 +156,26 @@ class Samples:
 
     def sizes(self, source: ModelSource, settings: Settings, num_samples: int) -> SampleSizes:
         """
-        At least so many samples; those of a dataset are repeated if there are fewer.
+        Sizes of at least `num_samples` samples; those of a dataset are repeated if there are fewer.
 
         Args:
             source (`ModelSource`): The model.
-            settings (`Settings`): Tokens of samples that are alike.
-            num_samples (`int`): How many.
+            settings (`Settings`): Tokens of equal samples.
+            num_samples (`int`): Minimum number of samples.
         """
         tokens = {
             name: settings.seq_len if name == LANGUAGE_MODEL else settings.image_tokens for name in source.spec.modules
         }
         if self.measured is None:
             return SampleSizes.uniform({**tokens, **source.generator_tokens}, num_samples)
-        found = self.measured
-        if found.num_samples < num_samples:
-            found = found.take(np.arange(num_samples) % found.num_samples)
-        generated = SampleSizes.uniform(source.generator_tokens, found.num_samples)
-        return SampleSizes({**found.tokens, **generated.tokens}, {**found.squares, **generated.squares})
+        sizes = self.measured
+        if sizes.num_samples < num_samples:
+            sizes = sizes.take(np.arange(num_samples) % sizes.num_samples)
+        generated = SampleSizes.uniform(source.generator_tokens, sizes.num_samples)
+        return SampleSizes({**sizes.tokens, **generated.tokens}, {**sizes.squares, **generated.squares})
 
     def draw(self, sizes: SampleSizes, num_samples: int, seed: int) -> SampleSizes:
-        """A global batch of them."""
+        """Draws a global batch."""
         if self.measured is None:
             return sizes.take(range(num_samples))
         return sizes.take(np.random.default_rng(seed).choice(sizes.num_samples, num_samples, replace=False))
@@ -183,14 +183,14 @@ class Samples:
 
 def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
     """
-    The samples that `--dataset` names.
+    Reads the samples of `--dataset`.
 
     Args:
         args (`argparse.Namespace`): The arguments.
         source (`ModelSource`): The model.
 
     Raises:
-        `ValueError`: For a dataset that can't be read or whose samples can't be measured.
+        `ValueError`: For a dataset that can't be read, or with samples that can't be measured.
     """
     if args.dataset is None:
         for name in ("token_columns", "processor", "split"):
@@ -211,7 +211,7 @@ def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
 
     spec = replace(source.spec, modules={name: source.spec.modules[name] for name in known})
     columns = None if args.token_columns is None else parse_columns(args.token_columns)
-    found = measure_dataset(
+    dataset = measure_dataset(
         args.dataset,
         source.model,
         spec,
@@ -221,13 +221,13 @@ def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:
         args.num_samples,
         args.seed,
     )
-    drawn = found.sizes.num_samples
-    count = f"all {drawn:,}" if drawn == found.num_samples else f"{drawn:,} of {found.num_samples:,}"
-    return Samples(f"{count} samples of {args.dataset}, split {found.split}", found.sizes)
+    drawn = dataset.sizes.num_samples
+    count = f"all {drawn:,}" if drawn == dataset.num_samples else f"{drawn:,} of {dataset.num_samples:,}"
+    return Samples(f"{count} samples of {args.dataset}, split {dataset.split}", dataset.sizes)
 
 
 def _image_encoder(dataset: str, spec: ModelSpec, known: Sequence[str]) -> str:
-    """The one encoder of a model of images and text; raises `ValueError` for other models."""
+    """The single encoder of a model for images and text; raises `ValueError` for other models."""
     encoders = [name for name in known if name != LANGUAGE_MODEL]
     if len(encoders) != 1 or all(feature.modality != "image" for feature in spec.modules[encoders[0]].features):
         raise ValueError(
@@ -250,7 +250,7 @@ def parse_columns(text: str) -> str | dict[str, str]:
 
 
 def _processor(source: str) -> Callable[[], Any]:
-    """What loads the processor of a model."""
+    """A function that loads the processor of a model."""
     folder = str(Path(source).parent) if source.endswith(".json") else source
 
     def load() -> Any:

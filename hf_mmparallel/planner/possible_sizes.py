@@ -1,4 +1,4 @@
-"""Which sizes of a layout a model does not allow, whatever the numbers of its heads and layers."""
+"""Sizes of a layout that a model does not support, regardless of its numbers of heads and layers."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from ..data.mask_rules import MaskRule
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, MultimodalParallelPlugin, ParallelPlan
 
-_WITH_WORDS = (None, "bitfield")  # attention functions of a language model whose tokens can be cut over ranks
+_WITH_CONTEXT = (None, "bitfield")  # attention functions of language models that support context parallelism
 
 
 def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
     """
-    Makes sure that ranks can share the tokens of a row of the language model.
+    Checks that the language model supports context parallelism.
 
     Args:
         model (`PreTrainedModel`): The model.
         spec (`ModelSpec`): Its description.
 
     Raises:
-        `ValueError`: If its attention is its own, or nothing is known of its masks.
+        `ValueError`: If it does not use an attention function of transformers, or its masks are unknown.
     """
     tower = type(model.get_submodule(spec.modules[LANGUAGE_MODEL].tower))
     if not getattr(tower, "_supports_attention_backend", False):
         raise ValueError(
-            f"`cp_size` above 1: the layers of `{tower.__name__}` call an attention of their own, which sees the "
+            f"`cp_size` above 1: the layers of `{tower.__name__}` have their own attention code, which sees the "
             "tokens of one rank only. Use `cp_size=1`."
         )
     try:
         MaskRule(model)
     except ValueError as error:
-        raise ValueError(f"`cp_size` above 1 cuts packed samples. {error} Use `cp_size=1`.") from error
+        raise ValueError(f"`cp_size` above 1 splits packed samples. {error} Use `cp_size=1`.") from error
 
 
 def whole_matrices(module: ModuleSpec) -> str | None:
-    """Why the matrices of a module can't be cut by tensor parallelism, `None` if they can be."""
+    """Why tensor parallelism can't split the matrices of a module, `None` if it can."""
     for parameter in module.parameters:
         if "lora_magnitude_vector" in parameter.name:
             name = parameter.name.partition(".lora_magnitude_vector")[0]
@@ -48,7 +48,7 @@ def whole_matrices(module: ModuleSpec) -> str | None:
 
 
 def check_matrices(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Raises `ValueError` for a module with tensor parallelism whose matrices can't be cut."""
+    """Raises `ValueError` for a module with tensor parallelism whose matrices can't be split."""
     for name, module in plan.modules.items():
         reason = whole_matrices(spec.modules[name]) if module.tp_size > 1 else None
         if reason is not None:
@@ -59,12 +59,12 @@ def possible_sizes(
     model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin
 ) -> dict[str, dict[str, int]]:
     """
-    The sizes that a search keeps to: those that are set, and those of which a model only allows 1.
+    Fixed sizes of a search: those set by the user, and those that the model restricts to 1.
 
     Args:
         model (`PreTrainedModel`): The model, which may be on the meta device.
-        spec (`ModelSpec`): Its description, with adapters; further modules in it have no limits.
-        plugin (`MultimodalParallelPlugin`): The settings of its modules, and the sizes that are set.
+        spec (`ModelSpec`): Its description, with adapters; additional modules in it have no restrictions.
+        plugin (`MultimodalParallelPlugin`): The settings of its modules, with the sizes set by the user.
 
     Returns:
         `dict[str, dict[str, int]]`: Module -> name of a size -> the size.
@@ -75,7 +75,7 @@ def possible_sizes(
             only[name]["tp_size"] = 1
         selected = earliest_selected_layer(model, module) if module.is_encoder else None
         if selected is not None and selected < module.num_layers - 1:
-            only[name]["pp_size"] = 1  # its last stage has to see that hidden state
+            only[name]["pp_size"] = 1  # its last stage needs that hidden state
     if not _can_share_tokens(model, spec, plugin):
         only[LANGUAGE_MODEL]["cp_size"] = 1
     fixed = plugin.fixed_sizes
@@ -84,9 +84,9 @@ def possible_sizes(
 
 
 def _can_share_tokens(model: PreTrainedModel, spec: ModelSpec, plugin: MultimodalParallelPlugin) -> bool:
-    """Whether ranks can share the tokens of a row of the language model."""
+    """Whether the language model supports context parallelism with these settings."""
     settings = plugin.modules.get(LANGUAGE_MODEL)
-    if settings is not None and settings.attn_implementation not in _WITH_WORDS:
+    if settings is not None and settings.attn_implementation not in _WITH_CONTEXT:
         return False
     try:
         check_context(model, spec)

@@ -1,4 +1,4 @@
-"""What a plan is asked for, as values: read from the arguments, changed by `--what-if`."""
+"""Settings of a planning request: read from the arguments, changed by `--what-if`."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ Freeze = bool | str | list[str]
 @dataclass(frozen=True)
 class Settings:
     """
-    What a plan is asked for.
+    Settings of a planning request.
 
     Args:
-        gpus (`int`, *optional*): Ranks there are.
-        gpu_type (`str`, *optional*, defaults to `"h100"`): What each of them is.
-        described (`Hardware`, *optional*): The device of that name, if it may be another one than in the table.
+        gpus (`int`, *optional*): Number of ranks.
+        gpu_type (`str`, *optional*, defaults to `"h100"`): Device of each rank.
+        described (`Hardware`, *optional*): Description of that device, if it may differ from the table's.
         global_batch_size (`int`, *optional*): Samples of a step.
-        microbatch_size (`int`, *optional*): Samples of a microbatch of one language-model replica.
-        seq_len (`int`, *optional*, defaults to 2048): Tokens of a sample in the language model, without a dataset.
-        image_tokens (`int`, *optional*, defaults to 576): Tokens of a sample in each encoder, without a dataset.
-        schedule (`str`, *optional*): The schedule's name; that of the layout when left out.
-        microbatch_assignment (`str`, *optional*): How samples come to microbatches.
-        packing (`bool`, *optional*): Whether microbatches of the language model are rows without padding.
-        memory_limit_gib (`float`, *optional*): Memory of a rank.
-        dtype (`str`, *optional*, defaults to `"bfloat16"`): What is computed in.
+        microbatch_size (`int`, *optional*): Samples of a microbatch of one language model replica.
+        seq_len (`int`, *optional*, defaults to 2048): LM tokens per sample, without a dataset.
+        image_tokens (`int`, *optional*, defaults to 576): Tokens per sample in each encoder, without a dataset.
+        schedule (`str`, *optional*): Name of the schedule; that of the layout by default.
+        microbatch_assignment (`str`, *optional*): Arrangement of samples.
+        packing (`bool`, *optional*): Whether microbatches of the language model are packed rows without padding.
+        memory_limit_gib (`float`, *optional*): Memory limit of a rank.
+        dtype (`str`, *optional*, defaults to `"bfloat16"`): Compute dtype.
         plugin (`MultimodalParallelPlugin`): Layouts and settings of modules, as far as they are given.
-        sizes (`Mapping[str, Mapping[str, int]]`): Module -> those of its sizes that are given.
-        checkpointing (`Mapping[str, bool]`): Module -> whether activations are recomputed, where that is given.
+        sizes (`Mapping[str, Mapping[str, int]]`): Module -> its given sizes.
+        checkpointing (`Mapping[str, bool]`): Module -> whether activations are recomputed, if that is given.
     """
 
     gpus: int | None = None
@@ -72,7 +72,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace, **layout: Any) -> Settings:
-        """From the arguments of a command and its layout, see [`read_layout`]."""
+        """Settings from the arguments of a command and its layout, see [`read_layout`]."""
         settings = cls(**{f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}, **layout)
         if settings.microbatch_assignment is not None:
             known = list(ARRANGEMENTS)
@@ -93,31 +93,31 @@ class Settings:
 
     @property
     def value_bytes(self) -> int:
-        """Of a value of an activation."""
+        """Bytes of an activation value."""
         return DTYPE_BYTES["float32" if self.dtype == "tf32" else self.dtype]
 
     @property
     def memory_bytes(self) -> float | None:
-        """Memory of a rank that a plan has to fit; `None` where it is not known."""
+        """Memory of a rank that a plan has to fit; `None` if it is unknown."""
         return usable_bytes(self.device, self.memory_limit_gib)
 
     @property
     def memory_gib(self) -> float | None:
-        """The same in GiB."""
+        """`memory_bytes` in GiB."""
         return None if self.memory_bytes is None else self.memory_bytes / GIB
 
     @property
     def memory_text(self) -> str:
-        """The same in words."""
+        """The memory limit as text."""
         if self.memory_limit_gib is not None:
-            return f"{self.memory_gib:.4g} GiB that are allowed"
+            return f"{self.memory_gib:.4g} GiB of the memory limit"
         return f"{self.memory_gib:.4g} GiB, {MEMORY_SHARE:.0%} of the memory of {self.gpu_type}"
 
     @property
     def allocator_text(self) -> str:
-        """What of the device is left to what predictions do not see; empty where its memory is not known."""
+        """Memory that predictions leave to the allocator, as text; empty if the device's memory is unknown."""
         if self.memory_limit_gib is not None:
-            return "nothing set aside: the limit is for tensors, of which a caching allocator reserves more"
+            return "nothing reserved: the limit is for tensors, and a caching allocator reserves more than its tensors"
         total = self.device.memory_gib
         if total is None:
             return ""
@@ -129,24 +129,24 @@ class Settings:
 
     @property
     def packs_rows(self) -> bool | None:
-        """Whether rows are packed; `None` where the model's own attention function decides."""
+        """Whether rows are packed; `None` if the model's default attention function decides."""
         chosen = self.plugin.modules.get(LANGUAGE_MODEL, ModulePlugin()).attn_implementation
         return self.packing if self.packing is not None or chosen is None else chosen == PACKED_ATTENTION
 
     @property
     def frozen(self) -> dict[str, Freeze]:
-        """Module -> what of it is frozen."""
+        """Module -> its frozen parameters."""
         return {name: module.freeze for name, module in self.plugin.modules.items() if module.freeze}
 
     def frozen_spec(self, spec: ModelSpec) -> ModelSpec:
-        """The model with the frozen parameters marked. Raises `ValueError` for modules that it has not."""
+        """The model with frozen parameters marked. Raises `ValueError` for modules that it does not have."""
         reject_unknown_keys("The model", list(self.plugin.modules), list(spec.modules))
         frozen, spec = self.frozen, frozen_as_planned(spec, self.plugin)
         modules = {name: module.with_frozen(frozen.get(name, False)) for name, module in spec.modules.items()}
         return replace(spec, modules=modules)
 
     def with_frozen(self, name: str, freeze: Freeze) -> Settings:
-        """The same with a module frozen, or trained."""
+        """The same settings with a module frozen, or trained."""
         before = self.plugin.modules.get(name, ModulePlugin())
         module = replace(before, freeze=freeze, named=before.named | {"freeze"})
         modules = {**self.plugin.modules, name: module}
@@ -160,7 +160,7 @@ class Settings:
             text (`str`): Such as `frozen=vision,gpus=128`.
 
         Raises:
-            `ValueError`: For a key or a value that it can't have.
+            `ValueError`: For an unknown key or an invalid value.
         """
         changed = self
         for pair in text.split(","):
@@ -179,11 +179,11 @@ class Settings:
 
 
 def _name_in(known: tuple[str, ...] | list[str]) -> Callable[[str], str]:
-    """A reader of one of some names."""
+    """Returns a parser for one of several names."""
 
     def read(text: str) -> str:
         if text not in known:
-            raise ValueError(f"it is none of {', '.join(known)}")
+            raise ValueError(f"it is not one of {', '.join(known)}")
         return text
 
     return read
@@ -201,11 +201,11 @@ CHANGES: Mapping[str, Callable[[str], Any]] = {
     "memory_limit_gib": float,
     "dtype": _name_in(list(PEAK_OF_DTYPE)),
 }
-"""What `--what-if` may change besides what is frozen -> how a value is read."""
+"""Settings that `--what-if` may change besides frozen modules -> parser of the value."""
 
 
 def _parsed(key: str, value: str) -> Any:
-    """A value of [`CHANGES`]."""
+    """Parses a value of [`CHANGES`]."""
     try:
         return CHANGES[key](value)
     except (ValueError, argparse.ArgumentTypeError) as error:
@@ -220,7 +220,7 @@ def read_layout(args: argparse.Namespace) -> dict[str, Any]:
         The `plugin`, `sizes` and `checkpointing` of [`Settings`].
 
     Raises:
-        `ValueError`: If one can't be read or a module is named twice.
+        `ValueError`: If a file or value can't be read, or a module is named twice.
     """
     if args.parallel is not None:
         plugin = read_plugin(args.parallel)
@@ -240,20 +240,20 @@ def read_layout(args: argparse.Namespace) -> dict[str, Any]:
 
 def read_plugin(path: str) -> MultimodalParallelPlugin:
     """
-    Reads settings of modules or a plan, which people edit.
+    Reads settings of modules, or a plan.
 
     Args:
         path (`str`): A YAML or JSON file.
 
     Raises:
-        `ValueError`: If it is none, with the place.
+        `ValueError`: If it is neither, with the location of the error.
     """
     import yaml
 
     try:
         return MultimodalParallelPlugin.from_any(path)
     except yaml.YAMLError as error:
-        raise ValueError(f"`{path}` is no valid YAML: {error}. Mend it.") from error
+        raise ValueError(f"`{path}` is not valid YAML: {error}. Correct it.") from error
 
 
 def module_settings(text: str) -> tuple[str, dict[str, Any]]:
@@ -261,10 +261,10 @@ def module_settings(text: str) -> tuple[str, dict[str, Any]]:
     Reads `vision:dp=2,freeze=tower`.
 
     Args:
-        text (`str`): What follows `--module`.
+        text (`str`): The value of `--module`.
 
     Returns:
-        The module, and its settings by the names of [`ModulePlugin`].
+        The module, and its settings as fields of [`ModulePlugin`].
 
     Raises:
         `ValueError`: If it has another form.
@@ -289,7 +289,7 @@ def named_pairs(flag: str, text: str, example: str) -> tuple[str, dict[str, str]
     Args:
         flag (`str`): The argument, for the error.
         text (`str`): Its value.
-        example (`str`): What it should look like.
+        example (`str`): A correct value.
 
     Raises:
         `ValueError`: If it has another form.
@@ -302,7 +302,7 @@ def named_pairs(flag: str, text: str, example: str) -> tuple[str, dict[str, str]
 
 
 def _value(text: str) -> Any:
-    """A number, a truth value, or the text itself."""
+    """Parses an integer, a boolean, or a string."""
     if text.isdecimal():
         return int(text)
     return {"true": True, "false": False}.get(text.lower(), text)
@@ -310,25 +310,25 @@ def _value(text: str) -> Any:
 
 def has_all_sizes(settings: Settings, spec: ModelSpec, num_ranks: int) -> bool:
     """
-    Whether a layout leaves nothing to search for: a finished plan, no number of GPUs, all sizes of all modules named,
-    or some of each that together take all of the GPUs.
+    Whether a layout leaves nothing to search for: a finished plan, no number of GPUs, all sizes of all modules, or
+    some sizes of each module that use all GPUs together.
 
     Args:
-        settings (`Settings`): What is given.
+        settings (`Settings`): The settings.
         spec (`ModelSpec`): The model.
-        num_ranks (`int`): Ranks of the layout if sizes that are left out are 1.
+        num_ranks (`int`): Ranks of the layout if omitted sizes are 1.
     """
     if settings.plugin.plan is not None or settings.gpus is None:
         return True
     needed = {"dp_size", "pp_size", "tp_size"}
     if all(needed <= set(settings.sizes.get(name, ())) for name in spec.modules):
         return True
-    hosted = {name for name, module in settings.plugin.modules.items() if module.colocate_with is not None}
-    return num_ranks == settings.gpus and all(name in settings.sizes or name in hosted for name in spec.modules)
+    colocated = {name for name, module in settings.plugin.modules.items() if module.colocate_with is not None}
+    return num_ranks == settings.gpus and all(name in settings.sizes or name in colocated for name in spec.modules)
 
 
 def check_searchable(settings: Settings) -> None:
-    """Raises `ValueError` for settings of modules that a search can't keep to."""
+    """Raises `ValueError` for settings of modules that a search can't respect."""
     plain = ModulePlugin()
     for name, module in settings.plugin.modules.items():
         for key in ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block"):

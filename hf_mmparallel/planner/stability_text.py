@@ -1,4 +1,4 @@
-"""What the planner says about the batch size from which on samples agree on the split of ranks."""
+"""Text about the batch size from which samples agree on the split of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def stability_lines(answer: Answer) -> list[tuple[str, str]]:
     The minimum stable batch of the dataset, for a plan that splits ranks between modules: labels and texts.
 
     Args:
-        answer (`Answer`): The plan; without a dataset nothing is said.
+        answer (`Answer`): The plan; without a dataset there are no lines.
     """
     if answer.inputs.samples.measured is None:
         return []

@@ -1,4 +1,4 @@
-"""The table of a plan: a row for each kind of stage, however many ranks there are."""
+"""The table of a plan: a row per kind of stage, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..schedule import GradientFlow, Simulation
 
 @dataclass
 class _Row:
-    """Stages that look the same: those of all replicas, and neighbours with equal numbers."""
+    """Stages that look the same: those of all replicas, and neighbors with equal numbers."""
 
     first: int
     last: int
@@ -30,12 +30,12 @@ class _Row:
 @dataclass(frozen=True)
 class Cells:
     """
-    A table as texts.
+    A table of texts.
 
     Args:
         columns (`tuple[str, ...]`): Headings.
-        rows (`tuple[tuple[str, ...], ...]`): As many cells as columns each.
-        right (`tuple[str, ...]`, *optional*): Headings of columns of numbers.
+        rows (`tuple[tuple[str, ...], ...]`): Cells of each row, as many as columns.
+        right (`tuple[str, ...]`, *optional*): Headings of numeric columns.
     """
 
     columns: tuple[str, ...]
@@ -44,7 +44,7 @@ class Cells:
 
 
 def range_text(counts: Sequence[int]) -> str:
-    """`8`, or `5 to 11` where numbers differ."""
+    """`8`, or `5 to 11` if numbers differ."""
     least, most = min(counts), max(counts)
     return str(most) if least == most else f"{least} to {most}"
 
@@ -57,14 +57,13 @@ def plan_table(
     is_narrow: bool = False,
 ) -> Table:
     """
-    A row for each stage of each module, replicas and equal neighbours together.
+    A row for each stage of each module; replicas and equal neighbors are merged.
 
     Args:
-        plan (`ParallelPlan`): The plan.
         spec (`ModelSpec`, *optional*): The model, for numbers of parameters.
-        simulation (`Simulation`): For microbatches in flight.
+        simulation (`Simulation`): The simulation, for microbatches in flight.
         memory (`Mapping[int, RankMemory]`, *optional*): Rank -> its memory; that of the fullest rank is shown.
-        is_narrow (`bool`, *optional*, defaults to `False`): Whether to leave out lines between columns.
+        is_narrow (`bool`, *optional*, defaults to `False`): Whether to omit lines between columns.
 
     Returns:
         `Table`: For rich.
@@ -87,10 +86,10 @@ def plan_table(
 
 
 def layout_text(plan: ParallelPlan, name: str) -> str:
-    """The sizes of a module that are not 1, and the modules before it whose ranks it shares."""
-    taken = {other: {r for _, _, s in module.stages() for r in s.all_ranks} for other, module in plan.modules.items()}
+    """The sizes of a module that are not 1, and the modules before it on the same ranks."""
+    ranks = {other: {r for _, _, s in module.stages() for r in s.all_ranks} for other, module in plan.modules.items()}
     before = list(plan.modules)[: list(plan.modules).index(name)]
-    shared = [other for other in before if taken[other] & taken[name]]
+    shared = [other for other in before if ranks[other] & ranks[name]]
     module = plan.modules[name]
     sizes = {"dp": module.dp_size, "pp": len(module.replicas[0]), "cp": module.cp_size, "tp": module.tp_size}
     text = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one rank"
@@ -104,7 +103,7 @@ def plan_cells(
     simulation: Simulation,
     memory: Mapping[int, RankMemory] | None,
 ) -> Cells:
-    """The cells of [`plan_table`]; the first is empty in all rows of a module but its first."""
+    """The cells of [`plan_table`]; the first cell is empty in all rows of a module but the first."""
     cut = any(module.cp_size > 1 for module in plan.modules.values())
     columns = ["module", "dp/pp/cp/tp" if cut else "dp/pp/tp", "stage", "layers", "ranks"]
     columns += ["params", "trained"] if spec is not None else ["backward"]
@@ -130,7 +129,7 @@ def _stage_rows(
     simulation: Simulation,
     memory: Mapping[int, RankMemory] | None,
 ) -> list[_Row]:
-    """A row for each (stage, layers); of its replicas the fullest counts."""
+    """A row for each (stage, layers); numbers are those of the fullest replica."""
     flow = GradientFlow(plan)
     rows: dict[tuple[int, tuple[int, int]], _Row] = {}
     for replica, index, stage in plan.modules[name].stages():
@@ -138,9 +137,9 @@ def _stage_rows(
         if key not in rows:
             cells = ("yes" if flow.has_backward(name, replica, index) else "no",)
             if spec is not None:
-                held = stage_parameters(spec, name, stage)
-                trainable = sum(p.num_elements for p in held if p.trainable)
-                cells = (_count(sum(p.num_elements for p in held)), _count(trainable))
+                parameters = stage_parameters(spec, name, stage)
+                trainable = sum(p.num_elements for p in parameters if p.trainable)
+                cells = (_count(sum(p.num_elements for p in parameters)), _count(trainable))
             rows[key] = _Row(index, index, stage.layers, cells)
         row = rows[key]
         row.ranks.extend(stage.all_ranks)
@@ -151,7 +150,7 @@ def _stage_rows(
 
 
 def _merge(rows: list[_Row], limit: int = 8) -> list[_Row]:
-    """Joins neighbouring stages with equal parameters when there are more than `limit`; the fullest counts."""
+    """Merges neighboring stages with equal parameters if there are more than `limit`; numbers are the maxima."""
     if len(rows) <= limit:
         return rows
     merged: list[_Row] = []

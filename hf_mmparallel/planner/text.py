@@ -1,4 +1,4 @@
-"""What is printed of a plan: its table, what it is expected to take, what it was chosen over."""
+"""Printed text of a plan: its table, its prediction, and the plans it was chosen over."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .answer import Answer
 from .settings import Settings
 from .tables import plan_table, range_text
 
-WIDTH = 160  # of what goes into a file or a pipe
-NARROW = 100  # columns, below which tables leave out lines
+WIDTH = 160  # columns of output to a file or a pipe
+NARROW = 100  # columns below which tables have no lines
 GANTT_ROWS = 12
 
 
@@ -34,7 +34,7 @@ def report(console: Console, answer: Answer, more: Sequence[tuple[str, str]] = (
     Prints a plan with its prediction.
 
     Args:
-        console (`Console`): Where to.
+        console (`Console`): The console.
         answer (`Answer`): The plan.
         more (`Sequence[tuple[str, str]]`, *optional*): Further labels and texts.
     """
@@ -56,13 +56,13 @@ def print_labelled(console: Console, lines: Sequence[tuple[str, str]]) -> None:
 
 def summary(answer: Answer) -> list[tuple[str, str]]:
     """
-    What a step is expected to take: labels and texts.
+    The prediction of a step: labels and texts.
 
     Args:
         answer (`Answer`): The plan.
     """
     prediction, result = answer.prediction, answer.result
-    times = [own.step_ms for own in answer.predictions]
+    times = [prediction.step_ms for prediction in answer.predictions]
     ends = [ms_text(end) for end in (min(times), max(times))]
     spread = f" ({ends[0]} to {ends[1]} in {len(times)} batches)" if ends[0] != ends[1] else ""
     lines = [
@@ -82,12 +82,12 @@ def summary(answer: Answer) -> list[tuple[str, str]]:
 
 
 def memory_text(answer: Answer) -> str:
-    """The fullest rank, what fills it, and the limit."""
+    """The fullest rank, the largest parts of its memory, and the limit."""
     memory = answer.memory
     fullest = max(memory, key=lambda rank: (memory[rank].total, -rank))
     limit = answer.settings.memory_gib
     of = "" if limit is None else f" of {limit:.4g}"
-    median = float(np.median([own.total_gib for own in memory.values()]))
+    median = float(np.median([rank.total_gib for rank in memory.values()]))
     text = f"{answer.peak_gib:.3g}{of} GiB on the fullest rank, {fullest} ({_parts(memory[fullest])})"
     return text if len(memory) == 1 else f"{text}; {median:.3g} GiB on half of them or less"
 
@@ -105,7 +105,7 @@ def _parts(memory: RankMemory) -> str:
 
 
 def origins(answer: Answer) -> list[tuple[str, str]]:
-    """What a prediction is made from: labels and texts."""
+    """The basis of a prediction: labels and texts."""
     settings = answer.settings
     given = settings.global_batch_size is not None
     chosen = "" if given else " (chosen here; set it with `--global-batch-size`)"
@@ -125,7 +125,7 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
 
 
 def costs_text(answer: Answer) -> str:
-    """Where times of layers come from."""
+    """The source of the times of layers."""
     layers = answer.costs.layers
     if not isinstance(layers, CalibratedLayers):
         return _source_text(answer.settings, layers)
@@ -136,7 +136,7 @@ def costs_text(answer: Answer) -> str:
 
 
 def _source_text(settings: Settings, layers: LayerCosts) -> str:
-    """Where the times of layers come from that no run has corrected."""
+    """The source of the times of layers, without calibration."""
     if not isinstance(layers, MeasuredLayers):
         return f"operation counts, {settings.gpu_type}, {settings.dtype}"
     profile = layers.profile
@@ -167,11 +167,11 @@ def batch_text(answer: Answer) -> str:
 
 
 def samples_text(answer: Answer) -> str:
-    """Where sizes come from, and how large samples are."""
+    """The source of sample sizes, and the sizes."""
     samples, sizes = answer.inputs.samples, answer.prediction.sizes
     if samples.are_alike:
         tokens = ", ".join(f"{name} {int(values[0]):,}" for name, values in sizes.tokens.items())
-        return f"all alike, with tokens: {tokens}. Real samples differ; give `--dataset` to plan for them"
+        return f"all equal, with tokens: {tokens}. Real samples differ; give `--dataset` to plan for them"
     measured = samples.measured
     assert measured is not None
     spread = ", ".join(
@@ -182,10 +182,10 @@ def samples_text(answer: Answer) -> str:
 
 
 def groups_text(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> str:
-    """Process groups and channels that a run opens."""
+    """Process groups and point-to-point channels of a run."""
     rows = {row for m in plan.modules.values() for _, _, s in m.stages() for row in s.ranks if len(row) > 1}
-    found = rows | set(context_groups(plan)) | {group.ranks for group in groups}
-    return f"{len(found)} besides the world; {len(talking_pairs(plan)):,} channels between ranks"
+    process_groups = rows | set(context_groups(plan)) | {group.ranks for group in groups}
+    return f"{len(process_groups)} besides the world; {len(talking_pairs(plan)):,} channels between ranks"
 
 
 def print_runners_up(console: Console, result: SearchResult, explain: bool) -> None:
@@ -193,20 +193,20 @@ def print_runners_up(console: Console, result: SearchResult, explain: bool) -> N
     Prints the next best plans.
 
     Args:
-        console (`Console`): Where to.
+        console (`Console`): The console.
         result (`SearchResult`): The search.
-        explain (`bool`): Whether to say why they are slower, and why others are left out.
+        explain (`bool`): Whether to explain why they are slower, and why others were rejected.
     """
     if result.runners_up:
         table = Table(title="Next best plans", title_justify="left")
         for column in ("", "plan", "step", "slower"):
             numeric = column in ("step", "slower")
             table.add_column(column, justify="right" if numeric else "left", no_wrap=numeric)
-        whys = ["", *result.reasons]
-        for number, (ranked, why) in enumerate(zip([result.best, *result.runners_up], whys, strict=True)):
+        reasons = ["", *result.reasons]
+        for number, (ranked, reason) in enumerate(zip([result.best, *result.runners_up], reasons, strict=True)):
             slower = f"{ranked.step_ms / result.best.step_ms - 1:.1%}" if number else ""
             label = str(number + 1)
-            text = layouts_text(ranked) + (f"\n{why}" if explain and why else "")
+            text = layouts_text(ranked) + (f"\n{reason}" if explain and reason else "")
             table.add_row(label, text, ms_text(ranked.step_ms), slower, end_section=True)
         console.print(table, highlight=False)
     if explain:
@@ -214,11 +214,11 @@ def print_runners_up(console: Console, result: SearchResult, explain: bool) -> N
 
 
 def layouts_text(ranked: RankedPlan) -> str:
-    """A line for each module, and what they share."""
+    """A line per module, with the modules whose ranks it shares."""
     candidate = ranked.candidate
     lines = [
-        f"{name}: {layout}, on the ranks of {candidate.hosts[name]}"
-        if name in candidate.hosts
+        f"{name}: {layout}, on the ranks of {candidate.colocated_with[name]}"
+        if name in candidate.colocated_with
         else f"{name}: {layout}"
         for name, layout in candidate.layouts.items()
     ]
@@ -226,7 +226,7 @@ def layouts_text(ranked: RankedPlan) -> str:
 
 
 def print_explanation(console: Console, result: SearchResult) -> None:
-    """Prints why the other candidates are not chosen."""
+    """Prints why the other candidates were not chosen."""
     lines = [("Left out", f"{count:,} candidates: {reason}") for reason, count in result.rejected.items()]
     lines.append(("Not simulated", f"{result.num_not_simulated:,} candidates: slower by the closed form"))
     lines += [(f"Plan {number}", other.bound) for number, other in enumerate(result.runners_up, start=2)]

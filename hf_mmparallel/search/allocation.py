@@ -1,4 +1,4 @@
-"""How many ranks each module gets: in proportion to its work, or by the convex program of DistTrain."""
+"""Number of ranks of each module: proportional to its work, or from the convex program of DistTrain."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .strategy_space import ModuleDemand, StrategySpace
 
 Rounding = Literal["fastest", "nearest"]
 
-_CLOSE = SAME**4  # halving stops a little before times count as equal
-_SOLVED = 1 - 1e-6  # the solver's optimum may be this far off
+_CLOSE = SAME**4  # tolerance of the bisection, tighter than that of equal times
+_SOLVED = 1 - 1e-6  # tolerance of the solver's optimum
 
 
 def _fastest(shares: NDArray, ranks: NDArray) -> NDArray:
-    """A module that is slow with the ranks it has needs one most."""
+    """Need of ranks: the time with the current ranks."""
     return shares / ranks
 
 
 def _nearest(shares: NDArray, ranks: NDArray) -> NDArray:
-    """A module that is far below its share needs one most."""
+    """Need of ranks: the distance to the share."""
     return shares - ranks
 
 
@@ -35,42 +35,41 @@ def proportional_allocation(
     work: Mapping[str, float], num_ranks: int, minimum: int = 1, rounding: Rounding = "fastest"
 ) -> dict[str, int]:
     """
-    Gives each module ranks in proportion to its work (Entrain, section 4.4.2 and algorithm 2, line 5).
+    Divides ranks over modules in proportion to their work (Entrain, section 4.4.2 and algorithm 2, line 5).
 
     Args:
         work (`Mapping[str, float]`): Module -> its work, in any unit, above 0.
-        num_ranks (`int`): Ranks of one replica; all of them are given away.
-        minimum (`int`, *optional*, defaults to 1): What each module has at least.
+        num_ranks (`int`): Ranks of one replica; all of them are assigned.
+        minimum (`int`, *optional*, defaults to 1): Minimum ranks of each module.
         rounding (`str`, *optional*, defaults to `"fastest"`):
-            `"fastest"` makes the largest work for a rank as small as whole ranks can. `"nearest"` gives the whole
-            numbers that are nearest to the shares (least squares), which is what the paper says. They differ near
-            the borders: of 16 ranks, 0.595 of the work gets 10 by the latter, since the share is 9.52, and 9 by the
-            former, since 0.405 / 6 is more than 0.595 / 9. With two modules only the module with the larger share
-            can get fewer.
+            `"fastest"` minimizes the largest work per rank. `"nearest"` minimizes the squared distance to the
+            fractional shares, as in the paper. They differ near the borders: of 16 ranks, a module with 0.595 of the
+            work gets 10 by the latter, since its share is 9.52, and 9 by the former, since 0.405 / 6 is more than
+            0.595 / 9. With two modules only the module with the larger share can get fewer.
 
     Returns:
         `dict[str, int]`: Module -> ranks.
 
     Raises:
-        `ValueError`: If there are too few ranks or a work is not a number above 0.
+        `ValueError`: If there are too few ranks, or a work is not a number above 0.
     """
     shares = np.array([list(work.values())], float)
     for name, value in work.items():
         if not (np.isfinite(value) and value > 0):
-            raise ValueError(f"The work of `{name}` is {value}, which has no share. Leave out modules without work.")
-    found = proportional_allocations(shares, num_ranks, minimum, rounding)[0]
-    return dict(zip(work, found.tolist(), strict=True))
+            raise ValueError(f"The work of `{name}` is {value}; it must be above 0. Leave out modules without work.")
+    ranks = proportional_allocations(shares, num_ranks, minimum, rounding)[0]
+    return dict(zip(work, ranks.tolist(), strict=True))
 
 
 def proportional_allocations(
     work: NDArray, num_ranks: int, minimum: int = 1, rounding: Rounding = "fastest"
 ) -> NDArray:
     """
-    The same for many works at once.
+    [`proportional_allocation`] of many works at once.
 
-    Ranks are handed out one by one to the module that needs one most, which is optimal for both roundings: for
+    Ranks are assigned one by one to the module with the largest need, which is optimal for both roundings: for
     `"fastest"` since a better allocation has to give the slowest module more, for `"nearest"` since the squares are
-    convex. All but a few of them are handed out at once.
+    convex. All but the last few are assigned at once.
 
     Args:
         work (`numpy.ndarray` of shape `[num_works, num_modules]`): Each at least 0, with a sum above 0.
@@ -80,7 +79,8 @@ def proportional_allocations(
         `numpy.ndarray`: int64 `[num_works, num_modules]`.
 
     Raises:
-        `ValueError`: If there are too few ranks, or a work is not a number of at least 0 or all of them are 0.
+        `ValueError`: If there are too few ranks, if a work is negative or not finite, or if all works of a batch are
+            0.
     """
     num_modules = work.shape[1]
     if minimum < 1 or num_ranks < num_modules * minimum:
@@ -90,14 +90,16 @@ def proportional_allocations(
         )
     total = work.sum(axis=1, keepdims=True)
     if not ((work >= 0).all() and np.isfinite(total).all() and (total > 0).all()):
-        raise ValueError(f"Works are from {work.min()} to {work.max()}. Each is at least 0, some of a batch above 0.")
+        raise ValueError(
+            f"Works are between {work.min()} and {work.max()}; they must be finite, at least 0, and not all 0."
+        )
     shares = work * (num_ranks / total)
-    taken = num_modules * minimum
-    # Both are on the way that one by one takes: what all have when the need has come down to some level.
+    assigned = num_modules * minimum
+    # A state of the one-by-one assignment: the ranks of each module when the largest need has fallen to some level.
     if rounding == "fastest":
-        start = np.ceil(shares * ((num_ranks - taken) / num_ranks))
+        start = np.ceil(shares * ((num_ranks - assigned) / num_ranks))
     else:
-        start = np.ceil(shares - taken - 1)
+        start = np.ceil(shares - assigned - 1)
     ranks = np.maximum(start, minimum).astype(np.int64)
     left = num_ranks - ranks.sum(axis=1)
     while (rows := np.flatnonzero(left > 0)).size:
@@ -113,9 +115,9 @@ class AllocatedModule:
     The layout of a module.
 
     Args:
-        tp_size, dp_size, pp_size (`int`): Its sizes.
-        stage_ms (`float`): Forward and backward of a microbatch on one of its stages.
-        memory_bytes (`float`): Of a rank of its first stage.
+        tp_size, dp_size, pp_size (`int`): Parallel sizes.
+        stage_ms (`float`): Forward plus backward time of a microbatch on one of its stages.
+        memory_bytes (`float`): Memory of a rank of its first stage.
     """
 
     tp_size: int
@@ -132,17 +134,18 @@ class AllocatedModule:
 @dataclass(frozen=True)
 class Allocation:
     """
-    The layouts of all modules, on ranks of their own.
+    The layouts of all modules, on disjoint ranks.
 
     Args:
         modules (`Mapping[str, AllocatedModule]`): Module -> its layout.
-        iteration_ms (`float`): Warm-up and all microbatches of a replica of the language model.
-        warm_up_ms (`float`): The part of the first microbatch.
-        num_microbatches (`int`): Of a replica of the language model.
-        relaxed_ms (`float`): The least time if stages could be fractions, which bounds every layout from below.
-        rounded_ms (`float`): The best whole stages for the sizes of that optimum; infinite where it has none.
-        num_strategies (`int`): Choices of tensor- and data-parallel sizes.
-        num_solved (`int`): Convex programs that were solved for them.
+        iteration_ms (`float`): Time of the warm-up and of all microbatches of a replica of the language model.
+        warm_up_ms (`float`): Time of the first microbatch.
+        num_microbatches (`int`): Microbatches of a replica of the language model.
+        relaxed_ms (`float`): Minimum time with fractional stages, a lower bound for every layout.
+        rounded_ms (`float`): Best time with whole stages for the sizes of the relaxed optimum; infinite if it has
+            none.
+        num_strategies (`int`): Number of choices of tensor- and data-parallel sizes.
+        num_solved (`int`): Number of convex programs solved for them.
     """
 
     modules: Mapping[str, AllocatedModule]
@@ -173,44 +176,44 @@ def allocate(
     tp_sizes: Sequence[int] = (1, 2, 4, 8),
 ) -> Allocation:
     """
-    Finds the layouts of modules on ranks of their own with the fastest step (DistTrain, section 4 and algorithm 1).
+    Finds the layouts of modules on disjoint ranks with the fastest step (DistTrain, section 4 and algorithm 1).
 
-    With `K` microbatches in a replica of the language model a step takes the first of them through the whole model,
-    and then `K - 1` times the slowest stage. For every choice of tensor-parallel sizes and of data-parallel sizes that
-    divide the batch, how many ranks each module gets is a convex program. Programs are solved in the order of a lower
-    bound in closed form, until the bound of the next one is no better than the best so far.
+    With `K` microbatches in a replica of the language model, the first one passes the whole model, and the slowest
+    stage then takes `K - 1` more. For every choice of tensor-parallel sizes and of data-parallel sizes that divide the
+    batch, the number of ranks of each module is a convex program. Programs are solved in the order of a closed-form
+    lower bound, until the next bound is no better than the best result.
 
-    The paper leaves open how fractions of stages become whole. Here every choice that its bound does not rule out
-    competes with whole stages, so that no layout of this model of a step is faster than the one returned.
+    The paper does not say how fractional stages are rounded. Here every choice that its bound does not exclude
+    competes with whole stages, so that the result is optimal under this model of a step.
 
-    As in the paper a module's work is cut evenly, however many layers it has, optimizer state is spread over replicas,
-    and nothing but the pipeline is in the time of a step. Unlike there, a stage keeps the activations of as many
-    microbatches as there are stages from it to the end of the whole model, at most `K`; encoders stand beside each
+    As in the paper, a module's work is split evenly regardless of its number of layers, optimizer state is sharded
+    over replicas, and only the pipeline takes time. Unlike the paper, a stage keeps the activations of as many
+    microbatches as there are stages from it to the end of the whole model, at most `K`; encoders run next to each
     other, and so do generators.
 
     Args:
-        modules (`Mapping[str, ModuleDemand]`): Each module's needs; one is `"language_model"`.
-        num_ranks (`int`): Ranks for all modules together; some may stay without work.
+        modules (`Mapping[str, ModuleDemand]`): Demand of each module; one is `"language_model"`.
+        num_ranks (`int`): Ranks for all modules together; some may stay idle.
         global_batch_size (`int`): Samples of a step.
         memory_bytes (`float`): Memory of a rank.
         microbatch_size (`int`, *optional*, defaults to 1): Samples of a microbatch of the language model.
-        tp_sizes (`Sequence[int]`, *optional*, defaults to `(1, 2, 4, 8)`): Tensor-parallel sizes to choose from.
+        tp_sizes (`Sequence[int]`, *optional*, defaults to `(1, 2, 4, 8)`): Candidates for the tensor-parallel size.
 
     Returns:
-        [`Allocation`]: The layouts, the lower bound, and how much of the search was needed.
+        [`Allocation`]: The layouts, the lower bound, and search statistics.
 
     Raises:
-        `ValueError`: If a module fits into no rank's memory or all together need more ranks, with how many.
+        `ValueError`: If a module does not fit into memory, or all together need more ranks; says how many.
     """
     space = StrategySpace(modules, num_ranks, global_batch_size, memory_bytes, microbatch_size, tuple(tp_sizes))
     first = space.strategies(space.modest_options())
     _, _, limit_ms = _best_whole(first) if first else (0, None, np.inf)
     strategies = space.strategies(space.options, limit_ms)
     if strategies is None:
-        raise space.refusal()
+        raise space.no_layout_error()
     row, stages, iteration_ms = _best_whole(strategies)
     if stages is None:
-        raise space.refusal()
+        raise space.no_layout_error()
     within = replace(strategies, limit_ms=iteration_ms)
     best_row, num_solved, relaxed_ms = _best_relaxed(within)
     return Allocation(
@@ -226,7 +229,7 @@ def allocate(
 
 
 def _best_relaxed(strategies: Strategies) -> tuple[int, int, float]:
-    """Which strategy is fastest with fractions of stages, how many programs it takes to know, and its time."""
+    """Row of the fastest strategy with fractional stages, number of solved programs, and its time."""
     best_row, best_ms, num_solved = -1, np.inf, 0
     for row in np.argsort(strategies.bound_ms, kind="stable").tolist():
         bound_ms = float(strategies.bound_ms[row])
@@ -241,10 +244,10 @@ def _best_relaxed(strategies: Strategies) -> tuple[int, int, float]:
 
 def _best_whole(strategies: Strategies) -> tuple[int, NDArray | None, float]:
     """
-    Which strategy is fastest with whole stages, its stages `[modules]`, and its time.
+    Row of the fastest strategy with whole stages, its stages `[modules]`, and its time.
 
-    Halves the distance between a time that none reaches and the best so far; who does not reach what another does is
-    out.
+    Bisects between a time that no strategy reaches and the best time so far, and drops strategies that are slower than
+    another one.
     """
     rows = np.arange(len(strategies.num_microbatches))
     low, limit, best = float(strategies.bound_ms.min(initial=np.inf)), np.inf, (-1, None, np.inf)
@@ -265,7 +268,7 @@ def _best_whole(strategies: Strategies) -> tuple[int, NDArray | None, float]:
 def _layouts(
     modules: Mapping[str, ModuleDemand], strategies: Strategies, row: int, stages: NDArray
 ) -> dict[str, AllocatedModule]:
-    """The layouts of a strategy with some numbers of stages."""
+    """The layouts of a strategy with the given numbers of stages."""
     chosen = strategies.take(np.array([row]))
     memory_bytes = chosen.memory_bytes(stages[None])[0]
     return {

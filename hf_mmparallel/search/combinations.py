@@ -1,4 +1,4 @@
-"""Layouts of single modules as columns of numbers, and the ways to combine those of several modules."""
+"""Tables of layouts of single modules, and combinations of the layouts of several modules."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .options import Kind, ModuleOptions
+from .options import ModuleOptions, ParallelConfig
 
-_MANY = 4096  # combinations above which only the best of each number of ranks go on to a third module
-_FASTEST = 32  # of them
+_MANY = 4096  # combinations above which only the best ones per number of ranks are combined with a third module
+_FASTEST = 32  # combinations per number of ranks
 _MOST_PAIRS = 1 << 22
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayoutEstimate:
     """
-    Sizes of a module.
+    Sizes of a module, with memory estimates.
 
     Args:
-        kind (`Kind`): Tensor and context parallelism, recomputation.
-        dp_size (`int`): Copies.
-        pp_size (`int`): Stages.
-        num_samples (`float`): Of a microbatch of one copy, on average.
-        state_bytes, last_state_bytes (`float`): Of its first and of its last stage beside activations, about.
-        running_bytes, last_running_bytes (`float`): What a task on them needs besides, about.
-        kept_bytes (`float`): Activations of a microbatch on a stage, about.
+        kind (`ParallelConfig`): Tensor and context parallelism, recomputation.
+        dp_size (`int`): Number of replicas.
+        pp_size (`int`): Number of stages.
+        num_samples (`float`): Mean samples per microbatch and replica.
+        state_bytes, last_state_bytes (`float`): Bytes of the first and of the last stage besides activations.
+        running_bytes, last_running_bytes (`float`): Transient bytes of a task on these stages.
+        saved_bytes (`float`): Activations of a microbatch on a stage.
     """
 
-    kind: Kind
+    kind: ParallelConfig
     dp_size: int
     pp_size: int
     num_samples: float
@@ -39,7 +39,7 @@ class Choice:
     last_state_bytes: float
     running_bytes: float
     last_running_bytes: float
-    kept_bytes: float
+    saved_bytes: float
 
     @property
     def num_ranks(self) -> int:
@@ -49,55 +49,57 @@ class Choice:
 @dataclass(frozen=True)
 class LayoutTable:
     """
-    Layouts of a module for one number of microbatches: arrays of shape `[num_layouts]`.
+    Layouts of a module for one number of microbatches, as arrays of shape `[num_layouts]`.
 
     Args:
-        kinds (`Sequence[Kind]`): The kinds that `kind` counts in.
+        kinds (`Sequence[ParallelConfig]`): The configurations that `kind` is an index into.
         kind, dp_size, pp_size, num_ranks (`np.ndarray`): Sizes.
-        num_samples (`np.ndarray`): Of a microbatch of one copy, on average.
-        bottleneck_ms (`np.ndarray`): Forward and backward of a microbatch on the slowest stage.
-        fill_ms (`np.ndarray`): The same through all stages one after the other, with the sum of gradients.
-        least_ms (`np.ndarray`):
-            What the slowest rank computes in a step at least, with perfectly even microbatches without padding.
-        mean_ms (`np.ndarray`): What a rank computes in a step on average, without padding.
-        state_bytes, last_state_bytes (`np.ndarray`): Of the first and of the last stage beside activations, about.
-        running_bytes, last_running_bytes (`np.ndarray`): What a task on them needs besides, about.
-        kept_bytes (`np.ndarray`): Activations of a microbatch on a stage, about.
+        num_samples (`np.ndarray`): Mean samples per microbatch and replica.
+        slowest_stage_ms (`np.ndarray`): Forward and backward time of a microbatch on the slowest stage.
+        warm_up_ms (`np.ndarray`): Forward and backward time of a microbatch through all stages, plus gradient
+            all-reduces.
+        min_compute_ms (`np.ndarray`):
+            Lower bound of the compute time of the slowest rank, with perfectly even microbatches without padding.
+        mean_ms (`np.ndarray`): Mean compute time of a rank, without padding.
+        state_bytes, last_state_bytes (`np.ndarray`): EstimatedCandidate bytes of the first and of the last stage
+            besides activations.
+        running_bytes, last_running_bytes (`np.ndarray`): EstimatedCandidate transient bytes of a task on these stages.
+        saved_bytes (`np.ndarray`): EstimatedCandidate activations of a microbatch on a stage.
         mean_bytes (`np.ndarray`):
-            State and activations of one microbatch without padding, on average over the stages.
+            State, and activations of one microbatch without padding, averaged over the stages.
     """
 
-    kinds: Sequence[Kind]
+    kinds: Sequence[ParallelConfig]
     kind: NDArray
     dp_size: NDArray
     pp_size: NDArray
     num_ranks: NDArray
     num_samples: NDArray
-    bottleneck_ms: NDArray
-    fill_ms: NDArray
-    least_ms: NDArray
+    slowest_stage_ms: NDArray
+    warm_up_ms: NDArray
+    min_compute_ms: NDArray
     mean_ms: NDArray
     state_bytes: NDArray
     last_state_bytes: NDArray
     running_bytes: NDArray
     last_running_bytes: NDArray
-    kept_bytes: NDArray
+    saved_bytes: NDArray
     mean_bytes: NDArray
 
-    def choice(self, row: int) -> Choice:
+    def estimate(self, row: int) -> LayoutEstimate:
         """The sizes of a row."""
-        values = {f.name: getattr(self, f.name)[row].item() for f in fields(Choice) if f.name != "kind"}
-        return Choice(self.kinds[self.kind[row]], **values)
+        values = {f.name: getattr(self, f.name)[row].item() for f in fields(LayoutEstimate) if f.name != "kind"}
+        return LayoutEstimate(self.kinds[self.kind[row]], **values)
 
 
 def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequence[int]) -> LayoutTable:
     """
-    All layouts of a module, whether they fit the memory or not.
+    All layouts of a module, regardless of memory.
 
     Args:
         options (`ModuleOptions`): Its sizes and costs.
-        num_microbatches (`int`): Of each replica of the language model.
-        dp_sizes (`Sequence[int]`): Numbers of copies.
+        num_microbatches (`int`): Microbatches of each replica of the language model.
+        dp_sizes (`Sequence[int]`): Numbers of replicas.
     """
     problem = options.problem
     stages = np.arange(1, options.max_stages + 1)
@@ -120,21 +122,21 @@ def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequen
 def _columns(
     options: ModuleOptions, num_microbatches: int, kind_index: int, dp_size: int, pp_size: NDArray
 ) -> dict[str, NDArray]:
-    """The columns of layouts that differ in their number of stages."""
+    """The columns of layouts that differ only in their number of stages."""
     kind, count = options.kinds[kind_index], num_microbatches
     num_samples = options.problem.global_batch_size / dp_size / count
     num_ranks = dp_size * pp_size * kind.num_ranks
     crosses = num_ranks > options.ranks_within_nodes(kind)
     placed = (kind, options.over_nodes(kind))
-    bottleneck, slow = (options.bottlenecks_ms(own, num_samples)[pp_size - 1] for own in placed)
-    whole, slow_whole = (float(options.layer_ms(own, num_samples).sum()) for own in placed)
-    least = options.bottlenecks_ms(kind, num_samples, padded=False)[pp_size - 1]
+    bottleneck, slow = (options.slowest_stages_ms(config, num_samples)[pp_size - 1] for config in placed)
+    whole, slow_whole = (float(options.layer_ms(config, num_samples).sum()) for config in placed)
+    least = options.slowest_stages_ms(kind, num_samples, padded=False)[pp_size - 1]
     least_whole = float(options.layer_ms(kind, num_samples, padded=False).sum())
     slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
     uneven, of_replicas = (options.unevenness(parts) for parts in (dp_size * count, dp_size))
     sums = np.array([options.sync_ms(kind, dp_size, int(stages)) for stages in pp_size])
     running = options.running_bytes(kind, num_samples)
-    kept, least_kept = (options.kept_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
+    saved, least_saved = (options.saved_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
     alike = {
         "kind": kind_index,
         "dp_size": dp_size,
@@ -146,40 +148,41 @@ def _columns(
     return columns | {
         "pp_size": pp_size,
         "num_ranks": num_ranks,
-        "bottleneck_ms": of_replicas * slowest,
-        # On the slowest stage a replica has what all of its microbatches have; the other stages wait for the largest.
-        "fill_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
-        "least_ms": count * least,
+        "slowest_stage_ms": of_replicas * slowest,
+        # A replica's microbatches average out on the slowest stage; the other stages wait for the largest one.
+        "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
+        "min_compute_ms": count * least,
         "mean_ms": count * least_whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size),
         "last_state_bytes": options.state_bytes(kind, pp_size, last=True),
-        "kept_bytes": uneven * kept,
-        "mean_bytes": options.state_bytes(kind, 1) / pp_size + least_kept,
+        "saved_bytes": uneven * saved,
+        "mean_bytes": options.state_bytes(kind, 1) / pp_size + least_saved,
     }
 
 
 @dataclass(frozen=True)
 class Combinations:
     """
-    Combined layouts of modules: arrays of shape `[num_combinations]`.
+    Combined layouts of modules, as arrays of shape `[num_combinations]`.
 
     Args:
-        rows (`Mapping[str, np.ndarray]`): Module -> the row in its [`LayoutTable`].
-        family (`np.ndarray`): A number for the kinds of all modules, and for which of them have several stages.
+        rows (`Mapping[str, np.ndarray]`): Module -> index into its [`LayoutTable`].
+        family (`np.ndarray`): Id of the configurations of all modules, and of which modules have several stages.
         num_ranks (`np.ndarray`): Ranks of all modules together.
-        bottleneck_ms (`np.ndarray`): A microbatch on the slowest stage.
-        fill_ms (`np.ndarray`): A microbatch through all stages one after the other.
-        least_ms (`np.ndarray`): What the slowest rank computes in a step at least.
-        mean_ms (`np.ndarray`): What a rank computes in a step on average, of modules beside each other the most.
-        mean_bytes (`np.ndarray`): What a rank holds on average at least, of modules beside each other the most.
+        slowest_stage_ms (`np.ndarray`): Time of a microbatch on the slowest stage.
+        warm_up_ms (`np.ndarray`): Time of a microbatch through all stages in sequence.
+        min_compute_ms (`np.ndarray`): Lower bound of the compute time of the slowest rank.
+        mean_ms (`np.ndarray`): Mean compute time of a rank; the maximum over modules on separate ranks.
+        mean_bytes (`np.ndarray`): Lower bound of the mean memory of a rank; the maximum over modules on separate
+            ranks.
     """
 
     rows: Mapping[str, NDArray]
     family: NDArray
     num_ranks: NDArray
-    bottleneck_ms: NDArray
-    fill_ms: NDArray
-    least_ms: NDArray
+    slowest_stage_ms: NDArray
+    warm_up_ms: NDArray
+    min_compute_ms: NDArray
     mean_ms: NDArray
     mean_bytes: NDArray
 
@@ -187,23 +190,23 @@ class Combinations:
     def of(cls, name: str, table: LayoutTable) -> Combinations:
         """The layouts of one module."""
         family = 2 * table.kind + (table.pp_size > 1)
-        times = (table.bottleneck_ms, table.fill_ms, table.least_ms, table.mean_ms)
+        times = (table.slowest_stage_ms, table.warm_up_ms, table.min_compute_ms, table.mean_ms)
         return cls({name: np.arange(len(family))}, family, table.num_ranks, *times, table.mean_bytes)
 
     def __len__(self) -> int:
         return len(self.num_ranks)
 
     def take(self, places: NDArray) -> Combinations:
-        """Some of them."""
+        """The combinations at some indices."""
         columns = {f.name: getattr(self, f.name)[places] for f in fields(self) if f.name != "rows"}
         return Combinations({name: rows[places] for name, rows in self.rows.items()}, **columns)
 
-    def of_ranks(self, num_ranks: int) -> Combinations:
-        """Those that take so many ranks."""
+    def with_ranks(self, num_ranks: int) -> Combinations:
+        """The combinations with this number of ranks."""
         return self.take(np.flatnonzero(self.num_ranks == num_ranks))
 
-    def sharing(self, other: Combinations) -> Combinations:
-        """Both on the same ranks, where times and memory add up."""
+    def colocated(self, other: Combinations) -> Combinations:
+        """Colocates modules on the same ranks: times and memory add up."""
         first, second = _equal_pairs(self.num_ranks, other.num_ranks)
         left, right = self.take(first), other.take(second)
         mean = left.mean_ms + right.mean_ms
@@ -211,22 +214,24 @@ class Combinations:
             {**left.rows, **right.rows},
             _joined_family(left, right),
             left.num_ranks,
-            left.bottleneck_ms + right.bottleneck_ms,
-            left.fill_ms + right.fill_ms,
-            np.maximum(np.maximum(left.least_ms, right.least_ms), mean),
+            left.slowest_stage_ms + right.slowest_stage_ms,
+            left.warm_up_ms + right.warm_up_ms,
+            np.maximum(np.maximum(left.min_compute_ms, right.min_compute_ms), mean),
             mean,
             left.mean_bytes + right.mean_bytes,
         )
 
-    def beside(self, other: Combinations, num_ranks: int | None, limit: int, in_series: bool) -> Combinations:
+    def on_separate_ranks(
+        self, other: Combinations, num_ranks: int | None, limit: int, in_series: bool
+    ) -> Combinations:
         """
-        Both on ranks of their own.
+        Places modules on separate ranks.
 
         Args:
             other (`Combinations`): The other modules.
-            num_ranks (`int`, *optional*): Ranks of both together; any number up to `limit` when `None`.
-            limit (`int`): The most ranks of both together.
-            in_series (`bool`): Whether one feeds the other, so that fills add up.
+            num_ranks (`int`, *optional*): Ranks of both together; `None` for any number up to `limit`.
+            limit (`int`): Maximum ranks of both together.
+            in_series (`bool`): Whether one feeds the other, so that warm-up times add up.
         """
         if num_ranks is None:
             first, second = (axis.ravel() for axis in np.indices((len(self), len(other))))
@@ -239,26 +244,26 @@ class Combinations:
             {**left.rows, **right.rows},
             _joined_family(left, right),
             left.num_ranks + right.num_ranks,
-            np.maximum(left.bottleneck_ms, right.bottleneck_ms),
-            left.fill_ms + right.fill_ms if in_series else np.maximum(left.fill_ms, right.fill_ms),
-            np.maximum(left.least_ms, right.least_ms),
+            np.maximum(left.slowest_stage_ms, right.slowest_stage_ms),
+            left.warm_up_ms + right.warm_up_ms if in_series else np.maximum(left.warm_up_ms, right.warm_up_ms),
+            np.maximum(left.min_compute_ms, right.min_compute_ms),
             np.maximum(left.mean_ms, right.mean_ms),
             np.maximum(left.mean_bytes, right.mean_bytes),
         )
 
-    def thinned(self, weight: float, most: int = _MANY) -> Combinations:
+    def pruned(self, weight: float, most: int = _MANY) -> Combinations:
         """
-        Of many combinations, for each number of ranks the fastest and the fastest of each family.
+        Prunes many combinations to the fastest ones per number of ranks, and the fastest one per family.
 
         Args:
-            weight (`float`): Microbatches but one.
-            most (`int`, *optional*): How many are not many.
+            weight (`float`): Number of microbatches minus one.
+            most (`int`, *optional*): Number of combinations up to which nothing is pruned.
         """
         if len(self) <= most:
             return self
-        score = self.fill_ms + weight * self.bottleneck_ms
+        score = self.warm_up_ms + weight * self.slowest_stage_ms
         groups = self.num_ranks, self.num_ranks * (self.family.max() + 1) + self.family
-        fastest = [first_of_groups(group, score, count) for group, count in zip(groups, (_FASTEST, 1), strict=True)]
+        fastest = [best_per_group(group, score, count) for group, count in zip(groups, (_FASTEST, 1), strict=True)]
         return self.take(np.union1d(*fastest))
 
 
@@ -267,7 +272,7 @@ def _joined_family(left: Combinations, right: Combinations) -> NDArray:
 
 
 def _equal_pairs(keys: NDArray, others: NDArray) -> tuple[NDArray, NDArray]:
-    """Places of all pairs of equal values."""
+    """Indices of all pairs of equal values."""
     order = np.argsort(others, kind="stable")
     low, high = (np.searchsorted(others[order], keys, side) for side in ("left", "right"))
     counts = high - low
@@ -276,13 +281,13 @@ def _equal_pairs(keys: NDArray, others: NDArray) -> tuple[NDArray, NDArray]:
     return first, order[low[first] + within]
 
 
-def first_of_groups(group: NDArray, score: NDArray, count: int) -> NDArray:
+def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
     """
-    Places of the least scores of each group.
+    Indices of the smallest scores of each group.
 
     Args:
-        group, score (`np.ndarray` of shape `[n]`): What each place belongs to, and its score.
-        count (`int`): How many of each group.
+        group, score (`np.ndarray` of shape `[n]`): Group and score of each entry.
+        count (`int`): Number of entries per group.
     """
     order = np.lexsort((score, group))
     ordered = group[order]
@@ -294,24 +299,24 @@ def first_of_groups(group: NDArray, score: NDArray, count: int) -> NDArray:
 
 def side_by_side(parts: Sequence[Combinations], weight: float, limit: int) -> Combinations:
     """
-    Modules that do not feed each other, on ranks of their own.
+    Places modules that do not feed each other on separate ranks.
 
     Args:
         parts (`Sequence[Combinations]`): The modules.
-        weight (`float`): Microbatches but one.
-        limit (`int`): The most ranks of all together.
+        weight (`float`): Number of microbatches minus one.
+        limit (`int`): Maximum ranks of all modules together.
     """
     side, *others = parts
     for other in others:
-        side, other = few_enough([side, other], weight)
-        side = side.beside(other, None, limit, in_series=False).thinned(weight)
+        side, other = limit_pairs([side, other], weight)
+        side = side.on_separate_ranks(other, None, limit, in_series=False).pruned(weight)
     return side
 
 
-def few_enough(parts: Sequence[Combinations], weight: float) -> list[Combinations]:
-    """Of modules whose ranks are divided in every way, so few layouts that all pairs can be looked at."""
-    parts = [part.thinned(weight, _MANY >> 3) for part in parts]
+def limit_pairs(parts: Sequence[Combinations], weight: float) -> list[Combinations]:
+    """Prunes the layouts of modules such that all pairs can be evaluated."""
+    parts = [part.pruned(weight, _MANY >> 3) for part in parts]
     if np.prod([len(part) for part in parts], dtype=float) <= _MOST_PAIRS:
         return parts
-    scores = (part.fill_ms + weight * part.bottleneck_ms for part in parts)
-    return [part.take(first_of_groups(part.num_ranks, score, 3)) for part, score in zip(parts, scores, strict=True)]
+    scores = (part.warm_up_ms + weight * part.slowest_stage_ms for part in parts)
+    return [part.take(best_per_group(part.num_ranks, score, 3)) for part, score in zip(parts, scores, strict=True)]

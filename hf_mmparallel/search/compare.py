@@ -1,4 +1,4 @@
-"""What others would do with the same model, samples and ranks, at the same costs."""
+"""Baselines (Megatron-style, FSDP, DistTrain and others) under our cost model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
 from ..steps.condensed import on_all_ranks, predict_condensed
 from .allocation import Allocation, allocate
-from .candidates import CandidateSpace, unlike
+from .candidates import CandidateSpace, diversify
 from .encoders_replicated import ReplicatedEncoders
 from .explain import bound_of, least_memory_bytes, reason_for
 from .fully_sharded import FullySharded, fully_sharded
-from .options import Kind, ModuleOptions
+from .options import ModuleOptions, ParallelConfig
 from .problem import Candidate, Layout, PlanningProblem, RankedPlan, SearchResult
 from .ratio import RatioLayouts
 from .simulations import step_planner
@@ -24,11 +24,11 @@ from .single_layout import SingleLayouts, even_layers
 from .strategy_space import ModuleDemand, Role
 
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
-ORDERED = "sampler's order"  # of the first of these, where nothing is frozen
+ORDERED = "sampler's order"  # label of the first one if nothing is frozen
 RATIO, REPLICATED = "ratio-based", "encoders replicated"
-_SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: those that fit, all, and with all batches
-_MOST_TASKS = 50_000  # of these together
-_ABOUT = 1.3  # how far off estimates of memory may be
+_SIMULATED, _TRIED, _CHECKED = 6, 18, 3  # candidates of a baseline: that fit, in total, and on all batches
+_MOST_TASKS = 50_000  # of the evaluated candidates together
+_ABOUT = 1.3  # tolerance of memory estimates
 _UNLIMITED = 2.0**70
 _OPTIMIZER_BYTES = 8
 
@@ -36,19 +36,19 @@ _OPTIMIZER_BYTES = 8
 @dataclass(frozen=True)
 class ComparedPlan:
     """
-    What another system would do.
+    The plan of a baseline.
 
     Args:
-        name (`str`): Whose way it is.
-        plan (`ParallelPlan`, *optional*): Its plan; `None` where the engine has none, or where there is none at all.
-        layout (`str`): Its sizes, in words.
-        step_ms (`float`): A step on the batches of our plan, NaN without any.
+        name (`str`): Name of the baseline.
+        plan (`ParallelPlan`, *optional*): Its plan; `None` if the engine can't run it, or if there is none.
+        layout (`str`): Its sizes as text.
+        step_ms (`float`): Step time on the batches of our plan, NaN without a plan.
         bubble_fraction (`float`): Share of all ranks' time without a task.
-        peak_memory_bytes (`float`): Of the fullest rank.
-        flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks (MFU).
-        note (`str`, *optional*): What else there is to say, such as by how much it does not fit.
-        candidate (`Candidate`, *optional*): Its sizes, where the engine has its plan.
-        label (`str`, *optional*): What it is called in tables, where that is not its name.
+        peak_memory_bytes (`float`): Peak memory of the fullest rank.
+        flops_utilisation (`float`): Model FLOPs per second over the peak of all ranks (MFU).
+        note (`str`, *optional*): Remarks, such as by how much it does not fit.
+        candidate (`Candidate`, *optional*): Its sizes, if the engine can run it.
+        label (`str`, *optional*): Name in tables if it differs.
     """
 
     name: str
@@ -73,27 +73,28 @@ class ComparedPlan:
 
 def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPlan, ...]:
     """
-    Plans of others, simulated with the costs of the problem on the batches of the result. Sizes that the user has set
-    do not bind them.
+    Simulates the plans of baselines with the costs of the problem, on the batches of the result. Sizes set by the user
+    do not apply to them.
 
-    - `"frozen-unaware"`: our search and partition with the costs of a model in which all is trained, microbatches in
-      the sampler's order. Where nothing is frozen its costs are ours, and it is labelled by what is left, that order.
+    - `"frozen-unaware"`: our search and partition with the costs of a fully trained model, microbatches in the
+      sampler's order. If nothing is frozen its costs are ours, and it is labelled by the remaining difference, the
+      order.
     - `"single layout"`: one data-, tensor- and pipeline-parallel size for all modules, the encoders as first stages,
       even layers, in the manner of Megatron-LM.
     - `"FSDP-like"`: every rank data-parallel, parameters gathered layer by layer, in closed form.
     - `"DistTrain"`: its allocation and its order of samples, see [`allocate`]; even layers.
-    - `"ratio-based"`: ranks in proportion to the operations of each module, see [`RatioLayouts`].
+    - `"ratio-based"`: ranks in proportion to the FLOPs of each module, see [`RatioLayouts`].
     - `"encoders replicated"`: the encoders in every stage of the language model, see [`ReplicatedEncoders`].
 
     Args:
-        problem ([`PlanningProblem`]): The question.
-        result ([`SearchResult`]): Our answer.
+        problem ([`PlanningProblem`]): The planning problem.
+        result ([`SearchResult`]): The result of our search.
 
-    Returns:
-        `tuple[ComparedPlan, ...]`: One of each; plans that do not fit the memory only where none of their kind does.
+        Returns:
+            `tuple[ComparedPlan, ...]`: One plan per baseline. It exceeds the memory only if all of its kind do.
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
-    judge = _Judge(replace(problem, fixed={}, method="contiguous"), batches)
+    judge = _BaselineEvaluator(replace(problem, fixed={}, method="contiguous"), batches)
     return (
         judge.unaware(),
         judge.single_layout(),
@@ -106,14 +107,14 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
 
 def with_faster(result: SearchResult, others: Iterable[ComparedPlan]) -> SearchResult:
     """
-    The answer of a search, or the plan of another system if that is faster, fits and keeps to all that is set: what
-    is shown beside a plan could have been the plan.
+    The result of a search, or the plan of a baseline if that is faster, fits and respects all settings: every baseline
+    that is shown could have been the plan.
 
     Args:
-        result ([`SearchResult`]): The answer of a search.
-        others (`Iterable[ComparedPlan]`): From [`compare`].
+        result ([`SearchResult`]): The result of a search.
+        others (`Iterable[ComparedPlan]`): Result of [`compare`].
     """
-    for other in sorted(others, key=lambda own: own.step_ms):
+    for other in sorted(others, key=lambda plan: plan.step_ms):
         if other.candidate is None or not other.step_ms < result.best.step_ms:
             continue
         ranked = _as_answer(result, other.candidate)
@@ -126,7 +127,7 @@ def with_faster(result: SearchResult, others: Iterable[ComparedPlan]) -> SearchR
 
 
 def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
-    """A candidate on the batches of a search; `None` if it does not fit or keep to what is set."""
+    """A candidate on the batches of a search; `None` if it does not fit or violates a setting."""
     problem = result.problem
     layouts = candidate.layouts
     if candidate.num_ranks != problem.num_ranks or any(
@@ -137,20 +138,21 @@ def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
         return None
     if problem.schedule not in (None, candidate.schedule) or problem.method not in (None, candidate.method):
         return None
-    # An arrangement that does not keep to the memory for every batch is no answer, though its layout may be.
+    # An arrangement that exceeds the memory for some batch is no result, though its layout may be with another one.
     methods = (candidate.method,) if candidate.method in problem.methods else problem.methods
-    found = [_on_batches(result, replace(candidate, method=method)) for method in methods]
-    return min((own for own in found if own is not None), key=lambda own: own.step_ms, default=None)
+    plans = [_on_batches(result, replace(candidate, method=method)) for method in methods]
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_ms, default=None)
 
 
 def _on_batches(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
-    """A candidate on the batches of a search, `None` if one of them does not fit."""
+    """A candidate on the batches of a search; `None` if one of them does not fit."""
     limit, planner = result.problem.memory_bytes, step_planner(result.problem, candidate)
     try:
-        found = [predict_condensed(planner, planner.condensed, own.sizes) for own in result.best.predictions]
-    except ValueError:  # its state leaves no room
+        batches = [prediction.sizes for prediction in result.best.predictions]
+        predictions = [predict_condensed(planner, planner.condensed, sizes) for sizes in batches]
+    except ValueError:  # its state leaves no memory for activations
         return None
-    ranked = RankedPlan(candidate, planner.plan, tuple(map(on_all_ranks, found)), result.best.estimate_ms)
+    ranked = RankedPlan(candidate, planner.plan, tuple(map(on_all_ranks, predictions)), result.best.estimate_ms)
     return ranked if limit is None or ranked.peak_memory_bytes <= limit else None
 
 
@@ -165,25 +167,25 @@ def all_trained(spec: ModelSpec) -> ModelSpec:
 
 class UnawareOptions(ModuleOptions):
     """
-    The layouts of a module with the memory that they need and the times of other costs.
+    Layouts of a module with their actual memory, and times of other costs.
 
     Args:
-        problem ([`PlanningProblem`]): The question.
+        problem ([`PlanningProblem`]): The planning problem.
         name (`str`): The module.
-        assumed (`CostModel`): What layers are thought to cost.
+        assumed (`CostModel`): The costs that times are computed with.
     """
 
     def __init__(self, problem: PlanningProblem, name: str, assumed: CostModel):
         super().__init__(problem, name)
         self.assumed = assumed
 
-    def layer_ms(self, kind: Kind, num_samples: float, padded: bool = True):
+    def layer_ms(self, kind: ParallelConfig, num_samples: float, padded: bool = True):
         """See [`ModuleOptions`]."""
         return self._layer_ms(self.assumed, kind, num_samples, padded)
 
 
-class _Judge:
-    """Evaluates plans of others on the same batches."""
+class _BaselineEvaluator:
+    """Evaluates the plans of baselines on the same batches."""
 
     def __init__(self, problem: PlanningProblem, batches: Sequence[SampleSizes]):
         self.problem, self.batches = problem, batches
@@ -191,15 +193,17 @@ class _Judge:
     # The baselines
 
     def unaware(self) -> ComparedPlan:
-        """The candidate that is fastest if all was trained."""
+        """The fastest candidate for a fully trained model."""
         spec = all_trained(self.problem.spec)
         assumed = replace(self.problem, costs=self.problem.costs.with_spec(spec))
         space = CandidateSpace(self.problem)
         space.options.update({name: UnawareOptions(self.problem, name, assumed.costs) for name in space.options})
-        found = list(itertools.islice(unlike(space.expected_to_fit()), _TRIED)) or list(itertools.islice(space, 1))
-        if not found:
+        candidates = list(itertools.islice(diversify(space.expected_to_fit()), _TRIED)) or list(
+            itertools.islice(space, 1)
+        )
+        if not candidates:
             return self._none(UNAWARE, self._excess(least_memory_bytes(self.problem) or 0.0))
-        ranked = self._best(map(space.candidate, found), "contiguous", assumed)
+        ranked = self._best(map(space.candidate, candidates), "contiguous", assumed)
         if any(not p.trainable for module in self.problem.spec.modules.values() for p in module.parameters):
             return self._compared(
                 UNAWARE, ranked, "stages and ranks as if all was trained, samples in the sampler's order"
@@ -208,84 +212,84 @@ class _Judge:
         return replace(self._compared(UNAWARE, ranked, note), label=ORDERED)
 
     def single_layout(self) -> ComparedPlan:
-        """The fastest of its kind."""
+        """The fastest plan with a single layout."""
         layouts = SingleLayouts(self.problem)
-        every = sorted(layouts, key=lambda own: own.step_ms)
+        every = sorted(layouts, key=lambda layout: layout.step_ms)
         if not every:
             return self._none(SINGLE, "no tensor-parallel size divides the heads of all modules and the ranks")
-        found = [own for own in every if own.memory_bytes(self.problem) <= _ABOUT * self._limit_bytes]
-        found = found or [min(every, key=lambda own: own.memory_bytes(self.problem))]
-        ranked = self._best(map(layouts.candidate, unlike(found)), "contiguous")
+        candidates = [layout for layout in every if layout.memory_bytes(self.problem) <= _ABOUT * self._limit_bytes]
+        candidates = candidates or [min(every, key=lambda layout: layout.memory_bytes(self.problem))]
+        ranked = self._best(map(layouts.candidate, diversify(candidates)), "contiguous")
         return self._compared(SINGLE, ranked, "one layout for all modules, encoders as first stages, even layers")
 
     def fully_sharded(self) -> ComparedPlan:
-        """The fastest of its kind."""
+        """The fastest FSDP-like plan."""
         limit = self._limit_bytes
         every = fully_sharded(self.problem, self.batches)
-        fitting = [own for own in every if own.memory_bytes <= limit]
-        best = min(fitting, key=lambda own: own.step_ms) if fitting else min(every, key=lambda own: own.memory_bytes)
+        fitting = [plan for plan in every if plan.memory_bytes <= limit]
+        best = min(fitting, key=lambda p: p.step_ms) if fitting else min(every, key=lambda p: p.memory_bytes)
         return self._sharded(best)
 
     def disttrain(self) -> ComparedPlan:
-        """The fastest of its allocations, one for each size of microbatches."""
-        found = self._allocations(self._limit_bytes)
+        """The fastest of DistTrain's allocations, one for each microbatch size."""
+        candidates = self._allocations(self._limit_bytes)
         note = "its allocation and order of samples, even layers"
-        if not found:
-            found = self._allocations(_UNLIMITED)
+        if not candidates:
+            candidates = self._allocations(_UNLIMITED)
             note = f"{note}; its own memory model finds nothing that fits"
-        if not found:
+        if not candidates:
             return self._none(DISTTRAIN, "its allocation finds no plan for so few ranks")
-        ranked = self._best(found, "disttrain")
+        ranked = self._best(candidates, "disttrain")
         idle = self.problem.num_ranks - ranked.plan.world_size
         return self._compared(DISTTRAIN, ranked, f"{note}; {idle} ranks without work" if idle else note)
 
     def ratio_based(self) -> ComparedPlan:
-        """The fastest of its kind."""
+        """The fastest plan with ranks in proportion to FLOPs."""
         layouts = RatioLayouts(self.problem)
         if len(layouts.work) == 1:
             return self._none(RATIO, "a single module has all ranks")
         idle = [f"`{name}`" for name, work in layouts.work.items() if not work]
         if idle:
             return self._none(RATIO, f"no sample has work for {', '.join(idle)}")
-        found = list(itertools.islice(unlike(layouts.expected_to_fit()), _TRIED))
-        if not found:
+        candidates = list(itertools.islice(diversify(layouts.expected_to_fit()), _TRIED))
+        if not candidates:
             layouts = RatioLayouts(replace(self.problem, memory_bytes=None))
-            found = sorted(layouts, key=lambda own: own.memory_bytes(self.problem))
-        if not found:
+            candidates = sorted(layouts, key=lambda layout: layout.memory_bytes(self.problem))
+        if not candidates:
             return self._none(RATIO, "no layout of the modules has the ranks of their share")
-        ranked = self._best(map(layouts.candidate, found), "contiguous")
+        ranked = self._best(map(layouts.candidate, candidates), "contiguous")
         return self._compared(RATIO, ranked, "ranks by the operations of each module, even layers, sampler's order")
 
     def replicated(self) -> ComparedPlan:
-        """The fastest of its kind."""
+        """The fastest plan with replicated encoders."""
         spec = self.problem.spec
         if not spec.encoders or spec.generators:
             return self._none(REPLICATED, "is for models of encoders and a language model")
         layouts = ReplicatedEncoders(self.problem)
-        every = sorted(layouts, key=lambda own: own.estimate_ms)
+        every = sorted(layouts, key=lambda layout: layout.estimate_ms)
         if not every:
             return self._none(REPLICATED, "no layout of the language model has all ranks")
-        found, num_fitting = [], 0
-        leanest = min(every, key=lambda own: (own.layout.dp_size, -own.num_microbatches))
-        for own in [*every[:_TRIED], leanest]:
-            found.append(layouts.step(own, self.batches))
-            num_fitting += found[-1].memory_bytes <= self._limit_bytes
+        steps, num_fitting = [], 0
+        smallest = min(every, key=lambda layout: (layout.layout.dp_size, -layout.num_microbatches))
+        for layout in [*every[:_TRIED], smallest]:
+            steps.append(layouts.step(layout, self.batches))
+            num_fitting += steps[-1].memory_bytes <= self._limit_bytes
             if num_fitting == _SIMULATED:
                 break
-        fitting = [own for own in found if own.memory_bytes <= self._limit_bytes]
-        best = min(fitting, key=lambda own: own.step_ms) if fitting else min(found, key=lambda own: own.memory_bytes)
+        fitting = [step for step in steps if step.memory_bytes <= self._limit_bytes]
+        best = min(fitting, key=lambda s: s.step_ms) if fitting else min(steps, key=lambda s: s.memory_bytes)
         note = "every stage of the language model runs all encoders again; simulated, the engine has no such plan"
         words = "; ".join(part for part in (note, self._excess(best.memory_bytes)) if part)
         figures = (best.step_ms, best.bubble_fraction, best.memory_bytes, best.flops_utilisation)
-        return ComparedPlan(REPLICATED, None, str(best.found), *figures, words)
+        return ComparedPlan(REPLICATED, None, str(best.layout), *figures, words)
 
     # DistTrain
 
     def _allocations(self, memory_bytes: float) -> list[Candidate]:
-        """Its allocation for each size of microbatches, with and without recomputation."""
-        found = []
-        for again in (False, True):
-            recomputed = {name: self.problem.checkpointing.get(name, again) for name in self.problem.spec.modules}
+        """DistTrain's allocation for each microbatch size, with and without recomputation."""
+        candidates = []
+        for recompute in (False, True):
+            recomputed = {name: self.problem.checkpointing.get(name, recompute) for name in self.problem.spec.modules}
             for size in self._microbatch_sizes():
                 demands = {name: self._demand(name, size, recomputed[name]) for name in recomputed}
                 try:
@@ -299,8 +303,8 @@ class _Judge:
                     )
                 except ValueError:  # nothing fits
                     continue
-                found.append((allocation.iteration_ms, self._allocated(allocation, recomputed)))
-        return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+                candidates.append((allocation.iteration_ms, self._allocated(allocation, recomputed)))
+        return [candidate for _, candidate in sorted(candidates, key=lambda pair: pair[0])]
 
     @property
     def _tp_sizes(self) -> tuple[int, ...]:
@@ -314,16 +318,17 @@ class _Judge:
         return [size for size in sizes if self.problem.global_batch_size % size == 0]
 
     def _demand(self, name: str, microbatch_size: int, checkpointing: bool) -> ModuleDemand:
-        """What a module needs for a mean sample."""
+        """Demand of a module for a mean sample."""
         spec = self.problem.spec
         part, options = spec.modules[name], ModuleOptions(self.problem, name)
         heads = math.gcd(part.num_heads, part.num_kv_heads, part.intermediate_size)
         sample_ms = {
-            size: float(options.layer_ms(Kind(1, size, checkpointing), microbatch_size).sum()) / microbatch_size
+            size: float(options.layer_ms(ParallelConfig(1, size, checkpointing), microbatch_size).sum())
+            / microbatch_size
             for size in self._tp_sizes
             if heads % size == 0
         }
-        alone = Kind(1, 1, checkpointing)
+        alone = ParallelConfig(1, 1, checkpointing)
         optimizer = _OPTIMIZER_BYTES * sum(p.num_elements for p in part.parameters if p.trainable)
         role: Role = "generator" if name in spec.generators else "encoder"
         return ModuleDemand(
@@ -332,7 +337,7 @@ class _Judge:
             heads,
             options.state_bytes(alone, 1) - optimizer,
             float(optimizer),
-            options.kept_bytes(alone),
+            options.saved_bytes(alone),
             role,
         )
 
@@ -340,16 +345,16 @@ class _Judge:
         """The candidate of an allocation."""
         layouts = {
             name: Layout(
-                even_layers(self.problem.spec.modules[name].num_layers, own.pp_size),
-                own.dp_size,
-                tp_size=own.tp_size,
+                even_layers(self.problem.spec.modules[name].num_layers, module.pp_size),
+                module.dp_size,
+                tp_size=module.tp_size,
                 activation_checkpointing=recomputed[name],
             )
-            for name, own in allocation.modules.items()
+            for name, module in allocation.modules.items()
         }
         return Candidate(layouts, {}, allocation.num_microbatches, self.problem.first_schedule)
 
-    # What a plan takes
+    # Evaluation
 
     @property
     def _limit_bytes(self) -> float:
@@ -359,7 +364,7 @@ class _Judge:
     def _evaluated(
         self, candidate: Candidate, method: str, count: int | None = None, problem: PlanningProblem | None = None
     ) -> RankedPlan:
-        """A candidate on the first `count` batches, all when left out."""
+        """A candidate on the first `count` batches; on all by default."""
         problem = replace(problem or self.problem, memory_bytes=None)
         planner = step_planner(problem, replace(candidate, method=method))
         predictions = tuple(predict_condensed(planner, planner.condensed, batch) for batch in self.batches[:count])
@@ -368,52 +373,56 @@ class _Judge:
     def _best(
         self, candidates: Iterable[Candidate], method: str, assumed: PlanningProblem | None = None
     ) -> RankedPlan:
-        """The fastest of the first that fit, by the costs of `assumed`; the one that comes closest if none does."""
-        found: list[tuple[bool, float, Candidate]] = []
+        """The fastest of the first candidates that fit, by the costs of `assumed`; the smallest one if none fits."""
+        entries: list[tuple[bool, float, Candidate]] = []
         num_tasks = 0
         for candidate in candidates:
             ranked = self._evaluated(candidate, method, 1)
-            thought = ranked if assumed is None else self._evaluated(candidate, method, 1, assumed)
+            believed = ranked if assumed is None else self._evaluated(candidate, method, 1, assumed)
             over = ranked.peak_memory_bytes > self._limit_bytes
-            found.append((over, ranked.peak_memory_bytes if over else thought.step_ms, candidate))
+            entries.append((over, ranked.peak_memory_bytes if over else believed.step_ms, candidate))
             num_tasks += candidate.num_tasks
-            if num_tasks > _MOST_TASKS or sum(not own[0] for own in found) == _SIMULATED or len(found) == _TRIED:
+            if (
+                num_tasks > _MOST_TASKS
+                or sum(not over for over, *_ in entries) == _SIMULATED
+                or len(entries) == _TRIED
+            ):
                 break
         tried = []
-        for _, _, candidate in sorted(found, key=lambda own: own[:2]):
+        for _, _, candidate in sorted(entries, key=lambda entry: entry[:2]):
             ranked = self._evaluated(candidate, method)
             if ranked.peak_memory_bytes <= self._limit_bytes:
                 return ranked
             tried.append(ranked)
             if len(tried) == _CHECKED:
                 break
-        return min(tried, key=lambda own: own.peak_memory_bytes)
+        return min(tried, key=lambda plan: plan.peak_memory_bytes)
 
     def _excess(self, needed_bytes: float) -> str:
-        """By how much a plan does not fit, nothing if it does."""
+        """By how much a plan exceeds the memory, as text; empty if it fits."""
         over = needed_bytes - self._limit_bytes
         return f"needs {over / GIB:.3g} GiB more than a rank has" if over > 0 else ""
 
     def _compared(self, name: str, ranked: RankedPlan, note: str) -> ComparedPlan:
-        """A plan and its figures, of all ranks that there are."""
+        """A plan with its figures, relative to all ranks of the problem."""
         share = ranked.plan.world_size / self.problem.num_ranks
         peak = ranked.peak_memory_bytes
-        busy = _mean(1 - on_all_ranks(own).simulation.bubble_fraction for own in ranked.predictions)
-        utilisation = _mean(own.flops_utilisation for own in ranked.predictions)
+        busy = _mean(1 - on_all_ranks(prediction).simulation.bubble_fraction for prediction in ranked.predictions)
+        utilisation = _mean(prediction.flops_utilisation for prediction in ranked.predictions)
         words = "; ".join(part for part in (note, self._excess(peak)) if part)
         figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)
         return ComparedPlan(name, ranked.plan, str(ranked.candidate), *figures, words, ranked.candidate)
 
-    def _sharded(self, found: FullySharded) -> ComparedPlan:
+    def _sharded(self, plan: FullySharded) -> ComparedPlan:
         note = "estimated, parameters gathered layer by layer"
-        words = "; ".join(part for part in (note, self._excess(found.memory_bytes)) if part)
-        figures = (found.step_ms, found.bubble_fraction, found.memory_bytes, found.flops_utilisation)
-        return ComparedPlan(SHARDED, None, str(found), *figures, words)
+        words = "; ".join(part for part in (note, self._excess(plan.memory_bytes)) if part)
+        figures = (plan.step_ms, plan.bubble_fraction, plan.memory_bytes, plan.flops_utilisation)
+        return ComparedPlan(SHARDED, None, str(plan), *figures, words)
 
-    def _none(self, name: str, why: str) -> ComparedPlan:
-        return ComparedPlan(name, None, "", math.nan, math.nan, math.nan, math.nan, why)
+    def _none(self, name: str, reason: str) -> ComparedPlan:
+        return ComparedPlan(name, None, "", math.nan, math.nan, math.nan, math.nan, reason)
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)

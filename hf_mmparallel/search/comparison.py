@@ -1,4 +1,4 @@
-"""A step as it was predicted beside the same step as it ran, and what the difference comes from."""
+"""Comparison of a step's prediction with its measurement, and the causes of the difference."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ..schedule import Task, simulate
 from ..schedule.actions import StageKey
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 
-_GROUPS = 4  # of the tasks of a kind of stages, by their size
-_SPREAD = 0.02  # of their sizes, below which they are one group
-_IN_PERCENT = 3.0  # times the prediction, below which a difference is told in percent
+_GROUPS = 4  # groups of the tasks of one kind of stage, by size
+_SPREAD = 0.02  # relative spread of sizes below which tasks are one group
+_IN_PERCENT = 3.0  # ratio to the prediction below which a difference is given in percent
 AS_PREDICTED = 0.05
-"""A step that is off by a smaller share took as long as predicted."""
+"""A step with a smaller relative error took as long as predicted."""
 IN_STEP, DATA, BETWEEN = "in_step", "data", "between"
-"""Causes that are no tasks: the rest of a step, the wait for its batch, and what else is between steps."""
+"""Causes besides tasks: the rest of a step, the wait for its batch, and the rest of the time between steps."""
 
 
 def kind_of(task: Task) -> Kind:
-    """The kind of a task as logs call it."""
+    """The kind of a task in run logs."""
     return KINDS[task.kind == "bwd"]
 
 
@@ -39,8 +39,8 @@ class MeasuredStep:
     A step that ran.
 
     Args:
-        prediction (`Prediction`): What was expected of it.
-        durations (`Mapping[Task, float]`): Milliseconds of each task; of one on several ranks the slowest counts.
+        prediction (`Prediction`): Its prediction.
+        durations (`Mapping[Task, float]`): Milliseconds of each task; of a task on several ranks, the slowest one.
     """
 
     prediction: Prediction
@@ -48,31 +48,31 @@ class MeasuredStep:
 
 
 def num_stages(plan: ParallelPlan) -> dict[str, int]:
-    """Module -> the stages of all of its replicas."""
+    """Module -> number of stages of all of its replicas."""
     return {name: sum(1 for _ in module.stages()) for name, module in plan.modules.items()}
 
 
 def times_on_a_rank(plan: ParallelPlan, steps: Sequence[MeasuredStep]) -> dict[tuple[str, Kind], tuple[float, float]]:
     """
-    (module, kind) -> time of these tasks in a step on one of the ranks that share them, in ms: as predicted and as
-    measured, the mean over some steps.
+    (module, kind) -> predicted and measured time in ms of these tasks on one of their ranks, averaged over steps and
+    ranks.
     """
     stages, sums = num_stages(plan), defaultdict(lambda: [0.0, 0.0])
     for step in steps:
         predicted = {span.task: span.end_ms - span.start_ms for span in step.prediction.simulation.spans}
-        for task, took in step.durations.items():
-            own = sums[task.module, kind_of(task)]
-            own[0] += predicted[task] / stages[task.module] / len(steps)
-            own[1] += took / stages[task.module] / len(steps)
+        for task, duration_ms in step.durations.items():
+            entry = sums[task.module, kind_of(task)]
+            entry[0] += predicted[task] / stages[task.module] / len(steps)
+            entry[1] += duration_ms / stages[task.module] / len(steps)
     return {key: (predicted, measured) for key, (predicted, measured) in sums.items()}
 
 
 class StepComparer:
     """
-    Predicts steps that run, and compares what they took.
+    Predicts steps that run, and compares predictions with measurements.
 
     Args:
-        planner ([`StepPlanner`]): What plans them.
+        planner ([`StepPlanner`]): The planner of the steps.
     """
 
     def __init__(self, planner: StepPlanner):
@@ -85,48 +85,48 @@ class StepComparer:
 
     def predict(self, step: StepPlan, sizes: SampleSizes, workloads: Workloads) -> Prediction:
         """
-        What is expected of a step that is arranged already.
+        Predicts a step with a given arrangement.
 
         Args:
             step (`StepPlan`): Its arrangement.
-            sizes (`SampleSizes`): Of its samples.
-            workloads (`Workloads`): What they were arranged by.
+            sizes (`SampleSizes`): Sizes of its samples.
+            workloads (`Workloads`): The workloads that it was arranged by.
         """
         planned = PlannedStep(step, self.planner.program(step, sizes), sizes, workloads)
         return self.planner.predict(planned)
 
     def task_groups(self, steps: Sequence[MeasuredStep]) -> tuple[TaskGroup, ...]:
-        """The tasks of some steps, summed up by module, kind, layers of the stage and size."""
+        """Sums over the tasks of steps by module, kind, layers of the stage and size."""
         rows: dict[tuple[str, Kind, int], list[np.ndarray]] = defaultdict(list)
         for step in steps:
             costs = _TaskCosts(self, step.prediction)
-            for task, took in step.durations.items():
+            for task, duration_ms in step.durations.items():
                 layers = self.planner.plan.stage(*task.stage_key).num_layers
-                rows[task.module, kind_of(task), layers].append(np.array([*costs.of(task), took]))
-        found = []
-        for (module, kind, layers), own in sorted(rows.items()):
-            for part in _by_size(np.array(own)):
+                rows[task.module, kind_of(task), layers].append(np.array([*costs.of(task), duration_ms]))
+        groups = []
+        for (module, kind, layers), tasks in sorted(rows.items()):
+            for part in _by_size(np.array(tasks)):
                 tokens, squares, predicted, *base, measured = part.sum(axis=0).tolist()
-                found.append(TaskGroup(module, kind, layers, len(part), tokens, squares, measured, predicted, *base))
-        return tuple(found)
+                groups.append(TaskGroup(module, kind, layers, len(part), tokens, squares, measured, predicted, *base))
+        return tuple(groups)
 
     def causes(self, step: MeasuredStep) -> dict[str, float]:
         """
-        What a step is longer with tasks as measured: those of one module and kind after the other, the most different
-        first, in replays of its program. The sum is what it is longer with all of them.
+        Additional step time with measured instead of predicted task times, by module and kind. Kinds are replaced one
+        after the other, largest difference first, in replays of the program; the values add up to the effect of all.
 
         Args:
             step ([`MeasuredStep`]): The step.
 
         Returns:
-            `dict[str, float]`: `"<module>/forward"` and `"<module>/backward"` -> milliseconds, negative where faster.
+            `dict[str, float]`: `"<module>/forward"` and `"<module>/backward"` -> milliseconds, negative if faster.
         """
         planner, prediction = self.planner, step.prediction
         program = prediction.planned.program
         cost = StepCost(planner.costs, planner.plan, prediction.planned.step, prediction.sizes, planner.groups)
         off: dict[str, float] = defaultdict(float)
-        for task, took in step.durations.items():
-            off[f"{task.module}/{kind_of(task)}"] += abs(took - cost(task))
+        for task, duration_ms in step.durations.items():
+            off[f"{task.module}/{kind_of(task)}"] += abs(duration_ms - cost(task))
         measured: set[str] = set()
 
         def time(task: Task) -> float:
@@ -142,14 +142,14 @@ class StepComparer:
 
 def rank_durations(prediction: Prediction, ranks: Sequence[np.ndarray]) -> dict[Task, float]:
     """
-    Task -> milliseconds, from those of each rank in the order of its program.
+    Task -> milliseconds, from the times of each rank in the order of its program.
 
     Args:
-        prediction (`Prediction`): Of the step.
+        prediction (`Prediction`): Prediction of the step.
         ranks (`Sequence[np.ndarray]`): For each rank, float `[tasks]`.
 
     Raises:
-        `ValueError`: If a rank has run other tasks than were predicted.
+        `ValueError`: If a rank has run other tasks than predicted.
     """
     durations: dict[Task, float] = {}
     for rank, times in enumerate(ranks):
@@ -157,13 +157,13 @@ def rank_durations(prediction: Prediction, ranks: Sequence[np.ndarray]) -> dict[
         tasks = [action.task for action in actions if action.task is not None and action.message is None]
         if len(tasks) != len(times):
             raise ValueError(f"rank {rank} ran {len(times)} tasks where {len(tasks)} were predicted")
-        for task, took in zip(tasks, times.tolist(), strict=True):
-            durations[task] = max(durations.get(task, 0.0), took)
+        for task, duration_ms in zip(tasks, times.tolist(), strict=True):
+            durations[task] = max(durations.get(task, 0.0), duration_ms)
     return durations
 
 
 class _TaskCosts:
-    """What the tasks of a step cost, in parts."""
+    """Predicted costs of a step's tasks, in parts."""
 
     def __init__(self, comparer: StepComparer, prediction: Prediction):
         plan, costs = comparer.planner.plan, comparer.planner.costs
@@ -182,22 +182,23 @@ class _TaskCosts:
 
     def of(self, task: Task) -> tuple[float, ...]:
         """
-        Tokens and squares; time as predicted; by the base costs what the device computes without a recomputation and
-        without sums, what of it grows with squares, the recomputation, what of that grows with squares; the launches
-        of all of it; the sums.
+        Tokens and squared sequence lengths; predicted time; uncalibrated compute time without recomputation and
+        all-reduces, and its part that grows with squared lengths; recomputation time, and its part that grows with
+        squared lengths; launch time; time of all-reduces.
         """
         chunk = self.chunks[task.module, task.replica, task.microbatch, task.chunk]
         tokens, squares = chunk.tokens, chunk.squares
         base, of_squares = self._parts(self.plain, task, tokens, squares)
         computed, all_of_squares = self._parts(self.unlinked, task, tokens, squares)
         whole, _ = self._parts(self.stages, task, tokens, squares)
-        again = max(0.0, computed - base), max(0.0, all_of_squares - of_squares)
+        recomputed = max(0.0, computed - base), max(0.0, all_of_squares - of_squares)
         launched = self.base[task.stage_key].launch_ms[task.kind == "bwd"]
-        return tokens, squares, self.predicted(task), base, of_squares, *again, launched, max(0.0, whole - computed)
+        sums_ms = max(0.0, whole - computed)
+        return tokens, squares, self.predicted(task), base, of_squares, *recomputed, launched, sums_ms
 
     @staticmethod
     def _parts(stages: Mapping[StageKey, StageCost], task: Task, tokens: float, squares: float) -> tuple[float, float]:
-        """What the device computes of a task, and what of it grows with squares."""
+        """Compute time of a task, and its part that grows with squared lengths."""
         stage = stages[task.stage_key]
         time = stage.forward_ms if task.kind == "fwd" else stage.backward_ms
         whole = time(tokens, squares)
@@ -205,7 +206,7 @@ class _TaskCosts:
 
 
 def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:
-    """Rows of tasks in a few groups of like base times."""
+    """Rows of tasks in a few groups of similar base times."""
     base = rows[:, 3]
     if np.ptp(base) <= _SPREAD * base.max(initial=0.0):
         return [rows]
@@ -215,92 +216,92 @@ def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:
 @dataclass(frozen=True)
 class RunComparison:
     """
-    Windows of a run, predicted beside measured.
+    Windows of a run, predicted and measured.
 
     Args:
         windows (`Sequence[LoggedWindow]`): At least one.
-        stages (`Mapping[str, int]`): Module -> stages of all of its replicas.
+        stages (`Mapping[str, int]`): Module -> number of stages of all of its replicas.
     """
 
     windows: Sequence[LoggedWindow]
     stages: Mapping[str, int]
 
     def mean(self, field: str) -> float:
-        """The mean of a field of [`LoggedWindow`]."""
+        """Mean of a field of [`LoggedWindow`]."""
         return float(np.mean([getattr(window, field) for window in self.windows]))
 
     @property
     def causes(self) -> dict[str, float]:
         """
-        What a step, with its data and the optimizer's, is longer than it was predicted to be: by the tasks of each
-        module, by the rest of the step ([`IN_STEP`]), by the wait for its batch ([`DATA`]) and by what else is between
-        two steps ([`BETWEEN`]). In ms, the mean over the windows; the sum is the difference.
+        Additional time of a step, including data loading and the optimizer, over its prediction: by the tasks of each
+        module, the rest of the step ([`IN_STEP`]), the wait for its batch ([`DATA`]) and the rest of the time between
+        two steps ([`BETWEEN`]). In ms, averaged over windows; the values add up to the difference.
         """
         names = dict.fromkeys(name for window in self.windows for name in window.causes)
-        found = {name: float(np.mean([w.causes.get(name, 0.0) for w in self.windows])) for name in names}
+        causes = {name: float(np.mean([w.causes.get(name, 0.0) for w in self.windows])) for name in names}
         step_ms, wall_ms = self.mean("step_ms"), max(self.mean("wall_ms"), self.mean("step_ms"))
-        found[IN_STEP] = step_ms - self.mean("predicted_step_ms") - sum(found.values())
-        found[DATA] = min(self.mean("data_ms"), wall_ms - step_ms)
-        found[BETWEEN] = wall_ms - step_ms - found[DATA]
-        return found
+        causes[IN_STEP] = step_ms - self.mean("predicted_step_ms") - sum(causes.values())
+        causes[DATA] = min(self.mean("data_ms"), wall_ms - step_ms)
+        causes[BETWEEN] = wall_ms - step_ms - causes[DATA]
+        return causes
 
     @property
     def task_times(self) -> dict[str, tuple[float, float]]:
         """
-        `"<module>/forward"` and so on -> time of these tasks in a step on one of the ranks that share them, in ms, as
-        predicted and as measured.
+        `"<module>/forward"` and so on -> predicted and measured time of these tasks in a step on one of their ranks,
+        in ms.
         """
         steps = sum(window.compared for window in self.windows)
-        found = {}
+        times = {}
         for module, kind in tasks_of(self.windows):
             both = (sum(w.task_ms(f, module, kind) for w in self.windows) for f in ("predicted_ms", "measured_ms"))
             predicted, measured = (total / steps / self.stages[module] for total in both)
-            found[f"{module}/{kind}"] = predicted, measured
-        return found
+            times[f"{module}/{kind}"] = predicted, measured
+        return times
 
     @property
     def rows(self) -> list[tuple[str, float, float]]:
-        """What was predicted, as predicted and as measured, with units in the names."""
-        found = [("step (ms)", self.mean("predicted_step_ms"), self.mean("step_ms"))]
+        """Names with units of the predicted quantities, with their predicted and measured values."""
+        rows = [("step (ms)", self.mean("predicted_step_ms"), self.mean("step_ms"))]
         bubbles = [window.bubble for window in self.windows if window.bubble is not None]
         if bubbles:
-            found.append(("bubble (share of the step)", self.mean("predicted_bubble"), float(np.mean(bubbles))))
+            rows.append(("bubble (share of the step)", self.mean("predicted_bubble"), float(np.mean(bubbles))))
         for name, both in self.task_times.items():
             module, _, kind = name.partition("/")
-            found.append((f"{kind}s of {module} (ms on a rank)", *both))
+            rows.append((f"{kind}s of {module} (ms on a rank)", *both))
         peaks = [window.memory for window in self.windows if window.memory is not None]
         if peaks:
-            peak = max(peaks, key=lambda own: own.measured)
-            found.append((f"memory of the fullest rank, {peak.rank} (GiB)", peak.predicted, peak.measured))
-        return found
+            peak = max(peaks, key=lambda memory: memory.measured)
+            rows.append((f"memory of the fullest rank, {peak.rank} (GiB)", peak.predicted, peak.measured))
+        return rows
 
     @property
     def is_as_predicted(self) -> bool:
-        """Whether a step, with its data and the optimizer's, took about as long as predicted."""
+        """Whether a step, including data loading and the optimizer, took about as long as predicted."""
         predicted = self.mean("predicted_step_ms")
         return abs(sum(self.causes.values())) < AS_PREDICTED * predicted
 
     @property
     def largest_cause(self) -> str:
-        """The cause that makes most of the difference."""
+        """The cause with the largest part of the difference."""
         causes = self.causes
         sign = 1.0 if sum(causes.values()) >= 0 else -1.0
         return max(causes, key=lambda name: sign * causes[name])
 
     @property
     def sentence(self) -> str:
-        """How far off the prediction was, the largest cause with its figures, and what to do."""
+        """The error of the prediction, its largest cause with figures, and a remedy."""
         predicted, causes = self.mean("predicted_step_ms"), self.causes
         total = predicted + sum(causes.values())
-        told = f"A step took {_ms(total)} from batch to batch, where {_ms(predicted)} were predicted"
+        text = f"A step took {_ms(total)} from batch to batch, where {_ms(predicted)} were predicted"
         if predicted:
             ratio = total / predicted
-            told += f" ({ratio - 1:+.0%})" if ratio < _IN_PERCENT else f" ({_times(ratio)} times)"
+            text += f" ({ratio - 1:+.0%})" if ratio < _IN_PERCENT else f" ({_times(ratio)} times)"
         if self.is_as_predicted:
-            return f"{told}."
+            return f"{text}."
         name = self.largest_cause
-        what, remedy = _told(name, self.task_times, causes[name])
-        return f"{told}. The largest part of the difference, {_signed(causes[name])}, is {what}. {remedy}"
+        what, remedy = _explanation(name, self.task_times, causes[name])
+        return f"{text}. The largest part of the difference, {_signed(causes[name])}, is {what}. {remedy}"
 
 
 def _ms(time_ms: float) -> str:
@@ -312,17 +313,17 @@ def _signed(time_ms: float) -> str:
 
 
 def _times(ratio: float) -> str:
-    """A ratio with about two digits."""
+    """A ratio with two digits."""
     return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}"
 
 
-def _told(name: str, times: Mapping[str, tuple[float, float]], cause_ms: float) -> tuple[str, str]:
-    """A cause in words, and what can be done about it."""
+def _explanation(name: str, times: Mapping[str, tuple[float, float]], cause_ms: float) -> tuple[str, str]:
+    """A cause and a remedy, as text."""
     if name == DATA:
         return "the wait for its batch", "Raise `dataloader_num_workers`."
     if name == BETWEEN:
         return (
-            "the optimizer's step and what else is between two steps, which is not part of the predicted program",
+            "the optimizer step and other work between two steps, which is not part of the predicted program",
             'Use a fused optimizer (`optim="adamw_torch_fused"`), or larger global batches.',
         )
     if name == IN_STEP:

@@ -1,7 +1,7 @@
 """
-Encoders copied on every rank of the language model and run again in each of its stages: Cornstarch's baseline
-"encoders-replicated" (first version, sections 2.2 and 6.1), after how Llama 3 was made multimodal. The engine has no
-such plan; its step is simulated.
+Encoders replicated on every rank of the language model and run again in each of its stages: the baseline
+"encoders-replicated" of Cornstarch (first version, sections 2.2 and 6.1), after the multimodal Llama 3. The engine
+can't run such plans; their steps are simulated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
 from ..schedule import Task, condense, condensed_program, simulate
-from .options import Kind, ModuleOptions, divisors
+from .options import ModuleOptions, ParallelConfig, divisors
 from .problem import Candidate, Layout, PlanningProblem
 from .single_layout import even_layers
 
@@ -24,14 +24,14 @@ _MOST_MICROBATCHES = 256
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ReplicatedLayout:
     """
-    One way to run the language model with its encoders in every stage.
+    A layout of the language model with the encoders in every stage.
 
     Args:
-        layout (`Layout`): Of the language model.
-        num_microbatches (`int`): Of each of its replicas.
-        estimate_ms (`float`): The closed form of its step.
+        layout (`Layout`): Layout of the language model.
+        num_microbatches (`int`): Microbatches of each of its replicas.
+        estimate_ms (`float`): Closed-form estimate of its step time.
     """
 
     layout: Layout
@@ -45,17 +45,17 @@ class Replicated:
 @dataclass(frozen=True)
 class ReplicatedStep:
     """
-    What it takes.
+    Simulated step of a layout with replicated encoders.
 
     Args:
-        found ([`Replicated`]): The layout.
-        step_ms (`float`): Mean over the batches.
+        layout ([`ReplicatedLayout`]): The layout.
+        step_ms (`float`): Step time, averaged over the batches.
         bubble_fraction (`float`): Share of all ranks' time without a task.
-        memory_bytes (`float`): Of the fullest rank.
-        flops_utilisation (`float`): Operations that the model needs, those of an encoder once, over the peak of all.
+        memory_bytes (`float`): Peak memory of the fullest rank.
+        flops_utilisation (`float`): Model FLOPs, those of each encoder once, over the peak of all ranks.
     """
 
-    found: Replicated
+    layout: ReplicatedLayout
     step_ms: float
     bubble_fraction: float
     memory_bytes: float
@@ -64,24 +64,24 @@ class ReplicatedStep:
 
 class ReplicatedEncoders:
     """
-    All plans with the encoders in each of at least two stages of the language model; with one stage there is nothing
-    that runs twice, and [`SingleLayouts`] has that plan.
+    All layouts with the encoders in each of at least two stages of the language model. With one stage nothing runs
+    twice, and [`SingleLayouts`] has that layout.
 
     A task of the language model also runs the encoders on all media of its microbatch: their forward, and their
-    backward where something of them is trained. Their gradients are summed over all ranks. Layers of the language
-    model are cut evenly, samples come in the sampler's order. An encoder has the tensor parallelism of the language
-    model where its heads allow it, and is whole on each rank otherwise.
+    backward if any of their parameters are trained. Their gradients are all-reduced over all ranks. Layers of the
+    language model are split evenly; samples are in the sampler's order. An encoder has the tensor parallelism of the
+    language model if its heads allow it, and is replicated otherwise.
 
     Args:
-        problem ([`PlanningProblem`]): The question; sizes that the user has set do not count.
+        problem ([`PlanningProblem`]): The planning problem; sizes set by the user do not apply.
     """
 
     def __init__(self, problem: PlanningProblem):
         self.problem, self.spec = problem, problem.spec
         self.options = {name: ModuleOptions(problem, name) for name in problem.spec.modules}
 
-    def __iter__(self) -> Iterator[Replicated]:
-        """All of them, in no order."""
+    def __iter__(self) -> Iterator[ReplicatedLayout]:
+        """All layouts, in no particular order."""
         problem, language = self.problem, self.options[LANGUAGE_MODEL]
         for kind in language.kinds:
             if kind.cp_size > 1 or problem.num_ranks % kind.tp_size:
@@ -93,51 +93,52 @@ class ReplicatedEncoders:
                 layers = even_layers(language.part.num_layers, pp_size)
                 layout = Layout(layers, dp_size, tp_size=kind.tp_size, activation_checkpointing=kind.checkpointing)
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
-                    yield Replicated(layout, count, self._estimate_ms(kind, layout, count))
+                    yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))
 
     def _microbatch_counts(self, replica: int) -> list[int]:
         if self.problem.microbatch_size is not None:
             return [-(-replica // self.problem.microbatch_size)]
         return [count for count in divisors(replica) if count <= _MOST_MICROBATCHES]
 
-    def _encoder_kind(self, name: str, layout: Layout) -> Kind:
-        """How an encoder is shared and kept on the ranks of a stage."""
+    def _encoder_kind(self, name: str, layout: Layout) -> ParallelConfig:
+        """Configuration of an encoder on the ranks of a stage."""
         kinds = [kind for kind in self.options[name].kinds if kind.tp_size in (1, layout.tp_size)]
         return max(kinds, key=lambda kind: (kind.tp_size, kind.checkpointing == layout.activation_checkpointing))
 
-    def _estimate_ms(self, kind: Kind, layout: Layout, count: int) -> float:
-        """`sum of stages + (microbatches - 1) x slowest stage`, the encoders in each stage."""
+    def _estimate_ms(self, kind: ParallelConfig, layout: Layout, count: int) -> float:
+        """`sum of stages + (microbatches - 1) x slowest stage`, with the encoders in each stage."""
         num_samples = self.problem.global_batch_size / layout.dp_size / count
-        again_ms = sum(
+        encoders_ms = sum(
             float(self.options[name].layer_ms(self._encoder_kind(name, layout), num_samples).sum())
             for name in self.spec.encoders
         )
         stops = np.cumsum([0, *layout.layers])[:-1]
-        stages = np.add.reduceat(self.options[LANGUAGE_MODEL].layer_ms(kind, num_samples), stops) + again_ms
+        stages = np.add.reduceat(self.options[LANGUAGE_MODEL].layer_ms(kind, num_samples), stops) + encoders_ms
         return float(stages.sum() + (count - 1) * stages.max())
 
-    def step(self, found: Replicated, batches: Sequence[SampleSizes]) -> ReplicatedStep:
+    def step(self, layout: ReplicatedLayout, batches: Sequence[SampleSizes]) -> ReplicatedStep:
         """
-        Simulates a way to run it.
+        Simulates a layout.
 
         Args:
-            found ([`Replicated`]): The way.
+            layout ([`ReplicatedLayout`]): The layout.
             batches (`Sequence[SampleSizes]`): Global batches.
         """
-        plan, language = self._language_plan(found)
-        times, memories = zip(*(self._simulated(found, plan, language, batch) for batch in batches), strict=True)
+        plan, language = self._language_plan(layout)
+        times, memories = zip(*(self._simulated(layout, plan, language, batch) for batch in batches), strict=True)
         step_ms, bubble = (float(np.mean(values)) for values in zip(*times, strict=True))
         peak = 1e9 * self.problem.costs.device.peak_tflops * self.problem.num_ranks
         utilisation = float(np.mean([model_flops(self.spec, batch) for batch in batches])) / (peak * step_ms)
-        return ReplicatedStep(found, step_ms, bubble, max(memories), utilisation)
+        return ReplicatedStep(layout, step_ms, bubble, max(memories), utilisation)
 
-    def _language_plan(self, found: Replicated) -> tuple[ParallelPlan, ModelSpec]:
-        """The plan of the language model alone, whose stages have a backward where an encoder needs one."""
+    def _language_plan(self, replicated: ReplicatedLayout) -> tuple[ParallelPlan, ModelSpec]:
+        """The plan of the language model alone, whose stages have a backward if an encoder needs one."""
         tied = {name: place for name, place in self.spec.tied.items() if place[0] == LANGUAGE_MODEL}
         language = ModelSpec({LANGUAGE_MODEL: replace(self.spec.language_model, features=())}, tied)
-        plan = Candidate({LANGUAGE_MODEL: found.layout}, {}, found.num_microbatches, self.problem.first_schedule).plan(
-            language
+        candidate = Candidate(
+            {LANGUAGE_MODEL: replicated.layout}, {}, replicated.num_microbatches, self.problem.first_schedule
         )
+        plan = candidate.plan(language)
         if not any(p.trainable for name in self.spec.encoders for p in self.spec.modules[name].parameters):
             return plan, language
         module = plan.modules[LANGUAGE_MODEL]
@@ -145,15 +146,15 @@ class ReplicatedEncoders:
         return replace(plan, modules={LANGUAGE_MODEL: replace(module, replicas=replicas)}), language
 
     def _simulated(
-        self, found: Replicated, plan: ParallelPlan, language: ModelSpec, batch: SampleSizes
+        self, replicated: ReplicatedLayout, plan: ParallelPlan, language: ModelSpec, batch: SampleSizes
     ) -> tuple[tuple[float, float], float]:
-        """(Step in ms, bubble) and bytes of the fullest rank."""
-        size = -(-self.problem.global_batch_size // (found.layout.dp_size * found.num_microbatches))
+        """(Step in ms, bubble) and peak bytes of the fullest rank."""
+        size = -(-self.problem.global_batch_size // (replicated.layout.dp_size * replicated.num_microbatches))
         step = contiguous_step(plan, range(batch.num_samples), size)
         few = condense(plan, sync_groups(language, plan))
         costs = self.problem.costs
         stages = StepCost(costs, plan, step, batch, few.whole_groups)
-        encoders = {name: self._encoder_kind(name, found.layout) for name in self.spec.encoders}
+        encoders = {name: self._encoder_kind(name, replicated.layout) for name in self.spec.encoders}
         tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
         slots = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, slots, batch)
@@ -166,43 +167,45 @@ class ReplicatedEncoders:
         step_ms = simulation.iteration_ms + sum(sums_ms)
         busy_ms = simulation.iteration_ms * (1 - simulation.bubble_fraction)
         memory = memory_per_rank(costs, plan, step, batch, simulation.peak_in_flight)
-        peak = max(own.total for own in memory.values()) + self._encoder_bytes(
+        peak = max(rank.total for rank in memory.values()) + self._encoder_bytes(
             encoders, tables, slots, batch, max(simulation.peak_in_flight.values())
         )
         return (step_ms, 1 - busy_ms / step_ms), peak
 
     def _encoder_bytes(
         self,
-        kinds: Mapping[str, Kind],
+        kinds: Mapping[str, ParallelConfig],
         tables: Mapping[str, LayerTable],
         slots: Mapping[tuple, list[int]],
         batch: SampleSizes,
         in_flight: float,
     ) -> float:
-        """State of all encoders, and the activations of the microbatches in flight, each as large as the largest."""
+        """
+        State of all encoders, and the activations of the microbatches in flight, all as large as the largest one.
+        """
         total = 0.0
         for name, kind in kinds.items():
             options = self.options[name]
-            largest = max(float(batch.tokens[name][own].sum()) for own in slots.values())
-            kept = options.kept_bytes(kind) * largest / max(options.tokens, 1.0)
-            total += options.state_bytes(kind, 1) + kept * (in_flight if tables[name].backward.any() else 1.0)
+            largest = max(float(batch.tokens[name][chunk].sum()) for chunk in slots.values())
+            saved = options.saved_bytes(kind) * largest / max(options.tokens, 1.0)
+            total += options.state_bytes(kind, 1) + saved * (in_flight if tables[name].backward.any() else 1.0)
         return total
 
 
 def _with_encoders(
     stages: StepCost, tables: Mapping[str, LayerTable], slots: Mapping[tuple, list[int]], batch: SampleSizes
 ) -> Callable[[Task], float]:
-    """Task of the language model -> milliseconds, with all encoders on the media of its samples."""
-    again: dict[tuple, float] = {}
+    """Task of the language model -> milliseconds, including all encoders on the media of its samples."""
+    known: dict[tuple, float] = {}
 
     def encoders_ms(task: Task) -> float:
         key = (task.kind, task.replica, task.microbatch)
-        if key not in again:
-            own, place = slots[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
-            again[key] = math.fsum(
-                float(table.times(batch.tokens[name][own].sum(), batch.squares[name][own].sum())[place].sum())
+        if key not in known:
+            chunk, place = slots[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
+            known[key] = math.fsum(
+                float(table.times(batch.tokens[name][chunk].sum(), batch.squares[name][chunk].sum())[place].sum())
                 for name, table in tables.items()
             )
-        return again[key]
+        return known[key]
 
     return lambda task: stages(task) + encoders_ms(task)

@@ -1,4 +1,4 @@
-"""Why a plan is as fast as it is, why others are slower, and why there may be none."""
+"""Explanations: what bounds the time of a plan, why other plans are slower, and why there is no plan."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .candidates import CandidateSpace
 from .large_samples import large_samples
 from .problem import PlanningProblem, RankedPlan
 
-_FULL = 0.9  # of what tensors may fill: more is told of
-_AS_FAST = 5e-4  # what rounds to 0.0 %
+_FULL = 0.9  # share of the memory limit above which a plan is called full
+_AS_FAST = 5e-4  # difference that rounds to 0.0 %
 
 
 def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
-    """What the time of a plan is bound by: its busiest stage, bubbles, and how full the fullest rank is."""
+    """What bounds the time of a plan: its busiest stage, bubbles, and the memory of the fullest rank."""
     busy, rank = busiest(ranked)
     names = ", ".join(f"`{name}` stage {index}" for name, _, index in ranked.plan.stages_of_rank(rank))
     simulation = ranked.prediction.simulation
@@ -36,11 +36,11 @@ def bound_of(problem: PlanningProblem, ranked: RankedPlan) -> str:
 
 
 def _large_samples_text(ranked: RankedPlan) -> str:
-    """Which samples are larger than a microbatch may be, and what becomes of them."""
-    found = [own for prediction in ranked.predictions for own in large_samples(prediction)]
-    if not found:
+    """Describes samples that exceed the microbatch limit, and how they are handled."""
+    samples = [sample for prediction in ranked.predictions for sample in large_samples(prediction)]
+    if not samples:
         return ""
-    name, _, tokens, limit = max(found, key=lambda own: own[2] / max(own[3], 1))
+    name, _, tokens, limit = max(samples, key=lambda sample: sample[2] / max(sample[3], 1))
     return (
         f" That is for samples of up to {tokens:,} tokens in `{name}`, where a microbatch may have {limit:,}: each "
         "gets a microbatch of its own, and training warns of them."
@@ -50,18 +50,18 @@ def _large_samples_text(ranked: RankedPlan) -> str:
 def busiest(ranked: RankedPlan) -> tuple[float, int]:
     """The share of the step that the busiest rank computes, and the rank."""
     simulation = ranked.prediction.simulation
-    rank = max(simulation.busy_ms, key=lambda own: (simulation.busy_ms[own], -own))
+    rank = max(simulation.busy_ms, key=lambda rank: (simulation.busy_ms[rank], -rank))
     return simulation.busy_ms[rank] / simulation.iteration_ms, rank
 
 
 def fullest_rank(ranked: RankedPlan) -> tuple[int, RankMemory]:
-    """The rank that needs most memory, over the batches."""
+    """The rank with the highest peak memory over all batches."""
     needs = ((rank, memory) for prediction in ranked.predictions for rank, memory in prediction.memory.items())
     return max(needs, key=lambda item: (item[1].total, -item[0]))
 
 
 def largest_part(memory: RankMemory) -> str:
-    """What most of a rank's memory is for."""
+    """The largest part of a rank's memory."""
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -72,7 +72,7 @@ def largest_part(memory: RankMemory) -> str:
 
 
 def reason_for(best: RankedPlan, other: RankedPlan) -> str:
-    """Why another plan is slower than the best, a sentence."""
+    """A sentence on why a plan is slower than the best one."""
     slower = other.step_ms / best.step_ms - 1
     if slower < _AS_FAST:
         needs = [plan.peak_memory_bytes / GIB for plan in (best, other)]
@@ -81,13 +81,13 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
     computes, waits = zip(*(_mean_busy_and_idle_ms(plan) for plan in (best, other)), strict=True)
     if computes[1] - computes[0] >= waits[1] - waits[0]:
         what = f"ranks compute {computes[1] / computes[0] - 1:.1%} longer"
-        again = [
+        recomputed = [
             f"`{name}`"
             for name, layout in other.candidate.layouts.items()
             if layout.activation_checkpointing and not best.candidate.layouts[name].activation_checkpointing
         ]
-        if again:
-            what += f"; activations of {', '.join(again)} are recomputed"
+        if recomputed:
+            what += f"; activations of {', '.join(recomputed)} are recomputed"
     else:
         share = [idle / plan.step_ms for idle, plan in zip(waits, (best, other), strict=True)]
         what = f"ranks wait {share[1]:.1%} of the step instead of {share[0]:.1%}"
@@ -95,63 +95,64 @@ def reason_for(best: RankedPlan, other: RankedPlan) -> str:
 
 
 def _mean_busy_and_idle_ms(plan: RankedPlan) -> tuple[float, float]:
-    """What a rank computes in a step, and how long it waits, on average over ranks and batches."""
-    busy = [sum(own.simulation.busy_ms.values()) / own.simulation.num_ranks for own in plan.predictions]
+    """Compute and idle time of a rank in a step, averaged over ranks and batches."""
+    simulations = [prediction.simulation for prediction in plan.predictions]
+    busy = [sum(simulation.busy_ms.values()) / simulation.num_ranks for simulation in simulations]
     mean = sum(busy) / len(busy)
     return mean, plan.step_ms - mean
 
 
 def least_memory_bytes(problem: PlanningProblem) -> float | None:
-    """What the leanest layout needs on its fullest rank, about; `None` if no layout takes the ranks."""
-    roomy = replace(problem, memory_bytes=None)
-    return min((found.memory_bytes(roomy) for found in CandidateSpace(roomy)), default=None)
+    """EstimatedCandidate memory of the smallest layout on its fullest rank; `None` if no layout uses all ranks."""
+    unlimited = replace(problem, memory_bytes=None)
+    return min((candidate.memory_bytes(unlimited) for candidate in CandidateSpace(unlimited)), default=None)
 
 
 def no_plan_error(problem: PlanningProblem) -> ValueError:
-    """Why there is no plan at all: by how many GiB it fails, and which knob helps."""
+    """The error for a problem without a plan: by how many GiB it fails, and a remedy."""
     what = f"{problem.num_ranks} x {problem.costs.device.name}"
-    leanest = least_memory_bytes(problem)
-    if leanest is None or problem.memory_bytes is None:
+    smallest = least_memory_bytes(problem)
+    if smallest is None or problem.memory_bytes is None:
         fixed = "; ".join(
             f"{name} {size}={value}" for name, sizes in problem.fixed.items() for size, value in sizes.items()
         )
         return ValueError(
-            f"No layout of the model takes {what} with a global batch of {problem.global_batch_size} samples"
-            + (f" and the sizes that are set ({fixed})" if fixed else "")
-            + ". Numbers of copies divide the global batch, and tensor-parallel sizes the heads: change the number "
+            f"No layout of the model has {what} with a global batch of {problem.global_batch_size} samples"
+            + (f" and the fixed sizes ({fixed})" if fixed else "")
+            + ". Numbers of replicas divide the global batch, and tensor-parallel sizes the heads: change the number "
             "of ranks, the global batch or the sizes."
         )
-    missing = leanest - problem.memory_bytes
-    if missing <= 0:  # what fits is a mean microbatch
+    missing = smallest - problem.memory_bytes
+    if missing <= 0:  # an average microbatch fits
         return ValueError(
-            f"No plan for {what} fits every batch: the leanest needs about {leanest / GIB:.3g} of "
-            f"{problem.memory_bytes / GIB:.3g} GiB for a mean microbatch, and what its largest sample, or all that is "
-            "held while it runs, needs besides is more than the rest. Leave the microbatch size open or make it "
-            "smaller, shorten the samples, use more ranks, or devices with more memory."
+            f"No plan for {what} fits every batch: the smallest layout needs about {smallest / GIB:.3g} of "
+            f"{problem.memory_bytes / GIB:.3g} GiB for an average microbatch, but the largest sample or the transient "
+            "memory of a task pushes it over that. Leave the microbatch size open or make it smaller, shorten the "
+            "samples, use more ranks, or devices with more memory."
         )
     return ValueError(
-        f"No plan for {what} fits: the leanest needs about {leanest / GIB:.3g} GiB on its fullest rank, "
-        f"{missing / GIB:.3g} GiB more than the {problem.memory_bytes / GIB:.3g} GiB that there are. "
-        f"{_what_helps(problem)}"
+        f"No plan for {what} fits: the smallest layout needs about {smallest / GIB:.3g} GiB on its fullest rank, "
+        f"{missing / GIB:.3g} GiB more than the {problem.memory_bytes / GIB:.3g} GiB of a device. "
+        f"{_remedy(problem)}"
     )
 
 
-def _what_helps(problem: PlanningProblem) -> str:
-    """The first of a few changes with which there is a plan."""
+def _remedy(problem: PlanningProblem) -> str:
+    """The first of a few changes that make a plan possible."""
     frozen = {name: module.with_frozen(True) for name, module in problem.spec.modules.items()}
-    knobs: list[tuple[str, PlanningProblem]] = []
+    changes: list[tuple[str, PlanningProblem]] = []
     if not all(problem.checkpointing.values()):
-        knobs.append(("allow activation checkpointing", replace(problem, checkpointing={})))
+        changes.append(("allow activation checkpointing", replace(problem, checkpointing={})))
     if problem.microbatch_size is not None:
-        knobs.append(("leave the microbatch size open", replace(problem, microbatch_size=None)))
+        changes.append(("leave the microbatch size open", replace(problem, microbatch_size=None)))
     if problem.fixed:
-        knobs.append(("leave the sizes of modules open", replace(problem, fixed={})))
+        changes.append(("leave the sizes of modules open", replace(problem, fixed={})))
     more = [problem.num_ranks << power for power in range(1, 6)]
-    knobs += [(f"use {count} ranks", replace(problem, num_ranks=count)) for count in more]
+    changes += [(f"use {count} ranks", replace(problem, num_ranks=count)) for count in more]
     for name, module in frozen.items():
         spec = replace(problem.spec, modules={**problem.spec.modules, name: module})
-        knobs.append((f"freeze `{name}`, or train adapters", replace(problem, costs=problem.costs.with_spec(spec))))
-    for words, changed in knobs:
+        changes.append((f"freeze `{name}`, or train adapters", replace(problem, costs=problem.costs.with_spec(spec))))
+    for words, changed in changes:
         if next(iter(CandidateSpace(changed)), None) is not None:
             return f"It is expected to fit if you {words}."
     return "Shorten the samples, or use devices with more memory."

@@ -1,4 +1,4 @@
-"""What a step takes with every rank a data-parallel one and all parameters sharded, in closed form."""
+"""Closed-form estimate of an FSDP step: every rank is data-parallel, and all parameters are sharded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..cost.collectives import all_gather, all_reduce
 from ..cost.optimizer import update_bytes
 from ..cost.row_sizes import group_sizes
 from ..plan import ParameterSpec, SampleSizes
-from .options import Kind, ModuleOptions
+from .options import ModuleOptions, ParallelConfig
 from .problem import PlanningProblem
 
 _GRADIENT_BYTES = 4
@@ -23,16 +23,16 @@ _GRADIENT_BYTES = 4
 @dataclass(frozen=True)
 class FullySharded:
     """
-    An estimate of FSDP, which the engine does not run.
+    Estimate of an FSDP configuration, which the engine does not run.
 
     Args:
-        num_shards (`int`): Ranks that share the parameters, all of them or those of a node.
+        num_shards (`int`): Ranks that share the parameters: all ranks, or those of a node.
         microbatch_size (`int`): Samples of a rank between two gathers of a layer.
         checkpointing (`bool`): Whether activations are recomputed.
-        step_ms (`float`): Mean over the batches.
-        bubble_fraction (`float`): Share of all ranks' time in which they do not compute.
-        memory_bytes (`float`): Of the fullest rank.
-        flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks.
+        step_ms (`float`): Step time, averaged over the batches.
+        bubble_fraction (`float`): Share of all ranks' time without computation.
+        memory_bytes (`float`): Peak memory of the fullest rank.
+        flops_utilisation (`float`): Model FLOPs per second over the peak of all ranks.
     """
 
     num_shards: int
@@ -44,21 +44,21 @@ class FullySharded:
     flops_utilisation: float
 
     def __str__(self) -> str:
-        again = ", recomputed" if self.checkpointing else ""
-        return f"parameters over {self.num_shards} ranks, {self.microbatch_size} samples a rank at once{again}"
+        recomputed = ", recomputed" if self.checkpointing else ""
+        return f"parameters over {self.num_shards} ranks, {self.microbatch_size} samples a rank at once{recomputed}"
 
 
 def fully_sharded(problem: PlanningProblem, batches: Sequence[SampleSizes]) -> list[FullySharded]:
     """
-    All ways to run FSDP.
+    Estimates all FSDP configurations.
 
-    A layer's parameters are gathered while the layer before it computes, for the forward and again for the backward
-    where one runs; gradients are scattered meanwhile. Every layer waits for the rank with the largest samples. With
-    parameters sharded within nodes their gradients are summed over nodes at the end.
+    A layer's parameters are gathered while the layer before it computes, for the forward and again for the backward if
+    there is one; gradients are reduce-scattered meanwhile. Every layer waits for the rank with the largest samples. If
+    parameters are sharded within nodes, their gradients are all-reduced over nodes at the end.
 
     Args:
-        problem ([`PlanningProblem`]): The question.
-        batches (`Sequence[SampleSizes]`): Global batches, whose samples are dealt out in their order.
+        problem ([`PlanningProblem`]): The planning problem.
+        batches (`Sequence[SampleSizes]`): Global batches, whose samples are split over ranks in order.
     """
     nodes = {problem.num_ranks, min(problem.costs.device.node_size, problem.num_ranks)}
     share = -(-problem.global_batch_size // problem.num_ranks)
@@ -67,15 +67,15 @@ def fully_sharded(problem: PlanningProblem, batches: Sequence[SampleSizes]) -> l
     given = {problem.checkpointing.get(name) for name in problem.spec.modules}
     recomputed = [True] if given == {True} else [False] if given == {False} else [False, True]
     return [
-        _Estimate(problem, num_shards, size, again).of(batches)
+        _Estimate(problem, num_shards, size, recompute).of(batches)
         for num_shards in sorted(nodes)
         for size in sizes
-        for again in recomputed
+        for recompute in recomputed
     ]
 
 
 class _Estimate:
-    """One way to run it."""
+    """Estimate of one configuration."""
 
     def __init__(self, problem: PlanningProblem, num_shards: int, microbatch_size: int, checkpointing: bool):
         self.problem, self.costs = problem, problem.costs
@@ -103,49 +103,51 @@ class _Estimate:
             yield [share[start : start + self.microbatch_size] for share in shares]
 
     def _step(self, batch: SampleSizes) -> tuple[float, float]:
-        """Time of a step, and the mean over ranks of the time in which they compute."""
+        """Time of a step, and compute time averaged over ranks."""
         step_ms = self._sums_over_nodes_ms() + self._optimizer_ms()
         computed_ms = 0.0
         for slots in self._rounds(batch):
             modules = [self._module(name, batch, slots) for name in self.problem.spec.modules]
-            forward, backward, gathers, again, mean_ms = map(np.concatenate, zip(*modules, strict=True))
-            beside = self.costs.device.overlap_efficiency
-            step_ms += _overlapped(forward, gathers, beside) + _overlapped(backward[::-1], again[::-1], beside)
+            forward, backward, gathers, regathers, mean_ms = map(np.concatenate, zip(*modules, strict=True))
+            efficiency = self.costs.device.overlap_efficiency
+            backward_ms = _overlapped(backward[::-1], regathers[::-1], efficiency)
+            step_ms += _overlapped(forward, gathers, efficiency) + backward_ms
             computed_ms += float(mean_ms.sum())
         return step_ms, computed_ms
 
     def _module(self, name: str, batch: SampleSizes, slots: list[NDArray]) -> tuple[NDArray, ...]:
         """
-        Forwards and backwards of the slowest rank, what is gathered for them, and what both take on average: a value
-        for each layer.
+        Forward and backward times of the slowest rank, communication times of both, and their mean compute time, each
+        per layer.
         """
         table = layer_table(self.costs, name, 1, self.checkpointing)
         tokens, squares = group_sizes(self.costs, name, batch, slots)
         forward, backward = table.times(tokens, squares)
         weights, gradients = self._layer_bytes(name)
         gathers = self._gather_ms(weights)
-        again = np.where(table.backward.any(axis=1), gathers, 0.0) + self._gather_ms(gradients)
-        return forward.max(axis=1), backward.max(axis=1), gathers, again, (forward + backward).mean(axis=1)
+        regathers = np.where(table.backward.any(axis=1), gathers, 0.0) + self._gather_ms(gradients)
+        return forward.max(axis=1), backward.max(axis=1), gathers, regathers, (forward + backward).mean(axis=1)
 
     def _gather_ms(self, num_bytes: NDArray) -> NDArray:
-        """Time in which the shards of so many bytes come together, or are added up."""
+        """Time of an all-gather or reduce-scatter of `num_bytes`."""
         one = all_gather(self.costs.device, 1.0, range(self.num_shards))
         return np.where(num_bytes > 0, one.token * num_bytes + one.constant, 0.0)
 
     def _layer_bytes(self, name: str) -> tuple[NDArray, NDArray]:
-        """Bytes of the parameters of each layer, and of the gradients of those that are trained."""
+        """Bytes of the parameters of each layer, and of the gradients of trainable ones."""
         count = self.problem.spec.modules[name].num_layers + 2
         weights, gradients = np.zeros(count), np.zeros(count)
         for parameter in self.problem.spec.modules[name].parameters:
             weights[parameter.layer + 1] += _bytes(parameter)
             if parameter.trainable:
-                own = _bytes(parameter)
-                wide = self.costs.engine.wide_sums
-                gradients[parameter.layer + 1] += max(own, _GRADIENT_BYTES * parameter.num_elements) if wide else own
+                num_bytes = _bytes(parameter)
+                if self.costs.engine.wide_sums:
+                    num_bytes = max(num_bytes, _GRADIENT_BYTES * parameter.num_elements)
+                gradients[parameter.layer + 1] += num_bytes
         return weights, gradients
 
     def _sums_over_nodes_ms(self) -> float:
-        """Where each node has all parameters: a ring over the nodes for a rank's part of the gradients."""
+        """All-reduce over nodes of a rank's gradient shards, if each node has all parameters."""
         count = self.problem.num_ranks // self.num_shards
         if count < 2:
             return 0.0
@@ -154,30 +156,30 @@ class _Estimate:
         return all_reduce(self.costs.device, sum(map(_bytes, trained)) / self.num_shards, ranks)(1.0, 0.0)
 
     def _optimizer_ms(self) -> float:
-        """Of a rank's shards."""
+        """Time of the optimizer step on a rank's shards."""
         states = (ModuleOptions(self.problem, name).state(1, 1) for name in self.problem.spec.modules)
         return sum(map(update_bytes, states)) / self.num_shards / self.costs.device.memory_bytes_per_ms
 
     def _memory_bytes(self, batch: SampleSizes) -> float:
         """Shards of the state, two layers in full, and the activations of a microbatch."""
-        state = layers = kept = 0.0
-        kind = Kind(1, 1, self.checkpointing)
+        state = layers = saved = 0.0
+        kind = ParallelConfig(1, 1, self.checkpointing)
         for name in self.problem.spec.modules:
             options = ModuleOptions(self.problem, name)
             state += options.state_bytes(kind, 1)
             layers = max(layers, float(self._layer_bytes(name)[0].max()))
-            largest = max(batch.tokens[name][own].sum() for slots in self._rounds(batch) for own in slots)
-            kept += options.kept_bytes(kind) * float(largest) / max(options.tokens, 1.0)
-        return state / self.num_shards + 2 * layers + kept
+            largest = max(batch.tokens[name][chunk].sum() for slots in self._rounds(batch) for chunk in slots)
+            saved += options.saved_bytes(kind) * float(largest) / max(options.tokens, 1.0)
+        return state / self.num_shards + 2 * layers + saved
 
 
 def _overlapped(compute_ms: NDArray, gather_ms: NDArray, efficiency: float) -> float:
     """
-    Layers one after the other, each with the gather of the next beside it, which leaves the computation `efficiency`
-    of its speed as long as it runs.
+    Time of layers in sequence, each overlapped with the gather of the next one, which reduces its compute speed to
+    `efficiency` while it runs.
     """
-    beside = np.append(gather_ms[1:], 0.0)
-    return float(gather_ms[0] + np.maximum(beside, compute_ms + (1 - efficiency) * beside).sum())
+    next_ms = np.append(gather_ms[1:], 0.0)
+    return float(gather_ms[0] + np.maximum(next_ms, compute_ms + (1 - efficiency) * next_ms).sum())
 
 
 def _bytes(parameter: ParameterSpec) -> float:

@@ -1,4 +1,4 @@
-"""Samples that are larger than a microbatch is predicted to hold, which run in a microbatch of their own."""
+"""Samples larger than the predicted limit of a microbatch, which run in microbatches of their own."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..steps.step_planner import Prediction
 
 def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """
-    The microbatches of a step that are larger than the memory is predicted to allow.
+    The microbatches of a step that exceed the predicted limit of tokens.
 
     Args:
         prediction ([`Prediction`]): The step.
 
     Returns:
-        `Iterator[tuple[str, tuple[int, ...], int, int]]`: Module, the slots of the samples, their tokens, and the most
+        `Iterator[tuple[str, tuple[int, ...], int, int]]`: Module, slots of the samples, their tokens, and the maximum
         tokens of a microbatch there.
     """
     workloads = prediction.planned.workloads
@@ -30,9 +30,9 @@ def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...]
 
 def runs_large_samples_alone(prediction: Prediction) -> bool:
     """
-    Whether there are such microbatches, each of one sample, which no arrangement can make smaller, and few of them:
-    less than half of the samples in the module that has fewest. (Modules on the same ranks share the memory by what
-    they have to do, so that large samples of one of them make the limit of the others small as well.)
+    Whether there are such microbatches, all with a single sample, which no arrangement can make smaller, and few of
+    them: less than half of the samples in the module with the fewest. (Modules on the same ranks split the memory in
+    proportion to their work, so that large samples of one module lower the limits of the others as well.)
     """
     counts = dict.fromkeys(prediction.planned.workloads.max_tokens, 0)
     for name, slots, _, _ in large_samples(prediction):

@@ -1,4 +1,4 @@
-"""What the microbatches of a module compute on average, before any batch is arranged."""
+"""Mean size of the microbatches of a module, before any batch is arranged."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from ..cost.row_sizes import RowLayout
 from ..plan import ModulePlan, Stage
 from .problem import PlanningProblem, draw_batch
 
-_BY_LENGTH = ("hierarchical", "tapered")  # the arrangements whose padded rows are of similar length
+_BY_LENGTH = ("hierarchical", "tapered")  # arrangements that group samples of similar length
 
 
 class MeanMicrobatches:
     """
-    The mean size of a module's microbatches, padding included, see [`RowLayout`]. How much is padded is that of a
-    batch which is divided as the arrangement does: by length, or in the order of the sampler.
+    Mean size of a module's microbatches, including padding, see [`RowLayout`]. Padding is that of a batch split like
+    the arrangement does: by length, or in the order of the sampler.
 
     Args:
-        problem ([`PlanningProblem`]): The question.
+        problem ([`PlanningProblem`]): The planning problem.
         name (`str`): The module.
     """
 
     def __init__(self, problem: PlanningProblem, name: str):
         self.problem, self.name = problem, name
         sizes = problem.sizes
-        self.tokens, self.squares = (float(own[name].mean()) for own in (sizes.tokens, sizes.squares))
+        self.tokens, self.squares = (float(values[name].mean()) for values in (sizes.tokens, sizes.squares))
         self.batch = draw_batch(problem, 0)
         self._layouts: dict[int, RowLayout] = {}
         self._shares: dict[tuple[RowLayout, int], NDArray] = {}
@@ -39,13 +39,14 @@ class MeanMicrobatches:
     def sizes(self, cp_size: int, num_samples: float, padded: bool = True) -> NDArray:
         """
         Args:
-            cp_size (`int`): Ranks that share the tokens of a microbatch.
-            num_samples (`float`): Samples of a microbatch; with one, or less, no row is padded.
+            cp_size (`int`): Context-parallel size.
+            num_samples (`float`): Samples of a microbatch; up to one sample has no padding.
             padded (`bool`, *optional*, defaults to `True`):
-                Whether rows are padded, and packed ones rounded up; without it, what no arrangement can be below.
+                Whether to include padding of rows and rounding of packed rows; without it, a lower bound for all
+                arrangements.
 
         Returns:
-            `np.ndarray` of shape `[3]`: The mean of tokens, squared tokens and stored pairs, see [`ChunkSize`].
+            `np.ndarray` of shape `[3]`: Mean tokens, squared sequence lengths and stored pairs, see [`ChunkSize`].
         """
         layout, count = self.layout(cp_size), self.batch.num_samples
         if not padded:
@@ -57,12 +58,12 @@ class MeanMicrobatches:
         return num_samples * np.array([self.tokens, self.squares, self.squares]) * self._shares[key]
 
     def grows(self, cp_size: int) -> bool:
-        """Whether a microbatch of several samples computes more than each of them alone."""
+        """Whether a microbatch of several samples computes more than its samples alone."""
         layout = self.layout(cp_size)
         return layout.padded or layout.block > 1
 
     def layout(self, cp_size: int) -> RowLayout:
-        """How the samples of a microbatch lie in memory."""
+        """Memory layout of the samples of a microbatch."""
         if cp_size not in self._layouts:
             rows = tuple((rank,) for rank in range(cp_size))
             module = ModulePlan(((Stage((0, 1), rows),),))
@@ -70,21 +71,21 @@ class MeanMicrobatches:
         return self._layouts[cp_size]
 
     def _computed_shares(self, layout: RowLayout, num_parts: int) -> NDArray:
-        """`[3]`: what the microbatches of a batch compute, over the tokens and the squared tokens of its samples."""
+        """`[3]`: size of all microbatches of a batch, over the tokens and squared sequence lengths of its samples."""
         if num_parts not in self._groups:
-            self._groups[num_parts] = self._divided(num_parts)
+            self._groups[num_parts] = self._split(num_parts)
         computed = layout.of_groups(self.batch, self.name, self._groups[num_parts]).sum(axis=0)
         tokens, squares = float(self.batch.tokens[self.name].sum()), float(self.batch.squares[self.name].sum())
         whole = np.array([tokens, squares, squares])
         return np.divide(computed, whole, out=np.array([1.0, 1.0, 0.0]), where=whole > 0)
 
-    def _divided(self, num_parts: int) -> Sequence[NDArray]:
-        """The samples of a batch in microbatches."""
+    def _split(self, num_parts: int) -> Sequence[NDArray]:
+        """Splits the samples of a batch into microbatches."""
         count = self.batch.num_samples
         if num_parts == count or self.problem.first_method not in _BY_LENGTH:
             return np.array_split(np.arange(count), num_parts)
-        beside = self.layout(1).of_samples(self.batch, self.name, even=False)
-        row_ms, _ = layer_table(self.problem.costs, self.name).sample_ms(beside[1], beside[0])
+        padded = self.layout(1).of_samples(self.batch, self.name, even=False)
+        row_ms, _ = layer_table(self.problem.costs, self.name).sample_ms(padded[1], padded[0])
         parts = [np.ones(num_parts)]
         _, group = group_by_length(row_ms, self.batch.tokens[self.name], parts, np.zeros((count, 1)))
         order = np.argsort(group, kind="stable")

@@ -1,4 +1,4 @@
-"""What a search for a plan is given, and what it answers."""
+"""The input and the result of a plan search."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Layout:
     The sizes of one module.
 
     Args:
-        dp_size (`int`, *optional*, defaults to 1): Copies.
-        cp_size (`int`, *optional*, defaults to 1): Ranks that share the tokens of a microbatch.
-        tp_size (`int`, *optional*, defaults to 1): Ranks that share each matrix.
+        dp_size (`int`, *optional*, defaults to 1): Number of replicas.
+        cp_size (`int`, *optional*, defaults to 1): Context-parallel size.
+        tp_size (`int`, *optional*, defaults to 1): Tensor-parallel size.
         layers (`tuple[int, ...]`): Layers of each stage.
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
     """
@@ -51,37 +51,37 @@ class Layout:
 @dataclass(frozen=True)
 class Candidate:
     """
-    One way to lay a model out.
+    A candidate plan: the layout of each module, their placement, the schedule and the arrangement.
 
     Args:
-        layouts (`Mapping[str, Layout]`): By module, in the order of the model.
-        hosts (`Mapping[str, str]`, *optional*): Module -> the earlier or later module whose ranks it shares.
-        num_microbatches (`int`, *optional*, defaults to 1): Of each replica of the language model.
-        schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule's name.
-        method (`str`, *optional*, defaults to `"hierarchical"`): How batches are arranged, see [`ARRANGEMENTS`].
+        layouts (`Mapping[str, Layout]`): Module -> its layout, in the order of the model.
+        colocated_with (`Mapping[str, str]`, *optional*): Module -> the module whose ranks it shares.
+        num_microbatches (`int`, *optional*, defaults to 1): Microbatches of each replica of the language model.
+        schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
+        method (`str`, *optional*, defaults to `"hierarchical"`): Arrangement of batches, see [`ARRANGEMENTS`].
     """
 
     layouts: Mapping[str, Layout]
-    hosts: Mapping[str, str] = field(default_factory=dict)
+    colocated_with: Mapping[str, str] = field(default_factory=dict)
     num_microbatches: int = 1
     schedule: Schedule = "1f1b"
     method: str = "hierarchical"
 
     @property
     def num_ranks(self) -> int:
-        return sum(layout.num_ranks for name, layout in self.layouts.items() if name not in self.hosts)
+        return sum(layout.num_ranks for name, layout in self.layouts.items() if name not in self.colocated_with)
 
     @property
     def num_tasks(self) -> int:
-        """Forwards and backwards of a step, about."""
+        """Approximate number of forwards and backwards of a step."""
         stages = sum(layout.dp_size * layout.pp_size for layout in self.layouts.values())
         return 2 * stages * self.num_microbatches
 
     @property
     def placement(self) -> str:
-        """In words: which modules share ranks."""
+        """Which modules share ranks, as text."""
         shared: dict[str, list[str]] = {}
-        for name, host in self.hosts.items():
+        for name, host in self.colocated_with.items():
             shared.setdefault(host, []).append(name)
         groups = [" and ".join([*names, host]) for host, names in shared.items()]
         return f"{'; '.join(groups)} on shared ranks" if groups else "each module on its own ranks"
@@ -92,9 +92,9 @@ class Candidate:
 
     def plan(self, spec: ModelSpec) -> ParallelPlan:
         """
-        The plan. Modules with the largest grids of ranks come first, so that grids do not cross nodes; within a module
-        the replica varies slowest, then the stage, then the part of the row of tokens. A module on another's ranks
-        takes the same ranks in its own order.
+        Builds the plan. Modules with the largest meshes come first, so that meshes do not span nodes; within a module
+        the replica varies slowest, then the stage, then the cp rank. A colocated module has the same ranks in its own
+        order.
 
         Args:
             spec (`ModelSpec`): The model.
@@ -102,12 +102,12 @@ class Candidate:
         first, starts = 0, {}
         by_grid = sorted(self.layouts.items(), key=lambda item: -item[1].cp_size * item[1].tp_size)
         for name, layout in by_grid:
-            if name not in self.hosts:
+            if name not in self.colocated_with:
                 starts[name] = first
                 first += layout.num_ranks
         modules = {}
         for name, layout in self.layouts.items():
-            start = starts[self.hosts.get(name, name)]
+            start = starts[self.colocated_with.get(name, name)]
             modules[name] = _module_plan(spec, name, layout, start)
         return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, self.method)
 
@@ -133,24 +133,24 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
 @dataclass(frozen=True)
 class PlanningProblem:
     """
-    What is planned.
+    Input of a plan search.
 
     Args:
-        costs (`CostModel`): The model, what is frozen, the device, and what layers cost.
-        sizes (`SampleSizes`): Of samples drawn from the dataset, at least one global batch.
-        num_ranks (`int`): Devices; the plan takes all of them.
+        costs (`CostModel`): The model with its frozen parameters, the device, and the costs of layers.
+        sizes (`SampleSizes`): Sizes of samples from the dataset, at least one global batch.
+        num_ranks (`int`): Number of devices, all of which the plan uses.
         global_batch_size (`int`): Samples of an optimizer step.
-        memory_bytes (`float`, *optional*): Of a rank, that a plan has to fit; no limit when left out.
-        microbatch_size (`int`, *optional*): Samples of a microbatch of a language-model replica; chosen when left out.
-        schedule (`str`, *optional*): The schedule's name; chosen when left out.
-        method (`str`, *optional*): How batches are arranged, see [`ARRANGEMENTS`]; chosen when left out.
+        memory_bytes (`float`, *optional*): Memory limit of a rank; no limit by default.
+        microbatch_size (`int`, *optional*): Samples of a microbatch of a language model replica; searched by default.
+        schedule (`str`, *optional*): Name of the schedule; searched by default.
+        method (`str`, *optional*): Arrangement of batches, see [`ARRANGEMENTS`]; searched by default.
         fixed (`Mapping[str, Mapping[str, int]]`, *optional*):
-            Module -> sizes that the user has set, such as `{"language_model": {"tp_size": 4}}`.
+            Module -> sizes set by the user, such as `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
-            Module -> whether its activations are recomputed; tried both ways where left out.
+            Module -> whether its activations are recomputed; both are tried by default.
         effort (`int`, *optional*, defaults to 384):
-            Tasks of steps that are simulated for each rank: more candidates are simulated with more of it.
-        seed (`int`, *optional*, defaults to 0): Of the batches that are drawn from `sizes`.
+            Simulation budget in tasks per rank: larger values simulate more candidates.
+        seed (`int`, *optional*, defaults to 0): Seed of the batches drawn from `sizes`.
     """
 
     costs: CostModel
@@ -172,33 +172,33 @@ class PlanningProblem:
 
     @property
     def first_schedule(self) -> Schedule:
-        """The schedule that layouts are compared with."""
+        """The schedule for the comparison of layouts."""
         return self.schedule or SCHEDULES[0]
 
     @property
     def first_method(self) -> str:
-        """The arrangement that layouts are compared with."""
+        """The arrangement for the comparison of layouts."""
         return self.method or self.methods[0]
 
     @property
     def methods(self) -> tuple[str, ...]:
         """
-        The arrangements that are tried: where samples are alike, they differ in nothing; with a limit of memory those
-        that keep to it for every batch.
+        The arrangements to try: a single one if all samples have the same size; with a memory limit those that respect
+        it for every batch.
         """
         if self.method is not None:
             return (self.method,)
-        alike = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
-        return ("contiguous",) if alike else CHOICES if self.memory_bytes is None else KEEPING_LIMITS
+        equal = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
+        return ("contiguous",) if equal else CHOICES if self.memory_bytes is None else KEEPING_LIMITS
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:
-        """The schedules that are tried."""
+        """The schedules to try."""
         return SCHEDULES if self.schedule is None else (self.schedule,)
 
 
 def draw_batch(problem: PlanningProblem, number: int) -> SampleSizes:
-    """Samples of a global batch, at random; the same for all candidates."""
+    """Draws a random global batch, the same for all candidates."""
     count, rng = problem.sizes.num_samples, np.random.default_rng((problem.seed, number))
     chosen = rng.choice(count, problem.global_batch_size, replace=count < problem.global_batch_size)
     return problem.sizes.take(np.sort(chosen))
@@ -207,14 +207,15 @@ def draw_batch(problem: PlanningProblem, number: int) -> SampleSizes:
 @dataclass(frozen=True)
 class RankedPlan:
     """
-    A plan that was found, with what it is expected to take.
+    A plan of a search, with its predictions.
 
     Args:
         candidate (`Candidate`): Its sizes.
         plan (`ParallelPlan`): The plan.
-        predictions (`tuple[Prediction, ...]`): Of the batches that it was simulated on; the first is for pictures.
-        estimate_ms (`float`): A step by the closed form.
-        bound (`str`): What its time is bound by, a sentence.
+        predictions (`tuple[Prediction, ...]`): Predictions for the simulated batches; the first one is shown in
+            charts.
+        estimate_ms (`float`): Closed-form estimate of the step time.
+        bound (`str`): A sentence on what bounds its time.
     """
 
     candidate: Candidate
@@ -225,12 +226,12 @@ class RankedPlan:
 
     @property
     def step_ms(self) -> float:
-        """Mean over the simulated batches."""
+        """Step time, averaged over the simulated batches."""
         return sum(prediction.step_ms for prediction in self.predictions) / len(self.predictions)
 
     @property
     def peak_memory_bytes(self) -> float:
-        """Of the fullest rank, over the batches."""
+        """Peak memory of the fullest rank over all batches."""
         return max(prediction.peak_memory_bytes for prediction in self.predictions)
 
     @property
@@ -239,12 +240,12 @@ class RankedPlan:
 
     @property
     def typical(self) -> Prediction:
-        """Of the batch whose step is nearest to the mean."""
-        return min(self.predictions, key=lambda own: abs(own.step_ms - self.step_ms))
+        """Prediction of the batch whose step time is closest to the mean."""
+        return min(self.predictions, key=lambda prediction: abs(prediction.step_ms - self.step_ms))
 
     @property
     def microbatch_size(self) -> int:
-        """Samples of a microbatch of a language-model replica."""
+        """Samples of a microbatch of a language model replica."""
         dp_size = self.candidate.layouts[LANGUAGE_MODEL].dp_size
         num_samples = self.prediction.sizes.num_samples
         return -(-num_samples // (dp_size * self.candidate.num_microbatches))
@@ -253,17 +254,17 @@ class RankedPlan:
 @dataclass(frozen=True)
 class SearchResult:
     """
-    The answer of a search.
+    Result of a search.
 
     Args:
-        problem (`PlanningProblem`): The question.
-        best (`RankedPlan`): The plan that is expected to be fastest, the leanest of those that are as fast.
-        runners_up (`tuple[RankedPlan, ...]`): The next best ones, of other sizes or another placement.
+        problem (`PlanningProblem`): The planning problem.
+        best (`RankedPlan`): The fastest predicted plan; among equally fast plans, the one with the smallest memory.
+        runners_up (`tuple[RankedPlan, ...]`): The next best plans with other sizes or another placement.
         reasons (`tuple[str, ...]`): For each runner-up, why it is slower.
-        rejected (`Mapping[str, int]`): Reason -> how many candidates were left out for it.
-        num_candidates (`int`): Candidates that were estimated.
-        num_simulated (`int`): Candidates that were simulated.
-        search_s (`float`): Seconds that it took.
+        rejected (`Mapping[str, int]`): Reason -> number of candidates rejected for it.
+        num_candidates (`int`): Number of estimated candidates.
+        num_simulated (`int`): Number of simulated candidates.
+        search_s (`float`): Search time in seconds.
     """
 
     problem: PlanningProblem
@@ -277,5 +278,5 @@ class SearchResult:
 
     @property
     def num_not_simulated(self) -> int:
-        """Candidates that are slower by the closed form, or can't be faster than the best."""
+        """Number of candidates with a slower estimate, or that can't be faster than the best."""
         return self.num_candidates - self.num_simulated - sum(self.rejected.values())

@@ -1,4 +1,4 @@
-"""One layout for the whole model, as Megatron-LM has it: encoders are the first stages of the pipeline."""
+"""Baseline with one layout for the whole model, as in Megatron-LM: encoders are the first stages of the pipeline."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
-from .candidates import Estimated
-from .combinations import Choice
-from .options import Kind, ModuleOptions, divisors
+from .candidates import EstimatedCandidate
+from .combinations import LayoutEstimate
+from .options import ModuleOptions, ParallelConfig, divisors
 from .problem import Candidate, Layout, PlanningProblem
 
-Kinds = Mapping[str, Kind]
+ParallelConfigs = Mapping[str, ParallelConfig]
 
 _MOST_MICROBATCHES = 256
-_KEPT = 4  # ways to divide the stages, of one layout and number of microbatches
+_MAX_SPLITS = 4  # splits of the stages between parts of the model, per layout and number of microbatches
 
 
 def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Stages with the same number of layers; the first ones have one more where they do not divide."""
+    """Stages with nearly equal numbers of layers; the first ones may have one more."""
     size, rest = divmod(num_layers, num_stages)
     return tuple(size + (stage < rest) for stage in range(num_stages))
 
@@ -32,11 +32,11 @@ class SingleLayouts:
     """
     All plans with one data-, tensor- and pipeline-parallel size for the whole model.
 
-    Encoders share the first stages, generators the last ones, and layers are cut evenly. Without pipeline parallelism
-    all modules are on the same ranks.
+    Encoders share the first stages, generators the last ones, and layers are split evenly. Without pipeline
+    parallelism all modules are on the same ranks.
 
     Args:
-        problem ([`PlanningProblem`]): The question; sizes that the user has set do not count.
+        problem ([`PlanningProblem`]): The planning problem; sizes set by the user do not apply.
     """
 
     def __init__(self, problem: PlanningProblem):
@@ -46,8 +46,8 @@ class SingleLayouts:
         self.parts = [tuple(part) for part in parts if part]
         self._known: dict[tuple, list[float]] = {}
 
-    def __iter__(self) -> Iterator[Estimated]:
-        """All of them with the closed form of their step, in no order."""
+    def __iter__(self) -> Iterator[EstimatedCandidate]:
+        """All candidates with their estimated step times, in no particular order."""
         problem = self.problem
         for kinds in self._kinds():
             tp_size = kinds[LANGUAGE_MODEL].tp_size
@@ -58,63 +58,66 @@ class SingleLayouts:
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
                     yield from self._estimated(kinds, dp_size, pp_size, count)
 
-    def candidate(self, found: Estimated) -> Candidate:
-        """The candidate with its layers cut evenly."""
+    def candidate(self, estimated: EstimatedCandidate) -> Candidate:
+        """The candidate with its layers split evenly."""
         layouts = {
             name: Layout(
-                even_layers(self.options[name].part.num_layers, choice.pp_size),
-                choice.dp_size,
-                tp_size=choice.kind.tp_size,
-                activation_checkpointing=choice.kind.checkpointing,
+                even_layers(self.options[name].part.num_layers, estimate.pp_size),
+                estimate.dp_size,
+                tp_size=estimate.kind.tp_size,
+                activation_checkpointing=estimate.kind.checkpointing,
             )
-            for name, choice in found.choices.items()
+            for name, estimate in estimated.estimates.items()
         }
-        return Candidate(layouts, found.hosts, found.num_microbatches, self.problem.first_schedule)
+        return Candidate(layouts, estimated.colocated_with, estimated.num_microbatches, self.problem.first_schedule)
 
-    def _kinds(self) -> list[Kinds]:
-        """Tensor-parallel sizes that all modules allow, with recomputation in all that allow it or in none."""
-        found: list[Kinds] = []
-        for tp_size in sorted({kind.tp_size for own in self.options.values() for kind in own.kinds}):
-            for again in (False, True):
+    def _kinds(self) -> list[ParallelConfigs]:
+        """Tensor-parallel sizes that all modules support, with recomputation in all that support it or in none."""
+        result: list[ParallelConfigs] = []
+        for tp_size in sorted({kind.tp_size for options in self.options.values() for kind in options.kinds}):
+            for recompute in (False, True):
                 kinds = {}
-                for name, own in self.options.items():
-                    same = [kind for kind in own.kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
+                for name, options in self.options.items():
+                    same = [kind for kind in options.kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
                     if same:
-                        kinds[name] = min(same, key=lambda kind: kind.checkpointing != again)
-                if len(kinds) == len(self.options) and kinds not in found:
-                    found.append(kinds)
-        return found
+                        kinds[name] = min(same, key=lambda kind: kind.checkpointing != recompute)
+                if len(kinds) == len(self.options) and kinds not in result:
+                    result.append(kinds)
+        return result
 
     def _microbatch_counts(self, replica: int) -> list[int]:
         if self.problem.microbatch_size is not None:
             return [-(-replica // self.problem.microbatch_size)]
         return [count for count in divisors(replica) if count <= _MOST_MICROBATCHES]
 
-    def _estimated(self, kinds: Kinds, dp_size: int, pp_size: int, count: int) -> Iterator[Estimated]:
-        """Every way to divide the stages between the parts of the model."""
+    def _estimated(
+        self, kinds: ParallelConfigs, dp_size: int, pp_size: int, count: int
+    ) -> Iterator[EstimatedCandidate]:
+        """Candidates with the best splits of the stages between the parts of the model."""
         num_samples = self.problem.global_batch_size / dp_size / count
-        fill_ms = float(sum(own.layer_ms(kinds[name], num_samples).sum() for name, own in self.options.items()))
+        times = (options.layer_ms(kinds[name], num_samples).sum() for name, options in self.options.items())
+        warm_up_ms = float(sum(times))
         if pp_size == 1:
-            hosts = {name: LANGUAGE_MODEL for name in self.options if name != LANGUAGE_MODEL}
-            choices = {name: self._choice(name, kinds[name], dp_size, 1, num_samples) for name in self.options}
-            yield Estimated(count * fill_ms, choices, hosts, count)
+            colocated_with = {name: LANGUAGE_MODEL for name in self.options if name != LANGUAGE_MODEL}
+            estimates = {name: self._estimate(name, kinds[name], dp_size, 1, num_samples) for name in self.options}
+            yield EstimatedCandidate(count * warm_up_ms, estimates, colocated_with, count)
             return
-        hosts = {name: part[0] for part in self.parts for name in part[1:]}
+        colocated_with = {name: part[0] for part in self.parts for name in part[1:]}
         slowest = [self._slowest(part, kinds, num_samples) for part in self.parts]
-        found = []
-        for stages in self._divisions(pp_size):
-            bottleneck_ms = max(times[own - 1] for times, own in zip(slowest, stages, strict=True))
-            found.append((fill_ms + (count - 1) * bottleneck_ms, stages))
-        for step_ms, stages in heapq.nsmallest(_KEPT, found):
-            choices = {
-                name: self._choice(name, kinds[name], dp_size, own, num_samples)
-                for part, own in zip(self.parts, stages, strict=True)
+        splits = []
+        for stages in self._splits(pp_size):
+            slowest_stage_ms = max(times[size - 1] for times, size in zip(slowest, stages, strict=True))
+            splits.append((warm_up_ms + (count - 1) * slowest_stage_ms, stages))
+        for step_ms, stages in heapq.nsmallest(_MAX_SPLITS, splits):
+            estimates = {
+                name: self._estimate(name, kinds[name], dp_size, size, num_samples)
+                for part, size in zip(self.parts, stages, strict=True)
                 for name in part
             }
-            yield Estimated(step_ms, choices, hosts, count)
+            yield EstimatedCandidate(step_ms, estimates, colocated_with, count)
 
-    def _slowest(self, part: tuple[str, ...], kinds: Kinds, num_samples: float) -> list[float]:
-        """The slowest stage of modules that share their stages, for 1, 2, ... stages."""
+    def _slowest(self, part: tuple[str, ...], kinds: ParallelConfigs, num_samples: float) -> list[float]:
+        """Time of the slowest stage of modules that share their stages, for 1, 2, ... stages."""
         key = part, tuple(kinds[name] for name in part), num_samples
         if key not in self._known:
             layers_ms = [self.options[name].layer_ms(kinds[name], num_samples) for name in part]
@@ -123,23 +126,28 @@ class SingleLayouts:
             self._known[key] = [float(np.max(values)) for values in stages]
         return self._known[key]
 
-    def _divisions(self, pp_size: int) -> Iterator[tuple[int, ...]]:
-        """Stages of each part, at least one and no more than it has layers."""
+    def _splits(self, pp_size: int) -> Iterator[tuple[int, ...]]:
+        """Numbers of stages of each part, from one to its number of layers."""
         most = [min(self.options[name].max_stages for name in part) for part in self.parts]
         for ends in itertools.combinations(range(1, pp_size), len(self.parts) - 1):
             stages = tuple(np.diff([0, *ends, pp_size]).tolist())
             if all(count <= limit for count, limit in zip(stages, most, strict=True)):
                 yield stages
 
-    def _choice(self, name: str, kind: Kind, dp_size: int, pp_size: int, num_samples: float) -> Choice:
-        own = self.options[name]
-        first, last = (float(own.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
-        kept = own.kept_bytes(kind, num_samples) / pp_size
-        return Choice(kind, dp_size, pp_size, num_samples, first, last, *own.running_bytes(kind, num_samples), kept)
+    def _estimate(
+        self, name: str, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float
+    ) -> LayoutEstimate:
+        """Sizes of a module with its memory estimates."""
+        options = self.options[name]
+        first, last = (float(options.state_bytes(kind, pp_size, last=is_last)) for is_last in (False, True))
+        saved = options.saved_bytes(kind, num_samples) / pp_size
+        return LayoutEstimate(
+            kind, dp_size, pp_size, num_samples, first, last, *options.running_bytes(kind, num_samples), saved
+        )
 
 
 def _stage_ms(layer_ms: NDArray, num_stages: int) -> NDArray:
-    """`[num_stages]`: even stages."""
+    """`[num_stages]`: times of even stages."""
     return np.add.reduceat(layer_ms, _starts(len(layer_ms), num_stages))
 
 

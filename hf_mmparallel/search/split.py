@@ -1,4 +1,4 @@
-"""From which batch size on samples agree on how the ranks of a plan are split between its modules."""
+"""Minimum batch size from which batches agree on the split of a plan's ranks between modules."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from .stability import StabilityReport, draw_from, minimum_stable_batch
 
 def split_stability(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) -> StabilityReport | None:
     """
-    The minimum stable batch of a dataset (Entrain, algorithm 2) for the ranks of a replica of a plan.
+    Computes the minimum stable batch of a dataset (Entrain, algorithm 2) for the ranks of a replica of a plan.
 
     Args:
-        costs (`CostModel`): What layers cost, with what is frozen.
+        costs (`CostModel`): Costs of layers, of the model with its frozen parameters marked.
         plan (`ParallelPlan`): The plan.
-        sizes (`SampleSizes`): Of samples of the dataset.
+        sizes (`SampleSizes`): Sizes of samples of the dataset.
 
-    Returns:
-        `StabilityReport` or `None`: None where nothing is split: modules share ranks, or there is one rank for each.
+        Returns:
+            `StabilityReport` or `None`: `None` if there is no split: modules share ranks, or have one rank each.
     """
     if shares_ranks(plan) or not sizes.num_samples:
         return None
     work = module_work(costs, sizes)
     dp_size = plan.modules[LANGUAGE_MODEL].dp_size
     dp_size = dp_size if plan.world_size % dp_size == 0 else 1
-    if len(work) < 2 or plan.world_size // dp_size <= len(work) or not any(own.any() for own in work.values()):
+    if len(work) < 2 or plan.world_size // dp_size <= len(work) or not any(values.any() for values in work.values()):
         return None
     return minimum_stable_batch(draw_from(work), None, plan.world_size, dp_size, dataset_size=sizes.num_samples)
 
 
 def shares_ranks(plan: ParallelPlan) -> bool:
-    """Whether modules share ranks, so that these are not split between them."""
-    taken = [{rank for _, _, stage in module.stages() for rank in stage.all_ranks} for module in plan.modules.values()]
-    return sum(map(len, taken)) > len(set().union(*taken))
+    """Whether modules share ranks instead of splitting them."""
+    ranks = [{rank for _, _, stage in module.stages() for rank in stage.all_ranks} for module in plan.modules.values()]
+    return sum(map(len, ranks)) > len(set().union(*ranks))
 
 
 def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
     """
-    Module -> float64 `[samples]`: the forward and backward of each sample on one rank, in ms.
+    Module -> float64 `[samples]`: forward plus backward time of each sample on one rank, in ms.
 
     Args:
-        costs (`CostModel`): What layers cost, with what is frozen.
-        sizes (`SampleSizes`): Of the samples.
+        costs (`CostModel`): Costs of layers, of the model with its frozen parameters marked.
+        sizes (`SampleSizes`): Sizes of the samples.
     """
     work = {}
     for name in costs.spec.modules:
@@ -55,17 +55,17 @@ def module_work(costs: CostModel, sizes: SampleSizes) -> dict[str, np.ndarray]:
 
 def too_small(report: StabilityReport | None, global_batch_size: int, setting: str) -> str | None:
     """
-    A sentence about a global batch below the minimum stable one, if it is.
+    A warning about a global batch below the minimum stable one, if it is.
 
     Args:
-        report (`StabilityReport`, *optional*): The test.
+        report (`StabilityReport`, *optional*): The result of the test.
         global_batch_size (`int`): Samples of a step.
-        setting (`str`): What the user sets it with, such as `--global-batch-size`; the number comes behind.
+        setting (`str`): The user's setting as a prefix of its value, such as `--global-batch-size `.
     """
     if report is None or report.batch_size is None or global_batch_size >= report.batch_size:
         return None
     return (
         f"A global batch of {global_batch_size} samples is smaller than {report.batch_size}, from which on batches "
-        f"agree on the split of ranks between modules: some steps ask for another one than this plan has. Use "
+        f"agree on the split of ranks between modules: some steps need another split than this plan's. Use "
         f"`{setting}{report.batch_size}` or more."
     )

@@ -1,4 +1,4 @@
-"""How many samples have to be profiled until every batch asks for the same numbers of ranks."""
+"""Number of samples to profile until all batches need the same numbers of ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _CHUNK_SAMPLES = 2**20
 @dataclass(frozen=True)
 class BatchTrials:
     """
-    What batches of one size asked for.
+    Splits of batches of one size.
 
     Args:
-        batch_size (`int`): Samples of each.
-        reference (`tuple[int, ...]`): Ranks of each module by the first batch.
-        splits (`Mapping[tuple[int, ...], int]`): Ranks of each module -> the batches that asked for them, the first
-            batch included.
+        batch_size (`int`): Samples of each batch.
+        reference (`tuple[int, ...]`): Ranks of each module for the first batch.
+        splits (`Mapping[tuple[int, ...], int]`): Ranks of each module -> number of batches with this split, including
+            the first batch.
     """
 
     batch_size: int
@@ -51,10 +51,10 @@ class Share:
     A module's share of the work.
 
     Args:
-        mean (`float`): Over all samples that were drawn, 0 to 1.
+        mean (`float`): Mean over all drawn samples, 0 to 1.
         error (`float`): Standard error of `mean`.
-        low, high (`float`): Between these is the share of a single batch, with the confidence of the report; for large
-            batches, by the central limit theorem.
+        low, high (`float`): Interval of the share of a single batch, with the confidence of the report; by the central
+            limit theorem, for large batches.
     """
 
     mean: float
@@ -66,15 +66,15 @@ class Share:
 @dataclass(frozen=True)
 class SplitBoundary:
     """
-    The border to another split of the ranks that batches cross most easily.
+    The boundary to another split of the ranks that batches cross most easily.
 
     Args:
-        split (`tuple[int, ...]`): Ranks of each module that all samples together ask for.
-        neighbor (`tuple[int, ...]`): Those on the other side of the border.
-        distance (`float`): How much of the work, as a share of all, would have to move between the two modules.
-        deviation (`float`): Standard deviation of the same for batches of one sample; `n` samples have it over
-            `sqrt(n)`.
-        needed_batch_size (`float`): With `(6 deviation / distance)^2` samples one batch in 500 million is on the
+        split (`tuple[int, ...]`): Ranks of each module for all samples together.
+        neighbor (`tuple[int, ...]`): The split on the other side of the boundary.
+        distance (`float`): Share of all work that would have to move between the two modules to reach the boundary.
+        deviation (`float`): Standard deviation of this share for single samples; for batches of `n` samples it is
+            divided by `sqrt(n)`.
+        needed_batch_size (`float`): With `(6 deviation / distance)^2` samples, one batch in 500 million is on the
             other side (Entrain, appendix C.1).
     """
 
@@ -91,14 +91,14 @@ class SplitBoundary:
 @dataclass(frozen=True)
 class StabilityTest:
     """
-    How [`minimum_stable_batch`] tests.
+    Settings of [`minimum_stable_batch`].
 
     Args:
-        confidence (`float`, *optional*, defaults to 0.95): Of the statement, `1 - alpha` in the paper.
-        error (`float`, *optional*, defaults to 0.05): The largest share of batches that may ask for another split.
-        start (`int`, *optional*, defaults to 1): The first batch size; each is twice the one before.
-        limit (`int`, *optional*, defaults to 16384): No batch size is above.
-        seed (`int`, *optional*, defaults to 0): Equal seeds draw equal batches.
+        confidence (`float`, *optional*, defaults to 0.95): Confidence of the result, `1 - alpha` in the paper.
+        error (`float`, *optional*, defaults to 0.05): Maximum share of batches with another split.
+        start (`int`, *optional*, defaults to 1): First batch size; it is doubled each time.
+        limit (`int`, *optional*, defaults to 16384): Maximum batch size.
+        seed (`int`, *optional*, defaults to 0): Seed of the drawn batches.
         rounding (`str`, *optional*, defaults to `"fastest"`): See [`proportional_allocation`].
     """
 
@@ -112,13 +112,13 @@ class StabilityTest:
     def __post_init__(self) -> None:
         for name in ("confidence", "error"):
             if not 0 < (value := getattr(self, name)) < 1:
-                raise ValueError(f"`{name}={value}` is no probability between 0 and 1. Use 0.95 and 0.05, say.")
+                raise ValueError(f"`{name}={value}` is not a probability between 0 and 1. Use 0.95 and 0.05, say.")
         if not 1 <= self.start <= self.limit:
             raise ValueError(f"`start={self.start}` is not between 1 and `limit={self.limit}`. Use a smaller one.")
 
     @property
     def num_trials(self) -> int:
-        """Batches that have to agree with the first (Entrain, equation C.5)."""
+        """Number of batches that have to agree with the first one (Entrain, equation C.5)."""
         return math.ceil(math.log(1 - self.confidence) / math.log(1 - self.error))
 
 
@@ -128,14 +128,14 @@ class StabilityReport:
     The smallest batch size at which random batches agree on the ranks of each module.
 
     Args:
-        batch_size (`int`, *optional*): `None` if no size up to the limit passed.
-        modules (`tuple[str, ...]`): In the order of all splits.
-        split (`tuple[int, ...]`): Ranks of each module that all samples together ask for.
+        batch_size (`int`, *optional*): The batch size; `None` if no size up to the limit passed.
+        modules (`tuple[str, ...]`): The modules in the order of all splits.
+        split (`tuple[int, ...]`): Ranks of each module for all samples together.
         test (`StabilityTest`): With `test.confidence`, at most `test.error` of the batches of that size disagree.
-        history (`tuple[BatchTrials, ...]`): Every size that was tried.
+        history (`tuple[BatchTrials, ...]`): All tried sizes.
         shares (`Mapping[str, Share]`): Module -> its share of the work; intervals are those of the last size.
-        boundary (`SplitBoundary`, *optional*): What limits the size; `None` if there is only one split.
-        notes (`tuple[str, ...]`): What else a reader should know, in sentences.
+        boundary (`SplitBoundary`, *optional*): The boundary that limits the size; `None` if there is only one split.
+        notes (`tuple[str, ...]`): Limitations of the result, in sentences.
     """
 
     batch_size: int | None
@@ -150,7 +150,7 @@ class StabilityReport:
 
 def draw_from(work: Mapping[str, NDArray]) -> Draw:
     """
-    Draws from the samples of a dataset, with replacement.
+    Returns a function that draws samples of a dataset with replacement.
 
     Args:
         work (`Mapping[str, numpy.ndarray]`): Module -> `[samples]`: its work for each sample of the dataset.
@@ -176,38 +176,38 @@ def minimum_stable_batch(
     dataset_size: int | None = None,
 ) -> StabilityReport:
     """
-    Finds the batch size from which every batch asks for the same ranks of each module (Entrain, algorithm 2).
+    Finds the batch size from which every batch needs the same ranks of each module (Entrain, algorithm 2).
 
-    A first batch and 59 more, with the default confidence and error, are drawn at each size, and the ranks of a
-    replica are given to modules in proportion to their work in each of them. If all agree, at most 5 % of the batches
-    of that size disagree, with a confidence of 95 % (appendix C.2); otherwise the size is doubled.
+    At each size a first batch and 59 more (with the default confidence and error) are drawn, and the ranks of a
+    replica are split in proportion to the work of the modules in each of them. If all agree, at most 5 % of the
+    batches of that size disagree, with a confidence of 95 % (appendix C.2); otherwise the size is doubled.
 
-    Samples are drawn with replacement. The argument needs batches that are independent of each other, and 60 batches
-    without replacement soon are the whole dataset: a batch of all samples agrees with itself, whatever the border is
-    next to. Training draws without replacement, which varies less, so that the size found is on the safe side.
+    Samples are drawn with replacement. The test needs independent batches, and 60 batches without replacement soon
+    cover the whole dataset: a batch of all samples agrees with itself, however close the boundary is. Training draws
+    without replacement, which varies less, so that the result is conservative.
 
-    Beyond the paper, the report has the share of each module with its interval, and the border to another split that
-    is crossed most easily. The paper concludes from agreeing batches that the mean lies inside of their split and that
-    larger batches therefore agree as well; where the samples do not say so, a note does.
+    Beyond the paper, the report has the share of each module with its interval, and the boundary that is crossed most
+    easily. The paper concludes from agreeing batches that the mean lies inside their split, so that larger batches
+    agree as well; if the samples do not confirm that, a note says so.
 
     Args:
-        draw (`Callable[[int, numpy.random.Generator], Any]`): Draws independent samples, as many as asked for.
+        draw (`Callable[[int, numpy.random.Generator], Any]`): Draws a number of independent samples.
         work_of (`Callable[[Any], Mapping[str, numpy.ndarray]]`, *optional*):
-            What was drawn -> module -> `[samples]`: its work for each, forward and backward, in any unit. Not needed
-            for [`draw_from`].
+            Drawn samples -> module -> `[samples]`: its forward and backward work, in any unit. Not needed for
+            [`draw_from`].
         num_ranks (`int`): Ranks of all replicas.
-        dp_size (`int`): Replicas; each has the same ranks.
-        test (`StabilityTest`, *optional*): How to test.
-        dataset_size (`int`, *optional*): Samples that there are, if they are finitely many.
+        dp_size (`int`): Number of replicas, with equally many ranks each.
+        test (`StabilityTest`, *optional*): Settings of the test.
+        dataset_size (`int`, *optional*): Number of samples in the dataset, if it is finite.
 
     Returns:
-        [`StabilityReport`]: Also if no size passes.
+        [`StabilityReport`]: The report, also if no size passes.
 
     Raises:
-        `ValueError`: If replicas do not have the same number of ranks, or fewer than there are modules.
+        `ValueError`: If replicas do not have the same number of ranks, or fewer ranks than there are modules.
     """
     if num_ranks % dp_size:
-        raise ValueError(f"{num_ranks} ranks are not the same number for each of `dp_size={dp_size}`. Use a divisor.")
+        raise ValueError(f"{num_ranks} ranks can't be split evenly over `dp_size={dp_size}` replicas. Use a divisor.")
     test = test or StabilityTest()
     sampler = _Sampler(draw, work_of or (lambda drawn: drawn), np.random.default_rng(test.seed))
     num_replica_ranks, history, batch_size = num_ranks // dp_size, [], test.start
@@ -252,7 +252,7 @@ class _Moments:
 
 @dataclass
 class _Sampler:
-    """Draws batches and keeps the moments of all samples that it drew."""
+    """Draws batches, and accumulates the moments of all drawn samples."""
 
     draw: Draw
     work_of: WorkOf
@@ -273,9 +273,9 @@ class _Sampler:
         return _Moments(self.num_samples, mean, np.asarray(self.products / self.num_samples) - np.outer(mean, mean))
 
     def _batches(self, num_batches: int, batch_size: int) -> NDArray:
-        found = self.work_of(self.draw(num_batches * batch_size, self.rng))
-        self.modules = self.modules or tuple(found)
-        work = np.stack([np.asarray(found[name], float) for name in self.modules])
+        samples = self.work_of(self.draw(num_batches * batch_size, self.rng))
+        self.modules = self.modules or tuple(samples)
+        work = np.stack([np.asarray(samples[name], float) for name in self.modules])
         self.num_samples += work.shape[1]
         self.sums = self.sums + work.sum(axis=1)
         self.products = self.products + work @ work.T
@@ -283,24 +283,25 @@ class _Sampler:
 
 
 def _shares(modules: tuple[str, ...], moments: _Moments, batch_size: int, confidence: float) -> dict[str, Share]:
+    """Module -> its share, with the interval for batches of `batch_size`."""
     width = float(ndtri((1 + confidence) / 2))
-    found = {}
+    shares = {}
     for name, weights in zip(modules, np.eye(len(modules)), strict=True):
         mean, deviation = moments.ratio(weights)
         reach = width * deviation / math.sqrt(batch_size)
         error = deviation / math.sqrt(moments.num_samples)
-        found[name] = Share(mean, error, max(0.0, mean - reach), min(1.0, mean + reach))
-    return found
+        shares[name] = Share(mean, error, max(0.0, mean - reach), min(1.0, mean + reach))
+    return shares
 
 
 def _nearest_boundary(moments: _Moments, split: NDArray, rounding: Rounding) -> SplitBoundary | None:
     """
-    The border that batches cross most easily.
+    The boundary that batches cross most easily.
 
-    Both roundings keep a split as long as no module does better with a rank of another one. For each pair that is a
-    linear function of the work, here scaled to the work that would have to move from one to the other.
+    Both roundings keep a split as long as no module improves with a rank of another one. For each pair of modules that
+    is a linear function of the work, here scaled to the work that would have to move from one to the other.
     """
-    found, num_ranks = [], int(split.sum())
+    boundaries, num_ranks = [], int(split.sum())
     for gains, loses in permutations(range(len(split)), 2):
         if split[loses] == 1:
             continue
@@ -315,12 +316,13 @@ def _nearest_boundary(moments: _Moments, split: NDArray, rounding: Rounding) -> 
         neighbor = split.copy()
         neighbor[[gains, loses]] += 1, -1
         distance, deviation = moments.ratio(weights / scale)
-        found.append(SplitBoundary(tuple(split.tolist()), tuple(neighbor.tolist()), max(0.0, distance), deviation))
-    return max(found, key=lambda border: (border.needed_batch_size, -border.distance), default=None)
+        neighbors = tuple(split.tolist()), tuple(neighbor.tolist())
+        boundaries.append(SplitBoundary(*neighbors, max(0.0, distance), deviation))
+    return max(boundaries, key=lambda border: (border.needed_batch_size, -border.distance), default=None)
 
 
 def _notes(report: StabilityReport, num_samples: int, dataset_size: int | None) -> Iterator[str]:
-    """What limits the statement."""
+    """Limitations of the result."""
     last, border = report.history[-1], report.boundary
     if dataset_size is not None and dataset_size < last.batch_size:
         yield (
@@ -330,18 +332,18 @@ def _notes(report: StabilityReport, num_samples: int, dataset_size: int | None) 
     if border is None:
         return
     near = f"{_ratio(report.modules, border.split)} and {_ratio(report.modules, border.neighbor)}"
-    where = f"{border.distance:.2g} of the work from the border between {near}"
+    where = f"{border.distance:.2g} of the work from the boundary between {near}"
     if report.batch_size is None:
         yield (
             f"No batch size up to {last.batch_size} passed, since the mean lies {where}; "
-            f"{border.needed_batch_size:.3g} samples would be enough. Take either split, or change `dp_size` or the "
+            f"{border.needed_batch_size:.3g} samples would be enough. Use either split, or change `dp_size` or the "
             "number of ranks."
         )
     elif border.distance < ndtri(report.test.confidence) * border.deviation / math.sqrt(num_samples):
-        yield f"The mean lies {where}, no further than its own error: larger batches may settle on either side of it."
+        yield f"The mean lies {where}, less than its standard error: larger batches may be on either side of it."
     if report.batch_size is not None and last.reference != report.split:
         yield (
-            f"All samples together ask for {_ratio(report.modules, report.split)}, the batches for "
+            f"All samples together need {_ratio(report.modules, report.split)}, the batches "
             f"{_ratio(report.modules, last.reference)}."
         )
 

@@ -1,4 +1,4 @@
-"""Choices of tensor- and data-parallel sizes for all modules, and how fast a step can be with each of them."""
+"""Choices of tensor- and data-parallel sizes of all modules, and the minimum step time of each."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 _ROUNDS = 4
-SAME = 1 + 1e-9  # numbers of stages and times that differ by less are equal
+SAME = 1 + 1e-9  # relative tolerance for equal numbers of stages and times
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Which module stands where, by index."""
+    """Order of the modules, by index."""
 
     encoders: tuple[int, ...]
     language_model: int
     generators: tuple[int, ...]
 
     def through(self, values: NDArray) -> NDArray:
-        """`[strategies]`: the sum along the slowest way through the model, from values `[strategies, modules]`."""
+        """`[strategies]`: the sum along the slowest path through the model, from values `[strategies, modules]`."""
         return self._most(values, self.encoders) + values[:, self.language_model] + self._most(values, self.generators)
 
-    def behind(self, stages: NDArray) -> NDArray:
+    def after(self, stages: NDArray) -> NDArray:
         """`[strategies, modules]`: stages between a module and the end of the model."""
-        found = np.zeros_like(stages)
-        found[:, self.language_model] = self._most(stages, self.generators)
-        found[:, self.encoders] = (found + stages)[:, [self.language_model]]
-        return found
+        result = np.zeros_like(stages)
+        result[:, self.language_model] = self._most(stages, self.generators)
+        result[:, self.encoders] = (result + stages)[:, [self.language_model]]
+        return result
 
-    def ways_behind(self, module: int) -> list[tuple[int, ...]]:
-        """The modules behind one, for each way to the end."""
+    def paths_after(self, module: int) -> list[tuple[int, ...]]:
+        """The modules after one, for each path to the end."""
         ends = [(index,) for index in self.generators] or [()]
         if module in self.encoders:
-            return [(self.language_model, *way) for way in ends]
+            return [(self.language_model, *path) for path in ends]
         return ends if module == self.language_model else [()]
 
     @staticmethod
@@ -46,42 +46,42 @@ class Chain:
 
 def least_stages(
     state_bytes: NDArray,
-    kept_bytes: NDArray,
-    room_bytes: NDArray,
+    saved_bytes: NDArray,
+    capacity_bytes: NDArray,
     num_microbatches: NDArray | int,
-    behind: NDArray | int,
+    after: NDArray | int,
 ) -> NDArray:
     """
-    The fewest stages of a module, as a fraction, that fit into memory with those behind them.
+    Minimum (fractional) number of stages of a module that fits into memory, given the stages after it.
 
-    A rank of the first of `p` stages has `(state + kept * min(p + behind, num_microbatches)) / p` in its share of the
-    room, as in 1F1B. Whichever term of the minimum asks for less is enough.
+    A rank of the first of `p` stages needs `(state + saved * min(p + after, num_microbatches)) / p` of its share of
+    the capacity, as in 1F1B. The smaller result of the two terms of the minimum is sufficient.
 
     Args:
-        state_bytes, kept_bytes, room_bytes, num_microbatches (arrays of one shape): See [`Strategies`].
-        behind (array of the same shape): Stages between the module and the end of the model.
+        state_bytes, saved_bytes, capacity_bytes, num_microbatches (arrays of one shape): See [`Strategies`].
+        after (array of the same shape): Stages between the module and the end of the model.
     """
-    spare = room_bytes - kept_bytes
-    deep = (state_bytes + kept_bytes * behind) / np.where(spare > 0, spare, 1.0)
-    flat = (state_bytes + kept_bytes * num_microbatches) / room_bytes
+    spare = capacity_bytes - saved_bytes
+    deep = (state_bytes + saved_bytes * after) / np.where(spare > 0, spare, 1.0)
+    flat = (state_bytes + saved_bytes * num_microbatches) / capacity_bytes
     return np.where(spare > 0, np.minimum(deep, flat), flat)
 
 
 @dataclass(frozen=True)
 class Strategies:
     """
-    Choices of the tensor- and data-parallel sizes, with what they make of the modules.
+    Choices of tensor- and data-parallel sizes, with the resulting times and memory of the modules.
 
     Args:
         table (`numpy.ndarray` of shape `[strategies, modules, 6]`):
             Tensor- and data-parallel size; milliseconds of a microbatch through all layers; bytes of the weights,
             gradients and optimizer state of a replica, of the activations of a microbatch, and of the memory of the
             ranks of a stage.
-        num_microbatches (`numpy.ndarray` of shape `[strategies]`): Of a replica of the language model.
-        num_layers (`numpy.ndarray` of shape `[modules]`): Of each module.
-        chain (`Chain`): Which module stands where.
-        num_ranks (`int`): All ranks that there are.
-        limit_ms (`float`, *optional*, defaults to infinity): Slower steps are of no interest.
+        num_microbatches (`numpy.ndarray` of shape `[strategies]`): Microbatches of a replica of the language model.
+        num_layers (`numpy.ndarray` of shape `[modules]`): Layers of each module.
+        chain (`Chain`): Order of the modules.
+        num_ranks (`int`): Number of available ranks.
+        limit_ms (`float`, *optional*, defaults to infinity): Maximum step time of interest.
     """
 
     table: NDArray
@@ -92,7 +92,7 @@ class Strategies:
     limit_ms: float = np.inf
 
     def take(self, rows: NDArray) -> Strategies:
-        """Some of the strategies."""
+        """The strategies at some indices."""
         return replace(self, table=self.table[rows], num_microbatches=self.num_microbatches[rows])
 
     @property
@@ -112,91 +112,93 @@ class Strategies:
         return self.table[:, :, 3]
 
     @property
-    def kept_bytes(self) -> NDArray:
+    def saved_bytes(self) -> NDArray:
         return self.table[:, :, 4]
 
     @property
-    def room_bytes(self) -> NDArray:
+    def capacity_bytes(self) -> NDArray:
         return self.table[:, :, 5]
 
     @cached_property
     def stage_ranks(self) -> NDArray:
-        """`[strategies, modules]`: ranks for each stage more, over all replicas."""
+        """`[strategies, modules]`: additional ranks per stage, over all replicas."""
         return self.tp_size * self.dp_size
 
     @cached_property
     def warm_up_ms(self) -> NDArray:
-        """`[strategies]`: the first microbatch through the whole model (DistTrain, equation 1)."""
+        """`[strategies]`: time of the first microbatch through the whole model (DistTrain, equation 1)."""
         return self.chain.through(self.pass_ms)
 
     @cached_property
     def least(self) -> NDArray:
         """
-        `[strategies, modules]`: the fewest stages, as a fraction, with which a step is within the limit and in memory.
+        `[strategies, modules]`: minimum (fractional) number of stages within the time limit and the memory.
 
-        Either may ask for more stages, and more behind a module ask for more of its own; a few rounds come close.
+        Either may require more stages, and more stages after a module require more of its own; a few rounds get close.
         """
         least = np.maximum(1.0, self._least_within(self.limit_ms))
         for _ in range(_ROUNDS):
-            least = np.maximum(least, self.least_stages(self.chain.behind(least)))
+            least = np.maximum(least, self.least_stages(self.chain.after(least)))
         return np.minimum(least, self.num_layers + 1.0)
 
     def _least_within(self, limit_ms: float) -> NDArray:
-        """`[strategies, modules]`: the fewest stages, as a fraction, with which a step is within a limit."""
+        """`[strategies, modules]`: minimum (fractional) number of stages for a step within a time limit."""
         steady = np.maximum(self.num_microbatches - 1, 1e-12)
         slowest = np.maximum(limit_ms * SAME - self.warm_up_ms, 1e-300) / steady
         return self.pass_ms / slowest[:, None]
 
-    def least_stages(self, behind: NDArray) -> NDArray:
-        """`[strategies, modules]`: see [`least_stages`], with the stages behind each module."""
+    def least_stages(self, after: NDArray) -> NDArray:
+        """`[strategies, modules]`: see [`least_stages`], with the stages after each module."""
         counts = self.num_microbatches[:, None]
-        return least_stages(self.state_bytes, self.kept_bytes, self.room_bytes, counts, behind)
+        return least_stages(self.state_bytes, self.saved_bytes, self.capacity_bytes, counts, after)
 
     def memory_bytes(self, stages: NDArray) -> NDArray:
-        """`[strategies, modules]`: of a rank of the first stage, from the stages of each module."""
-        in_flight = np.minimum(stages + self.chain.behind(stages), self.num_microbatches[:, None])
-        return (self.state_bytes + self.kept_bytes * in_flight) / (self.tp_size * stages)
+        """`[strategies, modules]`: memory of a rank of the first stage, from the stages of each module."""
+        in_flight = np.minimum(stages + self.chain.after(stages), self.num_microbatches[:, None])
+        return (self.state_bytes + self.saved_bytes * in_flight) / (self.tp_size * stages)
 
     def least_ranks(self) -> NDArray:
-        """`[strategies]`: the fewest ranks that all modules fit on; infinite where they have too few layers."""
+        """`[strategies]`: minimum ranks that all modules fit on; infinite if they have too few layers."""
         stages, times = self.whole_stages(np.inf)
         return np.where(np.isfinite(times), (stages * self.stage_ranks).sum(axis=1), np.inf)
 
     @cached_property
     def bound_ms(self) -> NDArray:
         """
-        `[strategies]`: a closed form that no layout within the limit is faster than; infinite where none fits.
+        `[strategies]`: closed-form lower bound of the step time of all layouts within the limit; infinite if none
+            fits.
 
-        A stage time `t` takes `ranks * max(least, pass / t)` of each module. For every choice of the modules that are
-        held at their least the others must share the remaining ranks; the worst choice holds those with the shortest
-        stages.
+        A stage time `t` needs `ranks * max(least, pass / t)` of each module. For every set of modules that are fixed
+        at their minimum, the others share the remaining ranks; the worst set has the modules with the shortest stages.
         """
         least_ranks = self.stage_ranks * self.least
         work = self.stage_ranks * self.pass_ms
         order = np.argsort(self.pass_ms / self.least, axis=1)
-        held = np.take_along_axis(least_ranks, order, 1).cumsum(axis=1)
+        fixed = np.take_along_axis(least_ranks, order, 1).cumsum(axis=1)
         shared = np.take_along_axis(work, order, 1)[:, ::-1].cumsum(axis=1)[:, ::-1]
-        room = np.concatenate([np.full((len(held), 1), float(self.num_ranks)), self.num_ranks - held[:, :-1]], axis=1)
-        fits = (held[:, -1] <= self.num_ranks * SAME) & (self.least <= self.num_layers * SAME).all(axis=1)
-        slowest = np.max(shared / np.where(room > 0, room, np.inf), axis=1)
+        left = np.concatenate(
+            [np.full((len(fixed), 1), float(self.num_ranks)), self.num_ranks - fixed[:, :-1]], axis=1
+        )
+        fits = (fixed[:, -1] <= self.num_ranks * SAME) & (self.least <= self.num_layers * SAME).all(axis=1)
+        slowest = np.max(shared / np.where(left > 0, left, np.inf), axis=1)
         slowest = np.maximum(slowest, (self.pass_ms / self.num_layers).max(axis=1))
         return np.where(fits, self.iteration_ms(slowest), np.inf)
 
     def iteration_ms(self, slowest_ms: NDArray) -> NDArray:
-        """`[strategies]`: the time of a step from that of the slowest stage (DistTrain, section 4.2)."""
+        """`[strategies]`: step time from the time of the slowest stage (DistTrain, section 4.2)."""
         return self.warm_up_ms + (self.num_microbatches - 1) * slowest_ms
 
     def whole_stages(self, limit_ms: float) -> tuple[NDArray, NDArray]:
         """
-        int64 `[strategies, modules]`: the fewest stages with which a step is within a limit, and `[strategies]`: the
-        time of that step, infinite where there are none.
+        int64 `[strategies, modules]`: minimum numbers of stages for a step within a limit, and `[strategies]`: the
+        time of that step, infinite if there are none.
 
-        Every stage is forced, either by the limit or by memory, which grows with the stages behind; so that nothing
-        smaller exists and the first that suffices everywhere is the least.
+        Every stage is required, either by the limit or by memory, which grows with the stages after a module, so that
+        the first sufficient numbers are minimal.
         """
         stages = self._up(np.maximum(self._least_within(limit_ms), self.least))
         while True:
-            more = np.maximum(stages, self._up(self.least_stages(self.chain.behind(stages))))
+            more = np.maximum(stages, self._up(self.least_stages(self.chain.after(stages))))
             if (more == stages).all():
                 break
             stages = more
@@ -205,25 +207,25 @@ class Strategies:
         return stages, np.where(fits & (time_ms <= limit_ms * SAME), time_ms, np.inf)
 
     def _up(self, stages: NDArray) -> NDArray:
-        """The next whole numbers; one more than there are layers stands for all that do not fit."""
+        """The next integers; one more than the number of layers stands for all that do not fit."""
         return np.ceil(np.minimum(stages / SAME, self.num_layers + 1)).astype(np.int64)
 
     def solve(self, row: int, bound_ms: float) -> float:
         """
-        The least time of a step with fractions of stages: the convex program of DistTrain, as a linear one.
+        Minimum step time with fractional stages: the convex program of DistTrain as a linear program.
 
-        The stages `p` of each module and the inverse `u` of the time of the slowest are its variables, the latter in
-        units of a lower bound for that time: `t p >= pass` with `t = 1 / u` is `p >= pass u`, so that `u` is to be as
-        large as it can be; ranks, memory and numbers of layers are linear anyway. Where a replica has fewer
-        microbatches than the model is deep, what is in flight is the minimum of a constant and of the depth; a chord
-        below it keeps the program convex and its optimum a bound.
+        Its variables are the stages `p` of each module and the inverse `u` of the time of the slowest stage, in units
+        of a lower bound of that time: `t p >= pass` with `t = 1 / u` is `p >= pass u`, so that `u` is maximized;
+        ranks, memory and numbers of layers are linear. If a replica has fewer microbatches than the model has stages,
+        the number in flight is the minimum of a constant and of the depth; a chord below it keeps the program convex
+        and its optimum a bound.
 
         Args:
-            row (`int`): Which strategy.
-            bound_ms (`float`): A lower bound, from `bound_ms`.
+            row (`int`): Index of the strategy.
+            bound_ms (`float`): Its lower bound from `bound_ms`.
 
         Returns:
-            `float`: Infinite where there is no solution.
+            `float`: Milliseconds; infinite without a solution.
         """
         steady = float(self.num_microbatches[row] - 1)
         unit = (bound_ms - self.warm_up_ms[row]) / steady if steady else 1.0
@@ -245,19 +247,19 @@ class Strategies:
         return float(self.warm_up_ms[row] + steady / solution.x[-1] * unit)
 
     def memory_lines(self, row: int) -> list[tuple[NDArray, float]]:
-        """`room * p >= state + kept * (stages in flight)` for each way from a module to the end, over the room."""
+        """`capacity * p >= state + saved * (stages in flight)` for each path from a module to the end, scaled."""
         lines = []
         for module in range(self.pass_ms.shape[1]):
-            room = self.room_bytes[row, module]
-            for way in self.chain.ways_behind(module):
-                path = [module, *way]
+            capacity = self.capacity_bytes[row, module]
+            for after in self.chain.paths_after(module):
+                path = [module, *after]
                 shallow, deep = float(self.least[row, path].sum()), float(self.num_layers[path].sum())
                 count = float(self.num_microbatches[row])
                 slope = min(1.0, max(0.0, (count - shallow) / (deep - shallow))) if deep > shallow else 1.0
                 offset = min(shallow, count) - slope * shallow
                 line = np.zeros(self.pass_ms.shape[1] + 1)
-                line[path] = self.kept_bytes[row, module] / room * slope
+                line[path] = self.saved_bytes[row, module] / capacity * slope
                 line[module] -= 1.0
-                kept = self.kept_bytes[row, module] * offset
-                lines.append((line, -(self.state_bytes[row, module] + kept) / room))
+                saved = self.saved_bytes[row, module] * offset
+                lines.append((line, -(self.state_bytes[row, module] + saved) / capacity))
         return lines

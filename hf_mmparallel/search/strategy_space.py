@@ -1,4 +1,4 @@
-"""All choices of tensor- and data-parallel sizes that an allocation of ranks to modules has."""
+"""All choices of tensor- and data-parallel sizes for an allocation of ranks to modules."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Role = Literal["encoder", "generator"]
 Options = Mapping[int, tuple[NDArray, ...]]
 
 _MANY = 2**40
-_MODEST = 3  # options of each module that the first layouts are made of
+_MODEST = 3  # options per module for the first layouts
 
 
 @dataclass(frozen=True)
 class ModuleDemand:
     """
-    What a module needs, for all of its layers together.
+    Time and memory demand of a module, for all of its layers together.
 
     Args:
         sample_ms (`Callable[[int], float]` or `Mapping[int, float]`):
-            Tensor-parallel size -> forward and backward of one sample through the whole module, communication
-            included; without the backward where it has none.
-        num_layers (`int`): No more stages than these.
-        num_heads (`int`): Tensor-parallel sizes divide them.
+            Tensor-parallel size -> forward and backward of one sample through the whole module, including
+            communication; without the backward if it has none.
+        num_layers (`int`): Number of layers, and maximum number of stages.
+        num_heads (`int`): Number that tensor-parallel sizes divide.
         weight_bytes (`float`): Weights and gradients.
-        optimizer_bytes (`float`): Optimizer state, which is spread over replicas.
-        activation_bytes (`float`): What is kept of one sample until its backward.
+        optimizer_bytes (`float`): Optimizer state, sharded over replicas.
+        activation_bytes (`float`): Saved activations of one sample.
         role (`str`, *optional*, defaults to `"encoder"`):
-            `"encoder"` in front of the language model or `"generator"` behind it; of no meaning for itself.
+            `"encoder"` before or `"generator"` after the language model; ignored for the language model.
     """
 
     sample_ms: Callable[[int], float] | Mapping[int, float]
@@ -58,21 +58,21 @@ class StrategySpace:
     """
     All choices of sizes (DistTrain, section 4.3).
 
-    Tensor-parallel sizes divide the heads and data-parallel sizes the batch; an encoder or generator takes a whole
+    Tensor-parallel sizes divide the heads and data-parallel sizes the batch; an encoder or generator has an integer
     number of samples for each microbatch of the language model. An option of a module is a row of the table of
-    [`Strategies`]. Options are kept by the data-parallel size of the language model, one table `[options, 6]` for each
-    module.
+    [`Strategies`]. Options are stored by the data-parallel size of the language model, one table `[options, 6]` for
+    each module.
 
     Args:
-        modules (`Mapping[str, ModuleDemand]`): Each module's needs.
+        modules (`Mapping[str, ModuleDemand]`): Demand of each module.
         num_ranks (`int`): Ranks for all modules together.
         global_batch_size (`int`): Samples of a step.
         memory_bytes (`float`): Memory of a rank.
         microbatch_size (`int`): Samples of a microbatch of the language model.
-        tp_sizes (`tuple[int, ...]`): Tensor-parallel sizes to choose from.
+        tp_sizes (`tuple[int, ...]`): Candidates for the tensor-parallel size.
 
     Raises:
-        `ValueError`: If there is no language model, no whole number of microbatches, or no tensor-parallel size that
+        `ValueError`: If there is no language model, no integer number of microbatches, or no tensor-parallel size that
             divides the heads of a module.
     """
 
@@ -85,10 +85,10 @@ class StrategySpace:
 
     def __post_init__(self) -> None:
         if LANGUAGE_MODEL not in self.modules:
-            raise ValueError(f"There is no `{LANGUAGE_MODEL}` among {list(self.modules)}. Name one module so.")
+            raise ValueError(f"There is no `{LANGUAGE_MODEL}` among {list(self.modules)}. Name one module like this.")
         if self.global_batch_size % self.microbatch_size:
             raise ValueError(
-                f"`global_batch_size={self.global_batch_size}` is no multiple of "
+                f"`global_batch_size={self.global_batch_size}` is not a multiple of "
                 f"`microbatch_size={self.microbatch_size}`. Use one that is."
             )
         for name, module in self.modules.items():
@@ -100,7 +100,7 @@ class StrategySpace:
 
     @cached_property
     def chain(self) -> Chain:
-        """Which module stands where."""
+        """Order of the modules."""
         names = list(self.modules)
         others = [index for index, name in enumerate(names) if name != LANGUAGE_MODEL]
         encoders = tuple(index for index in others if self.modules[names[index]].role == "encoder")
@@ -109,26 +109,26 @@ class StrategySpace:
 
     @cached_property
     def options(self) -> Options:
-        """What a module can choose from if it were alone on the ranks."""
-        found = {}
+        """Options of each module that would fit if it were alone on the ranks."""
+        options = {}
         for size, tables in self._every_option.items():
-            kept = []
+            fitting = []
             for index, table in enumerate(tables):
                 least = self._least(size, index, table)
                 fits = least <= self._num_layers[index] * SAME
-                kept.append(table[fits & (least * table[:, 0] * table[:, 1] <= self.num_ranks * SAME)])
-            if all(map(len, kept)):
-                found[size] = tuple(kept)
-        return found
+                fitting.append(table[fits & (least * table[:, 0] * table[:, 1] <= self.num_ranks * SAME)])
+            if all(map(len, fitting)):
+                options[size] = tuple(fitting)
+        return options
 
     @property
     def num_strategies(self) -> int:
-        """Combinations of sizes, those that do not fit included."""
+        """Number of combinations of sizes, including those that do not fit."""
         return sum(math.prod(map(len, tables)) for tables in self._every_option.values())
 
     def modest_options(self) -> Options:
-        """For each module the options that promise most by themselves, and those that need fewest ranks."""
-        found = {}
+        """For each module the options with the best scores of its own, and those that need the fewest ranks."""
+        options = {}
         for size, tables in self.options.items():
             steady = (self._num_microbatches(size) - 1) / self.num_ranks
             chosen = []
@@ -137,28 +137,28 @@ class StrategySpace:
                 scores = (table[:, 2] * (1 + steady * ranks), ranks * np.ceil(self._least(size, index, table)))
                 best = [np.argsort(score, kind="stable")[:_MODEST] for score in scores]
                 chosen.append(table[np.unique(np.concatenate(best))])
-            found[size] = tuple(chosen)
-        return found
+            options[size] = tuple(chosen)
+        return options
 
     def strategies(self, options: Options, limit_ms: float = np.inf) -> Strategies | None:
-        """All combinations of options that are within a limit of the time of a step, as far as a simple bound says."""
+        """All combinations of options within a limit of the step time, by a simple bound."""
         tables, counts = [], []
         for size, choices in options.items():
-            found = self._combinations(size, choices, limit_ms * SAME)
-            tables.append(found)
-            counts.append(np.full(len(found), self._num_microbatches(size)))
+            combinations = self._combinations(size, choices, limit_ms * SAME)
+            tables.append(combinations)
+            counts.append(np.full(len(combinations), self._num_microbatches(size)))
         if not sum(map(len, tables)):
             return None
         table, count = np.concatenate(tables), np.concatenate(counts)
         return Strategies(table, count, self._num_layers, self.chain, self.num_ranks, limit_ms)
 
-    def refusal(self) -> ValueError:
-        """Why there is no layout at all."""
+    def no_layout_error(self) -> ValueError:
+        """The error if there is no layout, with the reason."""
         for index, (name, module) in enumerate(self.modules.items()):
-            needed_bytes = self._least_bytes(index)
-            if needed_bytes > self.memory_bytes:
+            min_bytes = self._least_bytes(index)
+            if min_bytes > self.memory_bytes:
                 return ValueError(
-                    f"`{name}` needs {needed_bytes / GIB:.2f} GiB on each rank even with a stage for each of its "
+                    f"`{name}` needs {min_bytes / GIB:.2f} GiB on each rank even with a stage for each of its "
                     f"{module.num_layers} layers; a rank has {self.memory_bytes / GIB:.2f} GiB. Freeze parts of it, "
                     "use activation checkpointing, larger `tp_sizes`, or ranks with more memory."
                 )
@@ -176,13 +176,13 @@ class StrategySpace:
         return np.array([module.num_layers for module in self.modules.values()])
 
     @cached_property
-    def _least_behind(self) -> NDArray:
-        """`[modules]`: the fewest stages behind each module."""
-        return self.chain.behind(np.ones((1, len(self.modules)), np.int64))[0]
+    def _least_after(self) -> NDArray:
+        """`[modules]`: minimum number of stages after each module."""
+        return self.chain.after(np.ones((1, len(self.modules)), np.int64))[0]
 
     @cached_property
     def _times_ms(self) -> list[dict[int, float]]:
-        """For each module the tensor-parallel sizes that divide its heads, and its time with them."""
+        """For each module its time with each tensor-parallel size that divides its heads."""
         return [
             {size: module.time_ms(size) for size in self.tp_sizes if module.num_heads % size == 0}
             for module in self.modules.values()
@@ -194,7 +194,7 @@ class StrategySpace:
         return {size: tuple(self._table(name, size) for name in self.modules) for size in sizes}
 
     def _table(self, name: str, language_dp: int) -> NDArray:
-        """`[options, 6]` of a module beside so many replicas of the language model."""
+        """`[options, 6]` of a module with `language_dp` replicas of the language model."""
         module, samples = self.modules[name], self.microbatch_size * language_dp
         times_ms = self._times_ms[list(self.modules).index(name)]
         dp_sizes = [language_dp] if name == LANGUAGE_MODEL else _divisors(samples)
@@ -217,31 +217,31 @@ class StrategySpace:
         return self.global_batch_size // (self.microbatch_size * dp_size)
 
     def _least(self, dp_size: int, index: int, table: NDArray) -> NDArray:
-        """`[options]`: the fewest stages, as a fraction, of a module with the fewest behind it."""
-        behind, count = self._least_behind[index], self._num_microbatches(dp_size)
-        return np.maximum(1.0, least_stages(table[:, 3], table[:, 4], table[:, 5], count, behind))
+        """`[options]`: minimum (fractional) number of stages of a module with the minimum after it."""
+        after, count = self._least_after[index], self._num_microbatches(dp_size)
+        return np.maximum(1.0, least_stages(table[:, 3], table[:, 4], table[:, 5], count, after))
 
     def _least_bytes(self, index: int) -> float:
-        """What a rank of a module needs at least."""
+        """Minimum memory of a rank of a module."""
         num_layers, least = int(self._num_layers[index]), np.inf
         for size, tables in self._every_option.items():
-            tp_size, _, _, state, kept, _ = tables[index].T
-            in_flight = min(num_layers + int(self._least_behind[index]), self._num_microbatches(size))
-            least = min(least, float(((state + kept * in_flight) / (tp_size * num_layers)).min()))
+            tp_size, _, _, state, saved, _ = tables[index].T
+            in_flight = min(num_layers + int(self._least_after[index]), self._num_microbatches(size))
+            least = min(least, float(((state + saved * in_flight) / (tp_size * num_layers)).min()))
         return least
 
     def _combinations(self, dp_size: int, tables: tuple[NDArray, ...], limit_ms: float) -> NDArray:
         """
-        `[strategies, modules, 6]`: what may be within a limit: no ranks stay without work in a simple bound.
+        `[strategies, modules, 6]`: combinations that may be within a limit, by a bound without idle ranks.
 
-        Options that exceed the limit with the best of every other module go first, so that the grid of all
-        combinations stays small.
+        Options that exceed the limit with the best options of all other modules are dropped first, so that the grid of
+        all combinations stays small.
         """
         steady = (self._num_microbatches(dp_size) - 1) / self.num_ranks
         passes = [table[:, 2] for table in tables]
         work = [steady * table[:, 0] * table[:, 1] * table[:, 2] for table in tables]
         ranks = [t[:, 0] * t[:, 1] * self._least(dp_size, i, t) for i, t in enumerate(tables)]
-        alone = [np.flatnonzero(self._bound_beside_the_best(passes, work, i) <= limit_ms) for i in range(len(tables))]
+        alone = [np.flatnonzero(self._bound_with_the_best(passes, work, i) <= limit_ms) for i in range(len(tables))]
         grids = [
             [
                 np.expand_dims(values[keep], [axis for axis in range(len(tables)) if axis != index])
@@ -255,14 +255,14 @@ class StrategySpace:
         rows = [table[keep][places] for table, keep, places in zip(tables, alone, chosen, strict=True)]
         return np.stack(rows, axis=1)
 
-    def _bound_beside_the_best(self, passes: list[NDArray], work: list[NDArray], index: int) -> NDArray:
-        """`[options]` of a module: a lower bound with whatever the other modules choose."""
+    def _bound_with_the_best(self, passes: list[NDArray], work: list[NDArray], index: int) -> NDArray:
+        """`[options]` of a module: a lower bound for any options of the other modules."""
         best = [values.min(initial=np.inf) for values in passes]
         rest = sum(values.min(initial=np.inf) for place, values in enumerate(work) if place != index)
         return self._through([*best[:index], passes[index], *best[index + 1 :]]) + work[index] + rest
 
     def _through(self, values: list) -> NDArray:
-        """The sum along the slowest way through the model, of arrays of any shape, one for each module."""
+        """Sum along the slowest path through the model, of one array of any shape per module."""
         sides = [[values[i] for i in side] for side in (self.chain.encoders, self.chain.generators) if side]
         return reduce(np.add, [reduce(np.maximum, side) for side in sides], values[self.chain.language_model])
 

@@ -1,4 +1,4 @@
-"""Predictions with one rank for all that run the same list."""
+"""Predictions with one representative of all ranks that run the same program."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .step_planner import PlannedStep, Prediction, StepPlanner
 
 def on_all_ranks(prediction: Prediction) -> Prediction:
     """
-    A prediction with the spans of all ranks in place of those of one of all that run the same list.
+    Expands a prediction of representative ranks to all ranks.
 
     Args:
-        prediction ([`Prediction`]): From [`predict_condensed`].
+        prediction ([`Prediction`]): Result of [`predict_condensed`].
     """
     return replace(prediction, simulation=_on_all_ranks(prediction.simulation, prediction.plan))
 
 
 def _on_all_ranks(simulation: Simulation, plan: ParallelPlan) -> Simulation:
-    """A simulation of condensed ranks as one of those of the whole plan."""
+    """Expands a simulation of representative ranks to the whole plan."""
     tasks = {span.task: span for span in simulation.spans}
     spans = [
         Span(rank, task, span.start_ms, span.end_ms)
@@ -38,22 +38,22 @@ def _on_all_ranks(simulation: Simulation, plan: ParallelPlan) -> Simulation:
 
 
 def _by_rank(sums: Sequence[SumSpan]) -> dict[int, list[SumSpan]]:
-    """Gradient sums by their rank."""
-    found: dict[int, list[SumSpan]] = {}
+    """Rank -> its gradient all-reduces."""
+    result: dict[int, list[SumSpan]] = {}
     for span in sums:
-        found.setdefault(span.rank, []).append(span)
-    return found
+        result.setdefault(span.rank, []).append(span)
+    return result
 
 
 def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleSizes) -> Prediction:
     """
-    [`StepPlanner.predict`] of a batch with one rank for all that run the same list, many times faster, and without a
-    program. Its spans are of these ranks; its memory is of all.
+    [`StepPlanner.predict`] for a batch with one representative of all ranks that run the same program: many times
+    faster, and without a program. Its spans are those of the representatives; its memory is that of all ranks.
 
     Args:
-        planner ([`StepPlanner`]): Of the whole plan.
-        condensed ([`Condensed`]): Its plan.
-        sizes (`SampleSizes`): Of the samples of the batch.
+        planner ([`StepPlanner`]): Planner of the whole plan.
+        condensed ([`Condensed`]): Its condensed plan.
+        sizes (`SampleSizes`): Sizes of the batch's samples.
     """
     return predict_arranged(planner, condensed, planner.arrange(range(sizes.num_samples), sizes))
 
@@ -62,14 +62,14 @@ def predict_arranged(
     planner: StepPlanner, condensed: Condensed, arranged: PlannedStep, sizes: SampleSizes | None = None
 ) -> Prediction:
     """
-    [`predict_condensed`] of a step that is arranged already.
+    [`predict_condensed`] for a step with a given arrangement.
 
     Args:
-        planner ([`StepPlanner`]): Of the whole plan.
-        condensed ([`Condensed`]): Its plan.
-        arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`].
-        sizes (`SampleSizes`, *optional*): Of its samples, if it was arranged without them: the program does not
-            depend on them then.
+        planner ([`StepPlanner`]): Planner of the whole plan.
+        condensed ([`Condensed`]): Its condensed plan.
+        arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`].
+        sizes (`SampleSizes`, *optional*): Sizes of its samples if it was arranged without them, in which case the
+            program does not depend on them.
     """
     known, sizes = arranged.sizes, arranged.sizes if sizes is None else sizes
     assert sizes is not None
@@ -82,11 +82,11 @@ def predict_arranged(
 
 def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
     """
-    The time of a step before the optimizer's, as [`predict_arranged`] gives it, in a fraction of the time.
+    Time of a step before the optimizer step, equal to that of [`predict_arranged`], in a fraction of the time.
 
     Args:
-        planner ([`StepPlanner`]): Of the whole plan.
-        arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`], with sizes.
+        planner ([`StepPlanner`]): Planner of the whole plan.
+        arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`], with sizes.
     """
     assert arranged.sizes is not None
     return _replayed(planner, planner.condensed, arranged, arranged.sizes, arranged.sizes).iteration_ms
@@ -95,7 +95,7 @@ def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
 def _replayed(
     planner: StepPlanner, condensed: Condensed, arranged: PlannedStep, sizes: SampleSizes, known: SampleSizes | None
 ) -> Replay:
-    """A step with the costs of some sizes, ordered by those of the sizes that are known before, if any are."""
+    """Replays a step with the costs of `sizes`, ordered by those of the sizes known in advance, if any."""
     costs, plan, step = planner.costs, planner.plan, arranged.step
     cost = StepCost(costs, plan, step, sizes, condensed.whole_groups, planner.stage_costs)
     caps = None
@@ -122,12 +122,12 @@ def _replayed(
 
 def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation:
     """
-    A replay on all ranks where nothing is known of the samples: a forward counts 1 ms and a backward 2 ms.
+    Replay on all ranks without sizes of samples: a forward takes 1 ms and a backward 2 ms.
 
     Args:
-        planner ([`StepPlanner`]): Of the whole plan.
-        arranged ([`PlannedStep`]): From [`~StepPlanner.arrange`].
+        planner ([`StepPlanner`]): Planner of the whole plan.
+        arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`].
     """
     condensed = planner.condensed
-    found = simulate_parts(condensed, arranged.step, training=planner.training)
-    return _on_all_ranks(found.simulation(), planner.plan)
+    replay = simulate_parts(condensed, arranged.step, training=planner.training)
+    return _on_all_ranks(replay.simulation(), planner.plan)

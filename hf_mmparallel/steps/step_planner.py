@@ -1,4 +1,4 @@
-"""From the samples of a global batch to their arrangement and the program of the step."""
+"""Plans a step: from the samples of a global batch to their arrangement and program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
 class Drawn(Protocol):
     """
-    Samples of a global batch in the sampler's order, the epoch that they are drawn in, their sizes, if they were
-    measured when they were drawn, and limits of microbatches, if they are others than the planner's.
+    Samples of a global batch in the sampler's order, their epoch, their sizes (if they were measured when they were
+    drawn), and limits of microbatches (if they differ from the planner's).
     """
 
     @property
@@ -43,12 +43,12 @@ class PlannedStep:
     A step before any of its samples is read.
 
     Args:
-        step (`StepPlan`): Which sample is where.
+        step (`StepPlan`): The arrangement of the samples.
         program (`Program`):
-            The actions of every rank, or of those in the part of the rank that it was planned for; none if the step is
-            arranged only.
-        sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
-        workloads (`Workloads`): What the samples were arranged by.
+            The actions of all ranks, or of those in the same part as the rank that it was planned for; empty if the
+            step is arranged only.
+        sizes (`SampleSizes`, *optional*): Sizes of the samples, if they are known.
+        workloads (`Workloads`): The workloads that the samples were arranged by.
     """
 
     step: StepPlan
@@ -60,23 +60,23 @@ class PlannedStep:
 @dataclass(frozen=True)
 class StepPlanner:
     """
-    Arranges global batches and plans their programs, on every rank to the same result. It communicates nothing and can
-    be pickled, so that the workers of a data loader plan steps ahead.
+    Arranges global batches and plans their programs, with the same result on every rank. It does not communicate and
+    can be pickled, so that the workers of a data loader plan steps ahead.
 
     Args:
-        costs (`CostModel`): What layers of the model cost.
+        costs (`CostModel`): Costs of the model's layers.
         plan (`ParallelPlan`): The layout.
-        groups (`Sequence[SyncGroup]`): The gradient sums.
-        microbatch_size (`int`): Samples of a microbatch of one language-model replica, on average.
+        groups (`Sequence[SyncGroup]`): The gradient all-reduces.
+        microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
         method (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
             Dataset indices -> their sizes; without it all samples count the same.
-        max_tokens (`int`, *optional*): Most tokens of a microbatch of the language model.
+        max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
         memory_bytes (`float`, *optional*): Memory of a rank that microbatches have to fit.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
         limits (`Mapping[str, int]`, *optional*):
-            Module -> most tokens of a microbatch, for all steps of a run, see [`~StepPlanner.with_limits`]; without it
-            they are found for each batch.
+            Module -> maximum tokens per microbatch for all steps of a run, see [`~StepPlanner.with_limits`]; computed
+            for each batch by default.
     """
 
     costs: CostModel
@@ -91,21 +91,21 @@ class StepPlanner:
     limits: Mapping[str, int] | None = None
 
     def with_method(self, method: str) -> StepPlanner:
-        """The same with another arrangement, and with all that is known of the layout."""
+        """The same planner with another arrangement; shares cached properties of the layout."""
         result = replace(self, method=method)
         result.__dict__.update(condensed=self.condensed, stage_costs=self.stage_costs)
         return result
 
     def with_limits(self, typical: SampleSizes) -> StepPlanner:
         """
-        The same with limits of microbatches that are found once, so that they can be said, and compared with all
+        The same planner with limits of microbatches computed once, so that they can be reported, and compared with all
         samples, before the first step.
 
         Args:
-            typical (`SampleSizes`): Of a global batch such as there will be.
+            typical (`SampleSizes`): Sizes of a typical global batch.
 
         Raises:
-            `ValueError`: If the memory of a rank is not enough however small microbatches are.
+            `ValueError`: If the memory of a rank is insufficient for microbatches of any size.
         """
         workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
         return replace(self, limits=workloads.max_tokens)
@@ -115,15 +115,14 @@ class StepPlanner:
         Args:
             draw ([`Drawn`]): The samples.
             rank (`int`, *optional*):
-                Plan the program for this rank. That it is the same for the ranks of its part, see [`Part`], is all
-                that has to be compared: what it exchanges with others are gradient sums, in an order that no step
-                changes.
+                Plan the program for this rank. Only the ranks of its part, see [`Part`], need the same program: other
+                ranks only take part in gradient all-reduces, whose order does not depend on the step.
         """
         arranged = self.arrange_draw(draw)
         return replace(arranged, program=self.program(arranged.step, arranged.sizes, rank))
 
     def arrange_draw(self, draw: Drawn) -> PlannedStep:
-        """Samples of a global batch in their microbatches, without a program."""
+        """Arranges the samples of a global batch, without a program."""
         sizes = draw.sizes
         if sizes is None and self.sizes is not None:
             sizes = self.sizes(draw.samples)
@@ -138,14 +137,14 @@ class StepPlanner:
         epoch: int = 0,
     ) -> PlannedStep:
         """
-        Samples in their microbatches, without a program.
+        Arranges samples, without a program.
 
         Args:
             samples (`Sequence[int]`): Dataset indices in the sampler's order.
-            sizes (`SampleSizes`, *optional*): Of each; without them all count the same.
+            sizes (`SampleSizes`, *optional*): Sizes of the samples; without them all count the same.
             limits (`Mapping[str, int]`, *optional*):
-                Module -> most tokens of a microbatch; without them they are found for these samples.
-            epoch (`int`, *optional*, defaults to 0): The epoch that they are drawn in.
+                Module -> maximum tokens per microbatch; computed for these samples by default.
+            epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
         """
         if sizes is None:
             workloads = Workloads.alike(self.plan.modules, len(samples))
@@ -159,36 +158,36 @@ class StepPlanner:
 
     @cached_property
     def condensed(self) -> Condensed:
-        """The layout with one rank for all that run the same list."""
+        """The layout with one representative of all ranks that run the same program."""
         return condense(self.plan, self.groups)
 
     @cached_property
     def stage_costs(self) -> Mapping[StageKey, StageCost]:
-        """The costs of the stages, which no step changes."""
+        """The costs of the stages, which do not depend on the step."""
         return stage_costs(self.costs, self.plan)
 
     def program(self, step: StepPlan, sizes: SampleSizes | None, rank: int | None = None) -> Program:
         """
-        The program of a step, with costs from the sizes of its samples where they are known; of the ranks in the part
-        of `rank` only, if that is given.
+        The program of a step, with costs from the sizes of its samples if they are known; only for the ranks in the
+        part of `rank` if that is given.
         """
         cost = caps = None
         parts = list(self.condensed.parts(step, rank))
-        plan, own = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
+        plan, own_step = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
-            cost = StepCost(self.costs, plan, own, sizes, self.groups, self.stage_costs)
+            cost = StepCost(self.costs, plan, own_step, sizes, self.groups, self.stage_costs)
             if plan.policy.fills_memory and self.training:
-                caps = eager_caps(self.costs, plan, own, sizes, self.memory_bytes)
+                caps = eager_caps(self.costs, plan, own_step, sizes, self.memory_bytes)
         program = condensed_program(parts, cost, self.training, caps)
         return self.condensed.expand(program)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """
-        What a step takes by its costs.
+        Predicts the time and memory of a step.
 
         Args:
             planned (`PlannedStep`): The step.
-            sizes (`SampleSizes`, *optional*): Of its samples, if the step was planned without them.
+            sizes (`SampleSizes`, *optional*): Sizes of its samples, if the step was planned without them.
         """
         sizes = planned.sizes if sizes is None else sizes
         assert sizes is not None
@@ -200,7 +199,7 @@ class StepPlanner:
         return Prediction(self.plan, planned, sizes, simulation, memory, utilisation, update_ms)
 
     def utilisation(self, sizes: SampleSizes, step_ms: float) -> float:
-        """Model FLOPs of the samples over what all ranks could do meanwhile."""
+        """Model FLOPs of the samples over the peak FLOPs of all ranks in the same time (MFU)."""
         peak_flops = 1e9 * self.costs.device.peak_tflops * self.plan.world_size * step_ms
         return model_flops(self.costs.spec, sizes) / peak_flops
 
@@ -208,16 +207,17 @@ class StepPlanner:
 @dataclass(frozen=True)
 class Prediction:
     """
-    What a step is expected to take.
+    Predicted time and memory of a step.
 
     Args:
         plan (`ParallelPlan`): The layout.
         planned (`PlannedStep`): Its arrangement and program.
-        sizes (`SampleSizes`): Of its samples.
-        simulation (`Simulation`): Its replay.
+        sizes (`SampleSizes`): Sizes of its samples.
+        simulation (`Simulation`): Its simulation.
         memory (`dict[int, RankMemory]`): Rank -> its memory.
-        flops_utilisation (`float`): Model FLOPs a second over the peak of all ranks (MFU).
-        optimizer_ms (`float`, *optional*, defaults to 0.0): Clipping and the optimizer's step, behind the simulation.
+        flops_utilisation (`float`): Model FLOPs per second over the peak of all ranks (MFU).
+        optimizer_ms (`float`, *optional*, defaults to 0.0): Time of clipping and the optimizer step after the
+            simulation.
     """
 
     plan: ParallelPlan
@@ -234,9 +234,9 @@ class Prediction:
 
     @property
     def peak_memory_bytes(self) -> float:
-        """Of the fullest rank."""
+        """Peak memory of the fullest rank."""
         return max(memory.total for memory in self.memory.values())
 
     def tokens_per_second(self, module: str) -> float:
-        """Tokens of a module over the time of the step."""
+        """Tokens of a module per second of the step."""
         return 1e3 * float(self.sizes.tokens[module].sum()) / self.step_ms

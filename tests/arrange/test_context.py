@@ -19,7 +19,7 @@ from hf_mmparallel.arrange import (
     independent_segments,
     padded_length,
 )
-from hf_mmparallel.arrange.sections import Sections
+from hf_mmparallel.arrange.segment_bins import SegmentBins
 from hf_mmparallel.kernels.bitfield_attention.mask import BitfieldMask
 from hf_mmparallel.kernels.bitfield_attention.reference import dense_mask
 from hf_mmparallel.kernels.bitfield_attention.words import decode_words, encode_words
@@ -90,7 +90,7 @@ def split_segments(found: ContextAssignment, ids: np.ndarray) -> list[int]:
 @settings(deadline=None)
 @given(st.integers(2, 6), st.integers(0, 2**32))
 def test_segments_stay_whole_where_any_order_of_them_fits(num_ranks, seed):
-    """With room for the longest segment to spare on each rank, the longest first always finds a place."""
+    """With capacity for the longest segment to spare on each rank, the longest first always finds a place."""
     rng = np.random.default_rng(seed)
     samples = rng.integers(1, 60, 12 * num_ranks).tolist()
     first, last, ids = causal_row(samples, sum(samples) + num_ranks * max(samples))
@@ -195,13 +195,13 @@ def test_whole_segments_are_near_the_optimum_of_small_cases():
         length = rng.integers(8, 64, 8)
         size = -(-length // 8)
         work = np.stack([size * (size + 1) / 2, size * (size + 3) / 2, (size + 1) * (size + 2) / 2])
-        room = np.full(2, length.sum() // 2 + 24)
-        sections = Sections(length, work, room, np.zeros(2), np.zeros(2, np.int64), 8, 1.0)
-        owner = sections.exchange(sections.divide())
-        assert sections.fit(owner)
+        capacity = np.full(2, length.sum() // 2 + 24)
+        bins = SegmentBins(length, work, capacity, np.zeros(2), np.zeros(2, np.int64), 8, 1.0)
+        owner = bins.exchange(bins.divide())
+        assert bins.fit(owner)
         owners = (np.array(owners) for owners in product(range(2), repeat=8))
-        best = min(max(sections.rank_work(o, r) for r in range(2)) for o in owners if sections.fit(o))
-        ratios.append(max(sections.rank_work(owner, rank) for rank in range(2)) / best)
+        best = min(max(bins.rank_work(o, r) for r in range(2)) for o in owners if bins.fit(o))
+        ratios.append(max(bins.rank_work(owner, rank) for rank in range(2)) / best)
     assert min(ratios) >= 1 - 1e-9
     assert max(ratios) <= 1.15 and np.mean(ratios) <= 1.03
 

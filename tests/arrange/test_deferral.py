@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange.deferral import defer, pair_means, pair_order, shuffled_pairs
-from hf_mmparallel.arrange.exchange import Room
+from hf_mmparallel.arrange.exchange import Capacity
 
 
 def even_targets(places, weights, num_problems: int, count: int) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_limits_that_held_still_hold(seed, count, num_items):
     places, weights, late, targets = make(seed, 1, count, num_items)
     sizes = np.random.default_rng(seed).integers(1, 9, num_items).astype(float)
     limit = np.bincount(places + late, sizes).max()
-    found = defer(places, weights, late, targets, 3, Room(sizes[:, None], np.array([limit])))
+    found = defer(places, weights, late, targets, 3, Capacity(sizes[:, None], np.array([limit])))
     assert np.bincount(places + found, sizes).max() <= limit
 
 
@@ -72,8 +72,8 @@ def test_limits_forbid_what_would_be_best():
     places, weights = np.zeros(2, np.int64), np.array([3.0, 1.0])
     targets = np.array([[2.0, 2.0]])
     assert defer(places, weights, np.zeros(2, bool), targets, 1).sum() == 1
-    room = Room(np.array([[4.0], [4.0]]), np.array([3.0]))
-    assert not defer(places, weights, np.zeros(2, bool), targets, 1, room).any()
+    capacity = Capacity(np.array([[4.0], [4.0]]), np.array([3.0]))
+    assert not defer(places, weights, np.zeros(2, bool), targets, 1, capacity).any()
 
 
 def order_of(rows, weights, count: int, start: float = 0.0) -> list[int]:

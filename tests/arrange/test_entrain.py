@@ -29,7 +29,7 @@ def test_every_sample_is_once_in_every_module_and_at_most_a_microbatch_late(work
     for replica, microbatches in enumerate(step.microbatches["vision"]):
         for slot in step.takers("vision", replica, LANGUAGE_MODEL):
             taker, index = step.places[LANGUAGE_MODEL, slot]
-            # In turns of the encoder, which has as many as the replica of its track that has most.
+            # In turns of the encoder, which has as many as the replica of its colocated that has most.
             turn = turn_of(index, len(step.microbatches[LANGUAGE_MODEL][taker]), len(microbatches))
             assert turn >= step.places["vision", slot][1]
             if language == vision:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange.exchange import Room, exchange, padded, stable_order
+from hf_mmparallel.arrange.exchange import Capacity, exchange, padded, stable_order
 
 
 def squares(bins, weights, targets) -> np.ndarray:
@@ -53,7 +53,7 @@ def test_limits_that_held_still_hold(seed, per_problem, num_items):
     bins, weights, targets = make(seed, 1, per_problem, 1, num_items)
     sizes = np.random.default_rng(seed).integers(1, 9, (num_items, 1)).astype(float)
     limit = np.bincount(bins, sizes[:, 0]).max()
-    found = exchange(bins, weights, targets, 20, Room(sizes, np.array([limit])))
+    found = exchange(bins, weights, targets, 20, Capacity(sizes, np.array([limit])))
     assert np.bincount(found, sizes[:, 0]).max() <= limit
 
 

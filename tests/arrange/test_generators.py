@@ -109,13 +109,13 @@ def test_generators_take_what_the_language_model_takes(method, sizes, num_sample
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.floats(1.0, 2.0))
 @example(42, 1, 4, 18, 1.2)  # one that is hard to divide among copies
-def test_limits_of_generators_hold(method, seed, language, generator, num_samples, room):
+def test_limits_of_generators_hold(method, seed, language, generator, num_samples, capacity):
     plan = plan_of(
         vision=ModulePlugin(), language_model=ModulePlugin(language), image_generator=ModulePlugin(generator)
     )
     work = draw(plan, num_samples, seed)
     several = max(1, -(-language // generator))
-    limits = {IMAGE: max(1, int(room * several * work.tokens[IMAGE].max()))}
+    limits = {IMAGE: max(1, int(capacity * several * work.tokens[IMAGE].max()))}
     if seed % 2:
         limits[LANGUAGE_MODEL] = int(2 * work.tokens[LANGUAGE_MODEL].max())
     work = dataclasses.replace(work, max_tokens=limits)

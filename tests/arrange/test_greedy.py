@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import greedy
-from hf_mmparallel.arrange.exchange import Room
-from hf_mmparallel.arrange.greedy import NoRoomError, fill_bins
+from hf_mmparallel.arrange.exchange import Capacity
+from hf_mmparallel.arrange.greedy import CapacityError, fill_bins
 
 
 def least_largest_load(weights, num_bins: int) -> float:
@@ -77,20 +77,20 @@ def test_loads_at_the_start_count():
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.integers(1, 5))
 def test_limits_hold_or_there_is_no_room(sizes, num_bins):
-    room = Room(np.array(sizes, dtype=float)[:, None], np.array([7.0]))
+    capacity = Capacity(np.array(sizes, dtype=float)[:, None], np.array([7.0]))
     try:
-        found = fill(np.ones(len(sizes)), np.arange(len(sizes)), np.ones(num_bins), room=room)
-    except NoRoomError:
+        found = fill(np.ones(len(sizes)), np.arange(len(sizes)), np.ones(num_bins), capacity=capacity)
+    except CapacityError:
         assert sum(sizes) > 7 * num_bins - (num_bins - 1) * max(sizes) or max(sizes) > 7
     else:
         assert np.bincount(found, sizes).max() <= 7
 
 
 def test_what_is_taken_already_counts_for_limits():
-    room, used = Room(np.ones((1, 1)), np.array([2.0])), np.array([[[2.0], [1.0]]])
-    assert fill([1.0], np.arange(1), np.ones(2), room=room, used=used).tolist() == [1]
-    with pytest.raises(NoRoomError):
-        fill([1.0], np.arange(1), np.ones(2), room=room, used=used + 1)
+    capacity, used = Capacity(np.ones((1, 1)), np.array([2.0])), np.array([[[2.0], [1.0]]])
+    assert fill([1.0], np.arange(1), np.ones(2), capacity=capacity, used=used).tolist() == [1]
+    with pytest.raises(CapacityError):
+        fill([1.0], np.arange(1), np.ones(2), capacity=capacity, used=used + 1)
 
 
 def test_no_items_are_in_no_bins():

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
-from hf_mmparallel.arrange.greedy import NoRoomError
+from hf_mmparallel.arrange.colocated_modules import ColocatedModules
+from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.arrange.hierarchical import Batch, hierarchical, tapered
-from hf_mmparallel.arrange.tracks import Track
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
 from hf_mmparallel.schedule import build_program, simulate
 from tests.plan.specs import language_spec, model_spec, vision_spec
@@ -78,13 +78,13 @@ def test_any_sizes_of_anything(vision, language, num_samples, microbatch_size, t
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.floats(1.0, 3.0))
-def test_limits_hold(seed, vision, language, num_samples, room):
+def test_limits_hold(seed, vision, language, num_samples, capacity):
     plan = make_plan(vision, language)
     work = draw(plan, num_samples, seed)
     # With fewer replicas than the language model an encoder takes the samples of several.
     several = max(1, -(-language // vision))
     limits = {"vision": several, LANGUAGE_MODEL: 1}
-    limits = {name: max(1, int(room * several * work.tokens[name].max())) for name, several in limits.items()}
+    limits = {name: max(1, int(capacity * several * work.tokens[name].max())) for name, several in limits.items()}
     work = dataclasses.replace(work, max_tokens=limits)
     check(plan, work, arrange_step(plan, range(num_samples), work, 4))
 
@@ -137,11 +137,11 @@ def test_only_the_sample_above_the_limit_is_alone():
 
 
 @pytest.mark.parametrize("arrangement", [hierarchical, tapered])
-@pytest.mark.parametrize("room", [1.0, 1.5, 2.0])
-def test_replicas_that_share_an_encoder_fit_beside_each_other_in_it(room, arrangement):
+@pytest.mark.parametrize("capacity", [1.0, 1.5, 2.0])
+def test_replicas_that_share_an_encoder_fit_beside_each_other_in_it(capacity, arrangement):
     plan = make_plan(1, 4)
     work = draw(plan, 128)
-    limit = int(room * work.tokens["vision"].max())
+    limit = int(capacity * work.tokens["vision"].max())
     work = dataclasses.replace(work, max_tokens={"vision": limit})
     step = arrange_step(plan, range(128), work, 4, arrangement.__name__)
     check(plan, work, step)
@@ -149,14 +149,14 @@ def test_replicas_that_share_an_encoder_fit_beside_each_other_in_it(room, arrang
 
 
 def test_where_too_many_replicas_share_an_encoder_the_limit_of_the_language_model_holds(monkeypatch):
-    copies = Track.copies
+    copies = ColocatedModules.copies
 
-    def full(self, replica, turn, count, room):
-        if room is not None:
-            raise NoRoomError
-        return copies(self, replica, turn, count, room)
+    def full(self, replica, turn, count, capacity):
+        if capacity is not None:
+            raise CapacityError
+        return copies(self, replica, turn, count, capacity)
 
-    monkeypatch.setattr(Track, "copies", full)
+    monkeypatch.setattr(ColocatedModules, "copies", full)
     plan = make_plan(1, 4)
     work = draw(plan, 32, text=0.0)
     limit = int(2 * work.tokens[LANGUAGE_MODEL].max())

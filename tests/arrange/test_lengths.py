@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import arrange_step
-from hf_mmparallel.arrange.greedy import NoRoomError
+from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.arrange.lengths import NUM_ORDERS, group_by_length, possible_orders
 from hf_mmparallel.arrange.microbatch_sizes import Sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_plan
@@ -83,7 +83,7 @@ def test_a_limit_counts_padding_and_asks_for_more_microbatches():
     for index in range(3):
         own = np.array(lengths)[microbatch == index]
         assert len(own) * own.max() <= 20
-    with pytest.raises(NoRoomError):
+    with pytest.raises(CapacityError):
         grouped(lengths, [np.ones(2)], limit=12)
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.arrange.balance import step_balance
-from hf_mmparallel.arrange.tracks import microbatch_counts
+from hf_mmparallel.arrange.colocated_modules import microbatch_counts
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
 from tests.arrange.test_baselines import make_workloads

@@ -55,7 +55,7 @@ def test_a_run_is_named_by_its_folder_too(log, tmp_path, capsys):
     assert main(["calibrate", str(tmp_path / "empty")]) == 2
     assert "empty` is a folder without a `trainer_log.jsonl`. A run under a plan" in capsys.readouterr().err
     assert main(["calibrate", str(log), "--profile", str(tmp_path)]) == 2
-    assert f"`--profile {tmp_path}` is no file" in capsys.readouterr().err
+    assert f"`--profile {tmp_path}` is not a file" in capsys.readouterr().err
 
 
 def test_errors_are_one_line(log, tmp_path, capsys):
@@ -64,7 +64,7 @@ def test_errors_are_one_line(log, tmp_path, capsys):
     for path, complaint in (
         (tmp_path / "missing.jsonl", "does not exist. Give the `trainer_log.jsonl`"),
         (tmp_path / "short.jsonl", "The log has 2 windows with predictions; a calibration needs 4"),
-        (tmp_path / "other.jsonl", "is no log of steps (line 1)"),
+        (tmp_path / "other.jsonl", "is not a run log (line 1)"),
     ):
         assert main(["calibrate", str(path)]) == 2
         error = capsys.readouterr().err

@@ -125,8 +125,8 @@ def test_missing_files_and_foreign_plans_are_errors(model, tmp_path, fail):
         (["plan", "--model", tmp_path], "without a config.json"),
         (["plan", "--model", model, "--parallel", tmp_path / "plan.yaml"], "neither a file nor a JSON object"),
         (["simulate", tmp_path / "plan.yaml"], "neither a file nor a JSON object"),
-        (["simulate", settings], "holds settings of modules, no plan"),
-        (["simulate", broken], "no valid YAML"),
+        (["simulate", settings], "has settings of modules, not a plan"),
+        (["simulate", broken], "not valid YAML"),
         (["simulate", torn], "Stage 0 of `vision` replica 0 has no `layers`"),
     ):
         assert message in fail(*arguments)
@@ -144,7 +144,7 @@ def test_a_dry_run_fails_when_a_rank_is_too_full(model, run, fail):
     error = fail(*arguments, "--dry-run")
     assert "Rank 1 (language_model) needs about" in error
     assert "more than the 39.96 GiB, 90% of the memory of a40" in error
-    assert "more than the 20 GiB that are allowed" in fail(*arguments, "--dry-run", "--memory-limit-gib", "20")
+    assert "more than the 20 GiB of the memory limit" in fail(*arguments, "--dry-run", "--memory-limit-gib", "20")
 
 
 def test_thousands_of_ranks_fit_a_screen(model, capsys):
@@ -188,11 +188,11 @@ def test_help_names_all_that_can_be_given(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     out = " ".join(capsys.readouterr().out.split())
-    settings = out.partition("settings of `--module`")[2].partition("what `--what-if` may change")[0]
+    settings = out.partition("settings of `--module`")[2].partition("settings of `--what-if`")[0]
     short = {name: key for key, name in SHORT_NAMES.items()}
     fields = {field.name for field in dataclasses.fields(ModulePlugin)} - {"named"}
     assert {name for name in fields if not re.search(rf"\b{short.get(name, name)}\b", settings)} == set()
-    rows = out.partition("show six others beside the plan")[2]
+    rows = out.partition("compare with six baselines")[2]
     assert all(name in rows for name in (UNAWARE, SINGLE, SHARDED, DISTTRAIN, RATIO, REPLICATED))
 
 
@@ -200,7 +200,7 @@ def test_a_model_that_is_not_found_is_named(monkeypatch, fail):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     error = fail("plan", "--model", "nope", "--gpus", 2)
     assert error.startswith(
-        "error: `--model nope` is no folder here, and no configuration could be read from the Hub: "
+        "error: `--model nope` is not a folder here, and no configuration could be read from the Hub: "
     )
     assert error.endswith("Give a folder, a config.json or a model id.\n")
 

@@ -72,7 +72,7 @@ def test_profile_prints_and_writes_what_plan_reads(model, tmp_path, capsys, stea
     assert layer.forward(24, 576) == pytest.approx(0.1 + 24e-3 + 576e-6)
     assert layer.weight_gradient.constant == pytest.approx(0.1)
     shares = [f"{profile.constants[f'{form}_attention_share']:.0%}" for form in ("masked", "block")]
-    assert f"attention reaches {shares[0]} of its rate under a dense mask, {shares[1]} as `bitfield`. Links:" in out
+    assert f"attention reaches {shares[0]} of its rate with a dense mask, {shares[1]} with `bitfield`. Links:" in out
 
 
 def test_only_some_modules_and_layouts(model, tmp_path, capsys, steady):
@@ -137,29 +137,29 @@ def test_shares_of_the_device_are_said():
         "block_attention_share": 1.13,
     }
     assert constants_text(constants).splitlines()[0] == (
-        "Device: a launch takes 4.2 us; of the peak reach products 76%, attention 31%, element-wise work (of the "
-        "memory's rate) 80%; attention reaches 42% of its rate under a dense mask, 113% as `bitfield`."
+        "Device: a launch takes 4.2 us; shares of the peak: products 76%, attention 31%, element-wise work (of the "
+        "memory bandwidth) 80%; attention reaches 42% of its rate with a dense mask, 113% with `bitfield`."
     )
 
 
 def test_links_that_were_not_measured_are_said():
     inside = {"link_gb_per_s": 3.0, "message_gb_per_s": 2.0, "collective_latency_us": 20.0, "link_latency_us": 30.0}
-    table = "under torchrun: the device table's figures count"
+    table = "under torchrun: the device table applies"
     assert links_text(inside) == (
         "Links: in a node 3 GB/s in sums and 2 GB/s in messages, 20.0 us for each step of a sum and 30.0 us for a "
-        f"message; between nodes not measured, which takes ranks on two nodes {table}."
+        f"message; between nodes not measured, which needs ranks on two nodes {table}."
     )
     assert links_text({}).startswith(
-        f"Links: in a node not measured, which takes two ranks {table}; between nodes not"
+        f"Links: in a node not measured, which needs two ranks {table}; between nodes not"
     )
-    assert "in a node 9.0 us for a copy; rates are the device table's" in links_text({"link_latency_us": 9.0})
+    assert "in a node 9.0 us for a copy; rates are those of the device table" in links_text({"link_latency_us": 9.0})
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--model", "./nowhere"], "`--model ./nowhere` does not exist"),
-        (["--lengths", "64", "--max-tokens", "32"], "`--max-tokens 32` leaves none of the lengths"),
+        (["--lengths", "64", "--max-tokens", "32"], "`--max-tokens 32` excludes all lengths"),
         (["--module", "audio"], "The model has no module `audio`. Its modules are ['vision', 'language_model']."),
         (["--device", "cuda"], "torch finds no CUDA device"),
     ],

@@ -159,7 +159,7 @@ def test_what_if_refuses_what_it_does_not_know(model, fail):
         ("gpu=3", "Did you mean `gpus`?"),
         ("gpus", "must look like `frozen=vision,gpus=128`"),
         ("gpus=many", "whole number of at least 1"),
-        ("schedule=2f2b", "none of 1f1b, gpipe, eager"),
+        ("schedule=2f2b", "not one of 1f1b, gpipe, eager"),
         ("frozen=audio", "The model has no `audio`"),
     ):
         assert message in fail(*arguments, "--what-if", change)
@@ -217,5 +217,5 @@ def test_what_is_left_to_the_allocator_has_a_line(found, run, text_model):
     assert "of 71.19 GiB on the fullest rank" in found.out
     plan = ("plan", "--model", text_model, "--gpus", 1, *SHORT[:2], "--effort", 1, "--global-batch-size", 2)
     limited = run(*plan, "--memory-limit-gib", 4)
-    assert "of 4 GiB on the fullest rank" in limited and "Allocator nothing set aside: the limit is for" in limited
+    assert "of 4 GiB on the fullest rank" in limited and "Allocator nothing reserved: the limit is for" in limited
     assert "Allocator" not in run(*plan, "--gpu-type", "cpu")

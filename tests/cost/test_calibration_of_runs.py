@@ -222,9 +222,9 @@ def test_a_profile_goes_into_the_file(tmp_path):
     profile = profile_of(SPEC, factors)
     costs = measured_costs(SPEC, CPU, profile)
     path = write_log(tmp_path / "log.jsonl", costs, corrected(costs, SCALES))
-    with pytest.raises(ValueError, match="took its costs from a `layer_profile`. Give the same file with `--profile`"):
+    with pytest.raises(ValueError, match="planned with a `layer_profile`. Pass the same file as `--profile`"):
         calibrate_logs([path])
-    with pytest.raises(ValueError, match="`--profile` is not what the run took its costs from"):
+    with pytest.raises(ValueError, match="`--profile` is not the profile of the run"):
         calibrate_logs([path], replace(profile, model="another"))
     calibrate_logs([path], profile).calibration.save(tmp_path / "calibrated.json")
     found = read_costs(tmp_path / "calibrated.json")
@@ -294,7 +294,7 @@ def test_logs_that_are_too_short_or_of_different_runs_are_refused(tmp_path):
     }
     for what, changes in others.items():
         path = write_log(tmp_path / f"{what}.jsonl", counted(), counted(), 1, **changes)
-        with pytest.raises(ValueError, match=f"different {what}.*Calibrate each by itself"):
+        with pytest.raises(ValueError, match=f"different {what}.*Calibrate each run by itself"):
             calibrate_logs([short, path])
 
 
@@ -308,7 +308,7 @@ def test_a_log_holds_runs_one_after_the_other(log):
     assert cut.windows == first.windows[: len(cut.windows)] and 0 < len(cut.windows) < 8
     for content, complaint in (
         ("", "is empty"),
-        ("a picture", r"is no log of steps \(line 1\)"),
+        ("a picture", r"is not a run log \(line 1\)"),
         (text.replace('"version": 3', '"version": 7'), "is a log of version 7"),
         (text.replace('"tasks"', '"jobs"'), "is a log with fields missing in line 2"),
     ):

@@ -298,7 +298,7 @@ class TestFiles:
             ("like: h100\nbf16_tflop: 3", r"has no `bf16_tflop`. Did you mean `bf16_tflops`"),
             ("like: v100", r"`gpu_type=v100` may be any of"),
             ("bf16_tflops: 400", r"has no `fp16_tflops`"),
-            ("like: h100\nmemory_gib: 80GB", r"`memory_gib=80GB` must be a number; its unit is in the field's name"),
+            ("like: h100\nmemory_gib: 80GB", r"`memory_gib=80GB` must be a number, in the unit of the field's name"),
             ("like: h100\nnode_size: 7.5", r"`node_size=7.5` must be a whole number"),
             ("like: h100\nmemory_gib: true", r"must be a number"),
             ("like: h100\nbf16_tflops: null", r"must be a number"),
@@ -314,7 +314,7 @@ class TestFiles:
             ("like: h100\nnode_link_gb_per_s: 50000", r"divide by 1,000"),
             ("like: h100\nmatmul_efficiency: 40", r"`matmul_efficiency=40` is not between 0.005 and 1"),
             ("like: h100\nlink_latency_us: -1", r"`link_latency_us=-1` is not between"),
-            ("like: h100\nfp32_tflops: 1979", r"`fp32_tflops=1979` is above the 989.4 of 16-bit products"),
+            ("like: h100\nfp32_tflops: 1979", r"`fp32_tflops=1979` is above the 16-bit peak, 989.4"),
             (
                 "like: h100\nlink_gb_per_s: 0.45",
                 r"1,000 times below the 450 of `h100`.*multiply by 1,000.*without `like`",
@@ -329,9 +329,9 @@ class TestFiles:
                 OWN.replace("_per_s: 1600", "_per_s: 300").replace("_per_s: 25", "_per_s: 900"),
                 r"`node_link_gb_per_s=900` is faster",
             ),
-            ("- h100", r"must hold `key: value` lines"),
-            ("like: [", r"is no valid YAML"),
-            ("name: 5\nlike: h100", r"`name=5` must be a text"),
+            ("- h100", r"must have `key: value` lines"),
+            ("like: [", r"is not valid YAML"),
+            ("name: 5\nlike: h100", r"`name=5` must be a string"),
         ],
     )
     def test_mistakes_are_sentences(self, tmp_path, text, message):

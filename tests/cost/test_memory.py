@@ -7,8 +7,8 @@ import pytest
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, memory_per_rank, memory_timeline, stage_memory
-from hf_mmparallel.cost.kept import Precision, layer_working
-from hf_mmparallel.cost.memory import held_sizes
+from hf_mmparallel.cost.activations import Precision, transient_memory
+from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.schedule import build_program, simulate
@@ -64,14 +64,14 @@ def test_what_stages_keep_of_a_token():
     spec = model(("vision",))
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
     memories = stage_memories(h100(spec), plan)
-    vision, first, last = (memories[key].kept.sum(axis=0)[1] for key in memories)
+    vision, first, last = (memories[key].saved.sum(axis=0)[1] for key in memories)
     assert vision == 2 * HIDDEN + 2 * HIDDEN  # what the projector reads, and the features
     assert first == 2 * LAYER + 2 * HIDDEN  # two layers, and what goes to the next stage
     assert last == 2 * LAYER + 2 * HIDDEN + LOSS  # the head reads the last hidden state
     frozen = stage_memories(h100(model(("vision", LANGUAGE_MODEL))), plan)
-    assert frozen[LANGUAGE_MODEL, 0, 1].kept.sum(axis=0)[1] == 2 * FROZEN_LAYER + LOSS
+    assert frozen[LANGUAGE_MODEL, 0, 1].saved.sum(axis=0)[1] == 2 * FROZEN_LAYER + LOSS
     nothing = stage_memories(h100(_all_frozen()), plan)
-    assert not any(memory.kept.any() for memory in nothing.values())
+    assert not any(memory.saved.any() for memory in nothing.values())
 
 
 def _all_frozen():
@@ -84,9 +84,9 @@ def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
     spec = model()
     plans = [resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=again)}) for again in (False, True)]
     whole, again = (stage_memories(h100(spec), plan)["vision", 0, 0] for plan in plans)
-    assert whole.kept[1:-2].sum() == LAYERS * LAYER and again.kept[1:-2].sum() == LAYERS * 2 * HIDDEN
+    assert whole.saved[1:-2].sum() == LAYERS * LAYER and again.saved[1:-2].sum() == LAYERS * 2 * HIDDEN
     held = np.array([0.0, 100.0, 1.0])
-    more = again.backward_bytes(held, False) - again.kept_bytes(held)
+    more = again.backward_bytes(held, False) - again.saved_bytes(held)
     assert more >= 100 * LAYER and again.backward_bytes(held, False) < whole.backward_bytes(held, False)
 
 
@@ -97,7 +97,7 @@ def test_a_first_backward_makes_gradients_while_it_frees_activations():
     assert memory.backward_bytes(few, True) == pytest.approx(memory.state.gradients + embedding, rel=0.01)
     assert memory.backward_bytes(many, True) == pytest.approx(memory.backward_bytes(many, False), rel=0.01)
     logits = 1e5 * 2 * 4 * VOCABULARY  # the gradients of the loss and of its softmax, beside what is kept
-    assert memory.backward_bytes(many, False) == pytest.approx(memory.kept_bytes(many) + logits, rel=1e-6)
+    assert memory.backward_bytes(many, False) == pytest.approx(memory.saved_bytes(many) + logits, rel=1e-6)
 
 
 def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
@@ -107,9 +107,9 @@ def test_matrices_are_shared_by_tensor_parallel_ranks_and_tokens_by_rows():
         for plugin in (ModulePlugin(), ModulePlugin(tp_size=2), ModulePlugin(cp_size=2))
     )
     split = 2 * 4 * HIDDEN + 4 * 4 + 2 * 2 * WIDE
-    assert alone.kept[1, 1] - tp.kept[1, 1] == split / 2
+    assert alone.saved[1, 1] - tp.saved[1, 1] == split / 2
     held = np.array([0.0, 100.0, 1.0])
-    assert cp.kept_bytes(held) == alone.kept_bytes(held) / 2 and cp.state == alone.state
+    assert cp.saved_bytes(held) == alone.saved_bytes(held) / 2 and cp.state == alone.state
 
 
 def with_heads(num_kv_heads, attention="sdpa"):
@@ -124,7 +124,7 @@ def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attenti
     of_pair = 2 if whole else 4 * (4 + 2)  # a mask in bfloat16; scores of four heads in float32, and cast
     for tp_size in (1, 2):
         plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
-        kept = stage_memories(h100(spec), plan)[LANGUAGE_MODEL, 0, 0].kept[:, 0].sum()
+        kept = stage_memories(h100(spec), plan)[LANGUAGE_MODEL, 0, 0].saved[:, 0].sum()
         assert kept == LAYERS * of_pair / (1 if whole else tp_size)
 
 
@@ -140,7 +140,7 @@ def test_each_tensor_parallel_rank_keeps_a_whole_mask_and_its_own_scores(attenti
 def test_each_tensor_parallel_rank_repeats_the_keys_of_its_own_heads(num_kv_heads, tp_size, copied_heads):
     spec = with_heads(num_kv_heads)
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(tp_size=tp_size)})
-    held = held_sizes(h100(spec), plan, STEP, LENGTHS)[LANGUAGE_MODEL, 0, 1, 0]
+    held = activation_sizes(h100(spec), plan, STEP, LENGTHS)[LANGUAGE_MODEL, 0, 1, 0]
     tokens = 3 * 20  # three rows, padded to the longest
     assert held.tolist() == [3 * 20**2 + copied_heads * HIDDEN // 4 * tokens, tokens, 1]
 
@@ -152,11 +152,15 @@ STEP = make_step({"vision": [[[0, 1], [2, 3]]], LANGUAGE_MODEL: [[[1], [0, 2, 3]
 def test_microbatches_are_padded_unless_rows_are_packed():
     spec, chunk = model(), (LANGUAGE_MODEL, 0, 1, 0)
     plan = resolve_plan(spec, {})
-    held = held_sizes(h100(spec), plan, STEP, LENGTHS)
+    held = activation_sizes(h100(spec), plan, STEP, LENGTHS)
     assert held[chunk].tolist() == [3 * 20**2, 3 * 20, 1] and held[LANGUAGE_MODEL, 0, 0, 0].tolist() == [0, 5, 1]
     assert held["vision", 0, 1, 0].tolist() == [0, 11, 1] and held["vision", 0, 0, 0].tolist() == [0, 0, 0]
     cut = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(cp_size=2, cp_block=8)})
-    assert held_sizes(h100(spec), cut, STEP, LENGTHS)[chunk].tolist() == [0, 48, 1]  # 39 in blocks of two times eight
+    assert activation_sizes(h100(spec), cut, STEP, LENGTHS)[chunk].tolist() == [
+        0,
+        48,
+        1,
+    ]  # 39 in blocks of two times eight
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager"])
@@ -202,7 +206,7 @@ def test_a_frozen_layer_has_nothing_to_free_while_its_activation_function_runs_b
             up = next(use for use in uses if "mlp.up" in use.parameter.name)
             gate = replace(up, parameter=replace(up.parameter, name=up.parameter.name.replace("up", "gate")))
             uses = (*uses[: uses.index(up)], gate, *uses[uses.index(up) :])
-        found[frozen] = layer_working(language, uses, Precision(2, 2), 1).backward.token
+        found[frozen] = transient_memory(language, uses, Precision(2, 2), 1).backward.token
     # Of a token, in bfloat16: the gradient behind the function and that before it, or those of both factors of a gate.
     # A trained last matrix has freed its input by then, a frozen one had none. Attention needs less: 2 * 4 * HIDDEN.
     gradients = 3 if gated else 2

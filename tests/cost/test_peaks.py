@@ -48,7 +48,7 @@ def test_chunks_and_features_are_followed_over_a_step():
     spans += [Span(0, task, i + 6, i + 7) for i, task in enumerate(backwards)]
     peaks = activation_peaks(h100(spec), plan, STEP, SIZES, spans)
     holds = max(vision.forward_bytes(one), vision.backward_bytes(one, False))
-    assert peaks[0] == vision.kept_bytes(one) + holds
+    assert peaks[0] == vision.saved_bytes(one) + holds
 
     timeline = memory_timeline(h100(spec), plan, STEP, SIZES, spans)
     times, num_bytes = timeline[1]
@@ -100,10 +100,10 @@ def test_peaks_grow_with_what_is_in_flight_and_each_rank_of_a_grid_has_them():
     for key, count in simulation.peak_in_flight.items():
         memory, rank = memories[key], plan.stage(*key).all_ranks[0]
         held = np.array([0.0, float(sizes.tokens[key[0]][0]), 1.0])
-        running = memory.backward_bytes(held, False) - memory.kept_bytes(held)
+        running = memory.backward_bytes(held, False) - memory.saved_bytes(held)
         features = 8 * FEATURE if key == (LANGUAGE_MODEL, 0, 0) else 0
         inputs = memory.input_bytes * 6 * held[1]
-        assert peaks[rank] == pytest.approx(count * (memory.kept_bytes(held) + features) + running + inputs)
+        assert peaks[rank] == pytest.approx(count * (memory.saved_bytes(held) + features) + running + inputs)
 
 
 def test_features_are_no_more_than_the_tokens_that_take_them():

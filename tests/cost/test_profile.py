@@ -140,8 +140,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("modules: {}", "is no profile of layers"),
-        ("[1]", "is no profile of layers"),
+        ("modules: {}", "is not a layer profile"),
+        ("[1]", "is not a layer profile"),
         ('{"version": 1, "layers": []}', "profile of version 1; .* Measure again with"),
         ('{"version": 2, "layers": [], "constants": {"speed": 1}}', "a constant `speed` that no device has"),
         ('{"version": 99, "layers": []}', "profile of version 99; this version of hf_mmparallel reads 2"),

@@ -7,7 +7,7 @@ import pytest
 
 from hf_mmparallel.arrange import arrange_step, step_balance
 from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads
-from hf_mmparallel.cost.memory import held_sizes
+from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
@@ -42,7 +42,7 @@ def test_an_uneven_chunk_computes_its_padding_unless_it_is_packed(attention, pac
     costs = with_attention(attention, packing)
     plan = resolve_plan(costs.spec, {})
     assert chunk_sizes(costs, plan, STEP, SIZES)[UNEVEN] == wanted
-    assert held_sizes(costs, plan, STEP, SIZES)[UNEVEN].tolist() == [wanted[2], wanted[0], 1]
+    assert activation_sizes(costs, plan, STEP, SIZES)[UNEVEN].tolist() == [wanted[2], wanted[0], 1]
 
 
 def test_rows_of_one_length_need_no_dense_mask():

@@ -10,10 +10,10 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, layer_table
+from hf_mmparallel.cost.activations import grouped_copies
 from hf_mmparallel.cost.collectives import all_gather, all_reduce
 from hf_mmparallel.cost.engine_traits import Engine
-from hf_mmparallel.cost.kept import grouped_copies
-from hf_mmparallel.cost.memory import held_sizes
+from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.cost.optimizer import optimizer_ms
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.cost.stage_times import windowed_squares
@@ -279,7 +279,7 @@ def test_keys_and_values_repeated_under_a_dense_mask_are_kept(kv_heads):
         costs = analytic_costs(spec, PLAIN)
         sizes = SampleSizes.of_sequences({LANGUAGE_MODEL: [[length], *([[200]] * (rows - 1))]})
         plan, step, _ = step_of(costs, sizes, rows)
-        (held,) = held_sizes(costs, plan, step, sizes).values()
+        (held,) = activation_sizes(costs, plan, step, sizes).values()
         layer = costs.layers.layer(LANGUAGE_MODEL, 0, 1).activations
         per_layer = layer.square * held[0] + layer.token * held[1]
         predicted.append(num_layers * per_layer)

@@ -287,5 +287,5 @@ def test_what_does_not_match_is_refused():
         MemoryCurves({3: (np.zeros(2), np.zeros(1))}, {})
     with pytest.raises(ValueError, match="times of rank 0's memory descend. Sort them"):
         MemoryCurves({0: (np.array([1.0, 0.0]), np.zeros(2))}, {})
-    with pytest.raises(ValueError, match="stage .*, which the plan has not"):
+    with pytest.raises(ValueError, match="stage .*, which is not in the plan"):
         render_page(PlanPage("t", chain(1, 2).plan, run(case)))

@@ -18,7 +18,8 @@ from benchmarks.paper_tables import (
     PublishedRun,
     StageTimes,
 )
-from hf_mmparallel.search.partition import partition_layers, partition_shared
+from benchmarks.shared_partition import partition_shared
+from hf_mmparallel.search.partition import partition_all
 
 ENCODERS = {"V": "vision", "A": "audio"}
 SECOND_STAGES = SECOND_RUN.num_gpus // SECOND_RUN.gpus_per_node
@@ -89,23 +90,25 @@ def printed_counts(row: StageTimes) -> tuple[int, ...]:
     return entry.cornstarch if row.aware else entry.colocated
 
 
-def bottleneck_ms(row: StageTimes, totals_ms: tuple[float, float], counts: tuple[int, ...]) -> float:
+def slowest_stage_ms(row: StageTimes, totals_ms: tuple[float, float], counts: tuple[int, ...]) -> float:
     """The slowest stage when the layers of each module, all alike, are cut into that many stages."""
     both = row.source.startswith(SECOND)
     modules = SECOND_MODULES if both else FIRST_MODULES
     num_layers = modules["llm", row.llm].num_layers
-    llm_ms = partition_layers(np.full(num_layers, totals_ms[0] / num_layers), counts[0]).bottleneck_ms
+    llm_ms = (
+        partition_all(np.full(num_layers, totals_ms[0] / num_layers), counts[0]).partition(counts[0]).slowest_stage_ms
+    )
     kinds = [("vision", row.model[0]), ("audio", row.model[1])] if both else [(ENCODERS[row.model[0]], row.model[-1])]
     encoders = [modules[kind] for kind in kinds]
     work = totals_ms[1] / sum(encoder.num_billions for encoder in encoders)
     layers = [np.full(encoder.num_layers, work * encoder.num_billions / encoder.num_layers) for encoder in encoders]
-    return max(llm_ms, partition_shared(layers, counts[1]).bottleneck_ms)
+    return max(llm_ms, partition_shared(layers, counts[1]).slowest_stage_ms)
 
 
 def best_counts(row: StageTimes, totals_ms: tuple[float, float], num_stages: int) -> tuple[int, int]:
     """How many of the stages the language model and the encoder get, for the fastest slowest stage."""
     options = [(count, num_stages - count) for count in range(1, num_stages)]
-    return min(options, key=lambda option: bottleneck_ms(row, totals_ms, option))
+    return min(options, key=lambda option: slowest_stage_ms(row, totals_ms, option))
 
 
 def totals_ms(row: StageTimes, counts: tuple[int, int], aware: bool) -> tuple[float, float]:

@@ -89,5 +89,5 @@ def test_what_has_no_share_is_refused():
         with pytest.raises(ValueError, match="The work of `b`"):
             proportional_allocation({"a": 1.0, "b": wrong}, 4)
     for wrong in ([0.0, 0.0], [-1.0, 2.0], [float("nan"), 1.0]):
-        with pytest.raises(ValueError, match="Works are from"):
+        with pytest.raises(ValueError, match="Works are between"):
             proportional_allocations(np.array([[1.0, 2.0], wrong]), 4)

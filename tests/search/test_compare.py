@@ -27,7 +27,7 @@ from hf_mmparallel.search.compare import (
 )
 from hf_mmparallel.search.encoders_replicated import ReplicatedEncoders
 from hf_mmparallel.search.fully_sharded import _overlapped, fully_sharded
-from hf_mmparallel.search.options import Kind, ModuleOptions
+from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import PlanningProblem, draw_batch
 from hf_mmparallel.search.ratio import RatioLayouts
 from hf_mmparallel.search.search import search_plans
@@ -204,7 +204,7 @@ class TestRatioBased:
             candidate = layouts.candidate(own)
             dp_size = candidate.layouts[LANGUAGE_MODEL].dp_size
             assert {n: layout.num_ranks for n, layout in candidate.layouts.items()} == layouts.ranks(dp_size)
-            assert not candidate.hosts
+            assert not candidate.colocated_with
             for layout in candidate.layouts.values():
                 assert layout.layers == even_layers(LAYERS, layout.pp_size)
 
@@ -238,7 +238,7 @@ class TestReplicated:
         layouts = ReplicatedEncoders(question)
         batch = draw_batch(question, 0)
         for own in itertools.islice(layouts, 0, None, 7):
-            kind = Kind(1, own.layout.tp_size, False)
+            kind = ParallelConfig(1, own.layout.tp_size, False)
             least = layouts.options["vision"].state_bytes(kind, 1)
             least += layouts.options[LANGUAGE_MODEL].state_bytes(kind, own.layout.pp_size)
             assert layouts.step(own, [batch]).memory_bytes > 0.9 * least
@@ -258,18 +258,20 @@ class TestSingleLayout:
             assert (vision.dp_size, vision.tp_size) == (language.dp_size, language.tp_size)
             assert vision.layers == even_layers(LAYERS, vision.pp_size)
             assert candidate.num_ranks == NUM_RANKS
-            assert bool(candidate.hosts) == (language.num_ranks == NUM_RANKS)
-        recomputed = {tuple(c.kind.checkpointing for c in own.choices.values()) for own in found}
+            assert bool(candidate.colocated_with) == (language.num_ranks == NUM_RANKS)
+        recomputed = {tuple(c.kind.checkpointing for c in own.estimates.values()) for own in found}
         assert recomputed == {(False, False), (False, True)}  # a frozen encoder has nothing to recompute for
 
     def test_the_best_division_is_there(self):
         """Exhaustively: layers cut evenly, every number of stages of the encoder."""
         layouts = SingleLayouts(problem(checkpointing={"vision": False, LANGUAGE_MODEL: False}))
-        found = [own for own in layouts if own.choices["vision"].pp_size + own.choices[LANGUAGE_MODEL].pp_size == 4]
-        for key in {(own.choices["vision"].kind, own.num_microbatches) for own in found}:
-            same = [own for own in found if (own.choices["vision"].kind, own.num_microbatches) == key]
+        found = [
+            own for own in layouts if own.estimates["vision"].pp_size + own.estimates[LANGUAGE_MODEL].pp_size == 4
+        ]
+        for key in {(own.estimates["vision"].kind, own.num_microbatches) for own in found}:
+            same = [own for own in found if (own.estimates["vision"].kind, own.num_microbatches) == key]
             kind, count = key
-            samples = same[0].choices["vision"].num_samples
+            samples = same[0].estimates["vision"].num_samples
             times = {name: layouts.options[name].layer_ms(kind, samples) for name in layouts.options}
             every = []
             for stages in ((1, 3), (2, 2), (3, 1)):

@@ -63,7 +63,7 @@ def test_what_is_no_task_is_named_too():
     assert waits.largest_cause == DATA and "`dataloader_num_workers`" in waits.sentence
     assert waits.causes[DATA] == pytest.approx(1.5 * ms) and waits.causes[BETWEEN] == pytest.approx(0.5 * ms)
     optimizer = comparison({}, wall_ms=3 * ms, data_ms=0.5 * ms)
-    assert optimizer.largest_cause == BETWEEN and "the optimizer's step" in optimizer.sentence
+    assert optimizer.largest_cause == BETWEEN and "the optimizer step" in optimizer.sentence
     messages = comparison({}, step_ms=2 * ms, wall_ms=2 * ms)
     assert messages.largest_cause == IN_STEP and "messages, gradient sums" in messages.sentence
     assert "(+100%)" in messages.sentence

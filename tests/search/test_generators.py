@@ -218,7 +218,7 @@ def test_modules_on_their_own_ranks_take_the_closed_form(names, encoder):
     spec = model_with(*names, encoder=encoder)
     problem = alike(problem_of(6, 24, spec=spec, checkpointing=dict.fromkeys(spec.modules, False)), 4096)
     space = CandidateSpace(problem)
-    apart = sorted((own for own in space if not own.hosts), key=lambda own: own.step_ms)
+    apart = sorted((own for own in space if not own.colocated_with), key=lambda own: own.step_ms)
     assert apart
     for own in apart[:4]:
         planner = step_planner(problem, space.candidate(own))

@@ -11,7 +11,7 @@ from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.mean_microbatch import MeanMicrobatches
-from hf_mmparallel.search.options import Kind, ModuleOptions
+from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.steps.condensed import predict_condensed
@@ -78,11 +78,11 @@ def test_without_padding_nothing_is_above_any_arrangement(cp_size):
 
 def test_padding_is_in_the_closed_form_and_in_the_memory_that_a_microbatch_keeps():
     padded, packed = (question("contiguous", packing=packing) for packing in (False, True))
-    kind = Kind(1, 1, False)
+    kind = ParallelConfig(1, 1, False)
     own = [ModuleOptions(problem, LANGUAGE_MODEL) for problem in (padded, packed)]
     times = [options.layer_ms(kind, 4.0).sum() for options in own]
     assert times[0] > 1.1 * times[1]
-    assert own[0].kept_bytes(kind, 4.0) > 1.1 * own[1].kept_bytes(kind, 4.0)
+    assert own[0].saved_bytes(kind, 4.0) > 1.1 * own[1].saved_bytes(kind, 4.0)
     assert own[0].layer_ms(kind, 4.0, padded=False) == pytest.approx(own[1].layer_ms(kind, 4.0))
 
 
@@ -96,8 +96,8 @@ def test_the_closed_form_ranks_as_steps_do(method):
     space = CandidateSpace(problem)
     closed, simulated = [], []
     for own in space:
-        sizes = {name: (c.dp_size, c.pp_size, c.kind.tp_size) for name, c in own.choices.items()}
-        if set(sizes.values()) == {(2, 1, 1)} and not any(c.kind.checkpointing for c in own.choices.values()):
+        sizes = {name: (c.dp_size, c.pp_size, c.kind.tp_size) for name, c in own.estimates.items()}
+        if set(sizes.values()) == {(2, 1, 1)} and not any(c.kind.checkpointing for c in own.estimates.values()):
             planner = step_planner(problem, space.candidate(own))
             simulated.append(predict_condensed(planner, planner.condensed, draw_batch(problem, 0)).step_ms)
             closed.append(own.step_ms)

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
-from hf_mmparallel.search.partition import partition_all, partition_layers, partition_shared
+from benchmarks.shared_partition import partition_shared
+from hf_mmparallel.search.partition import Partition, partition_all
 
 WHOLE = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 REAL = st.lists(st.floats(0, 1e3, allow_subnormal=False), min_size=1, max_size=8)
+
+
+def partition_layers(costs_ms: ArrayLike, num_stages: int) -> Partition:
+    """The best partition into a number of stages."""
+    return partition_all(costs_ms, num_stages).partition(num_stages)
 
 
 def cuts(num_layers: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -37,7 +44,7 @@ def test_whole_costs_give_the_evenest_of_the_best_partitions_with_light_first_st
         best = min(cuts(len(costs), num_stages), key=order)
         found = table.partition(num_stages)
         assert found.layers == best
-        assert found.bottleneck_ms == table.bottlenecks_ms[num_stages - 1] == order(best)[0]
+        assert found.slowest_stage_ms == table.slowest_stages_ms[num_stages - 1] == order(best)[0]
 
 
 @settings(deadline=None)
@@ -47,7 +54,7 @@ def test_real_costs_give_the_best_bottleneck(costs):
     for num_stages in range(1, len(costs) + 1):
         best = min(stage_sums(costs, layers).max() for layers in cuts(len(costs), num_stages))
         found = table.partition(num_stages)
-        assert found.bottleneck_ms == pytest.approx(best, rel=1e-9)
+        assert found.slowest_stage_ms == pytest.approx(best, rel=1e-9)
         assert stage_sums(costs, found.layers).max() == pytest.approx(best, rel=1e-8)
         assert min(found.layers) >= 1 and found.num_stages == num_stages
         np.testing.assert_allclose(found.stage_costs(costs), stage_sums(costs, found.layers), atol=1e-9)
@@ -60,8 +67,8 @@ def test_a_scale_changes_nothing_and_the_reverse_has_the_same_bottleneck(costs, 
     plain = partition_layers(costs, num_stages)
     scaled = partition_layers(np.array(costs) * scale, num_stages)
     assert scaled.layers == plain.layers
-    assert scaled.bottleneck_ms == pytest.approx(scale * plain.bottleneck_ms)
-    assert partition_layers(costs[::-1], num_stages).bottleneck_ms == plain.bottleneck_ms
+    assert scaled.slowest_stage_ms == pytest.approx(scale * plain.slowest_stage_ms)
+    assert partition_layers(costs[::-1], num_stages).slowest_stage_ms == plain.slowest_stage_ms
 
 
 def test_rounding_does_not_decide_between_partitions():
@@ -74,7 +81,7 @@ def test_rounding_does_not_decide_between_partitions():
 
 def test_more_stages_are_never_slower_and_none_beats_the_mean_or_the_largest_layer():
     costs = np.random.default_rng(0).gamma(1.0, size=128)
-    bottlenecks = partition_all(costs, 64).bottlenecks_ms
+    bottlenecks = partition_all(costs, 64).slowest_stages_ms
     assert (np.diff(bottlenecks) <= 0).all()
     assert (bottlenecks >= np.maximum(costs.max(), costs.sum() / np.arange(1, 65)) - 1e-9).all()
 
@@ -114,16 +121,16 @@ def test_modules_on_shared_ranks_are_cut_as_exhaustive_search_cuts_them(modules,
     choices = product(*(cuts(len(costs), num_stages) for costs in modules))
     sums = [sum(stage_sums(c, layers) for c, layers in zip(modules, choice, strict=True)) for choice in choices]
     best = min(float(own.max()) for own in sums)
-    assert found.bottleneck_ms == pytest.approx(best, rel=1e-9)
+    assert found.slowest_stage_ms == pytest.approx(best, rel=1e-9)
     together = sum(stage_sums(c, layers) for c, layers in zip(modules, found.layers, strict=True))
     assert together.max() == pytest.approx(best, rel=1e-9)
     assert all(len(layers) == num_stages and min(layers) >= 1 for layers in found.layers)
     swapped = partition_shared(modules[::-1], num_stages)
-    assert swapped.bottleneck_ms == pytest.approx(best, rel=1e-9)
+    assert swapped.slowest_stage_ms == pytest.approx(best, rel=1e-9)
 
 
 def test_cutting_together_beats_cutting_each_on_its_own():
     vision, audio = np.full(32, 1.0), np.full(24, 0.7)
     own = sum(partition_layers(costs, 10).stage_costs(costs) for costs in (vision, audio))
     together = partition_shared([vision, audio], 10)
-    assert together.bottleneck_ms == pytest.approx(5.1) and own.max() == pytest.approx(6.1)
+    assert together.slowest_stage_ms == pytest.approx(5.1) and own.max() == pytest.approx(6.1)

@@ -24,12 +24,12 @@ from benchmarks.paper_tables import (
 from .published_stages import (
     SECOND_STAGES,
     best_counts,
-    bottleneck_ms,
     groups,
     iteration_ms,
     one_encoder_counts,
     possible_counts,
     printed_counts,
+    slowest_stage_ms,
     totals_ms,
     two_encoder_counts,
 )
@@ -134,7 +134,7 @@ class TestOneEncoder:
         for key, (row, _) in ONE_ENCODER.items():
             totals, counts = totals_ms(row, one_encoder_counts()[row], aware=True), counts_of(row)
             ours = best_counts(row, totals, sum(counts))
-            gains[key] = bottleneck_ms(row, totals, counts) / bottleneck_ms(row, totals, ours)
+            gains[key] = slowest_stage_ms(row, totals, counts) / slowest_stage_ms(row, totals, ours)
         assert min(gains.values()) >= 1
         return gains
 
@@ -202,7 +202,7 @@ class TestOneEncoder:
         totals = 131 / slowest * FIRST_MODULES["llm", "M"].num_layers, 50.0
         paper = configurations["VLM-S"].cornstarch
         assert best_counts(row, totals, sum(paper)) == paper
-        assert bottleneck_ms(row, totals, paper) == pytest.approx(88, rel=0.06)
+        assert slowest_stage_ms(row, totals, paper) == pytest.approx(88, rel=0.06)
         llm_ms, encoders_ms = 3 * 230, (124, 174)
         options = [(llm, v, 6 - llm - v) for llm in range(1, 5) for v in range(1, 6 - llm)]
         best = min(options, key=lambda o: max(llm_ms / o[0], encoders_ms[0] / o[1], encoders_ms[1] / o[2]))
@@ -233,7 +233,7 @@ class TestTwoEncoders:
             gains = []
             for encoder_ms in self.encoder_totals_ms(key[1]):
                 ours = best_counts(row, (llm_ms, encoder_ms), SECOND_STAGES)
-                slowest = [bottleneck_ms(row, (llm_ms, encoder_ms), counts) for counts in (paper, ours)]
+                slowest = [slowest_stage_ms(row, (llm_ms, encoder_ms), counts) for counts in (paper, ours)]
                 gains.append(slowest[0] / slowest[1])
             assert min(gains) >= 1
             if np.median(gains) < 1 + 1e-9:
@@ -283,7 +283,7 @@ class TestTwoEncoders:
         """The closed form for our stages, with the row's own totals."""
         totals = totals_ms(row, two_encoder_counts()[row], aware=True)
         ours = best_counts(row, totals, SECOND_STAGES)
-        return sum(totals) + (SECOND_RUN.num_microbatches - 1) * bottleneck_ms(row, totals, ours)
+        return sum(totals) + (SECOND_RUN.num_microbatches - 1) * slowest_stage_ms(row, totals, ours)
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "papers.md"
@@ -306,7 +306,7 @@ def rows_of_one_encoder() -> list[str]:
         totals = totals_ms(aware, counts[0], aware=True)
         ours = best_counts(aware, totals, sum(counts[0]))
         even = best_counts(unaware, totals_ms(unaware, counts[1], aware=False), sum(counts[1]))
-        slowest = [bottleneck_ms(aware, totals, split) for split in (counts[0], ours)]
+        slowest = [slowest_stage_ms(aware, totals, split) for split in (counts[0], ours)]
         samples = FIRST_RUN.num_microbatches * 4
         throughputs = [
             f"{1000 * samples / sum(own) / iteration_ms(row, own, FIRST_RUN):.2f}, {row.throughput:.2f}"
@@ -340,7 +340,7 @@ def rows_of_two_encoders() -> list[str]:
         totals = totals_ms(aware, counts[0], aware=True)
         ours = best_counts(aware, totals, SECOND_STAGES)
         even = best_counts(unaware, totals_ms(unaware, counts[1], aware=False), SECOND_STAGES)
-        slowest = [bottleneck_ms(aware, totals, split) for split in (counts[0], ours)]
+        slowest = [slowest_stage_ms(aware, totals, split) for split in (counts[0], ours)]
         seconds = [
             iteration_ms(row, own, SECOND_RUN) / 1000 for row, own in zip((aware, unaware), counts, strict=True)
         ]

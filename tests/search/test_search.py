@@ -19,7 +19,7 @@ from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
-from hf_mmparallel.search.partition import partition_layers
+from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, draw_batch
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import AS_FAST, in_order, step_planner
@@ -89,7 +89,7 @@ class Exhaustive:
         sums = 2 * (dp - 1) / dp * 4 * trained / pp / tp / link
         # Weights and two values of state are read and written in two bytes, gradients moved five times in four.
         sums += trained * (3 * 2 * 2 + 5 * 4) / pp / tp / device.memory_bytes_per_ms
-        slowest = partition_layers(layers, pp).bottleneck_ms
+        slowest = partition_all(layers, pp).partition(pp).slowest_stage_ms
         bottleneck = longest_first(times(dp), dp) * slowest
         uneven = longest_first(times(dp * count), dp * count)
         first = bottleneck if samples >= 1 else uneven * slowest

@@ -138,7 +138,7 @@ def test_a_pass_next_to_a_border_says_so():
     tests = [StabilityTest(error=0.6, seed=seed) for seed in range(20)]
     reports = [minimum_stable_batch(draw_from(work), None, 3, 1, test) for test in tests]
     assert tests[0].num_trials == 4  # so few agree by chance
-    noted = [report for report in reports if any("no further than its own error" in note for note in report.notes)]
+    noted = [report for report in reports if any("less than its standard error" in note for note in report.notes)]
     assert len(noted) > 5 and all(report.batch_size is not None for report in noted)
 
 
@@ -159,7 +159,7 @@ def test_the_number_of_trials_is_that_of_the_paper():
 
 def test_what_cannot_be_tested_is_refused():
     draw = draw_from({"vision": np.ones(3), "language_model": np.ones(3)})
-    with pytest.raises(ValueError, match="16 ranks are not the same number for each of `dp_size=3`"):
+    with pytest.raises(ValueError, match="16 ranks can.t be split evenly over `dp_size=3` replicas"):
         minimum_stable_batch(draw, None, 16, 3)
     with pytest.raises(ValueError, match="1 ranks are not 1 for each of 2 modules"):
         minimum_stable_batch(draw, None, 2, 2)

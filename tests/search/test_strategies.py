@@ -161,7 +161,7 @@ def by_halving(strategies: Strategies) -> float:
         before = np.zeros_like(stages)
         while (stages > before + 1e-9).any() and (stages <= strategies.num_layers + 1e-6).all():
             before = stages
-            stages = np.maximum(stages, strategies.least_stages(strategies.chain.behind(stages)))
+            stages = np.maximum(stages, strategies.least_stages(strategies.chain.after(stages)))
         return bool((stages <= strategies.num_layers + 1e-6).all() and (stages * ranks).sum() <= strategies.num_ranks)
 
     low, high = 0.0, float(passes.max())
@@ -187,7 +187,7 @@ def test_the_cone_program_has_the_optimum_that_halving_finds(case, seed):
     assert bound_ms <= found <= expected * (1 + 1e-5)
     if one.num_microbatches[0] >= one.num_layers.sum():  # otherwise a chord, and the optimum is a bound
         assert found == pytest.approx(expected, rel=1e-5)
-    if not one.kept_bytes.any():  # nothing but ranks connects the modules
+    if not one.saved_bytes.any():  # nothing but ranks connects the modules
         assert found == pytest.approx(bound_ms, rel=1e-5)
 
 
@@ -256,7 +256,7 @@ def test_a_model_that_does_not_fit_says_by_how_much_and_what_helps():
 
 
 def test_what_is_no_batch_or_no_model_is_refused():
-    with pytest.raises(ValueError, match="no multiple of `microbatch_size=3`"):
+    with pytest.raises(ValueError, match="not a multiple of `microbatch_size=3`"):
         allocate(example(), 16, 64, GIB, microbatch_size=3)
     with pytest.raises(ValueError, match="There is no `language_model` among"):
         allocate({"vision": example()["vision"]}, 16, 64, GIB)

@@ -142,7 +142,7 @@ def whole(gradient: Any) -> torch.Tensor:
 
 
 def shares(candidate: Candidate) -> bool:
-    return bool(candidate.hosts)
+    return bool(candidate.colocated_with)
 
 
 def sizes(candidate: Candidate, size: str) -> set[int]:

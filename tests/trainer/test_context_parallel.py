@@ -151,17 +151,17 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
 REFUSED = {
     "layers with an attention of their own": (
         transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50),
-        "the layers of `BloomModel` call an attention of their own",
+        "the layers of `BloomModel` have their own attention code",
     ),
     "a state-space model": (
         transformers.MambaConfig(**SMALL, state_size=4),
-        "`MambaModel` call an attention of their own",
+        "`MambaModel` have their own attention code",
     ),
     "a mask that words can't say": (
         transformers.Gemma3TextConfig(
             **SMALL, intermediate_size=32, num_attention_heads=4, head_dim=8, use_bidirectional_attention=True
         ),
-        "`cp_size` above 1 cuts packed samples. .*looks ahead everywhere.* Use `cp_size=1`",
+        "`cp_size` above 1 splits packed samples. .*looks ahead everywhere.* Use `cp_size=1`",
     ),
 }
 

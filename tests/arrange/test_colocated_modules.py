@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange import arrange_step
-from hf_mmparallel.arrange.exchange import Room
-from hf_mmparallel.arrange.greedy import NoRoomError
-from hf_mmparallel.arrange.tracks import Track, tracks_of
+from hf_mmparallel.arrange.colocated_modules import ColocatedModules, colocated_encoders
+from hf_mmparallel.arrange.exchange import Capacity
+from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ModulePlugin, Stage, Workloads, resolve_plan
 from tests.plan.specs import language_spec, vision_spec
 
@@ -24,7 +24,7 @@ def workloads() -> Workloads:
 
 def test_encoders_on_ranks_of_their_own_are_separate():
     plan = resolve_plan(SPEC, {"audio": ModulePlugin(dp_size=4), LANGUAGE_MODEL: ModulePlugin(dp_size=6)})
-    audio, vision = tracks_of(plan, workloads(), {"audio": 1.0, "vision": 2.0, LANGUAGE_MODEL: 1.0})
+    audio, vision = colocated_encoders(plan, workloads(), {"audio": 1.0, "vision": 2.0, LANGUAGE_MODEL: 1.0})
     assert (audio.modules, vision.modules) == (("audio",), ("vision",))
     assert audio.work.tolist() == [0, 2, 4] and vision.work.tolist() == [2, 0, 6]
     assert (audio.num_groups, audio.num_copies, audio.num_served) == (2, 2, 3)
@@ -33,26 +33,26 @@ def test_encoders_on_ranks_of_their_own_are_separate():
 
 def test_encoders_on_the_same_ranks_add_up():
     plan = resolve_plan(SPEC, {"audio": ModulePlugin(dp_size=2), "vision": ModulePlugin(colocate_with="audio")})
-    (track,) = tracks_of(plan, workloads(), {"audio": 1.0, "vision": 2.0, LANGUAGE_MODEL: 1.0})
-    assert track.modules == ("audio", "vision") and track.work.tolist() == [2, 2, 10]
-    assert (track.num_groups, track.num_copies, track.num_served) == (1, 2, 1)
+    (colocated,) = colocated_encoders(plan, workloads(), {"audio": 1.0, "vision": 2.0, LANGUAGE_MODEL: 1.0})
+    assert colocated.modules == ("audio", "vision") and colocated.work.tolist() == [2, 2, 10]
+    assert (colocated.num_groups, colocated.num_copies, colocated.num_served) == (1, 2, 1)
 
 
 def test_encoders_on_the_same_ranks_with_other_numbers_of_replicas_are_separate():
     plan = resolve_plan(SPEC, {"audio": ModulePlugin(dp_size=2), "vision": ModulePlugin()})
     vision = ModulePlan(((Stage((0, 3), ((0,),)), Stage((3, 6), ((1,),))),))
     plan = dataclasses.replace(plan, modules={**plan.modules, "vision": vision})
-    tracks = tracks_of(plan, workloads(), dict.fromkeys(plan.modules, 1.0))
-    assert [(track.modules, track.dp_size) for track in tracks] == [(("audio",), 2), (("vision",), 1)]
+    groups = colocated_encoders(plan, workloads(), dict.fromkeys(plan.modules, 1.0))
+    assert [(colocated.modules, colocated.dp_size) for colocated in groups] == [(("audio",), 2), (("vision",), 1)]
     arrange_step(plan, range(3), workloads(), 1).check(plan)
 
 
 def test_replicas_share_each_microbatch_and_the_step():
     rng = np.random.default_rng(0)
     work = rng.lognormal(0, 0.5, 240) * (rng.random(240) < 0.9)
-    track = Track(("vision",), work, 6, 2, 4)
+    colocated = ColocatedModules(("vision",), work, 6, 2, 4)
     replica, microbatch = rng.integers(0, 4, 240), rng.integers(0, 5, 240)
-    copy = track.copies(replica, microbatch, 5, None)
+    copy = colocated.copies(replica, microbatch, 5, None)
     assert (copy // 3 == replica // 2).all()
     for group in range(2):
         own = copy // 3 == group
@@ -66,19 +66,22 @@ def test_replicas_share_each_microbatch_and_the_step():
 
 
 def test_the_heaviest_part_goes_to_who_has_least_so_far():
-    track = Track(("vision",), np.array([3.0, 1, 3, 1, 3, 1, 3, 1]), 2, 1, 1)
-    copy = track.copies(np.zeros(8, np.int64), np.arange(8) // 2, 4, None)
-    assert np.bincount(copy, track.work).tolist() == [8.0, 8.0]
+    colocated = ColocatedModules(("vision",), np.array([3.0, 1, 3, 1, 3, 1, 3, 1]), 2, 1, 1)
+    copy = colocated.copies(np.zeros(8, np.int64), np.arange(8) // 2, 4, None)
+    assert np.bincount(copy, colocated.work).tolist() == [8.0, 8.0]
 
 
 def test_a_replica_for_each_serves_its_own():
-    track = Track(("vision",), np.ones(4), 2, 2, 2)
-    assert track.copies(np.array([0, 1, 1, 0]), np.zeros(4, np.int64), 1, None).tolist() == [0, 1, 1, 0]
+    colocated = ColocatedModules(("vision",), np.ones(4), 2, 2, 2)
+    assert colocated.copies(np.array([0, 1, 1, 0]), np.zeros(4, np.int64), 1, None).tolist() == [0, 1, 1, 0]
 
 
 def test_limits_are_those_of_each_replica():
-    track, room = Track(("vision",), np.ones(4), 2, 1, 1), Room(np.ones((4, 1)), np.array([2.0]))
-    copy = track.copies(np.zeros(4, np.int64), np.zeros(4, np.int64), 1, room)
+    colocated, capacity = (
+        ColocatedModules(("vision",), np.ones(4), 2, 1, 1),
+        Capacity(np.ones((4, 1)), np.array([2.0])),
+    )
+    copy = colocated.copies(np.zeros(4, np.int64), np.zeros(4, np.int64), 1, capacity)
     assert np.bincount(copy).tolist() == [2, 2]
-    with pytest.raises(NoRoomError):
-        track.copies(np.zeros(4, np.int64), np.zeros(4, np.int64), 1, Room(np.ones((4, 1)), np.array([1.0])))
+    with pytest.raises(CapacityError):
+        colocated.copies(np.zeros(4, np.int64), np.zeros(4, np.int64), 1, Capacity(np.ones((4, 1)), np.array([1.0])))

@@ -1,4 +1,4 @@
-"""Encoders and generators as the arrangement sees them: those on the same ranks, with as many replicas, are one."""
+"""Groups of colocated encoders or generators, which the arrangement treats as one module."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from numpy.typing import NDArray
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots, turn_of
 from .estimate import stage_share
-from .exchange import Room, exchange, stable_order
+from .exchange import Capacity, exchange, stable_order
 from .greedy import fill_bins
 from .replicas import replica_counts
 
-_EXCHANGES = 4  # rounds between the replicas that share a microbatch
+_EXCHANGES = 4  # rounds between the replicas that split a microbatch
 
 
 @dataclass(frozen=True)
-class Track:
+class ColocatedModules:
     """
-    Encoders, or generators, on the same ranks, which take turns there.
+    Encoders, or generators, on the same ranks, where they run in turns.
 
-    Replicas are in groups, as many as divide the numbers of replicas of these modules and of the language model: the
-    replicas of a group serve the language-model replicas of the same group, so that a rank has few partners.
+    Replicas form groups, as many as divide the numbers of replicas of these modules and of the language model: the
+    replicas of a group serve the language model replicas of the same group, so that a rank has few peers.
 
     Args:
         modules (`tuple[str, ...]`): The encoders, or the generators.
         work (`numpy.ndarray` of shape `[num_samples]`): Time of each sample on their slowest stages.
-        dp_size (`int`): Replicas of each of them.
-        num_groups (`int`): Groups of replicas.
-        language_dp_size (`int`): Replicas of the language model.
+        dp_size (`int`): Number of replicas of each module.
+        num_groups (`int`): Number of groups of replicas.
+        language_dp_size (`int`): Number of replicas of the language model.
     """
 
     modules: tuple[str, ...]
@@ -44,36 +44,36 @@ class Track:
 
     @property
     def num_copies(self) -> int:
-        """Replicas of a group."""
+        """Number of replicas in a group."""
         return self.dp_size // self.num_groups
 
     @property
     def num_served(self) -> int:
-        """Language-model replicas of a group."""
+        """Number of language model replicas in a group."""
         return self.language_dp_size // self.num_groups
 
-    def copies(self, replica: NDArray, turn: NDArray, count: int, room: Room | None) -> NDArray:
+    def copies(self, replica: NDArray, turn: NDArray, count: int, capacity: Capacity | None) -> NDArray:
         """
-        Divides the microbatches of each group among its replicas.
+        Splits the microbatches of each group over its replicas.
 
         Args:
-            replica (`numpy.ndarray` of shape `[num_samples]`): Language-model replica of each sample.
-            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
-            count (`int`): The most microbatches of a group.
-            room ([`Room`], *optional*): Limits of a microbatch.
+            replica (`numpy.ndarray` of shape `[num_samples]`): Language model replica of each sample.
+            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in these modules.
+            count (`int`): Maximum number of microbatches of a group.
+            capacity ([`Capacity`], *optional*): Limits of a microbatch.
 
         Returns:
-            `numpy.ndarray`: The track's replica of each sample, int64 `[num_samples]`; of samples without work, any.
+            `numpy.ndarray`: Replica of each sample in these modules, int64 `[num_samples]`; arbitrary without work.
 
         Raises:
-            `NoRoomError`: If a microbatch does not fit.
+            `CapacityError`: If a microbatch does not fit.
         """
         group = replica // self.num_served
-        if self.num_copies == 1 and room is None:
+        if self.num_copies == 1 and capacity is None:
             return group
         some = np.flatnonzero(self.work > 0)
         place, work = group[some] * count + turn[some], self.work[some]
-        inner = room and Room(room.sizes[some], room.limits)
+        inner = capacity and Capacity(capacity.sizes[some], capacity.limits)
         loads = np.zeros((self.num_groups * count, self.num_copies, 1))
         order = np.argsort(-work, kind="stable")
         part = fill_bins(place, work[:, None], order, np.ones(self.num_copies), loads, inner)
@@ -81,35 +81,36 @@ class Track:
         targets = np.broadcast_to(means, loads.shape)
         part = exchange(place * self.num_copies + part, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
         sums = np.bincount(place * self.num_copies + part, work, loads.size).reshape(self.num_groups, count, -1)
-        taker = self._takers(sums).reshape(-1, self.num_copies)
+        owner = self._owners(sums).reshape(-1, self.num_copies)
         result = group * self.num_copies
-        result[some] += taker[place, part]
+        result[some] += owner[place, part]
         return result
 
     def turns(self, counts: NDArray) -> NDArray:
         """
-        Microbatches of the replicas of each group, int64 `[num_groups]`: as many as that replica of the language model
-        has, of those that they serve, that has most of them.
+        Number of microbatches of the replicas of each group, int64 `[num_groups]`: the maximum over the language model
+        replicas of the group.
         """
         return counts.reshape(self.num_groups, self.num_served).max(axis=1)
 
     def turn(self, replica: NDArray, microbatch: NDArray, counts: NDArray) -> NDArray:
         """
-        In which of its group's turns each sample is due, see [`StepPlan`].
+        The turn of its group in which each sample is due, see [`StepPlan`].
 
         Args:
-            replica (`numpy.ndarray` of shape `[num_samples]`): Language-model replica of each sample.
+            replica (`numpy.ndarray` of shape `[num_samples]`): Language model replica of each sample.
             microbatch (`numpy.ndarray` of shape `[num_samples]`): A microbatch of that replica for each sample.
-            counts (`numpy.ndarray` of shape `[language_dp_size]`): Microbatches of each replica.
+            counts (`numpy.ndarray` of shape `[language_dp_size]`): Number of microbatches of each replica.
         """
         return turn_of(microbatch, counts[replica], self.turns(counts)[replica // self.num_served])
 
     def microbatches(self, copy: NDArray, turn: NDArray, counts: NDArray) -> tuple[tuple[Slots, ...], ...]:
         """
         Args:
-            copy (`numpy.ndarray` of shape `[num_samples]`): The track's replica of each sample.
-            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in this track.
-            counts (`numpy.ndarray` of shape `[language_dp_size]`): Microbatches of each language-model replica.
+            copy (`numpy.ndarray` of shape `[num_samples]`): Replica of each sample in these modules.
+            turn (`numpy.ndarray` of shape `[num_samples]`): Microbatch of each sample in these modules.
+            counts (`numpy.ndarray` of shape `[language_dp_size]`): Number of microbatches of each language model
+                replica.
 
         Returns:
             `tuple[tuple[tuple[int, ...], ...], ...]`: Replica -> microbatch -> slots with work, ascending.
@@ -117,30 +118,32 @@ class Track:
         some = np.flatnonzero(self.work > 0)
         return cut(some, copy[some], turn[some], self.turns(counts).repeat(self.num_copies))
 
-    def _takers(self, sums: NDArray) -> NDArray:
-        """Who takes each part `[groups, count, copies]`: the heaviest of a microbatch goes to who has least so far."""
-        total, taker = np.zeros(sums[:, 0].shape), np.empty(sums.shape, np.int64)
+    def _owners(self, sums: NDArray) -> NDArray:
+        """
+        Replica of each part `[groups, count, copies]`: the heaviest goes to the replica with the least work so far.
+        """
+        total, owner = np.zeros(sums[:, 0].shape), np.empty(sums.shape, np.int64)
         for index in range(sums.shape[1]):
             parts = np.argsort(-sums[:, index], axis=1, kind="stable")
-            takers = np.argsort(total, axis=1, kind="stable")
-            np.put_along_axis(taker[:, index], parts, takers, 1)
+            owners = np.argsort(total, axis=1, kind="stable")
+            np.put_along_axis(owner[:, index], parts, owners, 1)
             added = np.take_along_axis(sums[:, index], parts, 1)
-            np.put_along_axis(total, takers, np.take_along_axis(total, takers, 1) + added, 1)
-        return taker
+            np.put_along_axis(total, owners, np.take_along_axis(total, owners, 1) + added, 1)
+        return owner
 
 
 def cut(slots: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray) -> tuple[tuple[Slots, ...], ...]:
-    """Replica -> microbatch -> slots, ascending; `counts` are the microbatches of each replica."""
+    """Replica -> microbatch -> slots, ascending; `counts` are the numbers of microbatches of the replicas."""
     ends = np.cumsum(counts)
     places = (ends - counts)[replica] + microbatch
     flat = slots[stable_order(places, int(ends[-1]))].tolist()
     stops = np.cumsum(np.bincount(places, minlength=ends[-1])).tolist()
-    found = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-    return tuple(tuple(found[end - count : end]) for end, count in zip(ends.tolist(), counts.tolist(), strict=True))
+    parts = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+    return tuple(tuple(parts[end - count : end]) for end, count in zip(ends.tolist(), counts.tolist(), strict=True))
 
 
 class _ByIdentity:
-    """A plan as a key: plans can't be hashed, and to compare all ranks would take as long as what is remembered."""
+    """Hashes a plan by identity, as a cache key: plans are not hashable, and comparing all ranks would be slow."""
 
     __slots__ = ("plan",)
 
@@ -155,29 +158,29 @@ class _ByIdentity:
 
 
 @lru_cache(maxsize=32)
-def _together(key: _ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """The modules; those on the same ranks are together if they have as many replicas as each other."""
+def _by_ranks(key: _ByIdentity, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """The modules, grouped by shared ranks and equal numbers of replicas."""
     modules = {name: key.plan.modules[name] for name in names}
     ranks = {
         name: {(module.dp_size, rank) for _, _, stage in module.stages() for rank in stage.all_ranks}
         for name, module in modules.items()
     }
-    found: list[tuple[str, ...]] = []
+    groups: list[tuple[str, ...]] = []
     for name in ranks:
-        joined = [names for names in found if any(ranks[name] & ranks[other] for other in names)]
-        found = [names for names in found if names not in joined]
-        found.append((*(other for names in joined for other in names), name))
-    return tuple(found)
+        joined = [names for names in groups if any(ranks[name] & ranks[other] for other in names)]
+        groups = [names for names in groups if names not in joined]
+        groups.append((*(other for names in joined for other in names), name))
+    return tuple(groups)
 
 
 @lru_cache(maxsize=16)
 def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
     """
-    What the stages on the way of a replica of the language model take for a millisecond of each module.
+    Times of the stages on the path of a language model replica per millisecond of each module.
 
     Returns:
-        All of its stages together `[replicas, modules]`, and each of its ranks `[replicas, ranks, modules]`. Modules
-        that serve several replicas are left out on ranks: whoever gets a microbatch, they have the same to do.
+        All stages together `[replicas, modules]`, and each rank `[replicas, ranks, modules]`. On ranks, modules that
+        serve several replicas are left out: their work does not depend on the replica of a microbatch.
     """
     plan = key.plan
     size = plan.modules[LANGUAGE_MODEL].dp_size
@@ -194,19 +197,19 @@ def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
                     for rank in stage.all_ranks:
                         by_rank[replica].setdefault(rank, np.zeros(len(plan.modules)))[number] += share
     ranks = np.zeros((size, max(map(len, by_rank)), len(plan.modules)))
-    for row, found in zip(ranks, by_rank, strict=True):
-        row[: len(found)] = list(found.values())
+    for row, shares in zip(ranks, by_rank, strict=True):
+        row[: len(shares)] = list(shares.values())
     return whole, ranks
 
 
 def microbatch_counts(plan: ParallelPlan, workloads: Workloads, count: int) -> NDArray:
     """
-    How many microbatches each replica of the language model has: more where its stages are faster.
+    Number of microbatches of each replica of the language model: more for replicas with faster stages.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): What the samples cost; microbatches count as equal.
-        count (`int`): Microbatches of a replica, on average.
+        workloads (`Workloads`): Workloads of the samples; microbatches count as equal.
+        count (`int`): Mean number of microbatches per replica.
 
     Returns:
         `numpy.ndarray`: int64 `[language_dp_size]`, see [`replica_counts`].
@@ -214,38 +217,42 @@ def microbatch_counts(plan: ParallelPlan, workloads: Workloads, count: int) -> N
     whole, ranks = _shares(_ByIdentity(plan))
     names = list(plan.modules)
     work = np.array([float(np.sum(workloads.forward_ms[n])) * (1 + workloads.backward_ratio[n]) for n in names])
-    beside = whole * work
+    stage_ms = whole * work
     sides = (plan.encoders, [LANGUAGE_MODEL], plan.generators)
-    # Encoders are chains side by side, and so are generators.
-    fill = sum(beside[:, [names.index(n) for n in side]].max(axis=1, initial=0.0) for side in sides)
-    return replica_counts(count * len(whole), np.asarray(fill), (ranks @ work).max(axis=1))
+    # Encoders are parallel chains, and so are generators.
+    warm_up = sum(stage_ms[:, [names.index(n) for n in side]].max(axis=1, initial=0.0) for side in sides)
+    return replica_counts(count * len(whole), np.asarray(warm_up), (ranks @ work).max(axis=1))
 
 
-def tracks_of(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:
+def colocated_encoders(
+    plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]
+) -> tuple[ColocatedModules, ...]:
     """
-    The tracks of the encoders of a plan.
+    The colocated encoders of a plan.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): What samples cost.
-        weight (`Mapping[str, float]`): Module -> what a millisecond of its forward counts.
+        workloads (`Workloads`): Workloads of the samples.
+        weight (`Mapping[str, float]`): Module -> weight of a millisecond of its forward.
     """
-    return _tracks(plan, workloads, weight, plan.encoders)
+    return _colocated(plan, workloads, weight, plan.encoders)
 
 
-def generator_tracks(plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]) -> tuple[Track, ...]:
-    """The tracks of the generators of a plan, see [`tracks_of`]."""
-    return _tracks(plan, workloads, weight, plan.generators)
+def colocated_generators(
+    plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float]
+) -> tuple[ColocatedModules, ...]:
+    """The colocated generators of a plan, see [`colocated_encoders`]."""
+    return _colocated(plan, workloads, weight, plan.generators)
 
 
-def _tracks(
+def _colocated(
     plan: ParallelPlan, workloads: Workloads, weight: Mapping[str, float], modules: tuple[str, ...]
-) -> tuple[Track, ...]:
+) -> tuple[ColocatedModules, ...]:
     language_dp_size = plan.modules[LANGUAGE_MODEL].dp_size
-    tracks = []
-    for names in _together(_ByIdentity(plan), modules):
+    result = []
+    for names in _by_ranks(_ByIdentity(plan), modules):
         work = np.sum([np.asarray(workloads.forward_ms[name], dtype=float) * weight[name] for name in names], axis=0)
         dp_size = plan.modules[names[0]].dp_size
         groups = math.gcd(language_dp_size, dp_size)
-        tracks.append(Track(names, work, dp_size, groups, language_dp_size))
-    return tuple(tracks)
+        result.append(ColocatedModules(names, work, dp_size, groups, language_dp_size))
+    return tuple(result)

@@ -1,4 +1,4 @@
-"""Segments to the sections of ranks: all tokens have room and no rank has much more work than another."""
+"""Assignment of segments to the bins of ranks, with capacities in tokens and balanced work."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-_BALANCED = 0.002  # excess of the heaviest over the mean at which the division ends
-GOOD = 0.01  # and at which the exchanges after it end, which are dearer
+_BALANCED = 0.002  # relative excess of the maximum over the mean at which the first phase ends
+GOOD = 0.01  # and at which the more expensive exchanges end
 _ROUNDS = 300
-_TRIALS = 200  # of which each counts the work of two ranks anew
+_TRIALS = 200  # exchanges that recompute the work of two ranks
 _CANDIDATES = 6
-_FEW = 24  # segments of a rank of which pairs are looked at
-_OVERFLOW_PRICE = 10.0  # of a whole rank's tokens, where a rank's work twice the mean costs 1
+_FEW = 24  # segments per rank of which pairs are considered
+_OVERFLOW_PRICE = 10.0  # cost of a whole rank's tokens; twice the mean work costs 1
 
 
 @dataclass(frozen=True)
-class Sections:
+class SegmentBins:
     """
-    Segments that each go whole to one rank, and what the ranks have room for.
+    Segments that each go to one rank, and the capacities of the ranks.
 
     Args:
         length (`numpy.ndarray` of shape `[num_segments]`): Tokens of each segment.
-        work (`numpy.ndarray` of shape `[3, num_segments]`):
-            Work of each when it starts with a block, inside a block, and so late in one that it touches one more.
-        room (`numpy.ndarray` of shape `[num_ranks]`): Tokens that each rank's section holds.
-        loads (`numpy.ndarray` of shape `[num_ranks]`): Work that each rank has already.
-        offset (`numpy.ndarray` of shape `[num_ranks]`): Tokens of its first block that are before the section.
+        work (`numpy.ndarray` of shape `[3, num_segments]`): Work of each segment that starts at a block boundary,
+            inside a block, and so late in a block that it touches an additional one.
+        capacity (`numpy.ndarray` of shape `[num_ranks]`): Token capacity of each rank's bin.
+        loads (`numpy.ndarray` of shape `[num_ranks]`): Initial work of each rank.
+        offset (`numpy.ndarray` of shape `[num_ranks]`): Tokens of its first block before the bin.
         block (`int`): Tokens of a block.
-        shared (`float`): Work that two neighbours save since they share a block.
+        shared (`float`): Work that two neighbors save by sharing a block.
     """
 
     length: NDArray
     work: NDArray
-    room: NDArray
+    capacity: NDArray
     loads: NDArray
     offset: NDArray
     block: int
@@ -44,32 +44,32 @@ class Sections:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, those without room included."""
-        return len(self.room)
+        """Number of ranks, including those without capacity."""
+        return len(self.capacity)
 
     @cached_property
     def mean_work(self) -> NDArray:
-        """Work of each segment when it is not known where in a block it starts."""
+        """Work of each segment if its position within a block is unknown."""
         return self.work[1:].mean(axis=0)
 
     def tokens(self, owner: NDArray) -> NDArray:
-        """Tokens of each rank's section, float64."""
+        """Tokens in each rank's bin, float64."""
         return np.bincount(owner, weights=self.length, minlength=self.num_ranks)
 
     def estimate(self, owner: NDArray) -> NDArray:
-        """Work of each rank, in whatever order its segments will be."""
+        """Estimated work of each rank, for any order of its segments."""
         return self.loads + np.bincount(owner, weights=self.mean_work, minlength=self.num_ranks)
 
     def fit(self, owner: NDArray) -> bool:
-        """Whether all tokens have room."""
-        return bool((self.tokens(owner) <= self.room).all())
+        """Whether all bins are within their capacity."""
+        return bool((self.tokens(owner) <= self.capacity).all())
 
     def order(self, mine: NDArray, offset: int) -> NDArray:
         """
         An order of the segments `mine` that visits few blocks.
 
-        A segment that starts in the middle of a block may touch one block more than it needs, and the longer it is,
-        the more work that adds: the longest that doesn't comes next, or else the shortest.
+        A segment that starts inside a block may touch one block more than necessary, which adds work in proportion to
+        its length: the longest segment that does not comes next, or else the shortest.
         """
         mine = mine[np.argsort(self.length[mine], kind="stable")]
         sizes, left, order = self.length[mine].tolist(), list(range(len(mine))), []
@@ -82,7 +82,7 @@ class Sections:
         return mine[order]
 
     def rank_work(self, owner: NDArray, rank: int) -> float:
-        """Work of a rank whose section begins at its place and lies in the order of [`order`]."""
+        """Work of a rank with its segments in the order of [`order`]."""
         offset = int(self.offset[rank])
         mine = self.order(np.flatnonzero(owner == rank), offset)
         begin = (offset + np.cumsum(self.length[mine]) - self.length[mine]) % self.block
@@ -92,33 +92,33 @@ class Sections:
 
     def divide(self) -> NDArray:
         """
-        The rank of each segment.
+        Assigns a rank to each segment.
 
-        Longest first to where most room is, then exchanges of a segment for another one or for nothing between the
-        rank that costs most and any other, the best each time. A rank costs the square of its deviation from the mean
-        work and, dearer, the tokens that have no room.
+        Longest first to the largest free capacity; then exchanges of a segment for another one or for nothing between
+        the most expensive rank and any other, the best one each time. The cost of a rank is its squared deviation from
+        the mean work plus a larger price for tokens above its capacity.
         """
         num_ranks = self.num_ranks
-        owner = self._most_room()
+        owner = self._by_capacity()
         share = self.estimate(owner)
         if num_ranks == 1 or not len(owner) or not share.any():
             return owner
-        # A segment of no length on each rank makes a move a kind of exchange.
+        # An empty segment on each rank turns moves into exchanges.
         length = np.append(self.length, np.zeros(num_ranks, np.int64))
         weight = np.append(self.mean_work, np.zeros(num_ranks)) / share.mean()
         tokens, share = self.tokens(owner), share / share.mean()
         owner = np.append(owner, np.arange(num_ranks))
-        price = _OVERFLOW_PRICE / self.room.max()
+        price = _OVERFLOW_PRICE / self.capacity.max()
         for _ in range(_ROUNDS):
-            if (tokens <= self.room).all() and share.max() <= 1 + _BALANCED:
+            if (tokens <= self.capacity).all() and share.max() <= 1 + _BALANCED:
                 break
-            costs = (share - 1) ** 2 + price * np.maximum(tokens - self.room, 0)
+            costs = (share - 1) ** 2 + price * np.maximum(tokens - self.capacity, 0)
             for rank in np.argsort(-costs, kind="stable").tolist():
                 mine = np.flatnonzero(owner == rank)
                 moved, shifted = length[mine, None] - length, weight[mine, None] - weight
                 after = (share[rank] - shifted - 1) ** 2 + (share[owner] + shifted - 1) ** 2
-                after += price * np.maximum(tokens[rank] - moved - self.room[rank], 0)
-                after += price * np.maximum(tokens[owner] + moved - self.room[owner], 0)
+                after += price * np.maximum(tokens[rank] - moved - self.capacity[rank], 0)
+                after += price * np.maximum(tokens[owner] + moved - self.capacity[owner], 0)
                 change = np.where(owner == rank, 0.0, after - costs[rank] - costs[owner])
                 at = np.unravel_index(int(change.argmin()), change.shape)
                 if change[at] < -1e-12:
@@ -132,24 +132,24 @@ class Sections:
             owner[here], owner[there] = owner[there], rank
         return owner[:-num_ranks]
 
-    def _most_room(self) -> NDArray:
-        """Longest first to the rank with most room left."""
+    def _by_capacity(self) -> NDArray:
+        """Assigns segments longest first to the rank with the largest free capacity."""
         owner = np.empty(len(self.length), dtype=np.int64)
-        heap = [(-room, rank) for rank, room in enumerate(self.room.tolist())]
+        heap = [(-capacity, rank) for rank, capacity in enumerate(self.capacity.tolist())]
         heapq.heapify(heap)
         sizes = self.length.tolist()
         for index in np.argsort(-self.length, kind="stable").tolist():
-            room, rank = heap[0]
+            capacity, rank = heap[0]
             owner[index] = rank
-            heapq.heapreplace(heap, (room + sizes[index], rank))
+            heapq.heapreplace(heap, (capacity + sizes[index], rank))
         return owner
 
     def exchange(self, owner: NDArray) -> NDArray:
         """
-        Exchanges segments of the heaviest rank while its work, in its order, falls and all tokens have room.
+        Exchanges segments of the heaviest rank while its actual work decreases and all bins are within their capacity.
 
-        Up to two are exchanged for up to two others: long and short ones for two of medium length changes the work
-        and not the tokens. Where a rank has many segments, pairs of some of them do.
+        Up to two segments are exchanged for up to two others: a long and a short one for two of medium length changes
+        the work but not the tokens. For ranks with many segments, only pairs of some of them are considered.
         """
         owner, trials = owner.copy(), 0
         tokens = self.tokens(owner)
@@ -157,20 +157,24 @@ class Sections:
         while trials < _TRIALS and work.max() > (1 + GOOD) * work.mean():
             heavy = int(work.argmax())
             for light in np.argsort(work, kind="stable")[:-1].tolist():
-                given, taken = self._groups(owner, heavy), self._groups(owner, light)
+                from_heavy, from_light = self._groups(owner, heavy), self._groups(owner, light)
                 moved, shifted = (
-                    np.append(values, 0)[given].sum(axis=1)[:, None] - np.append(values, 0)[taken].sum(axis=1)
+                    np.append(values, 0)[from_heavy].sum(axis=1)[:, None]
+                    - np.append(values, 0)[from_light].sum(axis=1)
                     for values in (self.length, self.mean_work)
                 )
                 expected = np.maximum(work[heavy] - shifted, work[light] + shifted)
-                fits = (tokens[heavy] - moved <= self.room[heavy]) & (tokens[light] + moved <= self.room[light])
+                fits = (tokens[heavy] - moved <= self.capacity[heavy]) & (
+                    tokens[light] + moved <= self.capacity[light]
+                )
                 expected[~fits] = np.inf
                 best = np.argpartition(expected, min(_CANDIDATES, expected.size - 1), axis=None)[:_CANDIDATES]
                 best = best[expected.flat[best] < work[heavy]]
                 after = None
                 for at in best[np.argsort(expected.flat[best], kind="stable")].tolist():
                     trial, trials = np.append(owner, heavy), trials + 1
-                    trial[given[at // len(taken)]], trial[taken[at % len(taken)]] = light, heavy
+                    trial[from_heavy[at // len(from_light)]] = light
+                    trial[from_light[at % len(from_light)]] = heavy
                     after = [self.rank_work(trial[:-1], rank) for rank in (heavy, light)]
                     if max(after) < work[heavy] - 1e-9:
                         break
@@ -184,7 +188,7 @@ class Sections:
         return owner
 
     def _groups(self, owner: NDArray, rank: int) -> NDArray:
-        """Pairs of segments of a rank `[num_groups, 2]`; one past the last segment stands for none."""
+        """Pairs of segments of a rank `[num_groups, 2]`; the index after the last segment stands for none."""
         mine, none = np.flatnonzero(owner == rank), len(owner)
         some = mine[:: -(-len(mine) // _FEW) or 1]
         left, right = np.triu_indices(len(some), 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hf_mmparallel.cost.kept import Precision, layer_kept
+from hf_mmparallel.cost.activations import Precision, saved_activations
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.spec import activation_copies
 
@@ -42,7 +42,7 @@ def build(family: str, **settings: Any) -> Any:
     return cls(config(**{**SIZES, **own, **settings})).train()
 
 
-def kept_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False) -> dict[int, int]:
+def saved_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False) -> dict[int, int]:
     """
     Layer -> bytes of the tensors that its operations keep, each storage once and in the layer that keeps it first;
     what comes after the layers counts as one more. Weights do not count.
@@ -85,7 +85,7 @@ def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False) -> dict
     squares = SAMPLES * LENGTH**2 if is_uneven or part.attention == "eager" else 0
     precision = Precision.of(part, value_bytes)
     kept = {
-        index: layer_kept(part, spec.uses[part.name, index], index, precision, 1)(tokens, squares)
+        index: saved_activations(part, spec.uses[part.name, index], index, precision, 1)(tokens, squares)
         for index in range(part.num_layers + 1)
     }
     kept[part.num_layers] += 4 * model.config.vocab_size * tokens  # of the loss
@@ -93,7 +93,7 @@ def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False) -> dict
 
 
 def check(model: Any, tolerance: float = 0.04, value_bytes: int = 4, is_uneven: bool = False, is_cast: bool = False):
-    found = kept_by_autograd(model, is_uneven, is_cast)
+    found = saved_by_autograd(model, is_uneven, is_cast)
     expected = predicted(model, value_bytes, is_uneven)
     for index in (1, 2):  # the first layer also keeps what all share, such as rotary tables
         assert expected[index] == pytest.approx(found[index], rel=tolerance), (index, expected, found)
