@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
+from .global_batch import Batch, Placement
 from .lengths import NUM_ORDERS, group_by_length, possible_orders
 from .microbatch_sizes import Sizes
-
-if TYPE_CHECKING:
-    from .hierarchical import Batch, Placement
 
 
 def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) -> Placement:
     """
-    See [`Batch.arrange`]: the microbatches of the language model come first, each of samples of similar length, and
+    See [`arrange_batch`]: the microbatches of the language model come first, each of samples of similar length, and
     encoders compute samples a microbatch earlier where that evens them out.
 
     Args:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
+from hf_mmparallel.arrange.global_batch import Batch
 from hf_mmparallel.arrange.greedy import NoRoomError
-from hf_mmparallel.arrange.hierarchical import Batch, hierarchical, tapered
+from hf_mmparallel.arrange.hierarchical import hierarchical, tapered
 from hf_mmparallel.arrange.tracks import Track
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
 from hf_mmparallel.schedule import build_program, simulate
