@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,10 +11,9 @@ from typing import Any
 from ..arrange.balance import excess
 from ..cost import training_flops
 from ..plan import ModelSpec
-from ..runtime.device_detection import MEASURED
+from ..runtime.device_detection import MEASURED, core_per_rank
 from ..runtime.executor import StepResult
 from ..runtime.work import ModuleWork
-from ..world import World
 from .base import EngineCallback
 from .workload_balance import RanStep, forward_metrics, last_step, mean_of, measure
 
@@ -111,11 +109,6 @@ def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflop
         per_token, per_square = training_flops(spec, module)
         flops += per_token * work.tokens + per_square * work.squares
     return flops / (1e9 * peak_tflops * len(windows) * max(window.wall_ms for window in windows))
-
-
-def core_per_rank(world: World) -> bool:
-    """Whether every rank of this host has a GPU or a core of its own."""
-    return world.device.type != "cpu" or len(os.sched_getaffinity(0)) >= world.size
 
 
 class ParallelMetricsCallback(EngineCallback):

@@ -15,12 +15,12 @@ from transformers import ProcessorMixin
 from transformers.utils import logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..modeling.loss import IGNORE_INDEX
 from .image_shapes import stand_in, without_pixels
 from .image_sizes import decoded_image, image_size
 
 logger = logging.get_logger(__name__)
 
-IGNORED = -100
 TOKEN_FIELDS = (
     "input_ids",
     "attention_mask",
@@ -127,7 +127,7 @@ class PretokenizedCollator:
         longest = max(lengths)
         if self.pad_to_multiple_of is not None:
             longest = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        fill = {"input_ids": self.pad_token_id, "labels": IGNORED, "shift_labels": IGNORED}.get(name, 0)
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}.get(name, 0)
         rows = []
         for index, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
             if name not in sample or sample[name].shape[-1] != length:
@@ -308,9 +308,9 @@ class ChatCollator:
         answer = torch.zeros_like(placeholder)
         for span in spans:
             answer |= _overlap(offsets, _shifted(span, replacements))
-        fields["labels"] = fields["input_ids"].masked_fill(~answer | placeholder, IGNORED)
+        fields["labels"] = fields["input_ids"].masked_fill(~answer | placeholder, IGNORE_INDEX)
         fields = self._fit(fields, placeholder, index)
-        if (fields["labels"] == IGNORED).all():
+        if (fields["labels"] == IGNORE_INDEX).all():
             logger.warning_once(
                 "A conversation has no target: nothing%s in it is said by the role `assistant`; its roles are %s. It "
                 "adds nothing to the loss. This is said once for all such conversations.",

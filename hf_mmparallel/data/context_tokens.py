@@ -17,11 +17,11 @@ from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
 from ..kernels.bitfield_attention.intervals import row_bounds
+from ..modeling.loss import IGNORE_INDEX
 from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
 
 BatchKey = tuple[str, int, int, int]
 WORDS = "attention_words"
-IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,9 +58,9 @@ class ContextCut:
         """
         fields = {name: value for name, value in batch.items() if name not in (WORDS, "labels")}
         if "labels" in batch and "shift_labels" not in batch:
-            fields["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+            fields["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
         own = self.order[row].to(batch["input_ids"].device)
-        paddings = {"input_ids": self.filler, "shift_labels": IGNORED}
+        paddings = {"input_ids": self.filler, "shift_labels": IGNORE_INDEX}
         dims = {**self.token_dims, "shift_labels": 1}
         return {
             name: _taken(value, dims[name], own, paddings.get(name, 0)) if name in dims else value

@@ -34,7 +34,7 @@ class StepBatch:
             (module, replica, microbatch, chunk) -> the collated samples, for each chunk that this rank works on.
         cuts (`dict[BatchKey, ContextCut]`):
             How the tokens of the language model's microbatches are cut, as far as this rank needs to know.
-        program (`Program`, *optional*): This rank's actions.
+        program (`Program`, *optional*): This rank's actions, which an engine needs.
         sizes (`SampleSizes`, *optional*): Of the samples, where they are known.
         workloads (`Workloads`, *optional*): What the samples were arranged by.
         draw (`Draw`, *optional*): What it was planned for.

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.bitfield_attention import decode_words
-from .chat_collator import IGNORED, TOKEN_FIELDS
+from ..modeling.loss import IGNORE_INDEX
+from .chat_collator import TOKEN_FIELDS
 from .mask_rules import MaskRule, config_and_class, real_tokens
 from .position_rules import PositionRule
 
@@ -131,7 +132,9 @@ class PackingCollator:
         }
         if isinstance(packed.get("labels"), Tensor):
             lengths = real.sum(-1)
-            packed["labels"][:, lengths.cumsum(0) - lengths] = IGNORED  # no other sample's last token predicts them
+            packed["labels"][:, lengths.cumsum(0) - lengths] = (
+                IGNORE_INDEX  # no other sample's last token predicts them
+            )
         return packed
 
     def _one_row(self, name: str, value: Tensor, real: Tensor, places: Tensor) -> Tensor:
@@ -148,7 +151,7 @@ class PackingCollator:
         missing = self._padded(len(places)) - len(places)
         if not missing:
             return row
-        fill = {"input_ids": self._pad_token(), "labels": IGNORED, "shift_labels": IGNORED}.get(name, 0)
+        fill = {"input_ids": self._pad_token(), "labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX}.get(name, 0)
         after = row.dim() - first - 2
         return functional.pad(row, (0, 0) * after + (0, missing), value=fill)
 
@@ -196,7 +199,7 @@ class PackingCollator:
         )
 
 
-def unpack(row: Tensor, words: Tensor, fill: float = IGNORED) -> Tensor:
+def unpack(row: Tensor, words: Tensor, fill: float = IGNORE_INDEX) -> Tensor:
     """
     The samples of packed rows as a padded batch.
 

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._clock import Clock, clock_of
 from ..kernels.bitfield_attention.hf import NAME as BITFIELD
 from ..modeling.features import flat_rows
 from ..modeling.hollow import hidden_of, hollow_parameters, placeholder, with_hidden
@@ -29,42 +30,12 @@ from .layer_inputs import encoder_inputs, text_inputs
 _WEIGHT_SCALE = 0.02
 
 
-class Clock(Protocol):
-    """Marks moments and says what is between two of them."""
-
-    def mark(self) -> Any:
-        """The present moment."""
-        ...
-
-    def ms(self, start: Any, end: Any) -> float:
-        """Milliseconds from one moment to another."""
-        ...
-
-
-class HostClock:
+def profile_clock(device: torch.device) -> Clock:
     """
-    Moments of this process. With one thread those of the thread, which stand still while other processes have the
-    processor; several threads share the time of a clock on the wall.
+    The clock of a profile. On a host with one thread it counts the CPU time of the thread, which excludes preemption,
+    otherwise wall time.
     """
-
-    def __init__(self):
-        self.mark = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def ms(self, start: float, end: float) -> float:
-        return 1e3 * (end - start)
-
-
-class CudaClock:
-    """Moments of a CUDA stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end)
+    return clock_of(device, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
 
 @dataclass

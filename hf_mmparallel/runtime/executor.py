@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._clock import clock_of
 from ..data.context_tokens import WORDS
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
@@ -139,7 +140,8 @@ class Executor:
         self.forward_context: Callable[[], AbstractContextManager] = nullcontext
         self.out_of_memory: Callable[[Action, torch.OutOfMemoryError], str] = lambda action, error: str(error)
         self.on_logits: Callable[[Task, torch.Tensor, Mapping[str, Any]], None] | None = None
-        self._clock: _Clock | None = None
+        self.clock = clock_of(device)
+        self._start: Any = None
 
     def run(self, program: Program, batch: StepBatch) -> StepResult:
         """
@@ -150,7 +152,8 @@ class Executor:
             batch (`StepBatch`): Its inputs, for the tasks of this rank.
         """
         run = _Step(self, program, batch)
-        clock = self._clock = _Clock(self.device)
+        clock = self.clock
+        start = self._start = clock.mark()
         actions: Sequence[Action] = program.actions.get(self.rank, ())
         if self.transport.receives_ahead:
             actions = receive_ahead(actions)
@@ -179,37 +182,16 @@ class Executor:
         ACTIVITY.now("the last sends", waits=True)
         run.finish()
         end = clock.mark()
-        run.result.timeline = [TimedTask(task, clock.ms(ready), clock.ms(done)) for task, ready, done in marks]
-        run.result.duration_ms = clock.ms(end)
+        run.result.timeline = [
+            TimedTask(task, clock.ms(start, ready), clock.ms(start, done)) for task, ready, done in marks
+        ]
+        run.result.duration_ms = clock.ms(start, end)
         run.result.work = {module: work.read() for module, work in run.result.work.items()}
         return run.result
 
     def elapsed_ms(self) -> float:
         """Milliseconds since the last step began, of all that is queued on the device."""
-        assert self._clock is not None
-        return self._clock.ms(self._clock.mark())
-
-
-class _Clock:
-    """Marks of time: the host's clock, or events on the stream where work is queued ahead of the device."""
-
-    def __init__(self, device: torch.device):
-        self.on_device = device.type == "cuda"
-        self.start = self.mark()
-
-    def mark(self) -> Any:
-        if not self.on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, mark: Any) -> float:
-        """Milliseconds from the start to a mark."""
-        if not self.on_device:
-            return 1e3 * (mark - self.start)
-        mark.synchronize()
-        return self.start.elapsed_time(mark)
+        return self.clock.ms(self._start, self.clock.mark())
 
 
 class _Step(MessageGeometry):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import torch
 from accelerate.logging import get_logger
+from transformers import TrainingArguments
 
 from ..data.bad_samples import BadSample, BadSampleError
 from ..data.draws import Draw
 from ..data.loader import StepBatch, StepDataset
 from ..world import World
+from .start_checks import check_output_dir
 
 logger = get_logger(__name__)
 _NUM_COMPARED = 8
@@ -37,6 +40,22 @@ def check_same_folder(folder: str, setting: str, world: World) -> None:
             "part of a checkpoint there: give all the same folder, without the rank, or a time that each process "
             "reads by itself, in its name."
         )
+
+
+def check_output_folder(args: TrainingArguments, world: World) -> None:
+    """
+    Checks the folder that a run writes to. Collective.
+
+    Args:
+        args (`TrainingArguments`): The arguments.
+        world ([`World`]): The ranks.
+
+    Raises:
+        `ValueError`: On all ranks, if some rank saves to another folder, or nothing can be written to it.
+    """
+    if args.save_strategy != "no":
+        check_same_folder(str(args.output_dir), "output_dir", world)
+    world.from_first_rank(functools.partial(check_output_dir, args))
 
 
 class SampleAgreement:

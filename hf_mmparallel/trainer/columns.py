@@ -68,6 +68,14 @@ def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> Non
             _check_untokenised(name, columns, processor, _taken_by(model), is_planned)
 
 
+def encoder_columns(model: Any) -> list[str]:
+    """The columns that a composed model routes to its encoders; none of any other model."""
+    if not hasattr(model, "multimodal_parts"):
+        return []
+    parts = model.multimodal_parts().values()
+    return [name for part in parts for modality in part.modalities for name in part.input_names(modality)]
+
+
 def missing_columns(columns: list[str]) -> str:
     """What to do about a dataset that has no column for the model."""
     return (

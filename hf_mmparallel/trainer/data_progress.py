@@ -1,15 +1,16 @@
-"""How the Trainer's loop goes on in the middle of an epoch, counted in samples."""
+"""The state of a Trainer in a checkpoint, and its position in the data, counted in samples."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
 from .._files import readable
@@ -26,9 +27,29 @@ def check_trainer_state(folder: Path) -> None:
             TrainerState.load_from_json(str(path))
 
 
+def save_trainer_state(folder: Path, state: TrainerState, stateful: Iterable[Any]) -> None:
+    """
+    Writes the state of a Trainer.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        state (`TrainerState`): The state; those of callbacks are added.
+        stateful (`Iterable`): Callbacks and the control, of which some may have a state.
+    """
+    for part in stateful:
+        if isinstance(part, ExportableState):
+            name = type(part).__name__
+            states: Any = state.stateful_callbacks
+            if isinstance(states[name], list):
+                states[name].append(part.state())
+            else:
+                states[name] = part.state()
+    state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+
 class DataProgress:
     """
-    Where a training run is in its data.
+    The position of a training run in its data.
 
     Args:
         batch_size (`int`): Samples of a global batch.

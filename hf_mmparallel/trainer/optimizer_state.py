@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from ..world import World
 SCHEDULER = "scheduler.pt"
 
 
-def stock_groups(trainer: Any, model: nn.Module) -> list[list[str]]:
+def stock_groups(decayed: Iterable[str], model: nn.Module) -> list[list[str]]:
     """
     Names of the trained parameters in the groups of `Trainer.create_optimizer`: with weight decay, and without.
 
     Args:
-        trainer (`Trainer`): Whose `get_decay_parameter_names` decides.
+        decayed (`Iterable[str]`): Parameters with weight decay, see `Trainer.get_decay_parameter_names`.
         model (`nn.Module`): The whole model, before it is laid out; may be on the meta device.
     """
-    decayed = set(trainer.get_decay_parameter_names(model))
+    decayed = set(decayed)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
 
