@@ -1,4 +1,4 @@
-"""What the ranks agree on: which samples of a step can be read, and that they are the same ones."""
+"""Agreement of the ranks on samples: the same ones everywhere, without those that some rank can't read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_same_folder(folder: str, setting: str, world: World) -> None:
 
     Args:
         folder (`str`): Of this rank.
-        setting (`str`): What it was given as, for the error.
+        setting (`str`): Name of the argument, for the error.
         world ([`World`]): The ranks.
 
     Raises:
@@ -60,12 +60,12 @@ def check_output_folder(args: TrainingArguments, world: World) -> None:
 
 class SampleAgreement:
     """
-    Decides what happens to samples that some rank can't read, the same on every rank.
+    Leaves out samples that some rank can't read, or raises, the same on every rank.
 
     Args:
         skip (`bool`): Whether to leave such samples out; otherwise they end the run.
         world ([`World`]): The ranks.
-        name (`str`, *optional*, defaults to `"dataset"`): What the samples are from, for errors.
+        name (`str`, *optional*, defaults to `"dataset"`): Name of the dataset in errors.
     """
 
     def __init__(self, skip: bool, world: World, name: str = "dataset"):
@@ -85,8 +85,8 @@ class SampleAgreement:
         the first batch of any other dataset, of whose samples some are compared.
 
         Args:
-            batch (`StepBatch` or `None`): What the loader yields, `None` at its end.
-            dataset (`StepDataset`): What reads again.
+            batch (`StepBatch` or `None`): Item of the loader, `None` at its end.
+            dataset (`StepDataset`): Reads a step again.
 
         Raises:
             [`BadSampleError`]: For a bad sample unless `skip`, and when no sample of the step can be read.
@@ -145,7 +145,7 @@ class SampleAgreement:
             own[1 + place] = _UNREAD if digest is None else digest
         drawn, *columns = zip(*self.world.all_gather(own, "comparing the first samples"), strict=True)
         if len(set(drawn)) > 1:
-            return  # other places are drawn, of which the step tells
+            return  # the ranks drew different indices: the check of the step reports it
         for place, column in enumerate(columns):
             known = {rank: digest for rank, digest in enumerate(column) if digest != _UNREAD}
             first = next(iter(known), 0)
@@ -160,7 +160,7 @@ class SampleAgreement:
                 )
 
     def _exchange(self, batch: StepBatch) -> dict[int, tuple[int, BadSample]]:
-        """Slot -> the first rank that met it, and what it says."""
+        """Slot -> the first rank that could not read its sample, and the reason."""
         every = self.world.all_gather(batch.bad, "comparing which samples can be read")
         ranks = reversed(list(enumerate(every)))
         return {slot: (rank, bad) for rank, found in ranks for slot, bad in found.items()}
@@ -174,7 +174,7 @@ class SampleAgreement:
 
 
 class TargetCount:
-    """Looks out for global batches in which no token is a target, of which the loss is 0 whatever the model does."""
+    """Warns of global batches without target tokens, whose loss is always 0."""
 
     def __init__(self):
         self.num_without = 0

@@ -1,4 +1,4 @@
-"""Which columns of a dataset a Trainer keeps, and which it misses."""
+"""Columns of datasets: those that a model reads, and errors where they are missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def choose_collator(args: Arguments, given: dict[str, Any], model: Any) -> Argum
 
     Args:
         args (`TrainingArguments`): The arguments.
-        given (`dict[str, Any]`): What the Trainer is made with; changed in place.
+        given (`dict[str, Any]`): The arguments of the Trainer; changed in place.
         model: The whole model.
 
     Returns:
@@ -47,7 +47,7 @@ def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> Non
     Raises `ValueError` for datasets without the columns that make samples.
 
     Args:
-        given (`Mapping[str, Any]`): What the Trainer is made with.
+        given (`Mapping[str, Any]`): The arguments of the Trainer.
         model: The model, an id or a folder.
         is_planned (`bool`): Whether it is trained under a plan; the stock Trainer may have uses for other columns.
     """
@@ -77,7 +77,7 @@ def encoder_columns(model: Any) -> list[str]:
 
 
 def missing_columns(columns: list[str]) -> str:
-    """What to do about a dataset that has no column for the model."""
+    """The end of an error for a dataset without columns for the model: its columns and the remedy."""
     return (
         f"it has the columns {columns}. Without a `data_collator`, samples have `input_ids` and `labels`, or "
         "`messages` (conversations) and the Trainer a `processing_class`. Rename the columns that are meant, or pass "
@@ -87,14 +87,14 @@ def missing_columns(columns: list[str]) -> str:
 
 def _datasets(given: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> dataset, of all that there are."""
-    found = {}
+    datasets = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = given.get(name)
         if isinstance(dataset, dict):
-            found.update({f"{name}[{key!r}]": own for key, own in dataset.items()})
+            datasets.update({f"{name}[{key!r}]": part for key, part in dataset.items()})
         elif dataset is not None:
-            found[name] = dataset
-    return found
+            datasets[name] = dataset
+    return datasets
 
 
 def _check_chat(name: str, columns: list[str], collator: ChatCollator) -> None:

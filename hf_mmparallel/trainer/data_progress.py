@@ -63,16 +63,16 @@ class DataProgress:
         self.resumed_at: tuple[int, int] | None = None
 
     def step(self, draw: Draw) -> None:
-        """Goes on by the samples of a step."""
+        """Advances by the samples of a step."""
         self.position = self.position.after(draw, self.batch_size)
 
     def training_values(self, values: tuple, args: Any, dataloader: DataLoader) -> tuple:
         """
-        What `Trainer.set_initial_training_values` returns, for a run that goes on, maybe with batches of another
-        size: as many steps as the samples take that are left.
+        The result of `Trainer.set_initial_training_values` for a resumed run, maybe with another batch size: the
+        number of steps follows from the samples that are left.
 
         Args:
-            values (`tuple`): What it returns for a run from the start.
+            values (`tuple`): Its result for a run from the start.
             args (`TrainingArguments`): The arguments.
             dataloader (`DataLoader`): Of the training set; its draws are told where to go on.
         """
@@ -92,7 +92,7 @@ class DataProgress:
         return epochs, steps_per_epoch, *others, max_steps
 
     def save(self, folder: Path, global_step: int, num_skipped: int, memory_ratio: Mark | None = None) -> None:
-        """Writes the position into a checkpoint, with what was learned of memory."""
+        """Writes the position into a checkpoint, with the memory ratio."""
         learned = self.position.memory_ratio if memory_ratio is None else list(memory_ratio)
         position = dataclasses.replace(
             self.position, global_step=global_step, num_skipped=num_skipped, memory_ratio=learned

@@ -56,7 +56,7 @@ def load_optimizer_and_scheduler(
         scheduler (`LRScheduler`): This rank's.
         model (`nn.Module`): The pruned model of this rank.
         folder (`Path`): The checkpoint.
-        groups (`Sequence[Sequence[str]]`): What [`stock_groups`] found in the whole model.
+        groups (`Sequence[Sequence[str]]`): See [`stock_groups`].
         world ([`World`]): The ranks.
 
     Raises:
@@ -90,7 +90,7 @@ def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, 
 def _with_groups(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A schedule's state with lists that have an entry for each group; what groups don't say comes from `own`."""
+    """A schedule's state with lists that have an entry for each group; settings that groups lack come from `own`."""
     result = dict(state)
     settings = {"_last_lr": "lr", "base_lrs": "initial_lr"}
     for name, value in state.items():

@@ -1,5 +1,5 @@
 """
-What becomes of a method of `Trainer` that a subclass overrides, under a plan.
+Overrides of methods of `Trainer` in a subclass of the user: whether they work under a plan.
 
 Each method has one entry. Where none is refused the loop of the stock Trainer calls the override as ever.
 """
@@ -25,7 +25,7 @@ class Extends:
     An override holds if it calls the method that it overrides, whose work a plan needs.
 
     Args:
-        reason (`str`): What that work is.
+        reason (`str`): The work of the inherited method.
         remedy (`str`): What to do instead of replacing it.
     """
 
@@ -267,14 +267,14 @@ def _has_method(values: list[Any], name: str) -> bool:
 
 
 def _fate(entry: NeverCalled | Extends) -> str:
-    """What becomes of an override that is refused, and why."""
+    """The reason of a refusal, as part of a sentence."""
     if isinstance(entry, NeverCalled):
         return f"is overridden, but under a plan it is never called: {entry.reason}"
     return f"is overridden without a call of the inherited method, which a plan needs: {entry.reason}"
 
 
 def _refusal(owner: type, ours: type, name: str, entry: NeverCalled | Extends) -> str:
-    """Why an override is refused, and what to do instead."""
+    """The error for an override: reason and remedy."""
     remedy = entry.remedy
     if issubclass(owner, Trainer) and not issubclass(owner, ours):
         remedy = (

@@ -386,15 +386,15 @@ class MultimodalParallelTrainer(EngineTrainer):
             state = optimizer_state.scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
             torch.save(state, os.path.join(output_dir, optimizer_state.SCHEDULER))
 
-    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the state of a plan's checkpoint, also on one process, and the stock Trainer's under a plan."""
-        if self.engine is None and not optimizer_state.is_by_name(folder, self.model):
-            super()._load_optimizer_and_scheduler(folder)
-        elif folder is not None and os.path.isfile(os.path.join(folder, optimizer_state.SCHEDULER)):
+        if self.engine is None and not optimizer_state.is_by_name(checkpoint, self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, optimizer_state.SCHEDULER)):
             groups = self._stock_groups if self.engine is not None else []
             with shared_failure("loading the optimizer's state"):
                 optimizer_state.load_optimizer_and_scheduler(
-                    self.optimizer, self.lr_scheduler, self.model, Path(folder), groups, self.world
+                    self.optimizer, self.lr_scheduler, self.model, Path(checkpoint), groups, self.world
                 )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
