@@ -194,7 +194,7 @@ ARGUMENTS: Mapping[str, Entry] = {
     ),
     "accelerator_config.dispatch_batches": WithoutEffect(_ONE_READER),
     "accelerator_config.even_batches": WithoutEffect(_ONE_READER),
-    "accelerator_config.use_seedable_sampler": Honoured("StepLoaders._data_seed"),
+    "accelerator_config.use_seedable_sampler": Honoured("StepLoaders._seeded"),
     "accelerator_config.non_blocking": WithoutEffect("inputs are on the device before a step starts"),
     "accelerator_config.gradient_accumulation_kwargs": Refused(
         _is_given, "microbatches take the place of gradient accumulation", "Use `global_batch_size`."

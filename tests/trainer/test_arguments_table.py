@@ -23,8 +23,7 @@ from transformers.integrations import integration_utils
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.trainer import argument_table as table
-from hf_mmparallel.trainer import overrides
-from hf_mmparallel.trainer import trainer as trainer_module
+from hf_mmparallel.trainer import engine_trainer, overrides
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
 from hf_mmparallel.trainer.engine_trainer import EngineTrainer
 from hf_mmparallel.trainer.overrides import METHODS, Extends, Holds, NeverCalled, check_overrides
@@ -256,7 +255,7 @@ def watched_run(folder: Path) -> tuple[dict[str, set[str]], Counter[str], list[s
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
-    trainer_module.logger.logger.addHandler(handler)
+    engine_trainer.logger.logger.addHandler(handler)
     saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "remove_unused_columns": True, "gradient_checkpointing": True}
     length = {"max_steps": -1, "num_train_epochs": 1, "global_batch_size": 6}
