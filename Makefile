@@ -13,6 +13,7 @@ DEMO_ARGS ?=
 CHARTS_OUT ?= out/charts
 CHARTS_ARGS ?=
 PYTEST_ARGS ?=
+PYTEST_WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,11 +45,11 @@ charts: $(INSTALLED) ## train the chart model on four CPU processes, arranged by
 	ACCELERATE_USE_CPU=true $(BIN)/accelerate launch --config_file examples/accelerate_configs/one_host_4cpu.yaml \
 	    examples/train_chart_vlm.py --output_dir $(CHARTS_OUT) $(CHARTS_ARGS)
 
-test: lint ## all gates and all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: lint ## all gates and all tests, PYTEST_WORKERS at a time
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 quick: $(INSTALLED) ## the tests that start no ranks
-	$(BIN)/python -m pytest -m "not distributed and not slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal -m "not distributed and not slow and not gpu and not multi_gpu" $(PYTEST_ARGS)
 
 lint: $(INSTALLED) ## ruff, codespell, pyright
 	$(BIN)/ruff check .

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import platform
+import runpy
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,6 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.functional import pad
 
 if TYPE_CHECKING:
@@ -29,6 +36,20 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGE_TOKEN = 1
 PATCH_SIZE = 8
 IGNORE_INDEX = -100
+PRELOADED = [
+    "matplotlib.figure",
+    "rich.console",
+    "torch.distributed.tensor",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.llava.modeling_llava",
+    "transformers.models.siglip.modeling_siglip",
+    "transformers.trainer",
+    "hf_mmparallel.cost",
+    "hf_mmparallel.runtime.engine",
+    "hf_mmparallel.search.search",
+    "hf_mmparallel.trainer",
+]
+"""What ranks import before they are forked."""
 
 
 @dataclass(frozen=True)
@@ -128,29 +149,58 @@ def collate(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     return {**batch, "pixel_values": torch.cat(images)} if images else batch
 
 
-def launch(script: str, world_size: int, arguments: Sequence[str] = (), timeout_s: float = 900) -> Any:
-    """Runs `script --ranks FILE` on several gloo ranks of this host; returns the JSON that rank 0 writes to FILE."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+def launch(script: str, world_size: int, arguments: Sequence[str] = (), timeout_s: int = 900) -> Any:
+    """
+    Runs `script --ranks FILE` on several gloo ranks of this host; returns the JSON that rank 0 writes to FILE.
+
+    Ranks are started as by torchrun, but forked from a server that has imported the heavy packages once.
+    """
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, _environment(environment):
         file = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        }
-        done = subprocess.run(
-            [*command, script, "--ranks", str(file), *arguments],
-            env=environment,
-            cwd=folder,
-            timeout=timeout_s,
-            capture_output=True,
-            text=True,
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="forkserver",
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
         )
-        if done.returncode or not file.exists():
-            raise RuntimeError(f"The ranks of {Path(script).name} failed:\n{done.stdout}\n{done.stderr[-6000:]}")
+        try:
+            elastic_launch(config, _run_script)(script, ["--ranks", str(file), *arguments], timeout_s)
+        except ChildFailedError as error:
+            logs = sorted(Path(folder).rglob("std*.log"))
+            tails = "\n".join(f"{log.parent.name} {log.name}:\n{log.read_text()[-6000:]}" for log in logs)
+            raise RuntimeError(f"The ranks of {Path(script).name} failed:\n{tails}") from error
         return json.loads(file.read_text())
+
+
+def _run_script(script: str, arguments: Sequence[str], timeout_s: int) -> None:
+    """Body of a rank: runs a benchmark as a command does, for `timeout_s` seconds at most."""
+    signal.alarm(timeout_s)
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(ROOT))
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.chdir(folder):
+        runpy.run_path(script, run_name="__main__")
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets variables of the environment, which ranks inherit, for a while."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def machine(shapes: Shapes, load_before: Sequence[float]) -> dict[str, Any]:

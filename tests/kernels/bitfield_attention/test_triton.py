@@ -146,7 +146,8 @@ FEATURES = {
     "many heads": {"shape": Shape(heads=6, kv_heads=2)},
     "equal heads": {"shape": Shape(heads=2, kv_heads=2)},
     "strides": {"transposed": True, "shape": Shape(heads=4, kv_heads=2)},
-    "float16": {"dtype": torch.float16, "sinks": True},
+    # Errors of a few numbers can be small by luck, also those of plain torch: eight sinks are enough to judge by.
+    "float16": {"dtype": torch.float16, "sinks": True, "shape": Shape(heads=8, kv_heads=2)},
 }
 
 
