@@ -33,7 +33,7 @@ def check_same_folder(folder: str, setting: str, world: World) -> None:
         `ValueError`: On all ranks, with the two folders, if some rank has another one.
     """
     folders = world.all_gather(folder, "comparing the folder to save to")
-    other = next((rank for rank, found in enumerate(folders) if found != folders[0]), None)
+    other = next((rank for rank, path in enumerate(folders) if path != folders[0]), None)
     if other is not None:
         raise ValueError(
             f"`{setting}` is `{folders[0]}` on rank 0 and `{folders[other]}` on rank {other}. Each rank writes its "
@@ -104,14 +104,14 @@ class SampleAgreement:
                 raise bad.error(self.world.rank if self.world.size > 1 else None)
             return batch
         while slots := self._bad_slots(batch):
-            found = self._exchange(batch)
+            reasons = self._exchange(batch)
             if len(slots) == len(batch.drawn.samples):
                 raise BadSampleError(
                     f"None of the last {len(slots)} samples of a global batch can be read, the first because of: "
-                    f"{found[slots[0]][1]} Check the files and the collator."
+                    f"{reasons[slots[0]][1]} Check the files and the collator."
                 )
             for slot in slots:
-                self._report(*found[slot])
+                self._report(*reasons[slot])
             self.num_skipped += len(slots)
             batch = dataset.again(batch, slots)
         return batch
@@ -139,11 +139,11 @@ class SampleAgreement:
     def _compare_first(self, draw: Draw | None, dataset: StepDataset) -> None:
         """Raises `RuntimeError` if the first samples of a draw have another content on another rank."""
         samples = () if draw is None else draw.samples
-        own = [_UNREAD] * (1 + _NUM_COMPARED)
-        own[0] = zlib.crc32(repr(samples).encode())
+        digests = [_UNREAD] * (1 + _NUM_COMPARED)
+        digests[0] = zlib.crc32(repr(samples).encode())
         for place, digest in enumerate(dataset.digests(draw, _NUM_COMPARED) if draw is not None else ()):
-            own[1 + place] = _UNREAD if digest is None else digest
-        drawn, *columns = zip(*self.world.all_gather(own, "comparing the first samples"), strict=True)
+            digests[1 + place] = _UNREAD if digest is None else digest
+        drawn, *columns = zip(*self.world.all_gather(digests, "comparing the first samples"), strict=True)
         if len(set(drawn)) > 1:
             return  # the ranks drew different indices: the check of the step reports it
         for place, column in enumerate(columns):
@@ -163,7 +163,7 @@ class SampleAgreement:
         """Slot -> the first rank that could not read its sample, and the reason."""
         every = self.world.all_gather(batch.bad, "comparing which samples can be read")
         ranks = reversed(list(enumerate(every)))
-        return {slot: (rank, bad) for rank, found in ranks for slot, bad in found.items()}
+        return {slot: (rank, bad) for rank, samples in ranks for slot, bad in samples.items()}
 
     def _report(self, rank: int, bad: BadSample) -> None:
         """Logs a sample that a rank met once, on rank 0."""

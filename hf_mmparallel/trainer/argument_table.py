@@ -297,10 +297,10 @@ def value_of(args: Any, name: str) -> Any:
 
 def is_default(args: Any, name: str) -> bool:
     """Whether an argument, or a setting inside one, has its default."""
-    parent, _, own = name.rpartition(".")
+    parent, _, attribute = name.rpartition(".")
     holder = value_of(args, parent) if parent else args
     assert is_dataclass(holder)
-    return getattr(holder, own) == next(field.default for field in fields(holder) if field.name == own)
+    return getattr(holder, attribute) == next(field.default for field in fields(holder) if field.name == attribute)
 
 
 def check_arguments(args: TrainingArguments) -> None:

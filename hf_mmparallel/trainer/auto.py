@@ -178,9 +178,9 @@ def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
     """Raises `ValueError` if a plan has other sizes than those that are set."""
     for name, sizes in plugin.fixed_sizes.items():
         module = plan.modules[name]
-        own = {"pp_size": len(module.replicas[0])}
+        derived = {"pp_size": len(module.replicas[0])}
         for key, size in sizes.items():
-            has = own.get(key) or getattr(module, key)
+            has = derived.get(key) or getattr(module, key)
             if has != size:
                 raise ValueError(f"`{key}={size}` is set for `{name}`, and it has {has}.")
 
@@ -300,8 +300,8 @@ def report_search(search: AutoSearch, folder: Path) -> None:
     if answer is None or result is None:
         return
     lines = dict([*origins(answer), *summary(answer)])
-    kept = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Allocator", "Bound")
-    print_labelled(console, [(label, lines[label]) for label in kept if label in lines])
+    labels = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Allocator", "Bound")
+    print_labelled(console, [(label, lines[label]) for label in labels if label in lines])
     print_runners_up(console, result, explain=True)
     with not_worth_a_run("The plan"):
         folder.mkdir(parents=True, exist_ok=True)

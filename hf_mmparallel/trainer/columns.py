@@ -65,7 +65,7 @@ def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> Non
             for message in messages if isinstance(messages, list) else ():
                 require_role(message, f"`{name}`")
         elif "input_ids" not in columns:
-            _check_untokenised(name, columns, processor, _taken_by(model), is_planned)
+            _check_untokenised(name, columns, processor, _inputs_of(model), is_planned)
 
 
 def encoder_columns(model: Any) -> list[str]:
@@ -102,7 +102,7 @@ def _check_chat(name: str, columns: list[str], collator: ChatCollator) -> None:
     column = collator.messages_column
     if column in columns:
         return
-    other = next((own for own in _CONVERSATIONS if own in columns), "...")
+    other = next((name for name in _CONVERSATIONS if name in columns), "...")
     raise ValueError(
         f"`{name}` has no column `{column}`, which the `{type(collator).__name__}` reads; it has {columns}. Rename "
         f"the one that holds the messages, or use `messages_column={other!r}`."
@@ -111,7 +111,7 @@ def _check_chat(name: str, columns: list[str], collator: ChatCollator) -> None:
 
 def _check_untokenised(name: str, columns: list[str], processor: Any, known: set[str], is_planned: bool) -> None:
     """Raises `ValueError` for a dataset without token ids that no collator is given for."""
-    column = next((own for own in _CONVERSATIONS if own in columns and own not in known), None)
+    column = next((key for key in _CONVERSATIONS if key in columns and key not in known), None)
     if column is None:
         if is_planned and "messages" not in columns:
             raise ValueError(f"Nothing of `{name}` can be given to the model: {missing_columns(columns)}")
@@ -134,6 +134,6 @@ def _check_untokenised(name: str, columns: list[str], processor: Any, known: set
         )
 
 
-def _taken_by(model: Any) -> set[str]:
+def _inputs_of(model: Any) -> set[str]:
     """The arguments of a model's forward."""
     return set(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else set()

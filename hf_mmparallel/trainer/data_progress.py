@@ -74,7 +74,7 @@ class DataProgress:
         Args:
             values (`tuple`): Its result for a run from the start.
             args (`TrainingArguments`): The arguments.
-            dataloader (`DataLoader`): Of the training set; its draws are told where to go on.
+            dataloader (`DataLoader`): Loader of the training set, whose draws get the position.
         """
         position = self.position
         if args.ignore_data_skip:

@@ -67,8 +67,7 @@ def load_optimizer_and_scheduler(
         load_earlier_optimizer(optimizer, model, folder, world)
     else:
         load_optimizer(optimizer, model, folder, groups, world)
-    own = scheduler.state_dict()
-    scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, own))
+    scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, scheduler.state_dict()))
 
 
 def _read_scheduler(path: Path) -> dict[str, Any]:

@@ -247,13 +247,13 @@ def _calls(method: Any, name: str) -> bool:
     function = inspect.unwrap(getattr(method, "__func__", method))
     code = getattr(function, "__code__", None)
     pending = [] if code is None else [code]
-    found = code is None
+    calls = code is None
     while pending:
         code = pending.pop()
         used = [function.__globals__.get(variable) for variable in code.co_names]
-        found = found or name in code.co_names or _has_method(used, name)
+        calls = calls or name in code.co_names or _has_method(used, name)
         pending += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    return found or _has_method(_closed_over(function), name)
+    return calls or _has_method(_closed_over(function), name)
 
 
 def _closed_over(function: Any) -> list[Any]:

@@ -56,7 +56,7 @@ def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[
             f"Sizes of samples are unknown, all count the same, and `{method}` arranges them by their number. Give "
             "`token_columns`, or `sample_tokens` to the Trainer."
         ]
-    old, new = ({name: number_text(own.std_ms(name)) for name in own.forward_ms} for own in prediction.balances)
+    old, new = ({name: number_text(b.std_ms(name)) for name in b.forward_ms} for b in prediction.balances)
     step_ms, before_ms = number_text(prediction.step_ms), number_text(prediction.before_ms or 0.0)
     deviation = "standard deviation of a microbatch's forward"
     reason = "" if prediction.choice is None else f": {prediction.choice}"

@@ -75,8 +75,8 @@ class MultimodalParallelTrainer(EngineTrainer):
             which each rank reads only the weights that it holds.
         args ([`MultimodalTrainingArguments`]): The arguments, with the layout in `parallel`.
         sample_tokens (`Callable[[Any], Mapping[str, int | Sequence[int]]]`, *optional*):
-            Sample of the training set -> module -> its tokens there, or the lengths of its images; what samples are
-            arranged by where neither their columns nor the processor say it.
+            Sample of the training set -> module -> its tokens there, or the lengths of its images; the sizes that
+            samples are arranged by where neither columns nor the processor give them.
 
     Raises:
         `ValueError`:
@@ -308,8 +308,8 @@ class MultimodalParallelTrainer(EngineTrainer):
         """Writes the shards of all ranks into one folder, as `from_pretrained` reads them."""
         output_dir = str(output_dir or self.args.output_dir)
         # The folder of a checkpoint still has another name here; `_save_checkpoint` says the final one.
-        said = contextlib.nullcontext() if _internal_call else save_errors(Path(output_dir))
-        with shared_failure("saving the model"), said:
+        errors = contextlib.nullcontext() if _internal_call else save_errors(Path(output_dir))
+        with shared_failure("saving the model"), errors:
             if not _internal_call:
                 check_same_folder(output_dir, "output_dir", self.world)
             self._engine.sharded.save(output_dir)
