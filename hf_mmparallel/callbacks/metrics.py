@@ -12,7 +12,7 @@ from ..arrange.balance import excess
 from ..cost import training_flops
 from ..plan import ModelSpec
 from ..runtime.device_detection import MEASURED, core_per_rank
-from ..runtime.executor import StepResult
+from ..runtime.step_result import StepResult
 from ..runtime.work import ModuleWork
 from .base import EngineCallback
 from .workload_balance import RanStep, forward_metrics, last_step, mean_of, measure

@@ -10,7 +10,7 @@ import torch
 
 from ..arrange.balance import Balance, compare_with_contiguous, measured_balance
 from ..runtime.engine import ParallelEngine
-from ..runtime.executor import StepResult
+from ..runtime.step_result import StepResult
 from ..schedule import Span
 from ..world import World
 

@@ -20,7 +20,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
 from .features import feature_specs
 from .forward_inputs import meta_inputs
 from .meta_forward import meta_forward
-from .tensor_parallel import mark_replicated
+from .tensor_parallel import with_tp_dims
 
 ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}
 
@@ -233,7 +233,7 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
     }
     placeholders = {modality: token for part in parts.values() for modality, token in part.placeholders.items()}
-    return mark_replicated(model, ModelSpec(modules, _tied(model, places), placeholders))
+    return with_tp_dims(model, ModelSpec(modules, _tied(model, places), placeholders))
 
 
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:

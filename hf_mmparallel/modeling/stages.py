@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..adapters.adapter_files import adapter_names
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParallelPlan, ParameterSpec, stage_holds
+from ..plan import (
+    LANGUAGE_MODEL,
+    FeatureSpec,
+    ModelSpec,
+    ModuleSpec,
+    ParallelPlan,
+    ParameterSpec,
+    parameter_shards,
+    stage_holds,
+)
 from .checkpointing import enable_checkpointing
 from .features import count_rows, flat_rows, merge_output
 from .given_features import features_given
@@ -46,6 +55,12 @@ def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> to
     dtypes = {getattr(torch, p.dtype) for p in parameters if p.name not in adapters}
     found = [dtype for dtype in dtypes if is_activation_dtype(dtype)]
     return functools.reduce(torch.promote_types, found) if found else torch.bfloat16
+
+
+def hidden_dtype(spec: ModelSpec, module: str) -> torch.dtype:
+    """The widest dtype of the hidden states between the layers of a module."""
+    own = spec.modules[module]
+    return activation_dtype(spec, [p for p in own.parameters if p.layer < own.num_layers])
 
 
 class _Leave(Exception):
@@ -215,8 +230,7 @@ class ModuleStage:
     @cached_property
     def input_dtype(self) -> torch.dtype:
         """Dtype in which hidden states travel between the stages of this module."""
-        own = self.module_spec
-        return activation_dtype(self.spec, [p for p in own.parameters if p.layer < own.num_layers])
+        return hidden_dtype(self.spec, self.module)
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
@@ -227,18 +241,12 @@ class ModuleStage:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields name and tensor of each parameter that this stage uses, under their names in the whole model."""
         real = {name: p for name, p in self.model.named_parameters() if not is_hollow(p)}
-        for module in self.spec.modules.values():
-            for parameter in module.parameters:
-                if self._uses(module, parameter.name, parameter.layer) and parameter.name in real:
-                    yield parameter.name, real[parameter.name]
-
-    def _uses(self, module: ModuleSpec, name: str, layer: int) -> bool:
-        places = [(module.name, layer)]
-        if name in self.spec.tied:
-            places.append(self.spec.tied[name])
-        return any(
-            place == self.module and stage_holds(self.layers, self.module_spec.num_layers, at) for place, at in places
-        )
+        num_layers = self.module_spec.num_layers
+        for name, used_at in self.spec.used_at.items():
+            if name in real and any(
+                module == self.module and stage_holds(self.layers, num_layers, layer) for module, layer in used_at
+            ):
+                yield name, real[name]
 
     def input_shapes(self, inputs: Mapping[str, Any]) -> list[torch.Size]:
         """
@@ -486,17 +494,8 @@ def prepare_stages(
         for replica, index, stage in module.stages()
         if rank in stage.all_ranks
     }
-    held = {
-        parameter.name
-        for name, module in spec.modules.items()
-        for parameter in module.parameters
-        for place, layer in ((name, parameter.layer), *filter(None, [spec.tied.get(parameter.name)]))
-        if any(
-            owner == place and stage_holds(stage.layers, spec.modules[place].num_layers, layer)
-            for (owner, _, _), stage in owned.items()
-        )
-    }
-    hollow_parameters(model, held.__contains__, device)
+    shards = parameter_shards(spec, plan)
+    hollow_parameters(model, lambda name: name in shards and bool(shards[name].on_rank(rank)), device)
     for name, module in spec.modules.items():
         keep = {layer for (owner, _, _), stage in owned.items() if owner == name for layer in range(*stage.layers)}
         replace_layers(model, module.stack, keep)

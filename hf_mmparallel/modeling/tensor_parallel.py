@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..plan import ModelSpec, ModuleSpec
+from .dtensors import from_shard
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 
@@ -124,14 +126,18 @@ class _Styles:
     partial: set[str] = field(default_factory=set)
     attentions: list[nn.Module] = field(default_factory=list)
 
-    def is_sharded(self, name: str, num_dims: int) -> bool:
-        """Whether each rank has a shard of a parameter of so many dimensions."""
+    def cut(self, name: str, num_dims: int) -> tuple[int | None, int]:
+        """
+        The dimension along which a parameter of so many dimensions is cut, `None` where each rank has all of it, and
+        the number of blocks of that dimension that are each cut.
+        """
         style = self.plan.get(name, "")
-        if style.startswith("packed_rowwise"):
-            return num_dims > 1
-        if style.startswith("rowwise"):
-            return name.rpartition(".")[2] != "bias"
-        return style.startswith(("colwise", "packed_colwise"))
+        is_packed, style = style.startswith("packed_"), style.removeprefix("packed_")
+        blocks = 2 if is_packed and num_dims > 1 else 1
+        if style.startswith("colwise"):
+            return max(num_dims - 2, 0), blocks
+        is_whole = num_dims == 1 if is_packed else name.rpartition(".")[2] == "bias"
+        return (num_dims - 1, blocks) if style.startswith("rowwise") and not is_whole else (None, 1)
 
 
 def _generic_plan(
@@ -288,9 +294,9 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
     return result
 
 
-def mark_replicated(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, int] | None = None) -> ModelSpec:
+def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, int] | None = None) -> ModelSpec:
     """
-    The description of a model with `replicated` set for the parameters that tensor-parallel ranks hold whole.
+    The description of a model with the dimension along which tensor parallelism cuts each parameter.
 
     Args:
         model (`nn.Module`): The whole model, on any device, before any of its modules is sharded.
@@ -302,12 +308,11 @@ def mark_replicated(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, in
     for name, module in spec.modules.items():
         every = {parameter.name for parameter in module.parameters}
         styles = _find_styles(model, module, (tp_sizes or {}).get(name, 1), every)
-        modules[name] = replace(
-            module,
-            parameters=tuple(
-                replace(p, replicated=not styles.is_sharded(p.name, len(p.shape))) for p in module.parameters
-            ),
+        cuts = [styles.cut(p.name, len(p.shape)) for p in module.parameters]
+        parameters = tuple(
+            replace(p, tp_dim=dim, tp_blocks=blocks) for p, (dim, blocks) in zip(module.parameters, cuts, strict=True)
         )
+        modules[name] = replace(module, parameters=parameters)
     return replace(spec, modules=modules)
 
 
@@ -350,18 +355,27 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
 
 
 def _check_placements(model: nn.Module, module: ModuleSpec, styles: _Styles, owned: Collection[str]) -> None:
-    """Raises `ValueError` for a style of transformers that shards other parameters than is known of it."""
+    """Raises `ValueError` for a style of transformers that cuts a parameter in another way than is known of it."""
     parameters = dict(model.named_parameters())
     for entry in module.parameters:
         if entry.name not in owned:
             continue
-        parameter = parameters[entry.name]
-        sharded = isinstance(parameter, DTensor) and any(not place.is_replicate() for place in parameter.placements)
-        if sharded != styles.is_sharded(entry.name, len(entry.shape)):
+        dim, blocks = _cut_of(parameters[entry.name])
+        if (dim, blocks) != styles.cut(entry.name, len(entry.shape)):
+            how = "not cut" if dim is None else f"cut along dimension {dim} in {blocks} block{'s' * (blocks > 1)}"
             raise ValueError(
-                f"`{entry.name}` is {'' if sharded else 'not '}cut by the style `{styles.plan.get(entry.name)}`, "
-                f"which this version of transformers defines in another way. Use `tp_size=1` for `{module.name}`."
+                f"`{entry.name}` is {how} by the style `{styles.plan.get(entry.name)}`, which this version of "
+                f"transformers defines in another way. Use `tp_size=1` for `{module.name}`."
             )
+
+
+def _cut_of(parameter: torch.Tensor) -> tuple[int | None, int]:
+    """Along which dimension a parameter is cut, if it is, and the number of blocks that are each cut."""
+    if isinstance(parameter, DTensor):
+        for placement in parameter.placements:
+            if isinstance(placement, (Shard, _StridedShard)):
+                return placement.dim % parameter.ndim, getattr(placement, "split_factor", 1)
+    return None, 1
 
 
 @torch.no_grad()
@@ -374,13 +388,6 @@ def _drop_full_storage(model: nn.Module, names: Iterable[str]) -> None:
             continue
         local = parameter.to_local()
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
-            copy = DTensor.from_local(
-                local.clone(),
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._parameters[attribute] = nn.Parameter(copy, parameter.requires_grad)
+            parent, _, attribute = name.rpartition(".")
+            copy = nn.Parameter(from_shard(local.clone(), parameter), parameter.requires_grad)
+            model.get_submodule(parent)._parameters[attribute] = copy

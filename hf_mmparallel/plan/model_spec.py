@@ -28,8 +28,11 @@ class ParameterSpec:
         trainable (`bool`, *optional*, defaults to `True`): Whether it gets a gradient.
         active_share (`float`, *optional*, defaults to 1.0):
             Share of it that a token is multiplied with: `experts a token / experts` in a mixture of experts.
-        replicated (`bool`, *optional*, defaults to `False`):
-            Whether tensor-parallel ranks each hold all of it, as they do of norms and embeddings.
+        tp_dim (`int`, *optional*, defaults to 0):
+            The dimension that tensor parallelism cuts; `None` where each rank of a tp group holds all of it, as of
+            norms and embeddings.
+        tp_blocks (`int`, *optional*, defaults to 1):
+            Equal blocks of that dimension that are each cut, such as gate and up matrices in one tensor.
     """
 
     name: str
@@ -38,7 +41,13 @@ class ParameterSpec:
     dtype: str = "float32"
     trainable: bool = True
     active_share: float = 1.0
-    replicated: bool = False
+    tp_dim: int | None = 0
+    tp_blocks: int = 1
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each rank of a tp group holds all of it."""
+        return self.tp_dim is None
 
     @property
     def num_elements(self) -> int:
@@ -221,10 +230,26 @@ class ModelSpec:
         )
         return (*into, *(Edge(LANGUAGE_MODEL, name) for name in self.generators))
 
+    def edge_width(self, source: str, target: str) -> int:
+        """
+        Width of the tensors that go from one module to another, or between the stages of one: a module with features
+        ends in a projector to the width of its target, others hand over their hidden states.
+        """
+        return self.modules[target if self.modules[source].features else source].hidden_size
+
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
         """Name -> parameter."""
         return {p.name: p for module in self.modules.values() for p in module.parameters}
+
+    @cached_property
+    def used_at(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Parameter -> (module, layer) of each use; more than one where it is tied."""
+        return {
+            p.name: ((name, p.layer), self.tied[p.name]) if p.name in self.tied else ((name, p.layer),)
+            for name, module in self.modules.items()
+            for p in module.parameters
+        }
 
     @cached_property
     def uses(self) -> dict[tuple[str, int], tuple[ParameterUse, ...]]:

@@ -1,64 +1,53 @@
-"""Which ranks hold which parameter: gradient sync, the global norm, saving and memory all read this."""
+"""Which ranks hold which slice of a parameter: gradient sums, the gradient norm, saving and loading read this."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import Literal
 
 from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
 from .parallel_plan import ParallelPlan, Stage
 
-
-def uses(module: str, spec: ModelSpec, parameter: ParameterSpec) -> list[tuple[str, int]]:
-    """(module, layer) of every place that reads the parameter; more than one when it is tied."""
-    places = [(module, parameter.layer)]
-    if parameter.name in spec.tied:
-        places.append(spec.tied[parameter.name])
-    return places
+StageKey = tuple[str, int, int]  # module, replica, stage
 
 
 def stage_holds(layers: tuple[int, int], num_layers: int, layer: int) -> bool:
-    """Whether a stage with `layers` holds what is used at `layer` (-1: before the first, `num_layers`: after)."""
+    """Whether a stage of `layers` has the parameters of `layer` (-1: before the first one, `num_layers`: after)."""
     first = -1 if layers[0] == 0 else layers[0]
     stop = num_layers + 1 if layers[1] == num_layers else layers[1]
     return first <= layer < stop
 
 
 def stage_parameters(spec: ModelSpec, module: str, stage: Stage) -> tuple[ParameterSpec, ...]:
-    """The parameters that a stage holds; tied ones are held at both of their places, and once where these are one."""
+    """The parameters of a stage, each once; tied ones belong to the stages of both of their uses."""
     num_layers = spec.modules[module].num_layers
-    found = {
+    result = {
         use.parameter.name: use.parameter
         for index in range(-1, num_layers + 1)
         if stage_holds(stage.layers, num_layers, index)
         for use in spec.uses.get((module, index), ())
     }
-    return tuple(found.values())
+    return tuple(result.values())
 
 
 def trainable_stages(
     module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]]
 ) -> list[bool]:
-    """Whether each stage of `module` holds a parameter that gets a gradient."""
-    result = []
-    for layers in ranges:
-        held = False
-        for parameter in module.parameters:
-            places = [parameter.layer]
-            if parameter.name in tied and tied[parameter.name][0] == module.name:
-                places.append(tied[parameter.name][1])
-            if parameter.trainable and any(stage_holds(layers, module.num_layers, layer) for layer in places):
-                held = True
-                break
-        result.append(held)
-    return result
+    """Whether each stage of `module` has a parameter that gets a gradient."""
+    used_at = {parameter.layer for parameter in module.parameters if parameter.trainable}
+    for parameter in module.parameters:
+        tied_in, layer = tied.get(parameter.name, ("", 0))
+        if parameter.trainable and tied_in == module.name:
+            used_at.add(layer)
+    return [any(stage_holds(layers, module.num_layers, layer) for layer in used_at) for layers in ranges]
 
 
 def partly_frozen_stages(
     module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]]
 ) -> list[bool]:
-    """Whether each stage of `module` holds parameters that get a gradient, and others that get none."""
+    """Whether each stage of `module` has parameters that get a gradient, and others that get none."""
     if len({p.trainable for p in module.parameters}) < 2:
         return [False] * len(ranges)
     frozen = replace(module, parameters=tuple(replace(p, trainable=not p.trainable) for p in module.parameters))
@@ -67,72 +56,160 @@ def partly_frozen_stages(
 
 
 @dataclass(frozen=True)
-class Holding:
+class Cut:
     """
-    Where one parameter lives.
+    One part of a tensor that is cut into equal parts, each on other ranks.
+
+    Args:
+        axis (`str`): The axis of parallelism that cuts: `"tp"`, `"ep"` (experts) or `"dp"` (ZeRO).
+        dim (`int`, *optional*): The dimension that is cut; `None` for the flattened tensor.
+        index (`int`): The part.
+        num_parts (`int`): How many there are.
+        num_blocks (`int`, *optional*, defaults to 1):
+            Equal blocks of the dimension that are each cut, such as gate and up matrices in one tensor.
+    """
+
+    axis: Literal["tp", "ep", "dp"]
+    dim: int | None
+    index: int
+    num_parts: int
+    num_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """
+    A slice of a parameter, and the ranks that hold it.
+
+    Args:
+        cuts (`tuple[Cut, ...]`): Each cuts what the ones before leave; empty for the whole parameter.
+        holders (`tuple[int, ...]`): The ranks that hold equal copies and sum their gradients, in ascending order.
+        owner (`int`): The one of them that writes the slice and counts it in the gradient norm.
+    """
+
+    cuts: tuple[Cut, ...]
+    holders: tuple[int, ...]
+    owner: int
+
+    def is_on(self, rank: int) -> bool:
+        """Whether a rank holds a copy."""
+        index = bisect_left(self.holders, rank)
+        return index < len(self.holders) and self.holders[index] == rank
+
+
+@dataclass(frozen=True)
+class ParameterShards:
+    """
+    Where one parameter lives. Its shards cover it; a parameter that all of its ranks hold whole has one.
 
     Args:
         stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of each copy.
-        ranks (`tuple[tuple[int, ...], ...]`):
-            For each tensor-parallel rank `t`, the ranks whose copies (or `t`-th shards) are the same tensor.
+        shards (`tuple[Shard, ...]`): In the order of their slices.
     """
 
-    stages: tuple[tuple[str, int, int], ...]
-    ranks: tuple[tuple[int, ...], ...]
+    stages: tuple[StageKey, ...]
+    shards: tuple[Shard, ...]
 
-    @cached_property
-    def all_ranks(self) -> tuple[int, ...]:
-        """All ranks that have the parameter or a shard of it, in ascending order."""
-        return tuple(sorted(set().union(*self.ranks)))
+    @classmethod
+    def from_copies(
+        cls,
+        stages: tuple[StageKey, ...],
+        copies: Iterable[tuple[tuple[Cut, ...], tuple[int, ...]]],
+    ) -> ParameterShards:
+        """
+        Puts equal slices together.
+
+        Args:
+            stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) of each copy.
+            copies (`Iterable[tuple[tuple[Cut, ...], tuple[int, ...]]]`):
+                Slices and ranks that hold them, in ascending order; of those of a slice the very first is the owner.
+        """
+        by_slice: dict[tuple[Cut, ...], list[tuple[int, ...]]] = {}
+        for cuts, ranks in copies:
+            by_slice.setdefault(cuts, []).append(ranks)
+        shards = []
+        for cuts, sets in by_slice.items():
+            holders = sets[0] if len(sets) == 1 else tuple(sorted(set().union(*sets)))
+            shards.append(Shard(cuts, holders, sets[0][0]))
+        return cls(stages, tuple(shards))
 
     @property
     def owner(self) -> int:
-        """The rank that writes the parameter and counts its replicated copies."""
-        return self.ranks[0][0]
+        """The rank that writes the parameter where it is saved whole."""
+        return self.shards[0].owner
 
-    def peers(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks that sum their gradients with `rank`'s, `None` when it holds nothing of the parameter."""
-        return next((group for group in self.ranks if rank in group), None)
+    def on_rank(self, rank: int) -> tuple[Shard, ...]:
+        """The shards that a rank holds a copy of."""
+        return tuple(shard for shard in self.shards if shard.is_on(rank))
+
+    def owned_by(self, rank: int) -> tuple[Shard, ...]:
+        """The shards that a rank writes and counts in the gradient norm."""
+        return tuple(shard for shard in self.shards if shard.owner == rank)
 
 
-def holdings(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Holding]:
+def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, ParameterShards]:
     """Parameter -> where it lives, in the order of the model; parameters that live alike share the object."""
-    result: dict[str, Holding] = {}
-    tables = {name: _stage_tables(spec, plan, name) for name in spec.modules}
-    known: dict[tuple, Holding] = {}
-    for name, module in spec.modules.items():
-        for parameter in module.parameters:
-            used = [(place, tables[place][layer]) for place, layer in uses(name, spec, parameter)]
-            places = tuple(dict.fromkeys(used))
-            if places not in known:
-                known[places] = _holding(plan, places)
-            result[parameter.name] = known[places]
+    stage_tables = {name: _stage_tables(spec, plan, name) for name in spec.modules}
+    columns: dict[tuple, tuple[tuple[StageKey, ...], list[tuple[int, ...]]]] = {}
+    known: dict[tuple, ParameterShards] = {}
+    result: dict[str, ParameterShards] = {}
+    for parameter in spec.parameters.values():
+        uses = [(name, stage_tables[name][layer]) for name, layer in spec.used_at[parameter.name]]
+        # By identity: equal tables of a module are one object, and those of many replicas are long.
+        layout = tuple(dict.fromkeys((name, id(table)) for name, table in uses))
+        key = (layout, parameter.tp_dim, parameter.tp_blocks)
+        if key not in known:
+            if layout not in columns:
+                columns[layout] = _tp_columns(plan, uses)
+            stages, ranks = columns[layout]
+            copies = [(_tp_cuts(parameter, index, len(ranks)), column) for index, column in enumerate(ranks)]
+            known[key] = ParameterShards.from_copies(stages, copies)
+        result[parameter.name] = known[key]
     return result
 
 
+def _tp_cuts(parameter: ParameterSpec, index: int, tp_size: int) -> tuple[Cut, ...]:
+    """The slice of a parameter that is on rank `index` of a tp group."""
+    if parameter.tp_dim is None or tp_size == 1:
+        return ()
+    return (Cut("tp", parameter.tp_dim, index, tp_size, parameter.tp_blocks),)
+
+
 def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, tuple[int, ...]]:
-    """Layer of a module -> which stage of each replica holds what is used there."""
+    """Layer of a module -> which stage of each replica uses parameters there; equal tuples are one object."""
     num_layers = spec.modules[name].num_layers
+    layers = range(-1, num_layers + 1)
     known: dict[tuple, list[int]] = {}
     replicas = []
     for stages in plan.modules[name].replicas:
-        cuts = tuple(stage.layers for stage in stages)
-        if cuts not in known:
-            known[cuts] = [
-                next(index for index, layers in enumerate(cuts) if stage_holds(layers, num_layers, layer))
-                for layer in range(-1, num_layers + 1)
+        ranges = tuple(stage.layers for stage in stages)
+        if ranges not in known:
+            known[ranges] = [
+                next(index for index, own in enumerate(ranges) if stage_holds(own, num_layers, layer))
+                for layer in layers
             ]
-        replicas.append(known[cuts])
-    return dict(zip(range(-1, num_layers + 1), zip(*replicas, strict=True), strict=True))
+        replicas.append(known[ranges])
+    tables: dict[tuple[int, ...], tuple[int, ...]] = {}
+    return {
+        layer: tables.setdefault(table, table)
+        for layer, table in zip(layers, zip(*replicas, strict=True), strict=True)
+    }
 
 
-def _holding(plan: ParallelPlan, places: Sequence[tuple[str, Sequence[int]]]) -> Holding:
-    """Where something lives that is used at each of some places: modules, with a stage of each replica."""
-    keys = dict.fromkeys((name, replica, index) for name, stages in places for replica, index in enumerate(stages))
-    grids = [plan.stage(*key) for key in keys]
-    tp_size = len(grids[0].ranks[0])
-    ranks = tuple(tuple(sorted({row[t] for grid in grids for row in grid.ranks})) for t in range(tp_size))
-    return Holding(tuple(keys), ranks)
+def _tp_columns(
+    plan: ParallelPlan, uses: Sequence[tuple[str, Sequence[int]]]
+) -> tuple[tuple[StageKey, ...], list[tuple[int, ...]]]:
+    """
+    The stages that use a parameter, and for each index in a tp group the ranks that have it, in ascending order.
+
+    Args:
+        plan (`ParallelPlan`): The layout.
+        uses (`Sequence[tuple[str, Sequence[int]]]`): Modules that use it, with the stage of each replica.
+    """
+    keys = dict.fromkeys((name, replica, index) for name, table in uses for replica, index in enumerate(table))
+    grids = [plan.stage(*key).ranks for key in keys]
+    tp_size = len(grids[0][0])
+    return tuple(keys), [tuple(sorted({group[t] for grid in grids for group in grid})) for t in range(tp_size)]
 
 
 @dataclass(frozen=True)
@@ -148,31 +225,42 @@ class SyncGroup:
 
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
-    stages: tuple[tuple[str, int, int], ...]
+    stages: tuple[StageKey, ...]
 
 
 def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
     """
-    The gradient sums of a step, in one order for all ranks; parameters held once and frozen ones are left out.
+    The gradient sums of a step, in one order for all ranks; parameters on one rank and frozen ones are left out.
 
-    Ranks with equal shards sum them. A parameter that tensor-parallel ranks hold whole is summed over all of its ranks
-    at once, so that all apply the same bits. Sums stand in the order in which backwards end: from the last module to
-    the first and, in each, from the last stage to the first.
+    See [`sync_groups_of`].
     """
-    grouped: dict[tuple[int, tuple[int, ...]], tuple[Holding, list[str]]] = {}
-    table = holdings(spec, plan)
-    for module in spec.modules.values():
-        for parameter in module.parameters:
-            if not parameter.trainable:
-                continue
-            holding = table[parameter.name]
-            for ranks in (holding.all_ranks,) if parameter.replicated else holding.ranks:
-                if len(ranks) > 1:
-                    grouped.setdefault((id(holding), ranks), (holding, []))[1].append(parameter.name)
-    order = {name: number for number, name in enumerate(plan.modules)}
+    shards = parameter_shards(spec, plan)
+    trained = {name: shards[name] for name, parameter in spec.parameters.items() if parameter.trainable}
+    return sync_groups_of(trained, list(plan.modules))
+
+
+def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str]) -> list[SyncGroup]:
+    """
+    The gradient sums of trained parameters: the holders of a shard sum theirs, all of them at once, so that all apply
+    the same bits. Sums stand in the order in which backwards end: from the last module to the first and, in each, from
+    the last stage to the first.
+
+    Args:
+        trained (`Mapping[str, ParameterShards]`): Parameter -> where it lives, in the order of the model.
+        modules (`Sequence[str]`): In topological order.
+    """
+    names: dict[tuple[tuple[StageKey, ...], tuple[int, ...]], list[str]] = {}
+    lists: dict[int, list[list[str]]] = {}  # of each object, which many parameters share
+    for name, shards in trained.items():
+        if id(shards) not in lists:
+            summed = dict.fromkeys(shard.holders for shard in shards.shards if len(shard.holders) > 1)
+            lists[id(shards)] = [names.setdefault((shards.stages, ranks), []) for ranks in summed]
+        for members in lists[id(shards)]:
+            members.append(name)
+    order = {name: number for number, name in enumerate(modules)}
 
     def first_stage(group: SyncGroup) -> tuple[int, int]:
         return min((order[name], index) for name, _, index in group.stages)
 
-    groups = [SyncGroup(ranks, tuple(names), own.stages) for (_, ranks), (own, names) in grouped.items()]
+    groups = [SyncGroup(ranks, tuple(members), stages) for (stages, ranks), members in names.items()]
     return sorted(groups, key=first_stage, reverse=True)

@@ -24,16 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, Shard
 
 from ..world import World
-from .optimizer_checkpoint import (
-    another_optimizer,
-    apply_state,
-    cant_be_cut,
-    is_rank_local,
-    named_groups,
-    on_host,
-    rank_local_suffix,
-    same_settings,
-)
+from .optimizer_loading import another_optimizer, apply_state, on_host, same_settings
+from .optimizer_names import cant_be_cut, is_rank_local, named_groups, rank_local_suffix
 
 TENSORS, TABLE = "tensors", "state.json"
 _METADATA = ".metadata"

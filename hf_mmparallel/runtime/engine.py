@@ -1,4 +1,4 @@
-"""A model under a plan on this rank: what the Trainer holds in place of a wrapped model."""
+"""A model under a plan on this rank, which the Trainer has in place of a wrapped model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..cost import CostModel, analytic_costs, find_device
 from ..data.context_tokens import WORDS, ContextCutter, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
-from ..modeling.tensor_parallel import apply_module_tp, mark_replicated
+from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -31,14 +31,15 @@ from ..plan import (
 from ..schedule import Program, Task
 from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, doing
-from .executor import Executor, StepResult
+from .executor import Executor
 from .first_step import FirstStepCheck
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
-from .groups import ProcessGroups, tensor_parallel_rows
+from .groups import ProcessGroups
 from .out_of_memory import MemoryAccount
-from .replicated import EqualGradients, ReplicatedParameters
+from .replicated import EqualGradients, ReplicatedParameters, replicated_parameters
 from .sharded_model import ShardedModel
 from .step_check import StepCheck
+from .step_result import StepResult
 from .transport import DistributedTransport
 
 
@@ -68,7 +69,7 @@ class ParallelEngine(nn.Module):
     """
     Prepares this rank's part of a model and runs steps on it.
 
-    The model is pruned in place: what other ranks hold loses its memory, names stay those of the whole model.
+    The model is pruned in place: parameters of other ranks lose their memory, names stay those of the whole model.
 
     Args:
         model (`PreTrainedModel`): The whole model; owned weights may still be on the meta device when `load` is given.
@@ -78,7 +79,8 @@ class ParallelEngine(nn.Module):
         label_smoothing (`float`, *optional*, defaults to 0.0): As in the Trainer.
         seed (`int`, *optional*, defaults to 0): Base of the seeds of dropout.
         load (`Callable[[PreTrainedModel], None]`, *optional*): Fills the owned weights after pruning.
-        costs (`CostModel`, *optional*): What layers cost, the same on all ranks; where tokens are cut it decides how.
+        costs (`CostModel`, *optional*):
+            Costs of layers, the same on all ranks; context parallelism cuts tokens by them.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class ParallelEngine(nn.Module):
         costs: CostModel | None = None,
     ):
         super().__init__()
-        spec = mark_replicated(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
+        spec = with_tp_dims(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
         self.spec = spec
         self.plan = plan
         self.world = world
@@ -102,7 +104,7 @@ class ParallelEngine(nn.Module):
         self.rank = world.rank
         self.sync_groups = sync_groups(spec, plan)
         self.sharded = ShardedModel(model, spec, plan, world)
-        self.holdings = self.sharded.holdings
+        self.shards = self.sharded.shards
         self.groups = ProcessGroups(plan, self.sync_groups, world)
         self.encoder_inputs = _encoder_inputs(model)
         self.costs = costs or analytic_costs(spec, find_device("cpu"))
@@ -138,12 +140,14 @@ class ParallelEngine(nn.Module):
         self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks)
         self.sync.before_sum = self._before_sum
         self.executor.on_sync = self.sync.start
-        replicated = self._replicated(named)
+        replicated = replicated_parameters(self.sharded, self.stages, self.groups, self.partial)
         self._equal_gradients = EqualGradients(replicated)
         self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named, label_smoothing)
         self.trained = [p for p in named.values() if p.requires_grad]
         self.counted = [
-            named[name] for name in self.holdings if name in named and named[name].requires_grad and self._counts(name)
+            named[name]
+            for name, shards in self.shards.items()
+            if shards.owned_by(self.rank) and named[name].requires_grad
         ]
         self._check_step = StepCheck(
             world,
@@ -175,42 +179,15 @@ class ParallelEngine(nn.Module):
             stage = self.plan.stage(module, replica, index)
             mesh = self.groups.tp_mesh(stage.ranks[stage.row_of(self.rank)])
             if mesh is not None:
-                owned = {name for name, holding in self.holdings.items() if (module, replica, index) in holding.stages}
+                owned = {name for name, shards in self.shards.items() if (module, replica, index) in shards.stages}
                 self.partial |= apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
 
     @property
     def holds_all_trained(self) -> bool:
         """Whether this rank holds every parameter that is trained."""
         return not any(
-            parameter.trainable and self.holdings[parameter.name].peers(self.rank) is None
-            for module in self.spec.modules.values()
-            for parameter in module.parameters
+            parameter.trainable and not self.sharded.holds(name) for name, parameter in self.spec.parameters.items()
         )
-
-    def _counts(self, name: str) -> bool:
-        """Whether this rank is the one that counts a parameter, or its shard of it, in the norm."""
-        holding = self.holdings[name]
-        if self.spec.parameters[name].replicated:
-            return holding.owner == self.rank
-        return any(group[0] == self.rank for group in holding.ranks)
-
-    def _replicated(self, named: Mapping[str, nn.Parameter]) -> list[ReplicatedParameters]:
-        """What the rows of tensor-parallel ranks that this rank is in each hold whole."""
-        found = []
-        for row in tensor_parallel_rows(self.plan):
-            if self.rank not in row:
-                continue
-            stages = {key for key in self.stages if row in self.plan.stage(*key).ranks}
-            modules = {
-                name: next(module for module, _, _ in stages.intersection(self.holdings[name].stages))
-                for name, parameter in self.spec.parameters.items()
-                if parameter.replicated and stages.intersection(self.holdings[name].stages)
-            }
-            if modules:
-                parameters = {name: named[name] for name in modules}
-                group = self.groups.by_ranks[row]
-                found.append(ReplicatedParameters(row, group, parameters, modules, frozenset(self.partial)))
-        return found
 
     def _first_step_check(
         self, replicated: Sequence[ReplicatedParameters], named: Mapping[str, nn.Parameter], label_smoothing: float
@@ -221,10 +198,10 @@ class ParallelEngine(nn.Module):
             if self.rank in group.ranks
         ]
         frozen: dict[tuple[int, ...], dict[str, nn.Parameter]] = {}
-        for name, holding in self.holdings.items():
-            ranks = holding.peers(self.rank)
-            if ranks is not None and len(ranks) > 1 and not self.spec.parameters[name].trainable:
-                frozen.setdefault(ranks, {})[name] = named[name]
+        for name, shards in self.shards.items():
+            for shard in shards.on_rank(self.rank):
+                if len(shard.holders) > 1 and not self.spec.parameters[name].trainable:
+                    frozen.setdefault(shard.holders, {})[name] = named[name]
         has_loss = "labels" in inspect.signature(self.module.forward).parameters
         stages = {
             key: stage

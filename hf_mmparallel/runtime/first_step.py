@@ -1,4 +1,4 @@
-"""What the first step of a run finds out: whether copies are equal, and whether the loss is the model's own."""
+"""Checks in the first step of a run: equal copies of parameters, and the loss that the model itself has."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling import token_loss
+from ..modeling.dtensors import local
 from ..modeling.stages import ModuleStage
+from ..schedule.actions import StageKey
 from ..world import World
-from .executor import StepResult
-from .gradients import local
-from .messages import StageKey
 from .replicated import ReplicatedParameters
+from .step_result import StepResult
 
-_RELATIVE = 0.02  # of a gradient's norm: kernels that add in any order differ by less, shares of a gradient by more
+_RELATIVE = 0.02  # of a gradient's norm: kernels that add in any order differ by less, partial gradients by more
 _SMALLEST = 1e-4  # of the largest norm: below it a gradient may be nothing but rounding
 _LOSS = 1e-3
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,7 +35,7 @@ class FirstStepCheck:
     token.
 
     Args:
-        rows (`Sequence[ReplicatedParameters]`): Of this rank, in one order on all ranks.
+        replicated (`Sequence[ReplicatedParameters]`): Of this rank, in one order on all ranks.
         copies (`Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]]`):
             (ranks, group, parameters) of each gradient sum of this rank, in one order on all ranks.
         frozen (`Mapping[tuple[int, ...], Mapping[str, nn.Parameter]]`):
@@ -47,14 +47,14 @@ class FirstStepCheck:
 
     def __init__(
         self,
-        rows: Sequence[ReplicatedParameters],
+        replicated: Sequence[ReplicatedParameters],
         copies: Sequence[tuple[tuple[int, ...], Any, Mapping[str, nn.Parameter]]],
         frozen: Mapping[tuple[int, ...], Mapping[str, nn.Parameter]],
         stages: Mapping[StageKey, ModuleStage],
         smooths: bool,
         world: World,
     ):
-        self.rows = rows
+        self.replicated = replicated
         self.copies = copies
         self.frozen = frozen
         self.stages = stages
@@ -69,7 +69,7 @@ class FirstStepCheck:
 
     @torch.no_grad()
     def note_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Takes down the gradients of this rank alone, before they are summed."""
+        """Records numbers of the gradients of this rank alone, before they are summed."""
         for parameter in parameters:
             gradient = torch.zeros(()) if parameter.grad is None else local(parameter.grad).detach()
             size = max(gradient.numel(), 1)
@@ -85,15 +85,15 @@ class FirstStepCheck:
             result ([`StepResult`]): Of the step.
         """
         losses = [self._loss(key, result) for key in self.stages]
-        found = next(filter(None, (*self._weights(), *self._frozen_weights(), *self._shares(), *losses)), None)
+        sentences = (*self._weights(), *self._frozen_weights(), *self._partial_gradients(), *losses)
+        found = next(filter(None, sentences), None)
         self._gradients.clear()
         if self.world.all_reduce(torch.tensor(int(found is not None)), "max"):
             raise ValueError(next(filter(None, self.world.all_gather(found))))
 
     def _weights(self) -> Iterator[str]:
         """A sentence for each set of ranks whose copies of a parameter differ by a bit or more."""
-        replicated = [(row.ranks, row.group, row.parameters) for row in self.rows]
-        for ranks, group, parameters in (*replicated, *self.copies):
+        for ranks, group, parameters in self.copies:
             sums = torch.stack([_bit_sums(p) for p in parameters.values()])
             high, low = _extremes(sums, group)
             differ = (high != low).any(-1).nonzero().flatten().tolist()
@@ -117,36 +117,37 @@ class FirstStepCheck:
         ranks = next((ranks for ranks, found in digests.items() if len(found) > 1), None)
         if ranks is None:
             return
-        rows = [row for row in self.world.all_gather(sums[ranks].tolist() if ranks in sums else None) if row]
+        tables = [table for table in self.world.all_gather(sums[ranks].tolist() if ranks in sums else None) if table]
         if ranks in sums:
             names = list(self.frozen[ranks])
             differ = [
-                name for name, *copies in zip(names, *rows, strict=True) if copies.count(copies[0]) < len(copies)
+                name for name, *copies in zip(names, *tables, strict=True) if copies.count(copies[0]) < len(copies)
             ]
             yield _unequal(differ, len(names), ranks)
 
-    def _shares(self) -> Iterator[str]:
-        """A sentence for each gradient that is a share of the whole and was not taken for one, or the reverse."""
-        for row in self.rows:
-            trained = {name: self._gradients[id(p)] for name, p in row.parameters.items() if id(p) in self._gradients}
+    def _partial_gradients(self) -> Iterator[str]:
+        """A sentence for each partial gradient that was treated as a whole one, or the reverse."""
+        for shared in self.replicated:
+            gradients = self._gradients
+            trained = {name: gradients[id(p)] for name, p in shared.parameters.items() if id(p) in gradients}
             if not trained:
                 continue
-            device = local(next(iter(row.parameters.values()))).device
-            high, low = _extremes(torch.stack(list(trained.values())).to(device), row.group)
+            device = local(next(iter(shared.parameters.values()))).device
+            high, low = _extremes(torch.stack(list(trained.values())).to(device), shared.group)
             least = _SMALLEST * float(high[:, 0].max())
             for name, most, few in zip(trained, high.tolist(), low.tolist(), strict=True):
                 spread = max(most[0] - few[0], most[1] - few[1])
-                is_share = most[2] != few[2] or spread > _RELATIVE * most[0] + least
-                if is_share and name not in row.partial:
+                is_partial = most[2] != few[2] or spread > _RELATIVE * most[0] + least
+                if is_partial and name not in shared.partial:
                     yield (
-                        f"The ranks {row.ranks} hold `{name}` whole and have different gradients of it, of norm "
+                        f"The ranks {shared.ranks} hold `{name}` whole and have different gradients of it, of norm "
                         f"{few[0]:.3g} to {most[0]:.3g}: it is used between layers that they share, which the model's "
-                        f"tensor-parallel plan does not say. Use `tp_size=1` for `{row.modules[name]}`."
+                        f"tensor-parallel plan does not say. Use `tp_size=1` for `{shared.modules[name]}`."
                     )
-                elif name in row.partial and few[0] > least and spread == 0:
+                elif name in shared.partial and few[0] > least and spread == 0:
                     yield (
-                        f"The ranks {row.ranks} have equal gradients of `{name}`, which were treated as partial "
-                        f"gradients and summed. Use `tp_size=1` for `{row.modules[name]}`."
+                        f"The ranks {shared.ranks} have equal gradients of `{name}`, which were treated as partial "
+                        f"gradients and summed. Use `tp_size=1` for `{shared.modules[name]}`."
                     )
 
     def _loss(self, key: StageKey, result: StepResult) -> str | None:

@@ -13,22 +13,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from ..cost import GRADIENT_BUCKET_BYTES
+from ..modeling.dtensors import from_shard, local
 from ..plan import SyncGroup
 from ..world import World
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
     """
     Lets autograd add up the gradients of 16-bit parameters in float32, over all chunks of a step. Each backward still
-    computes in the parameter's dtype. What is wider already stays as it is.
+    computes in the parameter's dtype. Wider parameters stay as they are.
 
     Args:
-        parameters (`Iterable[nn.Parameter]`): What is trained on this rank.
+        parameters (`Iterable[nn.Parameter]`): The trained parameters of this rank.
     """
     for parameter in parameters:
         if parameter.dtype.itemsize < torch.float32.itemsize:
@@ -51,7 +47,7 @@ def _change_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 @dataclass
 class _StartedSum:
-    """A sum on its way: what to wait for, and how many ranks used each parameter."""
+    """A sum in flight: its collectives, and how many ranks used each parameter."""
 
     works: list[Any]
     parameters: list[nn.Parameter]
@@ -60,7 +56,7 @@ class _StartedSum:
 
 class GradientSync:
     """
-    Sums the gradients of one step over the ranks that hold the same parameter.
+    Sums the gradients of one step over the ranks that hold the same slice of a parameter.
 
     Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. A
     parameter that none of the ranks used keeps `grad=None`, as on one process, so that the optimizer skips it.
@@ -142,16 +138,7 @@ def _flatten_gradients(bucket: Sequence[nn.Parameter]) -> torch.Tensor:
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     for parameter, gradient, view in zip(bucket, gradients, flat.split([p.numel() for p in pieces]), strict=True):
         view = view.view(local(gradient).shape)
-        if isinstance(gradient, DTensor):
-            view = DTensor.from_local(
-                view,
-                gradient.device_mesh,
-                gradient.placements,
-                run_check=False,
-                shape=gradient.shape,
-                stride=gradient.stride(),
-            )
-        parameter.grad = view
+        parameter.grad = from_shard(view, gradient) if isinstance(gradient, DTensor) else view
     return flat
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
         for source in plan.modules[edge.source].replicas:
             for replica, stages in enumerate(plan.modules[edge.target].replicas):
                 for index in plan.edge_stages(edge, replica):
-                    for targets in stages[index].ranks:
-                        pairs.update(_pairs(source[-1].all_ranks, targets))
+                    for sources, targets in product(source[-1].ranks, stages[index].ranks):
+                        pairs.update(_pairs(sources, targets))
     return sorted(pairs)
 
 
@@ -47,18 +47,18 @@ def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(column for column in columns if len(column) > 1))
 
 
-def tensor_parallel_rows(plan: ParallelPlan) -> list[tuple[int, ...]]:
-    """The rows of ranks that share the matrices of a stage, in the order of their shards."""
-    rows = [row for module in plan.modules.values() for _, _, stage in module.stages() for row in stage.ranks]
-    return list(dict.fromkeys(row for row in rows if len(row) > 1))
+def tp_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """The ranks of each tp group of several ranks, in the order of their shards."""
+    groups = [ranks for module in plan.modules.values() for _, _, stage in module.stages() for ranks in stage.ranks]
+    return list(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1))
 
 
 class ProcessGroups:
     """
     The groups that a rank uses. Creating one is collective: every rank of the world makes the same calls.
 
-    The ranks of a group have the order in which the plan writes them, also where that is not ascending: the place of a
-    rank in a row says which shard and which part of a message it has.
+    The ranks of a group have the order in which the plan writes them, also where that is not ascending: the index of a
+    rank in a tp group says which shard and which part of a message it has.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -70,17 +70,17 @@ class ProcessGroups:
         rank = world.rank
         self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.by_ranks: dict[tuple[int, ...], Any] = {}
-        rows = tensor_parallel_rows(plan)
-        for ranks in dict.fromkeys((*rows, *context_groups(plan), *(group.ranks for group in sync))):
+        of_tp = tp_groups(plan)
+        for ranks in dict.fromkeys((*of_tp, *context_groups(plan), *(group.ranks for group in sync))):
             made = world.new_group(ranks)
             if rank in ranks:
                 self.by_ranks[ranks] = made
-        for row in rows:
-            if rank in row:
-                self.tp_meshes[row] = DeviceMesh.from_group(
-                    self.by_ranks[row],
+        for ranks in of_tp:
+            if rank in ranks:
+                self.tp_meshes[ranks] = DeviceMesh.from_group(
+                    self.by_ranks[ranks],
                     world.device.type,
-                    mesh=[world.processes[other] for other in row],
+                    mesh=[world.processes[other] for other in ranks],
                     mesh_dim_names=("tp",),
                 )
         self.channels: dict[tuple[int, int], Any] = {}
@@ -106,5 +106,5 @@ class ProcessGroups:
                 dist.recv(token, world.processes[source], group=self.channels[source, target])
 
     def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
-        """The mesh of a row of tensor-parallel ranks, `None` for a single rank."""
+        """The mesh of a tp group, `None` for a single rank."""
         return self.tp_meshes.get(ranks)

@@ -1,90 +1,55 @@
 """
-Optimizer state in the stock Trainer's file, which any layout and the stock Trainer itself can go on from.
+Writes optimizer state into the stock Trainer's file, from which any layout and the stock Trainer itself can resume.
 
 `optimizer.pt` is what `torch.save(optimizer.state_dict())` writes on one process, with the names of the parameters
 added. No rank ever holds all of it: the first rank writes a file of the right size without values, then each rank
-writes the values of the parameters that it owns to their places. On reading, the file is mapped into memory, and a
-rank copies what it holds. Nothing in it is executed.
+writes the values of the parameters that it owns to their offsets. `optimizer_loading.py` reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 from torch.utils import serialization
 
-from .._files import reason_of
-from ..plan import Holding
+from ..modeling.dtensors import from_shard, is_on_mesh
 from ..world import World
+from .optimizer_names import STATE, is_rank_local, named_groups, rank_local_suffix, settings_of
 from .optimizers import whole_parameter
 from .sharded_model import ShardedModel
 
-STATE = "optimizer.pt"
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
 _ALIGNMENT = 4096
-# Where `state_dict` of bitsandbytes puts what FSDP must not see.
-_WRAPPED = "__bnb_optimizer_quant_state__"
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def named_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
-    """Names of the parameters of each group of an optimizer."""
-    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[by_id[id(whole_parameter(p))] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def is_rank_local(key: str) -> bool:
-    """Whether an entry of the state is one that only a rank of the same place in a mesh of the same size can use."""
-    return "@" in key
-
-
-def rank_local_suffix(parameter: torch.Tensor) -> str:
-    """What tells a rank's own entries from those of the other ranks that hold shards of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return ""
-    return f"@{parameter.device_mesh.get_local_rank()}of{parameter.device_mesh.size()}"
-
-
-def cant_be_cut(key: str, name: str) -> ValueError:
-    """The error for state that only the tensor-parallel size which it was saved under can use."""
-    return ValueError(
-        f"The optimizer's `{key}` of `{name}` is a rank's own tensor and can't be cut anew. Resume with the same "
-        f"tensor-parallel size."
-    )
-
-
 def _in_form_of(value: Any, parameter: torch.Tensor) -> Any:
-    """State that an optimizer keeps for a local shard as the `DTensor` that it is a shard of."""
+    """The state of a local shard as the `DTensor` that it is a shard of; other values unchanged."""
     whole = whole_parameter(parameter)
     if whole is parameter or not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape:
         return value
-    return DTensor.from_local(
-        value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return from_shard(value, whole)
 
 
-def _check_plain(value: Any, what: str) -> Any:
-    """Raises `ValueError` for what could not be read without executing code."""
+def _plain_value(value: Any, what: str) -> Any:
+    """A value as it is saved; raises `ValueError` for one that could not be read without executing code."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
     if type(value) not in (*_PLAIN, list, tuple, dict) or (isinstance(value, dict) and not all(map(_is_key, value))):
         raise ValueError(f"The optimizer's `{what}={value!r}` can't be saved. Use a number, string or list.")
     for part in parts:
-        _check_plain(part, what)
+        _plain_value(part, what)
     return value
 
 
@@ -94,31 +59,24 @@ def _is_key(value: Any) -> bool:
 
 class _Collected:
     """
-    What this rank has to save.
+    The optimizer state that this rank writes, or whose shards it gives to the rank that does.
 
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's.
-        model (`nn.Module`): The pruned model of this rank.
-        table (`Mapping[str, Holding]`): Parameter -> where it lives.
-        rank (`int`): This rank.
+        sharded ([`ShardedModel`]): The model.
     """
 
-    def __init__(self, optimizer: Any, model: nn.Module, table: Mapping[str, Holding], rank: int):
-        self.rank = rank
-        self.owners = {name: holding.owner for name, holding in table.items()}
+    def __init__(self, optimizer: Any, sharded: ShardedModel):
+        world = sharded.world
+        self.owned = {name for name, shards in sharded.shards.items() if shards.owner == world.rank}
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
         self.entries: dict[str, dict[str, Any]] = {}
-        for names, group in zip(named_groups(model, optimizer), optimizer.param_groups, strict=True):
-            settings = {key: _check_plain(value, key) for key, value in _settings(group).items()}
+        for names, group in zip(named_groups(sharded.model, optimizer), optimizer.param_groups, strict=True):
+            settings = {key: _plain_value(value, key) for key, value in settings_of(group).items()}
             for name, parameter in zip(names, group["params"], strict=True):
-                if rank in self._writers(name, whole_parameter(parameter)):
+                owner = world.processes[sharded.shards[name].owner]
+                if name in self.owned or is_on_mesh(whole_parameter(parameter), owner):
                     self._add(name, parameter, settings, optimizer.state.get(parameter, {}))
-
-    def _writers(self, name: str, parameter: torch.Tensor) -> list[int]:
-        """The owner and the ranks that hold shards of its copy."""
-        owner = self.owners[name]
-        mesh = parameter.device_mesh.mesh.flatten().tolist() if isinstance(parameter, DTensor) else []
-        return mesh if owner in mesh else [owner]
 
     def _add(self, name: str, parameter: torch.Tensor, settings: dict[str, Any], state: Mapping[str, Any]) -> None:
         whole = whole_parameter(parameter)
@@ -126,7 +84,7 @@ class _Collected:
         for key, value in state.items():
             value = _in_form_of(value, parameter)
             if not isinstance(value, torch.Tensor):
-                values[key] = _check_plain(value, key)
+                values[key] = _plain_value(value, key)
             elif isinstance(whole, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
                 tensors[key + rank_local_suffix(whole)] = value.detach()
             else:
@@ -135,15 +93,18 @@ class _Collected:
         kinds = {
             key: (tuple(tensor.shape), tensor.dtype)
             for key, tensor in tensors.items()
-            if self.rank == self.owners[name] or is_rank_local(key)
+            if name in self.owned or is_rank_local(key)
         }
         self.entries[name] = {"settings": settings, "tensors": kinds, "values": values}
 
     def whole_tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank writes of a parameter; the ranks that hold its shards pass their tensors in one order."""
+        """
+        Yields (key, whole tensor) of what this rank writes of a parameter. The ranks of a tp group pass their tensors
+        in one order, so each has to iterate to the end.
+        """
         for key, tensor in self.tensors[name].items():
             value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if is_rank_local(key) or self.rank == self.owners[name]:
+            if is_rank_local(key) or name in self.owned:
                 yield key, value.cpu().contiguous()
 
 
@@ -173,7 +134,7 @@ def save_optimizer(
     optimizer = getattr(optimizer, "optimizer", optimizer)
     path = Path(folder) / STATE
     world = sharded.world
-    mine = world.raise_together(lambda: _Collected(optimizer, sharded.model, sharded.holdings, world.rank))
+    mine = world.raise_together(lambda: _Collected(optimizer, sharded))
     every = world.gather(mine.entries)
     written = []
 
@@ -205,19 +166,19 @@ def _grouped(
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """(settings, names) of each group that is written."""
     result: list[tuple[dict[str, Any], list[str]]] = []
-    settings = [{id(e): e for e in (merged[n]["settings"] for n in names if n in merged)} for names in groups]
+    by_id = [{id(e): e for e in (merged[n]["settings"] for n in names if n in merged)} for names in groups]
+    settings = [list(different.values()) for different in by_id]
     is_stock = {name for names in groups for name in names} == merged.keys() and all(
-        other == next(iter(found.values())) for found in settings for other in found.values()
+        other == of_group[0] for of_group in settings for other in of_group
     )
     if is_stock:
-        known = [next(iter(found.values())) for found in settings if found]
-        for names, found in zip(groups, settings, strict=True):
-            own = next(iter(found.values()), known[0] if known else {})
-            result.append((own, list(names)))
+        first = next((of_group[0] for of_group in settings if of_group), {})
+        for names, of_group in zip(groups, settings, strict=True):
+            result.append((of_group[0] if of_group else first, list(names)))
     else:
         for name, entry in merged.items():
-            for own, names in result:
-                if own == entry["settings"]:
+            for of_group, names in result:
+                if of_group == entry["settings"]:
                     names.append(name)
                     break
             else:
@@ -250,12 +211,12 @@ def _write_frame(path: Path, merged: Mapping[str, Any], groups: list[tuple[dict[
 
 
 def _write_values(path: Path, mine: _Collected, world: World) -> None:
-    """Writes this rank's tensors to their places."""
+    """Writes this rank's tensors at their offsets."""
     error: OSError | None = None
     with contextlib.ExitStack() as opened:
 
         def open_frame() -> tuple[Any, Any]:
-            with FakeTensorMode():  # no values are read, but it is known where they are
+            with FakeTensorMode():  # reads the offsets of the tensors, not their values
                 frame = torch.load(path, weights_only=True, map_location="cpu")
             return opened.enter_context(path.open("r+b")), frame
 
@@ -264,9 +225,9 @@ def _write_values(path: Path, mine: _Collected, world: World) -> None:
             for index, name in zip(group["params"], group["param_names"], strict=True):
                 # A rank that can't write goes on, for those that gather their shards with it.
                 for key, tensor in mine.whole_tensors(name) if name in mine.tensors else ():
-                    place = frame["state"][index][key].untyped_storage()._checkpoint_offset
+                    offset = frame["state"][index][key].untyped_storage()._checkpoint_offset
                     try:
-                        file.seek(place)
+                        file.seek(offset)
                         file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
                     except OSError as raised:
                         error = error or raised
@@ -281,198 +242,3 @@ def _write_values(path: Path, mine: _Collected, world: World) -> None:
             raise error
 
     world.raise_together(report)
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    folder: str | Path,
-    groups: Sequence[Sequence[str]],
-    world: World,
-) -> None:
-    """
-    Reads into every rank's optimizer what [`save_optimizer`] wrote under any layout, or the stock Trainer, bit by bit.
-    Called by all ranks.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): This rank's, new or used.
-        model (`nn.Module`): The pruned model of this rank.
-        folder (`str` or `Path`): What was written.
-        groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
-        world ([`World`]): The ranks.
-
-    Raises:
-        `ValueError`:
-            On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
-    """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-
-    def read() -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        entries, settings = _entries(Path(folder) / STATE, groups)
-        return _states(optimizer, model, entries, settings, Path(folder))
-
-    apply_state(optimizer, *world.raise_together(read))
-
-
-def apply_state(
-    optimizer: Any, states: Mapping[Any, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
-) -> None:
-    """Gives an optimizer the state of each of its parameters and the settings of each of its groups."""
-    for parameter, state in states.items():
-        if state:
-            optimizer.state[parameter] = dict(state)
-        else:
-            optimizer.state.pop(parameter, None)
-    for group, saved in zip(optimizer.param_groups, settings, strict=True):
-        for key, value in saved.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """
-    What a file of optimizer state holds; tensors are read when they are used.
-
-    Raises:
-        `ValueError`: For a file that is not there, is cut short, or holds more than tensors and plain values.
-    """
-    if not path.is_file():
-        raise ValueError(
-            f"`{path.parent}` holds no optimizer state (`{path.name}`). Give a folder that a checkpoint wrote."
-        )
-    try:
-        is_mapped = zipfile.is_zipfile(path)  # not what torch saved before 1.6
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-        if not isinstance(found["state"], dict) or not isinstance(found["param_groups"], list):
-            raise TypeError("no optimizer's state dict")
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
-        raise ValueError(
-            f"`{path}` is no optimizer state that can be read ({reason_of(error)}). Resume from another checkpoint, "
-            f"or remove `scheduler.pt` beside it to go on with the weights alone."
-        ) from error
-    return found
-
-
-def _entries(
-    path: Path, groups: Sequence[Sequence[str]]
-) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Any]]], list[dict[str, Any]]]:
-    """Parameter -> (settings of its group, its state), and the settings of all groups."""
-    saved = read_state(path)
-    listed = [g for g in saved["param_groups"] if g["params"] or "param_names" not in g]
-    if all("param_names" in group for group in listed):
-        names = [group["param_names"] for group in listed]
-    else:
-        names = groups
-        sizes, expected = [len(group["params"]) for group in listed], [len(own) for own in groups]
-        if sizes != expected:
-            raise ValueError(
-                f"`{path.parent}` is the optimizer state of another model: it has {_and(sizes)} parameters in its "
-                f"groups, where this one has {_and(expected)} that are trained with weight decay and without. Freeze "
-                f"the same parts, and use the stock Trainer's own groups."
-            )
-    result = {}
-    for group, own in zip(listed, names, strict=True):
-        for index, name in zip(group["params"], own, strict=True):
-            state = dict(saved["state"].get(index, {}))
-            state.update(state.pop(_WRAPPED, {}))
-            result[name] = _settings(group), state
-    return result, [_settings(group) for group in saved["param_groups"]]
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _and(numbers: Sequence[int]) -> str:
-    return " and ".join(map(str, numbers))
-
-
-def _states(
-    optimizer: Any,
-    model: nn.Module,
-    entries: Mapping[str, tuple[dict[str, Any], dict[str, Any]]],
-    groups: Sequence[dict[str, Any]],
-    folder: Path,
-) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-    """Parameter -> its state on this rank, and the settings of each group."""
-    states, settings = {}, []
-    for index, (names, group) in enumerate(zip(named_groups(model, optimizer), optimizer.param_groups, strict=True)):
-        found = []
-        for name, parameter in zip(names, group["params"], strict=True):
-            if name not in entries:
-                raise another_optimizer(folder, name, whole_parameter(parameter), None)
-            found.append(entries[name][0])
-            states[parameter] = _state_of(name, parameter, entries[name][1], group, folder)
-        without = groups[min(index, len(groups) - 1)] if groups else {}
-        settings.append(same_settings(found, index, names, folder) if found else without)
-    return states, settings
-
-
-def another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: Sequence[int] | None) -> ValueError:
-    """The error for the state of a parameter that is missing or has another shape."""
-    has = "nothing" if shape is None else f"shape {tuple(shape)}"
-    return ValueError(
-        f"`{folder}` is the optimizer state of another model: it has {has} for `{name}` of shape "
-        f"{tuple(parameter.shape)}. Resume from a checkpoint of this model with the same frozen parts."
-    )
-
-
-def same_settings(found: list[dict[str, Any]], index: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
-    """The settings that the parameters of a group were saved with; raises `ValueError` where they differ."""
-    if any(other != found[0] for other in found):
-        raise ValueError(
-            f"`{folder}` was saved with other parameter groups: those of group {index} (`{names[0]}`, ...) had "
-            f"different settings. Resume with the same `weight_decay` and learning rates by parameter."
-        )
-    return found[0]
-
-
-def on_host(key: str, group: Mapping[str, Any]) -> bool:
-    """Whether an optimizer keeps an entry in host memory: torch's counters, unless a kernel reads them."""
-    return key == "step" and not (group.get("fused") or group.get("capturable"))
-
-
-def _may_be_state(shape: torch.Size, of: torch.Size) -> bool:
-    """Whether a tensor can belong to a parameter of shape `of`: other dimensions, or some of them summed up."""
-    return len(shape) != len(of) or all(mine in (1, its) for mine, its in zip(shape, of, strict=True))
-
-
-def _state_of(
-    name: str, parameter: Any, saved: Mapping[str, Any], group: Mapping[str, Any], folder: Path
-) -> dict[str, Any]:
-    """The state of one parameter on this rank."""
-    whole, suffix = whole_parameter(parameter), rank_local_suffix(whole_parameter(parameter))
-    shapes = [value.shape for value in saved.values() if isinstance(value, torch.Tensor)]
-    strange = [shape for shape in shapes if not _may_be_state(shape, whole.shape)]
-    if strange and whole.shape not in shapes:
-        raise another_optimizer(folder, name, whole, strange[0])
-    state: dict[str, Any] = {}
-    for stored, value in saved.items():
-        key, _, place = stored.partition("@")
-        if place and key + suffix not in saved:
-            raise cant_be_cut(key, name)
-        if place and stored != key + suffix:
-            continue
-        if isinstance(value, torch.Tensor):
-            is_cut = suffix and value.numel() > 1 and not place
-            if is_cut and value.shape != whole.shape:
-                raise cant_be_cut(key, name)
-            value = _on_rank(value, parameter, is_cut=bool(is_cut), on_host=on_host(key, group))
-        state[key] = value
-    return state
-
-
-def _on_rank(value: torch.Tensor, parameter: Any, is_cut: bool, on_host: bool) -> torch.Tensor:
-    """A copy of a tensor of the file, or of this rank's shard of it."""
-    if not is_cut:
-        return value.to("cpu" if on_host else parameter.device, copy=True)
-    whole: Any = whole_parameter(parameter)
-    cut = distribute_tensor(value.to(whole.device), whole.device_mesh, whole.placements, src_data_rank=None)
-    shard = cut.to_local().clone(memory_format=torch.contiguous_format)
-    if whole is not parameter:
-        return shard
-    return DTensor.from_local(
-        shard, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ..modeling.dtensors import local
 from ..world import World
-from .gradients import local, round_gradients
+from .gradients import round_gradients
 
 _NUM_STEPS = 2
 

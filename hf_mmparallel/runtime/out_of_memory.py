@@ -10,10 +10,10 @@ import torch
 
 from ..cost import RankMemory
 from ..cost.stage_memory import GIB
+from ..modeling.dtensors import local
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
 from ..schedule.actions import Action, Task
 from ..steps.step_planner import PlannedStep, StepPlanner
-from .gradients import local
 
 _STEPPING = "_hf_mmparallel_stepping"
 

@@ -1,28 +1,31 @@
-"""Parameters that tensor-parallel ranks hold whole."""
+"""Parameters that each rank of a tp group holds whole, and what that means for their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .gradients import local
+from ..modeling.dtensors import local
+from ..schedule.actions import StageKey
+from .groups import ProcessGroups
+from .sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
 class ReplicatedParameters:
     """
-    The parameters that the ranks of a tensor-parallel row each hold whole.
+    The parameters that each rank of a tp group holds whole.
 
     Args:
-        ranks (`tuple[int, ...]`): The row.
-        group (`ProcessGroup`): Its group.
+        ranks (`tuple[int, ...]`): The tp group.
+        group (`ProcessGroup`): Its process group.
         parameters (`Mapping[str, nn.Parameter]`): By name, in one order on all ranks.
         modules (`Mapping[str, str]`): Name -> module.
-        partial (`frozenset[str]`): Those whose gradients are shares, which add up to the whole.
+        partial (`frozenset[str]`): Those with partial gradients, which add up to the gradient.
     """
 
     ranks: tuple[int, ...]
@@ -32,27 +35,54 @@ class ReplicatedParameters:
     partial: frozenset[str]
 
 
+def replicated_parameters(
+    sharded: ShardedModel, stages: Collection[StageKey], groups: ProcessGroups, partial: Collection[str]
+) -> list[ReplicatedParameters]:
+    """
+    What the tp groups that this rank is in hold whole on each of their ranks.
+
+    Args:
+        sharded ([`ShardedModel`]): The model.
+        stages (`Collection[tuple[str, int, int]]`): (module, replica, stage) of each stage of this rank.
+        groups ([`ProcessGroups`]): The groups of this rank.
+        partial (`Collection[str]`): The parameters whose gradients are partial.
+    """
+    named = dict(sharded.model.named_parameters())
+    result = []
+    for ranks in groups.tp_meshes:
+        own = {key for key in stages if ranks in sharded.plan.stage(*key).ranks}
+        modules = {}
+        for name, shards in sharded.shards.items():
+            module = next((key[0] for key in shards.stages if key in own), None)
+            if module is not None and any(all(map(shard.is_on, ranks)) for shard in shards.shards):
+                modules[name] = module
+        if modules:
+            parameters = {name: named[name] for name in modules}
+            result.append(ReplicatedParameters(ranks, groups.by_ranks[ranks], parameters, modules, frozenset(partial)))
+    return result
+
+
 class EqualGradients:
     """
-    Gradients that each rank of a tensor-parallel row has whole. They are divided by the ranks before the sum over all
+    Gradients that each rank of a tp group has whole. They are divided by the number of ranks before the sum over all
     copies of the parameter, which then counts each microbatch once, and after which all copies have the same bits.
 
     Args:
-        rows (`Sequence[ReplicatedParameters]`): Of this rank.
+        replicated (`Sequence[ReplicatedParameters]`): Of this rank.
     """
 
-    def __init__(self, rows: Sequence[ReplicatedParameters]):
+    def __init__(self, replicated: Sequence[ReplicatedParameters]):
         self.sizes = {
-            id(parameter): len(row.ranks)
-            for row in rows
-            for name, parameter in row.parameters.items()
-            if name not in row.partial
+            id(parameter): float(len(of_group.ranks))
+            for of_group in replicated
+            for name, parameter in of_group.parameters.items()
+            if name not in of_group.partial
         }
 
     @torch.no_grad()
     def divide(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divides those among the gradients of `parameters`."""
-        for parameter in parameters:
-            size = self.sizes.get(id(parameter))
-            if size is not None and parameter.grad is not None:
-                local(parameter.grad).div_(size)
+        divided = [p for p in parameters if p.grad is not None and id(p) in self.sizes]
+        if divided:
+            gradients: Any = [local(p.grad) for p in divided if p.grad is not None]
+            torch._foreach_div_(gradients, [self.sizes[id(p)] for p in divided])  # type: ignore[attr-defined]

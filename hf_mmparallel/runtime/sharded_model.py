@@ -8,7 +8,6 @@ and any other layout can load. Keys are those of the original checkpoint format,
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from .._files import readable
 from ..adapters.adapter import Adapter
@@ -28,19 +27,18 @@ from ..adapters.adapter_files import (
     parameters_to_save,
     write_adapters,
 )
+from ..modeling.dtensors import is_on_mesh, local, shard_as
 from ..modeling.loading import (
     WEIGHTS,
     WEIGHTS_INDEX,
     adapter_parameters,
     another_model,
     checkpoint_files,
-    fill_parameters,
 )
 from ..modeling.tensor_parallel import base_name
-from ..plan import Holding, ModelSpec, ParallelPlan, holdings
+from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, doing
-from .atomic import sync_file
-from .gradients import local
+from .weight_files import read_in_place, write_config, write_index, write_part
 
 _LOAD_CHUNK_BYTES = 1 << 30
 
@@ -65,13 +63,13 @@ class ShardedModel:
     adapter: Adapter | None = None
 
     @functools.cached_property
-    def holdings(self) -> dict[str, Holding]:
+    def shards(self) -> dict[str, ParameterShards]:
         """Parameter -> where it lives."""
-        return holdings(self.spec, self.plan)
+        return parameter_shards(self.spec, self.plan)
 
     def holds(self, name: str) -> bool:
         """Whether this rank has a parameter, or a shard of it."""
-        return self.holdings[name].peers(self.world.rank) is not None
+        return bool(self.shards[name].on_rank(self.world.rank))
 
     def save(self, folder: str | Path) -> None:
         """Writes the adapters if there are any, otherwise the model."""
@@ -113,13 +111,13 @@ class ShardedModel:
         size, last = 0, None
         for name, tensor, layer in self._owned(ignored):
             if size >= max_shard_bytes and layer != last:
-                written.append(_write_part(model, pending, folder, world.rank, len(written)))
+                written.append(write_part(model, pending, folder, world.rank, len(written)))
                 pending, size = {}, 0
             pending[base_name(name)] = tensor
             size += tensor.numel() * tensor.element_size()
             last = layer
         if pending:
-            written.append(_write_part(model, pending, folder, world.rank, len(written)))
+            written.append(write_part(model, pending, folder, world.rank, len(written)))
         parts = [part for of_rank in world.all_gather(written) for part in of_rank]
         names = {
             part: WEIGHTS if len(parts) == 1 else f"model-{index:05d}-of-{len(parts):05d}.safetensors"
@@ -129,20 +127,20 @@ class ShardedModel:
             (folder / part).rename(folder / names[part])
         if world.is_first:
             if len(parts) > 1:
-                _write_index(folder, [(names[part], sizes) for part, sizes in parts], self.spec)
-            _write_config(model, folder)
+                write_index(folder, [(names[part], sizes) for part, sizes in parts], self.spec)
+            write_config(model, folder)
         world.barrier()
 
     def _owned(self, skip: Collection[str]) -> Iterator[tuple[str, torch.Tensor, Any]]:
         """
-        Yields (name, whole tensor, layer) for everything that this rank owns. Ranks of one tensor-parallel group pass
-        the parameters in one order, so each has to iterate to the end.
+        Yields (name, whole tensor, layer) of the parameters and buffers that this rank owns. The ranks of a tp group
+        pass the parameters in one order, so each has to iterate to the end.
         """
         parameters = dict(self.model.named_parameters())
         for module, part in self.spec.modules.items():
             for entry in part.parameters:
                 if entry.name not in skip and self.holds(entry.name):
-                    tensor = self._whole(parameters[entry.name], self.holdings[entry.name].owner)
+                    tensor = self._whole(parameters[entry.name], self.shards[entry.name].owner)
                     if tensor is not None:
                         yield entry.name, tensor, (module, entry.layer)
         for name, tensor in _persistent_buffers(self.model).items():
@@ -150,22 +148,25 @@ class ShardedModel:
                 yield name, tensor.detach().cpu(), None
 
     def _whole(self, tensor: torch.Tensor, owner: int) -> torch.Tensor | None:
-        """The whole tensor in host memory on its owner; the ranks that hold shards of the owner's copy take part."""
+        """The whole tensor in host memory on its owner; the other ranks of the owner's tp group take part."""
         tensor = tensor.detach()
-        if isinstance(tensor, DTensor) and self.world.processes[owner] in tensor.device_mesh.mesh.flatten().tolist():
+        if isinstance(tensor, DTensor) and is_on_mesh(tensor, self.world.processes[owner]):
             with doing("gathering the shards of a parameter", waits=True):
                 tensor = tensor.full_tensor()
         return tensor.cpu() if owner == self.world.rank else None
 
     def _owner_of_buffer(self, name: str) -> int:
         """The rank that owns the parameters next to a buffer, the first rank when there are none."""
-        parent = name
-        while parent:
-            parent = parent.rpartition(".")[0]
-            for parameter, holding in self.holdings.items():
-                if parent and parameter.startswith(parent + "."):
-                    return holding.owner
-        return 0
+        return next((self._owners[parent] for parent in _parents(name) if parent in self._owners), 0)
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, int]:
+        """Submodule -> the owner of its first parameter."""
+        result: dict[str, int] = {}
+        for name, shards in self.shards.items():
+            for parent in _parents(name):
+                result.setdefault(parent, shards.owner)
+        return result
 
     def save_adapters(self, folder: str | Path, adapter: Adapter) -> None:
         """
@@ -200,14 +201,14 @@ class ShardedModel:
         self.world.raise_together(lambda: self._read(folder))
 
     def _read(self, folder: str | Path) -> None:
-        """Reads what the rank holds, about a gigabyte at a time."""
+        """Reads the parameters of this rank, about a gigabyte at a time."""
         model, files = self.model, checkpoint_files(folder)
         adapters = adapter_parameters(model)
         aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name)
         parameters = dict(model.named_parameters())
-        names = [name for name in self.holdings if self.holds(name) and name not in adapters]
+        names = [name for name in self.shards if self.holds(name) and name not in adapters]
         chunk: list[str] = []
         size = 0
         for index, name in enumerate(names):
@@ -215,12 +216,12 @@ class ShardedModel:
             chunk.append(name)
             size += part.numel() * part.element_size()
             if size >= _LOAD_CHUNK_BYTES or index == len(names) - 1:
-                for missing in sorted(_read_in_place(model, files, chunk, folder)):
+                for missing in sorted(read_in_place(model, files, chunk, folder)):
                     tied = [alias for alias in aliases[id(parameters[missing])] if alias != missing]
-                    if not tied or _read_in_place(model, files, tied[:1], folder):
+                    if not tied or read_in_place(model, files, tied[:1], folder):
                         raise ValueError(another_model(model, folder, [missing]))
                 chunk, size = [], 0
-        _read_in_place(model, files, list(_persistent_buffers(model)), folder)
+        read_in_place(model, files, list(_persistent_buffers(model)), folder)
 
     def load_adapters(self, folder: str | Path, adapter: Adapter) -> None:
         """
@@ -259,10 +260,7 @@ class ShardedModel:
                         "it."
                     )
                 value = reader.get_tensor(key)
-                if isinstance(parameter, DTensor):
-                    value = value.to(parameter.device)
-                    value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                local(parameter).copy_(local(value))
+                local(parameter).copy_(local(shard_as(value, parameter) if isinstance(parameter, DTensor) else value))
 
     # Gathering
 
@@ -280,18 +278,17 @@ class ShardedModel:
             `dict[str, torch.Tensor]` or `None`: In host memory, by first names, on rank 0; `None` elsewhere.
         """
         world = self.world
-        table = {name: holding for name, holding in self.holdings.items() if names is None or name in names}
-        held = dict(self.model.named_parameters())
-        own_buffers = {n: b for n, b in (buffers or {}).items() if self._owner_of_buffer(n) == world.rank}
-        owned = {n: held[n] for n, holding in table.items() if holding.owner == world.rank} | own_buffers
+        owners = {name: shards.owner for name, shards in self.shards.items() if names is None or name in names}
+        parameters = dict(self.model.named_parameters())
+        owned = {name: parameters[name] for name, owner in owners.items() if owner == world.rank}
+        owned |= {n: buffer for n, buffer in (buffers or {}).items() if self._owner_of_buffer(n) == world.rank}
         kinds = world.all_gather({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in owned.items()})
-        owners = {name: holding.owner for name, holding in table.items()}
-        owners |= {name: owner for owner, kind in enumerate(kinds) for name in kind if name not in table}
+        owners |= {name: owner for owner, kind in enumerate(kinds) for name in kind if name not in owners}
         result: dict[str, torch.Tensor] = {}
         for name, owner in owners.items():
             tensor: Any = None
-            if owner == world.rank or (name in table and self.holds(name)):
-                tensor = self._whole(owned[name] if name in owned else held[name], owner)
+            if name in owned or (name in self.shards and self.holds(name)):
+                tensor = self._whole(owned[name] if name in owned else parameters[name], owner)
             if world.rank == owner != 0:
                 world.send(tensor, 0)
             elif world.rank == 0 != owner:
@@ -321,72 +318,13 @@ class ShardedModel:
         return result
 
 
+def _parents(name: str) -> list[str]:
+    """Names of the submodules that a parameter or buffer is in, the innermost first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
 def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that a state dict has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
-
-
-def _write_part(
-    model: Any, state: dict[str, torch.Tensor], folder: Path, rank: int, index: int
-) -> tuple[str, dict[str, int]]:
-    """Writes one file; returns its name for now and the size in bytes of each tensor under its original key."""
-    from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
-
-    state = revert_weight_conversion(model, state)
-    tensors = {key: tensor.contiguous() for key, tensor in state.items()}
-    shared = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-    if len(shared) < len(tensors):  # pieces of one tensor; a file takes none that share memory
-        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    name = f"part-{rank:05d}-{index:05d}.safetensors"
-    save_file(tensors, folder / name, metadata={"format": "pt"})
-    sync_file(folder / name)
-    return name, {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
-
-
-def _write_index(folder: Path, parts: list[tuple[str, dict[str, int]]], spec: ModelSpec) -> None:
-    """Writes which file has which key."""
-    index = {
-        "metadata": {
-            "total_parameters": spec.num_parameters,
-            "total_size": sum(size for _, sizes in parts for size in sizes.values()),
-        },
-        "weight_map": {key: name for name, sizes in parts for key in sizes},
-    }
-    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _write_config(model: Any, folder: Path) -> None:
-    """Writes the configurations beside the weights, and the code of a model that is not part of transformers."""
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = str(model.dtype).removeprefix("torch.")
-    if getattr(model, "_auto_class", None) is not None:
-        from transformers.dynamic_module_utils import custom_object_save
-
-        custom_object_save(model, folder, config=model.config)
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-@torch.no_grad()
-def _read_in_place(model: Any, files: Collection[Path], names: Collection[str], folder: str | Path) -> set[str]:
-    """Copies tensors from files into the live ones; returns the names that no file has."""
-    live: dict[str, tuple[dict[str, Any], torch.Tensor]] = {}
-    try:
-        for name in names:
-            parent, _, attribute = name.rpartition(".")
-            module = model.get_submodule(parent)
-            home = module._parameters if attribute in module._parameters else module._buffers
-            live[name] = (home, home[attribute])
-            empty = torch.empty_like(home[attribute], device="meta")
-            home[attribute] = nn.Parameter(empty, requires_grad=False) if home is module._parameters else empty
-        missing = fill_parameters(model, files, names, "cpu", str(folder))
-        for name, (home, tensor) in live.items():
-            if name not in missing:
-                local(tensor).copy_(local(home[name.rpartition(".")[2]]))
-    finally:
-        for name, (home, tensor) in live.items():
-            home[name.rpartition(".")[2]] = tensor
-    return missing

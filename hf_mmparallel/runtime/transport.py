@@ -1,10 +1,8 @@
-"""Point-to-point messages: over `torch.distributed`, or inside one process for tests of whole programs."""
+"""Point-to-point messages between ranks."""
 
 from __future__ import annotations
 
-import queue
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,8 +24,8 @@ class Transport(Protocol):
     Ordered channels between ranks: the n-th `recv` from a rank gets the n-th tensor that this rank sent here. Neither
     call blocks; a received buffer is valid after `wait`, a sent tensor must not change before.
 
-    With `receives_ahead` a `recv` may be posted while the message's cause is still to be sent; without, the first one
-    of a channel may wait for its sender.
+    If `receives_ahead`, `recv` never blocks, even before the sender has run. If not, the first `recv` of a channel can
+    block until the other rank starts its send.
     """
 
     rank: int
@@ -81,7 +79,7 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 @dataclass
 class _Sent:
-    """Keeps the tensor of a send alive until it has left, which gloo only says when it is waited for."""
+    """A send whose tensor has to stay alive until it has left, which gloo reports only to `wait`."""
 
     work: Handle
     tensor: torch.Tensor
@@ -107,72 +105,3 @@ class _Copied:
 
     def is_completed(self) -> bool:
         return False  # the copy is made in `wait`
-
-
-@dataclass
-class LoopbackWorld:
-    """The channels between ranks that are threads of one process."""
-
-    timeout_s: float = 20.0
-    channels: dict[tuple[int, int], queue.Queue] = field(default_factory=dict)
-    posted: dict[tuple[int, int], list[_Posted]] = field(default_factory=lambda: defaultdict(list))
-
-    def channel(self, source: int, target: int) -> queue.Queue:
-        """The channel of a pair, the same one for both threads whoever asks first."""
-        return self.channels.setdefault((source, target), queue.Queue())
-
-    def transport(self, rank: int) -> LoopbackTransport:
-        return LoopbackTransport(rank, self)
-
-
-class LoopbackTransport:
-    """The end of one rank in a [`LoopbackWorld`]; shapes are checked, which `torch.distributed` does not do."""
-
-    def __init__(self, rank: int, world: LoopbackWorld):
-        self.rank = rank
-        self.world = world
-        self.receives_ahead = True
-
-    def send(self, tensor: torch.Tensor, target: int) -> Handle:
-        self.world.channel(self.rank, target).put(tensor.detach().clone())
-        return _Done()
-
-    def recv(self, buffer: torch.Tensor, source: int) -> Handle:
-        key = (source, self.rank)
-        posted = _Posted(buffer, self.world.channel(*key), self.world.posted[key], self.world.timeout_s)
-        self.world.posted[key].append(posted)
-        return posted
-
-
-class _Done:
-    """A transfer that was finished when it was started."""
-
-    def wait(self) -> None:
-        pass
-
-    def is_completed(self) -> bool:
-        return True
-
-
-class _Posted:
-    """A posted receive of a loopback channel; waiting for it first takes all that were posted before it."""
-
-    def __init__(self, buffer: torch.Tensor, channel: queue.Queue, posted: list[_Posted], timeout_s: float):
-        self.buffer = buffer
-        self.channel = channel
-        self.posted = posted
-        self.timeout_s = timeout_s
-        self.done = False
-
-    def wait(self) -> None:
-        while not self.done:
-            first = self.posted.pop(0)
-            tensor = self.channel.get(timeout=self.timeout_s)
-            assert tensor.shape == first.buffer.shape and tensor.dtype == first.buffer.dtype, (
-                f"sent {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(first.buffer.shape)} {first.buffer.dtype}"
-            )
-            first.buffer.copy_(tensor)
-            first.done = True
-
-    def is_completed(self) -> bool:
-        return self.done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from ..data.context_tokens import WORDS
 from ..kernels.bitfield_attention import decode_words
 from ..modeling.hollow import hidden_of
-from .messages import num_rows_of
+from ..plan import LANGUAGE_MODEL
+from ..schedule.actions import Task
+from .routes import num_tokens_of
+from .step_inputs import StepInputs
 
 
 @dataclass
@@ -42,6 +45,26 @@ class ModuleWork:
     def read(self) -> ModuleWork:
         """The same as numbers of the host."""
         return ModuleWork(float(self.tokens), float(self.squares))
+
+
+def counting_work(inputs: StepInputs, task: Task, work: dict[str, ModuleWork]) -> AbstractContextManager:
+    """
+    Counts what a module computes on in a forward, on the first rank of the mesh: at the first stage of the language
+    model, and the attention of every stage of an encoder.
+
+    Args:
+        inputs ([`StepInputs`]): The inputs of the step.
+        task (`Task`): The forward.
+        work (`dict[str, ModuleWork]`): Module -> what is added to.
+    """
+    if inputs.stage(task).all_ranks[0] != inputs.rank:
+        return nullcontext()
+    found, spec = work.setdefault(task.module, ModuleWork()), inputs.spec.modules[task.module]
+    if task.module != LANGUAGE_MODEL:
+        return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, found)
+    if task.stage == 0:
+        found.add(*language_work(inputs.whole_batch(task), spec.windows))
+    return nullcontext()
 
 
 def language_work(batch: Mapping[str, Any], windows: Sequence[int] = ()) -> tuple[Tensor | float, Tensor | float]:
@@ -88,7 +111,7 @@ def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: Modu
 
     def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_of(args, kwargs)
-        tokens = float(num_rows_of(hidden.shape)) if layer is layers.get(0) else 0.0
+        tokens = float(num_tokens_of(hidden.shape)) if layer is layers.get(0) else 0.0
         work.add(tokens, _squares(hidden, kwargs.get("cu_seqlens")) / num_layers)
 
     handles = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers.values()]
@@ -103,4 +126,4 @@ def _squares(hidden: Tensor, ends: Any) -> Tensor | float:
     """The squares of the sequences of `[..., sequence, width]`, or of those that end at `ends` in one long row."""
     if isinstance(ends, Tensor):
         return ends.diff().double().square().sum()
-    return float(num_rows_of(hidden.shape) * hidden.shape[-2])
+    return float(num_tokens_of(hidden.shape) * hidden.shape[-2])

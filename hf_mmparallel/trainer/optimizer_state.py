@@ -11,7 +11,8 @@ from torch import nn
 
 from .._files import readable
 from ..runtime.earlier_optimizer_checkpoint import TABLE, load_earlier_optimizer
-from ..runtime.optimizer_checkpoint import STATE, load_optimizer, read_state
+from ..runtime.optimizer_loading import load_optimizer, read_state
+from ..runtime.optimizer_names import STATE
 from ..world import World
 
 SCHEDULER = "scheduler.pt"

@@ -104,7 +104,7 @@ def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     sharded.save_adapters(folder, adapter)
     sharded.save_model(folder + "-base")
     trained = {p.name for module in sharded.spec.modules.values() for p in module.parameters if p.trainable}
-    held = {name for name in sharded.holdings if sharded.holds(name)}
+    held = {name for name in sharded.shards if sharded.holds(name)}
     parameters = {name: p for name, p in model.named_parameters() if name in held}
     with torch.no_grad():
         for parameter in parameters.values():

@@ -17,7 +17,7 @@ from hf_mmparallel.modeling.loading import build_on_meta, check_equal_models, lo
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.stages import prepare_stages
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
-from hf_mmparallel.plan import ModulePlugin, holdings, resolve_plan
+from hf_mmparallel.plan import ModulePlugin, parameter_shards, resolve_plan
 from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -46,7 +46,7 @@ def pruned(model, rank: int):
     spec = build_model_spec(model)
     plan = resolve_plan(spec, layouts())
     prepare_stages(model, spec, plan, rank)
-    owned = {name for name, holding in holdings(spec, plan).items() if holding.peers(rank)}
+    owned = {name for name, shards in parameter_shards(spec, plan).items() if shards.on_rank(rank)}
     return spec, owned
 
 

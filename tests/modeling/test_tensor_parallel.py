@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_mmparallel.modeling.tensor_parallel import apply_module_tp, base_name, mark_replicated
+from hf_mmparallel.modeling.tensor_parallel import apply_module_tp, base_name, with_tp_dims
 from hf_mmparallel.plan import ModelSpec, ModuleSpec, ParameterSpec
 from tests.distributed import assert_ranks_raise, run_distributed
 
@@ -269,14 +269,19 @@ def _compare_family(name: str) -> None:
     reference = copy.deepcopy(model)
     mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tp",))
     spec = spec_of(model, stack)
-    marked = mark_replicated(model, ModelSpec({"module": spec}), {"module": mesh.size()}).modules["module"]
+    marked = with_tp_dims(model, ModelSpec({"module": spec}), {"module": mesh.size()}).modules["module"]
     partial = apply_module_tp(model, spec, mesh, {p.name for p in spec.parameters})
     sharded = {
         key
         for key, p in model.named_parameters()
         if isinstance(p, DTensor) and not all(x.is_replicate() for x in p.placements)
     }
-    assert {p.name for p in marked.parameters if not p.replicated} == sharded
+    assert {p.name for p in marked.parameters if p.tp_dim is not None} == sharded
+    for p in marked.parameters:
+        if p.name in sharded:
+            blocks = reference.get_parameter(p.name).detach().chunk(p.tp_blocks, p.tp_dim)
+            own = [block.chunk(mesh.size(), p.tp_dim)[mesh.get_local_rank()] for block in blocks]
+            assert torch.equal(model.get_parameter(p.name).to_local(), torch.cat(own, p.tp_dim)), p.name
     for expected in FAMILIES[name][1:]:
         layers = [key for key, _ in model.named_parameters() if expected and key.endswith(expected)]
         assert (not expected) or (layers and sharded.issuperset(layers)), (expected, sorted(sharded))
@@ -376,5 +381,5 @@ def test_a_vector_over_heads_that_no_style_cuts_is_refused():
     model, stack, _ = _text("DogeConfig", "DogeModel")
     spec = ModelSpec({"module": spec_of(model, stack)}, ())
     with pytest.raises(ValueError, match=r"`layers.0.self_attn.A` has an entry for each of 2 heads, .* `tp_size=1`"):
-        mark_replicated(model, spec, {"module": 2})
-    mark_replicated(model, spec)
+        with_tp_dims(model, spec, {"module": 2})
+    with_tp_dims(model, spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from hf_mmparallel.plan import (
@@ -76,7 +78,8 @@ def layer_ranges(draw, num_layers: int) -> list[tuple[int, int]]:
 @st.composite
 def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
     """
-    Any frozen parameters, replicas with different numbers of stages, on ranks of their own or shared.
+    Any frozen parameters, any that tp ranks hold whole, replicas with different numbers of stages, on ranks of their
+    own or shared.
 
     On shared ranks a rank has one place in all grids of a module, as only equal shards of a tensor can be summed.
     """
@@ -86,6 +89,14 @@ def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
     if pattern != "tower" or frozen == "vision":
         modules = {name: m.with_frozen(pattern) if name == frozen else m for name, m in spec.modules.items()}
         spec = ModelSpec(modules, spec.tied)
+    dims = st.sampled_from([None, 0, 1])
+    spec = ModelSpec(
+        {
+            name: replace(m, parameters=tuple(replace(p, tp_dim=draw(dims)) for p in m.parameters))
+            for name, m in spec.modules.items()
+        },
+        spec.tied,
+    )
     shared = draw(st.booleans())
     modules, next_rank = {}, 0
     for name, module in spec.modules.items():

@@ -2,15 +2,26 @@
 
 import dataclasses
 
+import numpy as np
 from hypothesis import given, settings
 
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, holdings, resolve_plan, sync_groups
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    Cut,
+    ModulePlugin,
+    ParameterShards,
+    Shard,
+    parameter_shards,
+    resolve_plan,
+    sync_groups,
+    sync_groups_of,
+)
 from hf_mmparallel.plan.ownership import trainable_stages
 from tests.plan.specs import EMBEDDINGS, model_spec, specs_and_plans
 
 
 def copies(spec, plan, name) -> list[tuple]:
-    """(stage key, row of ranks) of every row of every stage that reads a parameter, stage by stage."""
+    """(stage key, tp group) of every tp group of every stage that uses a parameter, stage by stage."""
     found = []
     for module_name, module in spec.modules.items():
         layers = [p.layer for p in module.parameters if p.name == name]
@@ -23,32 +34,43 @@ def copies(spec, plan, name) -> list[tuple]:
     return found
 
 
+def slices(spec, plan, name) -> dict[tuple[Cut, ...], list[int]]:
+    """Each slice of a parameter -> the ranks that hold it, the first of a tp group in front."""
+    result: dict[tuple[Cut, ...], list[int]] = {}
+    rows = [row for _, row in copies(spec, plan, name)]
+    dim = spec.parameters[name].tp_dim
+    for t in range(len(rows[0])):
+        cuts = () if dim is None or len(rows[0]) == 1 else (Cut("tp", dim, t, len(rows[0])),)
+        result.setdefault(cuts, []).extend(sorted({row[t] for row in rows}))
+    return {cuts: list(dict.fromkeys(ranks)) for cuts, ranks in result.items()}
+
+
 @settings(deadline=None)
 @given(specs_and_plans())
-def test_holdings_and_sync_groups_are_what_the_words_say(case):
+def test_shards_and_sync_groups_are_what_the_words_say(case):
     spec, plan = case
-    table = holdings(spec, plan)
+    table = parameter_shards(spec, plan)
     groups = sync_groups(spec, plan)
-    parameters = {p.name: p for module in spec.modules.values() for p in module.parameters}
-    assert list(table) == list(parameters)
-    for name, parameter in parameters.items():
-        found = copies(spec, plan, name)
-        assert set(table[name].stages) == {key for key, _ in found}
-        assert len(table[name].stages) == len({key for key, _ in found})
-        tp_size = len(found[0][1])
-        expected = [tuple(sorted({row[t] for _, row in found})) for t in range(tp_size)]
-        assert list(table[name].ranks) == expected
-        assert table[name].owner == min(row[0] for _, row in found)
+    assert list(table) == list(spec.parameters)
+    for name, parameter in spec.parameters.items():
+        keys = {key for key, _ in copies(spec, plan, name)}
+        assert set(table[name].stages) == keys and len(table[name].stages) == len(keys)
+        expected = slices(spec, plan, name)
+        assert [(s.cuts, s.holders, s.owner) for s in table[name].shards] == [
+            (cuts, tuple(sorted(ranks)), ranks[0]) for cuts, ranks in expected.items()
+        ]
+        assert table[name].owner == min(row[0] for _, row in copies(spec, plan, name))
         for rank in range(plan.world_size):
-            assert table[name].peers(rank) == next((ranks for ranks in expected if rank in ranks), None)
+            assert [s.cuts for s in table[name].on_rank(rank)] == [c for c, ranks in expected.items() if rank in ranks]
+            owned = [s.cuts for s in table[name].owned_by(rank)]
+            assert owned == [cuts for cuts, ranks in expected.items() if rank == ranks[0]]
         mine = [group for group in groups if name in group.parameters]
-        summed = [ranks for ranks in expected if len(ranks) > 1] if parameter.trainable else []
+        summed = [tuple(sorted(r)) for r in expected.values() if len(r) > 1] if parameter.trainable else []
         assert sorted(group.ranks for group in mine) == sorted(summed)
         assert all(group.parameters.count(name) == 1 for group in mine)
         assert all(set(group.stages) == set(table[name].stages) for group in mine)
     for group in groups:
-        assert set(group.parameters) <= set(parameters)
-        assert list(group.parameters) == [name for name in parameters if name in group.parameters]
+        assert list(group.parameters) == [name for name in spec.parameters if name in group.parameters]
     assert len({(group.ranks, group.stages) for group in groups}) == len(groups)
 
 
@@ -75,7 +97,8 @@ def test_ranks_that_share_tokens_sum_the_gradients_of_equal_shards():
 def test_tied_embeddings_are_summed_over_the_pipeline_and_the_copies():
     spec = model_spec(tied=True)
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2, tp_size=2)})
-    assert holdings(spec, plan)[EMBEDDINGS].ranks == ((1, 3, 5, 7), (2, 4, 6, 8))
+    shards = parameter_shards(spec, plan)[EMBEDDINGS].shards
+    assert [shard.holders for shard in shards] == [(1, 3, 5, 7), (2, 4, 6, 8)]
     groups = {group.ranks: group for group in sync_groups(spec, plan)}
     assert groups[1, 3, 5, 7].parameters == (EMBEDDINGS,)
     assert set(groups[1, 3, 5, 7].stages) == {(LANGUAGE_MODEL, d, s) for d in range(2) for s in range(2)}
@@ -105,6 +128,97 @@ def test_parameters_that_live_alike_share_one_table_of_ranks():
     """Their number follows from the stages, not from the parameters: ranks are put together once for each."""
     spec = model_spec()
     plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=4), LANGUAGE_MODEL: ModulePlugin(dp_size=4, pp_size=2)})
-    table = holdings(spec, plan)
-    assert len({id(holding) for holding in table.values()}) == 3 < len(table)
+    table = parameter_shards(spec, plan)
+    assert len({id(shards) for shards in table.values()}) == 3 < len(table)
     assert len(sync_groups(spec, plan)) == 3
+
+
+def test_a_parameter_that_tp_ranks_hold_whole_has_one_shard():
+    spec = model_spec()
+    decoder = spec.language_model
+    decoder = dataclasses.replace(
+        decoder,
+        parameters=tuple(dataclasses.replace(p, tp_dim=0 if "mlp" in p.name else None) for p in decoder.parameters),
+    )
+    spec = dataclasses.replace(spec, modules={**spec.modules, LANGUAGE_MODEL: decoder})
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, tp_size=2)})
+    table = parameter_shards(spec, plan)
+    assert table[EMBEDDINGS].shards == (Shard((), (1, 2, 3, 4), 1),)
+    assert table["model.language_model.layers.0.mlp.weight"].shards == (
+        Shard((Cut("tp", 0, 0, 2),), (1, 3), 1),
+        Shard((Cut("tp", 0, 1, 2),), (2, 4), 2),
+    )
+    groups = {group.ranks: group.parameters for group in sync_groups(spec, plan)}
+    assert set(groups) == {(1, 2, 3, 4), (1, 3), (2, 4)}
+    assert EMBEDDINGS in groups[1, 2, 3, 4] and groups[1, 3] == groups[2, 4]
+
+
+def part(array: np.ndarray, cuts: tuple[Cut, ...]) -> np.ndarray:
+    """The elements that cuts leave, as their meaning is written down."""
+    for cut in cuts:
+        if cut.dim is None:
+            array = np.array_split(array.ravel(), cut.num_parts)[cut.index]
+        else:
+            blocks = np.split(array, cut.num_blocks, cut.dim)
+            array = np.concatenate([np.array_split(b, cut.num_parts, cut.dim)[cut.index] for b in blocks], cut.dim)
+    return array
+
+
+def counts(
+    table: dict[str, ParameterShards], shapes: dict[str, tuple[int, ...]], num_ranks: int
+) -> dict[str, set[int]]:
+    """Parameter -> how often the norm counts an element of it, over all ranks."""
+    result = {}
+    for name, shards in table.items():
+        elements = np.arange(np.prod(shapes[name])).reshape(shapes[name])
+        counted = [part(elements, s.cuts).ravel() for rank in range(num_ranks) for s in shards.owned_by(rank)]
+        result[name] = set(np.bincount(np.concatenate(counted), minlength=elements.size).tolist())
+    return result
+
+
+def test_experts_over_ranks_are_shards_like_others():
+    """Four ranks: two groups of ep size 2, the dense part on all of them; one expert matrix is cut by tp as well."""
+    stages = ((LANGUAGE_MODEL, 0, 0),)
+    dense = ParameterShards.from_copies(stages, [((), (rank,)) for rank in range(4)])
+    experts = ParameterShards.from_copies(stages, [((Cut("ep", 0, rank % 2, 2),), (rank,)) for rank in range(4)])
+    both = ParameterShards.from_copies(
+        stages, [((Cut("ep", 0, r // 2, 2), Cut("tp", 1, r % 2, 2, 2)), (r,)) for r in range(4)]
+    )
+    table = {"norm": dense, "experts": experts, "gate_up": both}
+    assert [(s.holders, s.owner) for s in experts.shards] == [((0, 2), 0), ((1, 3), 1)]
+    assert [(s.holders, s.owner) for s in both.shards] == [((rank,), rank) for rank in range(4)]
+    groups = sync_groups_of(table, [LANGUAGE_MODEL])
+    assert {group.ranks: group.parameters for group in groups} == {
+        (0, 1, 2, 3): ("norm",),
+        (0, 2): ("experts",),
+        (1, 3): ("experts",),
+    }
+    assert counts(table, {"norm": (3,), "experts": (4, 2, 3), "gate_up": (4, 8, 3)}, 4) == dict.fromkeys(table, {1})
+    assert [len(experts.on_rank(rank)) for rank in range(4)] == [1, 1, 1, 1]
+
+
+def test_optimizer_shards_over_replicas_are_shards_like_others():
+    """
+    ZeRO over three replicas: all hold the whole parameter and sum its gradient; each owns a slice, which it counts and
+    of which it has the optimizer state. One parameter is cut by tp before.
+    """
+    stages = ((LANGUAGE_MODEL, 0, 0),)
+    replicas = (0, 2, 4)
+    flat = ParameterShards(stages, tuple(Shard((Cut("dp", None, i, 3),), replicas, r) for i, r in enumerate(replicas)))
+    cut = ParameterShards(
+        stages,
+        tuple(
+            Shard((Cut("tp", 1, t, 2), Cut("dp", None, i, 3)), tuple(r + t for r in replicas), rank + t)
+            for t in range(2)
+            for i, rank in enumerate(replicas)
+        ),
+    )
+    table = {"bias": flat, "weight": cut}
+    groups = sync_groups_of(table, [LANGUAGE_MODEL])
+    assert {group.ranks: group.parameters for group in groups} == {
+        (0, 2, 4): ("bias", "weight"),
+        (1, 3, 5): ("weight",),
+    }
+    assert counts(table, {"bias": (7,), "weight": (3, 4)}, 6) == dict.fromkeys(table, {1})
+    assert [len(cut.owned_by(rank)) for rank in range(6)] == [1] * 6
+    assert len(cut.on_rank(3)) == 3 and flat.on_rank(1) == () and flat.owner == 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,10 @@ from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
-from hf_mmparallel.runtime.executor import Executor, StepResult
+from hf_mmparallel.runtime.executor import Executor
 from hf_mmparallel.runtime.groups import context_groups
-from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld, Transport
+from hf_mmparallel.runtime.step_result import StepResult
+from hf_mmparallel.runtime.transport import Handle, Transport
 from hf_mmparallel.schedule import Program, build_program
 
 TIMEOUT_S = 15.0
@@ -52,6 +54,75 @@ def run_threads(fn: Callable[[int], Any], world_size: int) -> list[Any]:
             raise error
         results[rank] = result
     return [results[rank] for rank in range(world_size)]
+
+
+@dataclass
+class LoopbackWorld:
+    """The channels between ranks that are threads of one process."""
+
+    timeout_s: float = 20.0
+    channels: dict[tuple[int, int], queue.Queue] = field(default_factory=dict)
+    posted: dict[tuple[int, int], list[_Posted]] = field(default_factory=lambda: defaultdict(list))
+
+    def channel(self, source: int, target: int) -> queue.Queue:
+        """The channel of a pair, the same one for both threads whoever asks first."""
+        return self.channels.setdefault((source, target), queue.Queue())
+
+    def transport(self, rank: int) -> LoopbackTransport:
+        return LoopbackTransport(rank, self)
+
+
+class LoopbackTransport:
+    """The end of one rank in a [`LoopbackWorld`]; shapes are checked, which `torch.distributed` does not do."""
+
+    def __init__(self, rank: int, world: LoopbackWorld):
+        self.rank = rank
+        self.world = world
+        self.receives_ahead = True
+
+    def send(self, tensor: Tensor, target: int) -> Handle:
+        self.world.channel(self.rank, target).put(tensor.detach().clone())
+        return _Finished()
+
+    def recv(self, buffer: Tensor, source: int) -> Handle:
+        key = (source, self.rank)
+        posted = _Posted(buffer, self.world.channel(*key), self.world.posted[key], self.world.timeout_s)
+        self.world.posted[key].append(posted)
+        return posted
+
+
+class _Finished:
+    """A transfer or a collective that was finished when it was started."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Posted:
+    """A posted receive of a loopback channel; waiting for it first takes all that were posted before it."""
+
+    def __init__(self, buffer: Tensor, channel: queue.Queue, posted: list[_Posted], timeout_s: float):
+        self.buffer = buffer
+        self.channel = channel
+        self.posted = posted
+        self.timeout_s = timeout_s
+        self.done = False
+
+    def wait(self) -> None:
+        while not self.done:
+            first = self.posted.pop(0)
+            tensor = self.channel.get(timeout=self.timeout_s)
+            assert tensor.shape == first.buffer.shape and tensor.dtype == first.buffer.dtype, (
+                f"sent {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(first.buffer.shape)} {first.buffer.dtype}"
+            )
+            first.buffer.copy_(tensor)
+            first.done = True
+
+    def is_completed(self) -> bool:
+        return self.done
 
 
 @dataclass
@@ -93,24 +164,17 @@ class ThreadCollectives:
         tensor.copy_(torch.stack(group.group.exchange(group.rank, tensor)).sum(0))
 
 
-class _Done:
-    """A collective that was finished when it was started."""
-
-    def wait(self) -> None:
-        pass
-
-
-def _all_gather(output: Tensor, own: Tensor, group: Membership) -> _Done:
+def _all_gather(output: Tensor, own: Tensor, group: Membership) -> _Finished:
     output.copy_(torch.cat(group.group.exchange(group.rank, own)))
-    return _Done()
+    return _Finished()
 
 
-def _all_to_all(output: Tensor, parts: Tensor, group: Membership) -> _Done:
+def _all_to_all(output: Tensor, parts: Tensor, group: Membership) -> _Finished:
     ranks = group.group.ranks
     place = ranks.index(group.rank)
     given = group.group.exchange(group.rank, parts)
     output.copy_(torch.cat([tensor.chunk(len(ranks))[place] for tensor in given]))
-    return _Done()
+    return _Finished()
 
 
 def with_words(model: PreTrainedModel) -> PreTrainedModel:

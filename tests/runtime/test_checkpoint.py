@@ -18,9 +18,10 @@ from hf_mmparallel.modeling.hollow import is_hollow
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.stages import prepare_stages
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
-from hf_mmparallel.plan import ModulePlugin, holdings, resolve_plan
+from hf_mmparallel.plan import ModulePlugin, parameter_shards, resolve_plan
 from hf_mmparallel.runtime.atomic import atomic_folder
-from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
+from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
+from hf_mmparallel.runtime.optimizer_loading import load_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.world import World
 from tests.distributed import assert_ranks_raise, run_distributed
@@ -57,7 +58,7 @@ def lay_out(model, layout: str):
     spec = build_model_spec(model)
     plan = resolve_plan(spec, {name: ModulePlugin(**sizes) for name, sizes in LAYOUTS[layout][1].items()})
     prepare_stages(model, spec, plan, rank)
-    owned = {name for name, holding in holdings(spec, plan).items() if holding.peers(rank) is not None}
+    owned = {name for name, shards in parameter_shards(spec, plan).items() if shards.on_rank(rank)}
     for name, module in plan.modules.items():
         for _, _, stage in module.stages():
             if len(stage.all_ranks) > 1:

@@ -100,8 +100,8 @@ def train_rank(
     assert batch.program is not None
     totals = engine.train_step(batch, 0)
     norm = float(engine.gradient_norm())
-    held = {n: p for n, p in engine.module.named_parameters() if n in engine.holdings and p.requires_grad}
-    mine = {name for name in held if engine.holdings[name].peers(engine.rank)}
+    held = {n: p for n, p in engine.module.named_parameters() if n in engine.shards and p.requires_grad}
+    mine = {name for name in held if engine.shards[name].on_rank(engine.rank)}
     gradients = {name: whole(p.grad).clone() for name, p in held.items() if name in mine and p.grad is not None}
     clipped = float(engine.clip(norm / 2))
     return {

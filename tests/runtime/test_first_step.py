@@ -55,8 +55,7 @@ def unequal_frozen_weights(layout: str) -> None:
     """The last rank that has a frozen weight changes its copy by 1e-3."""
     parallel, name = FROZEN[layout]
     trainer = runs.make_trainer("llava", parallel)
-    holding = trainer.engine.holdings[name]
-    if dist.get_rank() == holding.all_ranks[-1]:
+    if dist.get_rank() == trainer.engine.shards[name].shards[-1].holders[-1]:
         with torch.no_grad():
             trainer.model.get_parameter(name).flatten()[0] += 1e-3
     trainer.train()

@@ -24,9 +24,8 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.schedules import SCHEDULES, Schedule
-from hf_mmparallel.runtime.transport import LoopbackTransport, LoopbackWorld
 from tests import tiny
-from tests.runtime.loopback import assert_close, reference, run_loopback
+from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, assert_close, reference, run_loopback
 
 torch.set_num_threads(1)
 
@@ -341,3 +340,39 @@ def test_frozen_layers_before_the_first_trained_one_run_no_backward():
     ran = [{timed.task.kind for timed in result.timeline} for result in found.results]
     assert ran == [{"fwd"}, {"fwd"}, {"fwd", "bwd"}]
     check(case)
+
+
+class DtypeTransport(LoopbackTransport):
+    """Notes the dtypes of what is sent, by (source, target)."""
+
+    def __init__(self, rank: int, world: LoopbackWorld, dtypes: dict[tuple[int, int], set[torch.dtype]]):
+        super().__init__(rank, world)
+        self.dtypes = dtypes
+
+    def send(self, tensor: torch.Tensor, target: int) -> Any:
+        self.dtypes.setdefault((self.rank, target), set()).add(tensor.dtype)
+        return super().send(tensor, target)
+
+
+def test_each_edge_has_its_dtype_and_rounds_nothing_that_one_process_does_not_round():
+    rows = {"vision": [ONE], "audio": [[((0, 4), 1)]], LANGUAGE_MODEL: [[((0, 2), 2), ((2, 4), 3)]]}
+    samples = [[[0, 1, 2, 3]]]
+    case = case_of("qwen2_5_omni", "nothing", rows, dict.fromkeys(rows, samples))
+    model = tiny.FAMILIES[case.family]().train()
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if "audio" in name else torch.bfloat16)
+    collator, dtypes = tiny.collate(case.family), {}
+    loss, _, gradients = reference(model, collator(case.dataset))
+    found = run_loopback(
+        model,
+        case.plan,
+        case.step,
+        case.dataset,
+        collator,
+        transport=lambda rank, world: DtypeTransport(rank, world, dtypes),
+    )
+    narrow, wide = {torch.bfloat16}, {torch.float32}
+    both_ways = {(0, 2): narrow, (1, 2): wide, (2, 3): narrow}
+    assert dtypes == both_ways | {(target, source): dtype for (source, target), dtype in both_ways.items()}
+    assert found.loss == loss
+    assert_close(found.gradients, gradients, tolerance=1e-6)

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Adafactor
 
-from hf_mmparallel.plan import Holding
-from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
+from hf_mmparallel.modeling.dtensors import local
+from hf_mmparallel.plan import Cut, ParameterShards
+from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
+from hf_mmparallel.runtime.optimizer_loading import load_optimizer
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.world import World
@@ -102,10 +104,13 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def sharded(model: Any) -> ShardedModel:
+def sharded(model: Any, world: World | None = None) -> ShardedModel:
     """A model whose parameters two ranks share."""
-    result = ShardedModel(model, None, None, World())  # type: ignore[arg-type]
-    result.holdings = {name: Holding((("m", 0, 0),), ((0,), (1,))) for name in NAMES}
+    result = ShardedModel(model, None, None, world or World())  # type: ignore[arg-type]
+    result.shards = {}
+    for dim, name in enumerate(NAMES):
+        copies = [(() if name == "bias" else (Cut("tp", dim, rank, 2),), (rank,)) for rank in range(2)]
+        result.shards[name] = ParameterShards.from_copies((("m", 0, 0),), copies)
     return result
 
 
@@ -191,3 +196,31 @@ def test_trying_leaves_optimizers_and_randomness_alone(cls):
     for name, want in before.items():
         assert torch.equal(model.get_parameter(name), want)
     assert dist.is_initialized() is False
+
+
+def run_in_part_of_the_processes(folder: str) -> None:
+    """Two of three processes train, in another order than theirs, and go on from what they saved."""
+    if dist.get_rank() == 0:
+        return
+    world = World(processes=(2, 1))
+    mesh = DeviceMesh.from_group(world.new_group(range(2)), "cpu", mesh=[2, 1], mesh_dim_names=("tp",))
+    model, again = model_of(torch.float32, mesh), model_of(torch.float32, mesh)
+    optimizer, resumed = (torch.optim.AdamW(m.parameters()) for m in (model, again))
+    steps(model, optimizer, range(1, 3))
+    save_optimizer(optimizer, sharded(model, world), folder, [NAMES])
+    load_optimizer(resumed, again, folder, [NAMES], world)
+    for name, parameter in again.named_parameters():
+        saved, read = optimizer.state[model.get_parameter(name)]["exp_avg"], resumed.state[parameter]["exp_avg"]
+        assert torch.equal(local(read), local(saved)), name
+
+
+@pytest.mark.distributed
+def test_owners_are_ranks_of_the_plan_not_processes(tmp_path):
+    run_distributed(run_in_part_of_the_processes, 3, str(tmp_path), timeout=60)
+    model, trained = model_of(torch.float32, None), model_of(torch.float32, None)
+    optimizer, expected = (torch.optim.AdamW(m.parameters()) for m in (model, trained))
+    load_optimizer(optimizer, model, tmp_path, [NAMES], World())
+    steps(trained, expected, range(1, 3))
+    for name in NAMES:
+        want = expected.state[trained.get_parameter(name)]["exp_avg"]
+        torch.testing.assert_close(optimizer.state[model.get_parameter(name)]["exp_avg"], want)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_mmparallel.runtime.transport import DistributedTransport, LoopbackWorld, Transport
+from hf_mmparallel.runtime.transport import DistributedTransport, Transport
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
-from tests.runtime.loopback import run_threads
+from tests.runtime.loopback import LoopbackWorld, run_threads
 
 
 def exchange(transport: Transport, world_size: int) -> list[list[float]]:

@@ -137,8 +137,8 @@ def run_candidate(family: str, freeze: str, candidate: Candidate) -> dict[str, A
     mark = fingerprint(planned.step, planned.program, batch.cuts)
     batch = replace(batch, program=planned.program, fingerprint=mark)
     totals = engine.train_step(batch, 0)
-    held = {n: p for n, p in engine.module.named_parameters() if n in engine.holdings and p.requires_grad}
-    mine = [n for n in held if engine.holdings[n].peers(engine.rank) and held[n].grad is not None]
+    held = {n: p for n, p in engine.module.named_parameters() if n in engine.shards and p.requires_grad}
+    mine = [n for n in held if engine.shards[n].on_rank(engine.rank) and held[n].grad is not None]
     gradients = {n: whole(held[n].grad).clone() for n in mine}
     return {"loss": totals.loss, "norm": float(engine.gradient_norm()), "gradients": gradients}
 

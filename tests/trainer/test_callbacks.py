@@ -23,7 +23,7 @@ from hf_mmparallel.callbacks.metrics import RankWindow, efficiency, flops_utilis
 from hf_mmparallel.callbacks.step_timelines import cost_from
 from hf_mmparallel.callbacks.workload_balance import RanStep, arrangement_metrics, forward_metrics, mean_of, measure
 from hf_mmparallel.cost import find_device
-from hf_mmparallel.runtime.executor import StepResult, TimedTask
+from hf_mmparallel.runtime.step_result import StepResult, TimedTask
 from hf_mmparallel.runtime.work import ModuleWork
 from hf_mmparallel.schedule import Span, Task
 from hf_mmparallel.world import World

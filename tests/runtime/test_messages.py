@@ -1,4 +1,4 @@
-"""Rows cross a boundary once, arrive in place on every rank, and their gradients take the adjoint way back."""
+"""Features arrive in place on every rank, and their gradients take the adjoint way back: executor and transport."""
 
 from __future__ import annotations
 
@@ -29,79 +29,20 @@ from hf_mmparallel.plan import (
     StepPlan,
     sync_groups,
 )
-from hf_mmparallel.runtime import executor as executor_module
-from hf_mmparallel.runtime.boundary import Placement, RowSpace, parts, pick, spread_legs, straight_legs
+from hf_mmparallel.runtime import message_queues
 from hf_mmparallel.runtime.executor import Executor
 from hf_mmparallel.runtime.groups import ProcessGroups
-from hf_mmparallel.runtime.transport import DistributedTransport, LoopbackWorld, Transport
+from hf_mmparallel.runtime.transport import DistributedTransport, Transport
 from hf_mmparallel.schedule import Program, build_program
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
-from tests.runtime.loopback import Membership, ThreadCollectives, ThreadGroup, run_threads
+from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
 
 WIDTH = 3
 PLACEHOLDERS = {"image": 1, "video": 2}
 SIZES = st.integers(1, 4)
 BOOLEANS = st.booleans()
 WORLD_SIZE = 5
-
-
-@given(st.integers(0, 40), SIZES, SIZES)
-def test_parts_cut_the_rows_for_the_targets(num_rows, num_sources, num_targets):
-    sources, targets = range(10, 10 + num_sources), range(20, 20 + num_targets)
-    found = parts(num_rows, sources, targets)
-    assert [row for part in found for row in range(part.start, part.stop)] == list(range(num_rows))
-    assert all(part.num_rows > 0 for part in found)
-    assert [part.target for part in found] == [targets[part.index] for part in found]
-    assert all(part.source == sources[part.index % num_sources] for part in found)
-    sizes = [part.num_rows for part in found]
-    assert len(set(sizes[:-1])) <= 1 and sizes == sorted(sizes, reverse=True)
-
-
-def test_rows_lie_feature_by_feature_and_sample_by_sample():
-    features = [FeatureSpec("image"), FeatureSpec("video"), FeatureSpec("image", "deep", 1, 0)]
-    space = RowSpace(features, (7, 4), {"image": [2, 1], "video": [0, 3]})
-    assert space.sizes == [3, 3, 3] and space.num_rows == 9
-    assert space.positions((7, 4)).tolist() == list(range(9))
-    assert space.positions((4,)).tolist() == [2, 3, 4, 5, 8]
-    assert space.positions((4, 7)).tolist() == [2, 0, 1, 3, 4, 5, 8, 6, 7]
-    assert space.positions(()).tolist() == [] and space.positions(()).dtype == torch.int64
-    assert space.positions((7,), (0, 2)).tolist() == [0, 1, 6, 7]
-
-
-def test_rows_are_placed_feature_by_feature_on_each_row_of_ranks():
-    space = RowSpace([FeatureSpec("image"), FeatureSpec("image", "deep", 1, 0)], (0,), {"image": [3]})
-    holders = torch.tensor([1, 0, 1]), torch.tensor([1, 0, 0])
-    placement = Placement(space, [holders, holders], 3)
-    assert placement.sizes == [[1, 1], [2, 2], [0, 0]]
-    assert placement.owners.tolist() == [1, 0, 1] * 2
-    assert placement.places.tolist() == [1, 0, 0, 3, 1, 2]
-
-
-def test_features_go_to_the_row_of_their_token_and_hidden_states_stay_in_theirs():
-    legs = spread_legs(torch.tensor([1, 0, 1]), ((7, 8),), ((1, 2), (3, 4)))
-    assert [(leg.before, leg.after, leg.rows.tolist()) for leg in legs] == [
-        ((7, 8), (1, 2), [1]),
-        ((7, 8), (3, 4), [0, 2]),
-    ]
-    assert [(part.source, part.target) for part in legs[1].parts] == [(7, 3), (8, 4)]
-    legs = straight_legs(3, ((7,), (8,)), ((1, 2), (3, 4)))
-    assert [(leg.before, leg.after, leg.rows.tolist()) for leg in legs] == [
-        ((7,), (1, 2), [0, 1, 2]),
-        ((8,), (3, 4), [0, 1, 2]),
-    ]
-
-
-def test_rows_that_are_all_in_order_are_not_copied():
-    rows = torch.randn(3, 2)
-    assert pick(rows, torch.arange(3)) is rows
-    assert torch.equal(pick(rows, torch.tensor([2, 0])), rows[[2, 0]])
-    assert torch.equal(pick(rows, torch.tensor([1, 0, 2])), rows[[1, 0, 2]])
-
-
-def test_every_sample_must_have_its_rows():
-    with pytest.raises(ValueError, match="zip"):
-        RowSpace([FeatureSpec("image")], (1, 2), {"image": [3]})
 
 
 @dataclass
@@ -159,7 +100,7 @@ def cases(draw, sharing: st.SearchStrategy[bool] = BOOLEANS) -> Case:
     features = tuple(FeatureSpec(m, f"f{i}", layers[i]) for i, m in enumerate(modalities))
     specs = {}
     for name, own in (("vision", features), (LANGUAGE_MODEL, ())):
-        weights = tuple(ParameterSpec(f"{name}.{layer}", (1,), layer) for layer in range(2))
+        weights = tuple(ParameterSpec(f"{name}.{layer}", (1,), layer, "float64") for layer in range(2))
         specs[name] = ModuleSpec(name, name, 2, WIDTH, 12, 12, 12, weights, own)
     spec = ModelSpec(specs, placeholders=PLACEHOLDERS)
     shared = draw(sharing)
@@ -259,7 +200,6 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
         lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
         torch.device("cpu"),
     )
-    executor.wire_dtype = torch.float64
     result = executor.run(case.program, StepBatch(case.step, batches, cuts))
     loss = sum(
         float(loss)
@@ -322,7 +262,7 @@ def assert_exact_and_adjoint(case: Case, outcomes: Sequence[Outcome]) -> None:
 @given(cases())
 def test_routes_are_exact_and_adjoint(case):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor_module, "dist", ThreadCollectives)
+        patch.setattr(message_queues, "dist", ThreadCollectives)
         outcomes = run_in_threads(case)
     assert_exact_and_adjoint(case, outcomes)
 

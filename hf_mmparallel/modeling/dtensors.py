@@ -1,0 +1,28 @@
+"""The shards of this rank of parameters that tensor parallelism cuts, which are `DTensor`s."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The shard of a tensor on this rank, or all of a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def from_shard(shard: torch.Tensor, like: DTensor) -> DTensor:
+    """The tensor, of the shape and layout of `like`, of which this rank has `shard`; nothing is copied."""
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def shard_as(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    """Cuts a whole tensor, which is the same on all ranks of the mesh, in the layout of `like`."""
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def is_on_mesh(tensor: torch.Tensor, process: int) -> bool:
+    """Whether a tensor is a `DTensor` over a mesh that a process of the default group is in."""
+    return isinstance(tensor, DTensor) and process in tensor.device_mesh.mesh.flatten().tolist()

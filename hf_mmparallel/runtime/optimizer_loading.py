@@ -1,0 +1,211 @@
+"""
+Reads optimizer state of any layout, or of the stock Trainer, into this rank's optimizer.
+
+The file is mapped into memory, and a rank copies its parameters' part of it. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._files import reason_of
+from ..modeling.dtensors import from_shard, shard_as
+from ..world import World
+from .optimizer_names import STATE, cant_be_cut, named_groups, rank_local_suffix, settings_of
+from .optimizers import whole_parameter
+
+# Where `state_dict` of bitsandbytes puts what FSDP must not see.
+_WRAPPED = "__bnb_optimizer_quant_state__"
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    folder: str | Path,
+    groups: Sequence[Sequence[str]],
+    world: World,
+) -> None:
+    """
+    Reads into every rank's optimizer what `save_optimizer` wrote under any layout, or the stock Trainer, bit by bit.
+    Called by all ranks.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): This rank's, new or used.
+        model (`nn.Module`): The pruned model of this rank.
+        folder (`str` or `Path`): What was written.
+        groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
+        world ([`World`]): The ranks.
+
+    Raises:
+        `ValueError`:
+            On all ranks, if the state can't be read, belongs to another model or can't be cut to this layout.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+
+    def read() -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+        entries, settings = _entries(Path(folder) / STATE, groups)
+        return _states(optimizer, model, entries, settings, Path(folder))
+
+    apply_state(optimizer, *world.raise_together(read))
+
+
+def apply_state(
+    optimizer: Any, states: Mapping[Any, Mapping[str, Any]], settings: Sequence[Mapping[str, Any]]
+) -> None:
+    """Gives an optimizer the state of each of its parameters and the settings of each of its groups."""
+    for parameter, state in states.items():
+        if state:
+            optimizer.state[parameter] = dict(state)
+        else:
+            optimizer.state.pop(parameter, None)
+    for group, saved in zip(optimizer.param_groups, settings, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """
+    The content of a file of optimizer state; tensors are read when they are used.
+
+    Raises:
+        `ValueError`: For a file that is not there, is cut short, or holds more than tensors and plain values.
+    """
+    if not path.is_file():
+        raise ValueError(
+            f"`{path.parent}` holds no optimizer state (`{path.name}`). Give a folder that a checkpoint wrote."
+        )
+    try:
+        is_mapped = zipfile.is_zipfile(path)  # not what torch saved before 1.6
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        if not isinstance(saved["state"], dict) or not isinstance(saved["param_groups"], list):
+            raise TypeError("no optimizer's state dict")
+    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, OSError) as error:
+        raise ValueError(
+            f"`{path}` is no optimizer state that can be read ({reason_of(error)}). Resume from another checkpoint, "
+            f"or remove `scheduler.pt` beside it to go on with the weights alone."
+        ) from error
+    return saved
+
+
+def _entries(
+    path: Path, groups: Sequence[Sequence[str]]
+) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Any]]], list[dict[str, Any]]]:
+    """Parameter -> (settings of its group, its state), and the settings of all groups."""
+    saved = read_state(path)
+    listed = [g for g in saved["param_groups"] if g["params"] or "param_names" not in g]
+    if all("param_names" in group for group in listed):
+        names = [group["param_names"] for group in listed]
+    else:
+        names = groups
+        sizes, expected = [len(group["params"]) for group in listed], [len(members) for members in groups]
+        if sizes != expected:
+            raise ValueError(
+                f"`{path.parent}` is the optimizer state of another model: it has {_and(sizes)} parameters in its "
+                f"groups, where this one has {_and(expected)} that are trained with weight decay and without. Freeze "
+                f"the same parts, and use the stock Trainer's own groups."
+            )
+    result = {}
+    for group, members in zip(listed, names, strict=True):
+        for index, name in zip(group["params"], members, strict=True):
+            state = dict(saved["state"].get(index, {}))
+            state.update(state.pop(_WRAPPED, {}))
+            result[name] = settings_of(group), state
+    return result, [settings_of(group) for group in saved["param_groups"]]
+
+
+def _and(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
+
+
+def _states(
+    optimizer: Any,
+    model: nn.Module,
+    entries: Mapping[str, tuple[dict[str, Any], dict[str, Any]]],
+    groups: Sequence[dict[str, Any]],
+    folder: Path,
+) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """Parameter -> its state on this rank, and the settings of each group."""
+    states, settings = {}, []
+    for index, (names, group) in enumerate(zip(named_groups(model, optimizer), optimizer.param_groups, strict=True)):
+        saved = []
+        for name, parameter in zip(names, group["params"], strict=True):
+            if name not in entries:
+                raise another_optimizer(folder, name, whole_parameter(parameter), None)
+            saved.append(entries[name][0])
+            states[parameter] = _state_of(name, parameter, entries[name][1], group, folder)
+        without = groups[min(index, len(groups) - 1)] if groups else {}
+        settings.append(same_settings(saved, index, names, folder) if saved else without)
+    return states, settings
+
+
+def another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: Sequence[int] | None) -> ValueError:
+    """The error for the state of a parameter that is missing or has another shape."""
+    has = "nothing" if shape is None else f"shape {tuple(shape)}"
+    return ValueError(
+        f"`{folder}` is the optimizer state of another model: it has {has} for `{name}` of shape "
+        f"{tuple(parameter.shape)}. Resume from a checkpoint of this model with the same frozen parts."
+    )
+
+
+def same_settings(saved: list[dict[str, Any]], index: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
+    """The settings that the parameters of a group were saved with; raises `ValueError` where they differ."""
+    if any(other != saved[0] for other in saved):
+        raise ValueError(
+            f"`{folder}` was saved with other parameter groups: those of group {index} (`{names[0]}`, ...) had "
+            f"different settings. Resume with the same `weight_decay` and learning rates by parameter."
+        )
+    return saved[0]
+
+
+def on_host(key: str, group: Mapping[str, Any]) -> bool:
+    """Whether an optimizer has an entry in host memory: torch's step counters, unless a kernel reads them."""
+    return key == "step" and not (group.get("fused") or group.get("capturable"))
+
+
+def _may_be_state(shape: torch.Size, of: torch.Size) -> bool:
+    """Whether a tensor can belong to a parameter of shape `of`: other dimensions, or some of them summed up."""
+    return len(shape) != len(of) or all(mine in (1, its) for mine, its in zip(shape, of, strict=True))
+
+
+def _state_of(
+    name: str, parameter: Any, saved: Mapping[str, Any], group: Mapping[str, Any], folder: Path
+) -> dict[str, Any]:
+    """The state of one parameter on this rank."""
+    whole, suffix = whole_parameter(parameter), rank_local_suffix(whole_parameter(parameter))
+    shapes = [value.shape for value in saved.values() if isinstance(value, torch.Tensor)]
+    strange = [shape for shape in shapes if not _may_be_state(shape, whole.shape)]
+    if strange and whole.shape not in shapes:
+        raise another_optimizer(folder, name, whole, strange[0])
+    state: dict[str, Any] = {}
+    for stored, value in saved.items():
+        key, _, of_rank = stored.partition("@")
+        if of_rank and key + suffix not in saved:
+            raise cant_be_cut(key, name)
+        if of_rank and stored != key + suffix:
+            continue
+        if isinstance(value, torch.Tensor):
+            is_cut = suffix and value.numel() > 1 and not of_rank
+            if is_cut and value.shape != whole.shape:
+                raise cant_be_cut(key, name)
+            value = _on_rank(value, parameter, is_cut=bool(is_cut), on_host=on_host(key, group))
+        state[key] = value
+    return state
+
+
+def _on_rank(value: torch.Tensor, parameter: Any, is_cut: bool, on_host: bool) -> torch.Tensor:
+    """A copy of a tensor of the file, or of this rank's shard of it."""
+    if not is_cut:
+        return value.to("cpu" if on_host else parameter.device, copy=True)
+    whole: Any = whole_parameter(parameter)
+    shard = shard_as(value, whole).to_local().clone(memory_format=torch.contiguous_format)
+    return from_shard(shard, whole) if whole is parameter else shard

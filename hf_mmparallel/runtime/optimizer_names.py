@@ -1,0 +1,45 @@
+"""The keys of saved optimizer state: names of parameters, settings of groups, tensors that belong to one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .optimizers import whole_parameter
+
+STATE = "optimizer.pt"
+
+
+def named_groups(model: nn.Module, optimizer: Any) -> list[list[str]]:
+    """Names of the parameters of each group of an optimizer."""
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [[by_id[id(whole_parameter(p))] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def is_rank_local(key: str) -> bool:
+    """Whether an entry of the state is of use only to the same rank of a tp group of the same size."""
+    return "@" in key
+
+
+def rank_local_suffix(parameter: torch.Tensor) -> str:
+    """Suffix of the entries of one rank of a tp group; empty for parameters that are not sharded."""
+    if not isinstance(parameter, DTensor):
+        return ""
+    return f"@{parameter.device_mesh.get_local_rank()}of{parameter.device_mesh.size()}"
+
+
+def cant_be_cut(key: str, name: str) -> ValueError:
+    """The error for state that can only be read with the tensor-parallel size that it was saved with."""
+    return ValueError(
+        f"The optimizer's `{key}` of `{name}` is a rank's own tensor and can't be cut anew. Resume with the same "
+        f"tensor-parallel size."
+    )

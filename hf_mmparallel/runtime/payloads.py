@@ -1,0 +1,134 @@
+"""What crosses an edge between two stages, as data: of a pipeline, or of the graph of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..modeling.stages import activation_dtype, hidden_dtype
+from ..plan import FeatureSpec, ModelSpec, ParallelPlan
+from ..schedule.actions import Message, StageKey, Task
+from ..schedule.graph import GradientFlow
+from .routes import Mesh
+
+
+@dataclass(frozen=True)
+class Payload:
+    """
+    What a stage hands to another one in the forward; the gradient has the same shape and takes the same way back.
+
+    Args:
+        producer (`tuple[str, int, int]`): (module, replica, stage) that computes it.
+        consumer (`tuple[str, int, int]`): (module, replica, stage) that it enters.
+        producer_mesh (`Mesh`): Ranks of the producer.
+        consumer_mesh (`Mesh`): Ranks of the consumer.
+        width (`int`): Values of a token.
+        dtype (`torch.dtype`): Of its values between ranks.
+        needs_grad (`bool`): Whether the producer needs its gradient.
+        features (`tuple[FeatureSpec, ...]`, *optional*):
+            The features of the producer's module that enter the consumer; `None` for hidden states.
+        outputs (`tuple[int, ...]`, *optional*):
+            Their places among all features of the producer's module; `None` for hidden states, which are all outputs.
+        num_outputs (`int`, *optional*, defaults to 0): Features of the producer's module.
+    """
+
+    producer: StageKey
+    consumer: StageKey
+    producer_mesh: Mesh
+    consumer_mesh: Mesh
+    width: int
+    dtype: torch.dtype
+    needs_grad: bool
+    features: tuple[FeatureSpec, ...] | None = None
+    outputs: tuple[int, ...] | None = None
+    num_outputs: int = 0
+
+    @property
+    def key(self) -> tuple:
+        """Equal for payloads that carry the same tensors of a module to another one, or to other replicas of it."""
+        return self.producer[0], self.consumer[0], self.outputs
+
+    def select_outputs(self, outputs: Sequence[Any]) -> list[Any]:
+        """Those outputs of the producer that cross the edge."""
+        return list(outputs) if self.outputs is None else [outputs[place] for place in self.outputs]
+
+    def place_tensors(self, tensors: Sequence[Any]) -> list[Any]:
+        """The tensors that crossed at their places among the producer's outputs, `None` for those that did not."""
+        if self.outputs is None:
+            return list(tensors)
+        found = dict(zip(self.outputs, tensors, strict=True))
+        return [found.get(place) for place in range(self.num_outputs)]
+
+
+class Payloads:
+    """
+    The payloads of a plan, each made when it is first asked for.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        spec (`ModelSpec`): The model.
+    """
+
+    def __init__(self, plan: ParallelPlan, spec: ModelSpec):
+        self.plan = plan
+        self.spec = spec
+        self._flow = GradientFlow(plan)
+        self._edges = {(edge.source, edge.target): edge for edge in plan.edges}
+        self._dtypes = {ends: wire_dtype(spec, *ends) for ends in (*self._edges, *((m, m) for m in plan.modules))}
+        self._known: dict[tuple[StageKey, StageKey], Payload] = {}
+
+    def of(self, message: Message) -> Payload:
+        """What a message carries, or whose gradient."""
+        producer, consumer = ends_of(message)
+        ends = producer.stage_key, consumer.stage_key
+        if ends not in self._known:
+            self._known[ends] = self._payload(*ends)
+        return self._known[ends]
+
+    def _payload(self, producer: StageKey, consumer: StageKey) -> Payload:
+        source, target = producer[0], consumer[0]
+        meshes = [self.plan.stage(*key).ranks for key in (producer, consumer)]
+        features = outputs = None
+        specs = self.spec.modules[source].features
+        if source != target:
+            outputs = self.plan.edge_stages(self._edges[source, target], consumer[1])[consumer[2]]
+            features = tuple(specs[place] for place in outputs)
+        return Payload(
+            producer,
+            consumer,
+            *meshes,
+            width=self.spec.edge_width(source, target),
+            dtype=self._dtypes[source, target],
+            needs_grad=self._flow.has_backward(*producer),
+            features=features,
+            outputs=outputs,
+            num_outputs=len(specs),
+        )
+
+
+def ends_of(message: Message) -> tuple[Task, Task]:
+    """(task of the producer, task of the consumer): source and target of an activation, the reverse of a gradient."""
+    if message.kind == "act":
+        return message.source, message.target
+    return message.target, message.source
+
+
+def wire_dtype(spec: ModelSpec, producer: str, consumer: str) -> torch.dtype:
+    """
+    Dtype of the values that go from one module to another, or between the stages of one.
+
+    It holds all values that the producer computes and all that the consumer computes with, so that nothing is rounded
+    that one process does not round; dtypes of other modules have no part in it.
+
+    Args:
+        spec (`ModelSpec`): The model.
+        producer (`str`): The module that computes the values.
+        consumer (`str`): The module that they enter.
+    """
+    entered = hidden_dtype(spec, consumer)
+    if producer == consumer:
+        return entered
+    return torch.promote_types(activation_dtype(spec, spec.modules[producer].parameters), entered)

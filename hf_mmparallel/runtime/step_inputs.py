@@ -1,0 +1,152 @@
+"""What the tasks of one step work on, on one rank: samples, batches, feature tokens of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..data.context_tokens import WORDS, BatchKey, ContextCut
+from ..data.loader import StepBatch
+from ..kernels.bitfield_attention.context_parallel import SequenceShard
+from ..modeling import count_rows
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage
+from ..schedule.actions import StageKey, Task
+from .feature_tokens import FeatureOrder, FeatureOwners
+
+
+class StepInputs:
+    """
+    The inputs of the tasks of one step, as one rank sees them.
+
+    Args:
+        plan (`ParallelPlan`): The plan.
+        rank (`int`): This rank.
+        spec (`ModelSpec`): The model.
+        stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
+        groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
+        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are cut over cp ranks.
+    """
+
+    def __init__(
+        self,
+        plan: ParallelPlan,
+        rank: int,
+        spec: ModelSpec,
+        stages: Mapping[StageKey, Any],
+        groups: Mapping[tuple[int, ...], Any],
+        batch: StepBatch,
+    ):
+        self.plan = plan
+        self.rank = rank
+        self.spec = spec
+        self.stages = stages
+        self.groups = groups
+        self.step = batch.step
+        self._batches = batch.batches
+        self._cuts = batch.cuts
+        self._num_tokens: dict[BatchKey, dict[str, list[int]]] = {}
+        self._local: dict[tuple, Mapping[str, Any]] = {}
+        self._shapes: dict[tuple, list[torch.Size]] = {}
+        self._owners: dict[tuple, FeatureOwners] = {}
+
+    def stage(self, task: Task) -> Stage:
+        return self.plan.stage(*task.stage_key)
+
+    def cp_rank(self, task: Task) -> int:
+        """The cp rank of this rank in the mesh of a task."""
+        return self.stage(task).row_of(self.rank)
+
+    def tp_group(self, task: Task) -> tuple[int, ...]:
+        """The ranks that hold the same tokens of a task as this rank."""
+        return self.stage(task).ranks[self.cp_rank(task)]
+
+    def is_last(self, task: Task) -> bool:
+        """Whether the task's stage is the last one of its replica."""
+        return task.stage == len(self.plan.modules[task.module].replicas[task.replica]) - 1
+
+    def makes_logits(self, task: Task) -> bool:
+        """Whether the first output of the task's stage are logits, of which there is a loss."""
+        is_sink = all(edge.source != task.module for edge in self.plan.edges)
+        return self.is_last(task) and (task.module == LANGUAGE_MODEL or is_sink)
+
+    def samples(self, task: Task) -> tuple[int, ...]:
+        """Batch indices of the samples of a task."""
+        return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+
+    def whole_batch(self, task: Task) -> Mapping[str, Any]:
+        """The inputs of a task of this rank, those of all cp ranks."""
+        return self._batches[_batch_key(task)]
+
+    def batch(self, task: Task) -> Mapping[str, Any]:
+        """The inputs of a task on this rank: the tokens of its cp rank."""
+        cut = self._cut(task)
+        if cut is None:
+            return self.whole_batch(task)
+        if task.key not in self._local:
+            whole, stage, cp_rank = self.whole_batch(task), self.stage(task), self.cp_rank(task)
+            shared_by = stage.columns[stage.ranks[cp_rank].index(self.rank)]
+            shard = cut.shard(cp_rank, self.groups[shared_by], whole[WORDS].device)
+            self._local[task.key] = {**cut.local(whole, cp_rank), WORDS: shard}
+        return self._local[task.key]
+
+    def forward_batch(self, task: Task, has_input_grad: bool) -> Mapping[str, Any]:
+        """
+        [`~StepInputs.batch`] for the forward of a task. If any cp rank needs the gradient of an input, all of them run
+        the backward of the attention, also those without a feature token.
+        """
+        batch = self.batch(task)
+        words = batch.get(WORDS)
+        if not isinstance(words, SequenceShard) or not has_input_grad:
+            return batch
+        return {**batch, WORDS: replace(words, has_backward=True)}
+
+    def gather_tokens(self, task: Task, tokens: torch.Tensor) -> torch.Tensor:
+        """The values of all tokens of a task's batch, from those of each cp rank."""
+        words = self.batch(task).get(WORDS)
+        return words.gather_tokens(tokens) if isinstance(words, SequenceShard) else tokens
+
+    def hidden_shapes(self, task: Task) -> list[torch.Size]:
+        """Shapes of the hidden states that the stage of a task receives."""
+        if task.key not in self._shapes:
+            self._shapes[task.key] = self.stages[task.stage_key].input_shapes(self.batch(task))
+        return self._shapes[task.key]
+
+    def num_feature_tokens(self, task: Task) -> Mapping[str, Sequence[int]]:
+        """Modality -> feature tokens of each sample of a task of this rank, or of one whose tokens are cut."""
+        cut = self._cut(task)
+        if cut is not None:
+            return cut.rows
+        key = _batch_key(task)
+        if key not in self._num_tokens:
+            self._num_tokens[key] = count_rows(self._batches[key], self.spec)
+        return self._num_tokens[key]
+
+    def feature_owners(self, task: Task, features: tuple[FeatureSpec, ...]) -> FeatureOwners:
+        """
+        Where the tokens of features are in a task that computes them or that they enter.
+
+        Args:
+            task (`Task`): A task of this rank, or one whose tokens are cut.
+            features (`tuple[FeatureSpec, ...]`): The features.
+        """
+        key = (task.key, features)
+        if key not in self._owners:
+            order = FeatureOrder(features, self.samples(task), self.num_feature_tokens(task))
+            cut = self._cut(task)
+            if cut is None:
+                self._owners[key] = FeatureOwners(order)
+            else:
+                owners = [cut.holders[feature.modality] for feature in features]
+                self._owners[key] = FeatureOwners(order, owners, len(self.stage(task).ranks))
+        return self._owners[key]
+
+    def _cut(self, task: Task) -> ContextCut | None:
+        """How the tokens of a task are cut over its cp ranks; `None` for one cp rank."""
+        return self._cuts.get(_batch_key(task))
+
+
+def _batch_key(task: Task) -> BatchKey:
+    return (task.module, task.replica, task.microbatch, task.chunk)

@@ -1,0 +1,81 @@
+"""Files of weights that a rank writes or reads by itself, in the format of `save_pretrained`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..modeling.dtensors import local
+from ..modeling.loading import WEIGHTS_INDEX, fill_parameters
+from ..plan import ModelSpec
+from .atomic import sync_file
+
+
+def write_part(
+    model: Any, state: dict[str, torch.Tensor], folder: Path, rank: int, index: int
+) -> tuple[str, dict[str, int]]:
+    """Writes one file; returns its name for now and the size in bytes of each tensor under its original key."""
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = revert_weight_conversion(model, state)
+    tensors = {key: tensor.contiguous() for key, tensor in state.items()}
+    shared = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    if len(shared) < len(tensors):  # views of one tensor; safetensors refuses shared memory
+        tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+    name = f"part-{rank:05d}-{index:05d}.safetensors"
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+    sync_file(folder / name)
+    return name, {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
+
+
+def write_index(folder: Path, parts: list[tuple[str, dict[str, int]]], spec: ModelSpec) -> None:
+    """Writes which file has which key."""
+    index = {
+        "metadata": {
+            "total_parameters": spec.num_parameters,
+            "total_size": sum(size for _, sizes in parts for size in sizes.values()),
+        },
+        "weight_map": {key: name for name, sizes in parts for key in sizes},
+    }
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def write_config(model: Any, folder: Path) -> None:
+    """Writes the configurations beside the weights, and the code of a model that is not part of transformers."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    if getattr(model, "_auto_class", None) is not None:
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=model.config)
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+@torch.no_grad()
+def read_in_place(model: Any, files: Collection[Path], names: Collection[str], folder: str | Path) -> set[str]:
+    """Copies tensors from files into the live ones; returns the names that no file has."""
+    live: dict[str, tuple[dict[str, Any], torch.Tensor]] = {}
+    try:
+        for name in names:
+            parent, _, attribute = name.rpartition(".")
+            module = model.get_submodule(parent)
+            home = module._parameters if attribute in module._parameters else module._buffers
+            live[name] = (home, home[attribute])
+            empty = torch.empty_like(home[attribute], device="meta")
+            home[attribute] = nn.Parameter(empty, requires_grad=False) if home is module._parameters else empty
+        missing = fill_parameters(model, files, names, "cpu", str(folder))
+        for name, (home, tensor) in live.items():
+            if name not in missing:
+                local(tensor).copy_(local(home[name.rpartition(".")[2]]))
+    finally:
+        for name, (home, tensor) in live.items():
+            home[name.rpartition(".")[2]] = tensor
+    return missing

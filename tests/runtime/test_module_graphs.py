@@ -1,0 +1,288 @@
+"""
+The executor carries what a graph of modules hands over: encoders that feed encoders, generators behind the language
+model, and any number of cp and tp ranks at both ends of each edge.
+
+Stages are linear maps of whole numbers in float64, so that what ranks compute is compared exactly with one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_mmparallel.data.context_tokens import ContextCutter
+from hf_mmparallel.data.loader import StepBatch, keys_of_rank
+from hf_mmparallel.kernels.bitfield_attention import encode_words
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ContextSettings,
+    Edge,
+    FeatureSpec,
+    ModelSpec,
+    ModulePlan,
+    ModuleSpec,
+    ParallelPlan,
+    ParameterSpec,
+    Stage,
+    StepPlan,
+    sync_groups,
+)
+from hf_mmparallel.runtime import message_queues
+from hf_mmparallel.runtime.executor import Executor
+from hf_mmparallel.schedule import build_program
+from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
+
+WIDTHS = {"audio": 2, "vision": 3, LANGUAGE_MODEL: 4, "speech": 5}
+PLACEHOLDERS = {"sound": 1, "image": 2, "voice": 3}
+FEATURES = {
+    "audio": (FeatureSpec("sound", layer=1),),
+    "vision": (FeatureSpec("image"), FeatureSpec("image", "deepstack_features", 1, 0)),
+    LANGUAGE_MODEL: (FeatureSpec("voice"),),
+}
+TARGETS = {"audio": "vision", "vision": LANGUAGE_MODEL, LANGUAGE_MODEL: "speech"}
+SOURCES = {target: source for source, target in TARGETS.items()}
+LOSSES = (LANGUAGE_MODEL, "speech")
+"""Modules whose last stage makes logits."""
+
+
+def model_spec() -> ModelSpec:
+    """A model of four modules in a row, each of a width of its own; the language model and a generator have a loss."""
+    modules = {}
+    for name, width in WIDTHS.items():
+        weights = tuple(ParameterSpec(f"{name}.{layer}", (1,), layer, "float64") for layer in range(2))
+        modules[name] = ModuleSpec(name, name, 2, width, 1, 1, 1, weights, FEATURES.get(name, ()))
+    return ModelSpec(modules, placeholders=PLACEHOLDERS)
+
+
+def whole_numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+@dataclass
+class Case:
+    plan: ParallelPlan
+    step: StepPlan
+    tokens: dict[int, dict[str, int]]
+    seed: int
+
+    def length(self, sample: int) -> int:
+        """Tokens of a sample: one of text, and its placeholders."""
+        return 1 + sum(self.tokens[sample].values())
+
+    def ids(self, sample: int) -> Tensor:
+        """A text token, then the placeholders of all kinds among each other."""
+        kinds = [(row, PLACEHOLDERS[kind]) for kind, count in self.tokens[sample].items() for row in range(count)]
+        return torch.tensor([0, *(token for _, token in sorted(kinds))])
+
+    def embedded(self, module: str, sample: int) -> Tensor:
+        """What a module's first layer starts from: `[tokens, width]`."""
+        return whole_numbers(1000 * self.seed + 10 * sample + len(module), self.length(sample), WIDTHS[module])
+
+    def projector(self, module: str, number: int) -> Tensor:
+        """From the hidden states of a module to a feature of it."""
+        return whole_numbers(7 * self.seed + number, WIDTHS[module], WIDTHS[TARGETS[module]])
+
+    def head(self, module: str, sample: int) -> Tensor:
+        """What logits are the products with."""
+        return whole_numbers(3 * self.seed + 20 * sample + len(module) + 1, self.length(sample), WIDTHS[module])
+
+    def packed(self, samples: Sequence[int]) -> dict[str, Tensor]:
+        """Samples in one row. `origin` is the number of each token's sample, from 1, and its place in the sample."""
+        ids = torch.cat([self.ids(sample) for sample in samples])[None]
+        origin = [(sample + 1, place) for sample in samples for place in range(self.length(sample))]
+        segments = [number for number, sample in enumerate(samples, 1) for _ in range(self.length(sample))]
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "origin": torch.tensor(origin)[None],
+            "attention_words": encode_words(torch.tensor(segments)[None]),
+        }
+
+
+def enter(hidden: Tensor, ids: Tensor, spec: FeatureSpec, feature: Tensor) -> Tensor:
+    """Hidden states with a feature added at its placeholders."""
+    wanted = (ids == PLACEHOLDERS[spec.modality]).nonzero()[:, 0]
+    return hidden.index_add(0, wanted, feature)
+
+
+def one_process(case: Case) -> tuple[float, dict[tuple[str, int], Tensor]]:
+    """The loss, and its gradient with respect to what each module starts from, by (module, sample)."""
+    leaves, total = {}, torch.zeros((), dtype=torch.float64)
+    for sample in case.tokens:
+        ids, features = case.ids(sample), []
+        for module in WIDTHS:
+            if (module, sample) not in case.step.places:
+                features = []
+                continue
+            leaf = leaves[module, sample] = case.embedded(module, sample).requires_grad_()
+            hidden = leaf
+            for spec, feature in zip(FEATURES.get(SOURCES.get(module, ""), ()), features, strict=bool(features)):
+                hidden = enter(hidden, ids, spec, feature)
+            features = [
+                hidden[ids == PLACEHOLDERS[spec.modality]] @ case.projector(module, number)
+                for number, spec in enumerate(FEATURES.get(module, ()))
+            ]
+            if module in LOSSES:
+                total = total + (hidden * case.head(module, sample)).sum()
+    total.backward()
+    return float(total), {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in leaves.items()}
+
+
+class LinearStage:
+    """A stage of a module: what enters is added to the hidden states; the last one makes features and logits."""
+
+    own_layers: Mapping[int, Any] = {}
+
+    def __init__(self, case: Case, key: tuple[str, int, int], leaves: dict):
+        self.case, self.leaves = case, leaves
+        self.module, replica, index = key
+        stages = case.plan.modules[self.module].replicas[replica]
+        self.layers, self.is_first, self.is_last = stages[index].layers, index == 0, index == len(stages) - 1
+
+    def input_shapes(self, batch: Mapping[str, Any]) -> list[torch.Size]:
+        return [torch.Size((1, batch["input_ids"].shape[1], WIDTHS[self.module]))]
+
+    def tokens(self, batch: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+        """The (place on this rank, sample, place in the sample) of each token that is no padding."""
+        rows = enumerate(batch["origin"][0].tolist())
+        return [(here, number - 1, place) for here, (number, place) in rows if number]
+
+    def embed(self, batch: Mapping[str, Any]) -> Tensor:
+        """Hidden states of this rank's tokens, from a leaf for each sample."""
+        rows = [torch.zeros(WIDTHS[self.module], dtype=torch.float64)] * batch["input_ids"].shape[1]
+        for here, sample, place in self.tokens(batch):
+            if sample not in self.leaves:
+                self.leaves[sample] = self.case.embedded(self.module, sample).requires_grad_()
+            rows[here] = self.leaves[sample][place]
+        return torch.stack(rows)
+
+    def __call__(self, batch: Mapping[str, Any], hidden: Any, features: Mapping[str, Any]) -> list[Tensor]:
+        ids = batch["input_ids"][0]
+        assert (hidden is None) == self.is_first
+        states = self.embed(batch) if hidden is None else hidden[0][0]
+        for source, tensors in features.items():
+            for spec, feature in zip(FEATURES[source], tensors, strict=True):
+                assert (feature is not None) == (self.layers[0] <= spec.layer < self.layers[1])
+                if feature is not None:
+                    states = enter(states, ids, spec, feature)
+        if not self.is_last:
+            return [states[None]]
+        outputs = []
+        if self.module in LOSSES:
+            heads = torch.zeros_like(states)
+            for here, sample, place in self.tokens(batch):
+                heads[here] = self.case.head(self.module, sample)[place]
+            outputs.append((states * heads)[None])
+        for number, spec in enumerate(FEATURES.get(self.module, ())):
+            chosen = states[ids == PLACEHOLDERS[spec.modality]]
+            outputs.append(chosen @ self.case.projector(self.module, number))
+        return outputs
+
+
+@st.composite
+def cases(draw) -> Case:
+    """Any meshes, stages, replicas and microbatches of the four modules, on ranks of their own or shared."""
+    shared, world_size = draw(st.booleans()), 6
+    modules, first = {}, 0
+    for name in WIDTHS:
+        cp_size, tp_size = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1), (2, 2)]))
+        context = ContextSettings(draw(st.sampled_from(["lpt", "zigzag", "random"])), "row", draw(st.integers(1, 3)))
+        replicas = []
+        for _ in range(draw(st.integers(1, 2)) if shared else 1):
+            stages = []
+            for layers in draw(st.sampled_from([[(0, 2)], [(0, 1), (1, 2)]])):
+                if shared:
+                    ranks = draw(st.permutations(range(world_size)))[: cp_size * tp_size]
+                else:
+                    ranks = range(first, first + cp_size * tp_size)
+                    first += cp_size * tp_size
+                mesh = tuple(tuple(ranks[start : start + tp_size]) for start in range(0, len(ranks), tp_size))
+                stages.append(Stage(layers, mesh))
+            replicas.append(tuple(stages))
+        modules[name] = ModulePlan(tuple(replicas), context=context)
+    edges = tuple(Edge(s, t, tuple(feature.layer for feature in FEATURES[s])) for s, t in TARGETS.items())
+    samples = range(draw(st.integers(1, 4)))
+    tokens = {sample: {kind: draw(st.integers(0, 3)) for kind in PLACEHOLDERS} for sample in samples}
+    needed = {"audio": ("sound",), "vision": ("sound", "image"), LANGUAGE_MODEL: (), "speech": ("voice",)}
+    microbatches = {}
+    for name, module in modules.items():
+        lists = [[[] for _ in range(2)] for _ in range(module.dp_size)]
+        for sample in draw(st.permutations(samples)):
+            if name == LANGUAGE_MODEL or any(tokens[sample][kind] for kind in needed[name]) or draw(st.booleans()):
+                lists[draw(st.integers(0, module.dp_size - 1))][draw(st.integers(0, 1))].append(sample)
+        microbatches[name] = tuple(tuple(tuple(own) for own in replica) for replica in lists)
+    step = StepPlan(tuple(samples), microbatches, {source: (target,) for source, target in TARGETS.items()})
+    return Case(ParallelPlan(modules, edges), step, tokens, draw(st.integers(0, 9)))
+
+
+def cut_for_all(case: Case) -> dict:
+    """How the tokens of every task of a module with several cp ranks are cut."""
+    cuts = {}
+    for name, module in case.plan.modules.items():
+        if module.cp_size > 1:
+            alone = replace(case.plan, modules={LANGUAGE_MODEL: module}, edges=())
+            cutter = ContextCutter(alone, 0, PLACEHOLDERS, frozenset())
+            for (owner, replica, index), chunks in case.step.chunks.items():
+                for chunk, samples in enumerate(chunks):
+                    if owner == name and samples:
+                        cuts[name, replica, index, chunk] = cutter(case.packed(samples))
+    return cuts
+
+
+def run_in_threads(case: Case) -> list[tuple[float, dict]]:
+    """A step on ranks that are threads: of each, the loss that it leads and the gradients of its leaves."""
+    spec = model_spec()
+    program = build_program(case.plan, case.step, sync_groups(spec, case.plan))
+    stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.columns)}
+    world = LoopbackWorld(10.0)
+    cuts = cut_for_all(case)
+
+    def body(rank: int) -> tuple[float, dict]:
+        leaves = {key: {} for key in case.plan.stages_of_rank(rank)}
+        executor = Executor(
+            case.plan,
+            spec,
+            {key: LinearStage(case, key, own) for key, own in leaves.items()},
+            world.transport(rank),
+            {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
+            lambda logits, labels, shifted: (logits.sum(), torch.tensor(1)),
+            torch.device("cpu"),
+        )
+        keys = keys_of_rank(case.plan, case.step, rank)
+        batches: dict = {key: case.packed(samples) for key, samples in keys.items() if samples}
+        result = executor.run(program, StepBatch(case.step, batches, cuts))
+        led = [
+            float(loss)
+            for task, (loss, _) in result.losses.items()
+            if rank in [group[0] for group in case.plan.stage(*task.stage_key).ranks]
+        ]
+        return sum(led), leaves
+
+    outcomes = run_threads(body, case.plan.world_size)
+    assert all(channel.empty() for channel in world.channels.values()), "a message that nobody received"
+    return outcomes
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_any_graph_of_modules_equals_one_process(case):
+    expected_loss, expected = one_process(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(message_queues, "dist", ThreadCollectives)
+        outcomes = run_in_threads(case)
+    assert sum(loss for loss, _ in outcomes) == expected_loss
+    for (module, sample), gradient in expected.items():
+        replica, _ = case.step.places[module, sample]
+        stage = case.plan.stage(module, replica, 0)
+        for column in stage.columns:  # each cp rank has the gradient of its tokens
+            parts = [outcomes[rank][1][module, replica, 0].get(sample) for rank in column]
+            found = [leaf.grad for leaf in parts if leaf is not None and leaf.grad is not None]
+            assert torch.equal(sum(found, torch.zeros_like(gradient)), gradient), (module, sample, column)
