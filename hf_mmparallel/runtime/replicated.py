@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ..modeling.dtensors import local
-from .groups import ProcessGroups
 from ..plan.ownership import StageKey
+from .groups import ProcessGroups
 from .sharded_model import ShardedModel
 
 
