@@ -32,11 +32,12 @@ from modelled import collate, gathered, message_ms, sleep_instead, timed_step, t
 from rich.table import Table
 
 from hf_mmparallel.arrange import contiguous_step
+from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
-from hf_mmparallel.schedule import Task, simulate
+from hf_mmparallel.schedule import Program, Task, build_program, simulate
 from hf_mmparallel.world import World
 
 REAL, MODELLED = "real", "modelled"
@@ -141,6 +142,7 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
     steps: list[tuple[StepBatch, list[MeasuredTask], float, float]] = []
     for index in range(count):
         batch = reader.read(contiguous_step(plan, range(index * size, (index + 1) * size), MICROBATCH))
+        _add_program(engine, batch)
         again_ms = timed_step(engine, batch, index)
         time_ms = timed_step(engine, batch, index)
         assert engine.last_result is not None
@@ -153,7 +155,7 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
     for index in range(2 + num_calibration, count):
         batch, items, measured_ms, again_ms = steps[index]
         cost = fit([item for _, before, _, _ in steps[index - num_calibration : index] for item in before])
-        program = engine.program(batch.step, training=True)
+        program = build_program(plan, batch.step, engine.sync_groups)
         by_task = {item.task: item for item in items}
         predicted = simulate(plan, program, lambda t, c=cost, known=by_task: c(t, known[t].rows), travel_ms)
         from_own = simulate(plan, program, lambda t, known=by_task: known[t].time_ms, travel_ms)
@@ -166,6 +168,13 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
             }
         )
     return {"message_ms": travel_ms, "steps": rows}
+
+
+def _add_program(engine: ParallelEngine, batch: StepBatch) -> Program:
+    """Gives a batch the program of its step, and returns that of all ranks."""
+    program = build_program(engine.plan, batch.step, engine.sync_groups)
+    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(batch.step, program, batch.cuts)
+    return program
 
 
 def _batch_key(task: Task) -> tuple[str, int, int, int]:
@@ -185,7 +194,7 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     size = 6 * num_microbatches * plan.modules["language_model"].dp_size
     step: StepPlan = contiguous_step(plan, range(size), 6)
     batch = StepDataset(Reader(tiny_samples(size), collate), engine.keys, 0).read(step)
-    program = engine.program(step, training=True)
+    program = _add_program(engine, batch)
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale * cost_ms for task, cost_ms in case.costs(tasks).items()}
     sleep_instead(engine, costs)

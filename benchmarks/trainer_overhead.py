@@ -120,7 +120,7 @@ def engine_on_one_process() -> Iterator[None]:
     """Makes the Trainer use the engine where it would hand over to the stock Trainer, in a group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with mock.patch("hf_mmparallel.trainer.trainer.is_single_process", return_value=False):
+        with mock.patch("hf_mmparallel.trainer.build.is_single_process", return_value=False):
             yield
     finally:
         dist.destroy_process_group()

@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_mmparallel"
 NAME = "hf_mmparallel"
 
 LEVELS = {
+    "_clock": 0,
     "_environment": 0,
     "_files": 0,
     "_registration": 0,
@@ -50,6 +51,9 @@ FORBIDDEN = {
     "search": ("torch.distributed", "transformers", "accelerate"),
     "page": ("torch", "transformers", "accelerate"),
 }
+
+
+TRAINER = f"{NAME}.trainer.trainer."
 
 
 def imports_of(path: Path, root: Path) -> Iterator[tuple[int, str]]:
@@ -103,17 +107,29 @@ def cycle(root: Path) -> list[str] | None:
     return None
 
 
+def module_imports(path: Path, root: Path) -> Iterator[str]:
+    """Full dotted name of every import of a file outside of functions, those for type checkers included."""
+    top: list[ast.stmt] = []
+    pending: list[ast.stmt] = list(ast.parse(path.read_text()).body)
+    while pending:
+        node = pending.pop()
+        top.append(node)
+        if isinstance(node, ast.If):
+            pending += [*node.body, *node.orelse]
+    lines = {node.lineno for node in top if isinstance(node, ast.Import | ast.ImportFrom)}
+    yield from (name for line, name in imports_of(path, root) if line in lines)
+
+
 def file_cycle(root: Path) -> list[str] | None:
-    """Files that import each other when they are loaded, or `None`; imports inside functions are left out."""
+    """Files that need each other, at load time or for their types, or `None`; imports inside functions don't count."""
     names = {".".join((root.name, *path.relative_to(root).with_suffix("").parts)): path for path in root.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         if path.name == "__init__.py":
             continue
-        lines = {node.lineno for node in ast.parse(path.read_text()).body}
-        for line, imported in imports_of(path, root):
+        for imported in module_imports(path, root):
             target = imported if imported in names else imported.rpartition(".")[0]
-            if line in lines and target in names and target != name:
+            if target in names and target != name:
                 graph.setdefault(name, set()).add(target)
     try:
         TopologicalSorter(graph).prepare()
@@ -124,6 +140,11 @@ def file_cycle(root: Path) -> list[str] | None:
 
 def test_no_two_files_import_each_other():
     assert file_cycle(PACKAGE) is None
+
+
+def test_only_the_package_imports_the_trainer():
+    importers = {where.rpartition(":")[0] for where, _, name in edges(PACKAGE) if f"{name}.".startswith(TRAINER)}
+    assert importers == {"trainer/__init__.py"}
 
 
 def test_no_two_files_of_the_package_have_one_name():
@@ -178,6 +199,14 @@ def test_allowed_imports_pass(tmp_path):
 def test_a_cycle_is_found(tmp_path):
     files = {"data/a.py": "from ..modeling import x", "modeling/a.py": "from ..data import y"}
     assert set(cycle(_tree(tmp_path, files)) or ()) == {"data", "modeling"}
+
+
+@pytest.mark.parametrize("back", ["from .a import A", "if TYPE_CHECKING:\n    from .a import A"])
+def test_files_that_need_each_other_are_found(tmp_path, back):
+    files = {"plan/a.py": "from .b import B", "plan/b.py": f"from typing import TYPE_CHECKING\n{back}"}
+    assert set(file_cycle(_tree(tmp_path, files)) or ()) == {f"{NAME}.plan.a", f"{NAME}.plan.b"}
+    files["plan/b.py"] = "def f():\n    from .a import A"
+    assert file_cycle(_tree(tmp_path, files)) is None
 
 
 @pytest.mark.parametrize("name", [NAME, *(f"{NAME}.{part}" for part in FORBIDDEN if (PACKAGE / part).is_dir())])

@@ -2,434 +2,55 @@
 The hierarchical arrangement: every microbatch has its target load in each module.
 
 Samples are assigned to replicas of the language model, then to microbatches by their cost in the encoders, and the
-language model defers some of them by one microbatch, so that its microbatches are even as well (Entrain, bins 4.3
+language model defers some of them by one microbatch, so that its microbatches are even as well (Entrain, sections 4.3
 and 4.5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import Slots
-from .colocated_modules import ColocatedModules, colocated_encoders, colocated_generators, cut, microbatch_counts
 from .contiguous import num_microbatches
-from .deferral import defer, pair_means, pair_order, shuffled_pairs
-from .estimate import Pipeline
-from .exchange import Capacity, exchange, padded
-from .greedy import CapacityError, fill_bins
+from .global_batch import Batch, Placement
+from .greedy import CapacityError
 from .length_arrangement import arrange_by_length
-from .microbatch_sizes import LARGEST, Sizes, best_count, best_sizes
-from .replicas import assign_replicas
+from .microbatch_sizes import Sizes
 
 _LANGUAGE_EVEN = 0.5  # weight of the language model in exchanges, relative to encoders
-_EXCHANGES = 20  # maximum rounds of exchanges per weight
-_SWEEPS = 3  # of deferral
-_EQUAL = 0.02  # maximum relative difference of microbatches that may swap places
-_LARGE = 1.2  # ratio to the mean from which a microbatch of full size stalls the others
-_TRIALS, _WIDTH = 16, 512  # tried orders of pairs, for one replica and for all together
-_HEAVIEST = 16  # number of heaviest samples of a replica that are considered one by one
 
 
-@dataclass(frozen=True)
-class Placement:
+def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = False) -> Placement:
     """
-    Assignment of samples to replicas and microbatches.
+    Splits a batch into microbatches.
 
     Args:
-        counts (`numpy.ndarray` of shape `[replicas]`): Number of microbatches of each replica.
-        replica (`numpy.ndarray` of shape `[num_samples]`): Language model replica of each sample.
-        microbatch (`numpy.ndarray` of shape `[num_samples]`): Language model microbatch of each sample.
-        encoder (`tuple[numpy.ndarray, ...]`): For each group of colocated encoders, the microbatch `[num_samples]` of
-            each sample.
-        copy (`tuple[numpy.ndarray, ...]`): For each group of colocated encoders, the encoder replica `[num_samples]`
-            of each sample.
+        batch ([`Batch`]): The batch.
+        count (`int`): Mean number of microbatches per replica. Replicas with equal numbers are arranged together.
+        taper (`bool`, *optional*, defaults to `False`):
+            Use microbatches of different sizes, with equal weights of encoders and the language model.
+        spread (`bool`, *optional*, defaults to `False`):
+            Order microbatches such that the limits of encoders shared by several replicas hold.
+
+    Raises:
+        `CapacityError`: If the limits need more microbatches.
     """
-
-    counts: NDArray
-    replica: NDArray
-    microbatch: NDArray
-    encoder: tuple[NDArray, ...]
-    copy: tuple[NDArray, ...]
-
-
-class Batch:
-    """
-    A global batch with samples assigned to replicas, to be split into microbatches.
-
-    Args:
-        plan (`ParallelPlan`): The plan.
-        workloads (`Workloads`): Workloads of the samples.
-        count (`int`): Mean number of microbatches per replica.
-    """
-
-    def __init__(self, plan: ParallelPlan, workloads: Workloads, count: int):
-        if workloads.row_ms is not None:
-            workloads = replace(workloads, forward_ms={**workloads.forward_ms, LANGUAGE_MODEL: workloads.row_ms})
-        self.plan, self.workloads = plan, workloads
-        self.pipeline = Pipeline.of(plan, workloads.backward_ratio)
-        self.language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
-        self.all_replicas = plan.modules[LANGUAGE_MODEL].dp_size
-        self.members = np.arange(self.all_replicas)
-        self.encoders = colocated_encoders(plan, workloads, self.pipeline.bottleneck)
-        self.generators = colocated_generators(plan, workloads, self.pipeline.bottleneck)
-        self.colocated = (*self.encoders, *self.generators)
-        self.work = np.stack(
-            [np.zeros(len(self.language)), *(colocated.work for colocated in self.colocated)], axis=1
-        )[:, 1:]
-        self.busy = np.asarray((self.work > 0).any(axis=1))
-        self.limits = {name: limit for name, limit in workloads.max_tokens.items() if name in plan.modules}
-        self.replica = assign_replicas(self.language, self.work, self.counts(count))
-
-    @property
-    def dp_size(self) -> int:
-        """Number of replicas of the language model."""
-        return len(self.members)
-
-    def counts(self, count: int) -> NDArray:
-        """Number of microbatches `[replicas]` of all replicas, `count` on average."""
-        return microbatch_counts(self.plan, self.workloads, count)
-
-    def part(self, members: NDArray) -> tuple[Batch, NDArray]:
-        """The batch of some replicas, and its samples."""
-        if len(members) == self.dp_size:
-            return self, np.arange(len(self.replica))
-        chosen = np.flatnonzero(np.isin(self.replica, members))
-        part = self.with_replicas(np.searchsorted(members, self.replica[chosen]))
-        part.members = members
-        part.language, part.work, part.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
-        part.workloads = self.workloads.take(chosen)
-        return part, chosen
-
-    def with_replicas(self, replica: NDArray) -> Batch:
-        """A copy with samples assigned to other replicas."""
-        result = copy(self)
-        for name in ("totals", "mean_ms"):
-            result.__dict__.pop(name, None)
-        result.replica = replica
-        return result
-
-    @cached_property
-    def totals(self) -> NDArray:
-        """
-        Work `[replicas, 1 + groups]` in the language model and in each group of colocated modules, generators last.
-        """
-        columns = [self.language, *self.work.T]
-        return np.stack([np.bincount(self.replica, column, self.dp_size) for column in columns], axis=1)
-
-    @cached_property
-    def mean_ms(self) -> dict[str, float]:
-        """Module -> mean forward time of the samples of a replica."""
-        return {
-            name: float(np.sum(self.workloads.forward_ms[name])) / module.dp_size * (self.all_replicas / self.dp_size)
-            for name, module in self.plan.modules.items()
-        }
-
-    def capacity(self, names: list[str], per_copy: bool = False) -> Capacity | None:
-        """
-        Limits of a microbatch of some modules: of an encoder replica if `per_copy`, otherwise its share of one replica
-        of the language model.
-        """
-        names = [name for name in names if name in self.limits]
-        if not names:
-            return None
-        sizes = np.stack([self.workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
-        limits = np.array([self.limits[name] for name in names], dtype=float)
-        if not per_copy:
-            limits *= [self.plan.modules[name].dp_size / self.all_replicas for name in names]
-        return Capacity(sizes, np.maximum(limits, sizes.max(axis=0, initial=0)))
-
-    @property
-    def fewest(self) -> NDArray:
-        """Minimum number of microbatches `[replicas]` by the limits."""
-        capacity = self.capacity(list(self.limits))
-        if capacity is None:
-            return np.ones(self.dp_size, np.int64)
-        needed = np.stack([np.bincount(self.replica, sizes, self.dp_size) for sizes in capacity.sizes.T], axis=1)
-        return np.ceil((needed / np.maximum(capacity.limits, 1)).max(axis=1) - 1e-9).astype(np.int64)
-
-    def sizes(self, count: int) -> Sizes:
-        """Target sizes of `count` microbatches."""
-        typical = float(np.median(self.language)) if len(self.language) else 0.0
-        smallest = typical * count / max(self.mean_ms[LANGUAGE_MODEL], 1e-300)
-        return best_sizes(
-            self.pipeline, self.mean_ms, count, smallest, min(LARGEST, count / max(1, self.fewest.max()))
-        )
-
-    def best_count(self, count: int) -> int:
-        """At most `count` microbatches; fewer if single samples are so large that other microbatches would wait."""
-        heaviest = {}
-        for name in (name for colocated in self.colocated for name in colocated.modules):
-            work = np.asarray(self.workloads.forward_ms[name], dtype=float)
-            order = np.argsort(-work, kind="stable")
-            times = np.append(work[order], 0.0)[padded(self.replica[order], self.dp_size)][:, :_HEAVIEST]
-            if times.size and times.max() * count > self.mean_ms[name]:
-                heaviest[name] = times
-        return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
-
-    def arrange(self, count: int, taper: bool = False, spread: bool = False) -> Placement:
-        """
-        Splits the batch into microbatches.
-
-        Args:
-            count (`int`): Mean number of microbatches per replica. Replicas with equal numbers are arranged together.
-            taper (`bool`, *optional*, defaults to `False`):
-                Use microbatches of different sizes, with equal weights of encoders and the language model.
-            spread (`bool`, *optional*, defaults to `False`):
-                Order microbatches such that the limits of encoders shared by several replicas hold.
-
-        Raises:
-            `CapacityError`: If the limits need more microbatches.
-        """
-        counts = self.counts(count)
-        if (counts < self.fewest).any():
-            raise CapacityError
-        if self.workloads.row_ms is not None:
-            return arrange_by_length(self, counts, taper, spread)
-        bins, microbatch = np.zeros((2, len(self.replica)), np.int64)
-        wanted = {}
-        for size in np.unique(counts).tolist():
-            part, chosen = self.part(np.flatnonzero(counts == size))
-            wanted[size] = part.sizes(size) if taper else Sizes.even(size)
-            bins[chosen], microbatch[chosen] = part.divide(wanted[size], 1.0 if taper else _LANGUAGE_EVEN, spread)
-        return self.placed(bins, microbatch, counts, wanted)
-
-    def placed(self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]) -> Placement:
-        """
-        Assigns the work of encoders and generators to their microbatches and replicas.
-
-        Args:
-            bins (`numpy.ndarray` of shape `[num_samples]`):
-                Microbatch of the language model in whose turn each sample is encoded, as far as known.
-            microbatch (`numpy.ndarray` of shape `[num_samples]`): Language model microbatch of each sample.
-            counts (`numpy.ndarray` of shape `[replicas]`): Number of microbatches of each replica.
-            wanted (`Mapping[int, Sizes]`): Number of microbatches -> their target sizes.
-
-        Raises:
-            `CapacityError`: If a microbatch does not fit.
-        """
-        most = int(counts.max())
-        encoder = tuple(self._balanced(colocated, bins, microbatch, counts, wanted) for colocated in self.encoders)
-        copies = tuple(
-            colocated.copies(self.replica, encoder_bins, most, self.capacity(list(colocated.modules), per_copy=True))
-            for colocated, encoder_bins in zip(self.encoders, encoder, strict=True)
-        )
-        for colocated in self.generators:  # checks that the language model's microbatches fit
-            turn = colocated.turn(self.replica, microbatch, counts)
-            colocated.copies(self.replica, turn, most, self.capacity(list(colocated.modules), per_copy=True))
-        return Placement(counts, self.replica, microbatch, encoder, copies)
-
-    def divide(self, sizes: Sizes, language_weight: float, spread: bool) -> tuple[NDArray, NDArray]:
-        """
-        Splits the samples of replicas with equal numbers of microbatches.
-
-        Args:
-            sizes ([`Sizes`]): Target sizes of microbatches.
-            language_weight (`float`): Weight of the language model in exchanges, relative to an encoder.
-            spread (`bool`): See [`Batch.arrange`].
-
-        Returns:
-            For each sample the microbatch of the language model in whose turn it is encoded, and its own microbatch.
-        """
-        encoder_sizes, language_sizes = np.array(sizes.encoder), np.array(sizes.language)
-        count = len(encoder_sizes)
-        bins = self._stratified(encoder_sizes, language_sizes, language_weight)
-        bins = self.spread_out(bins, count) if spread else self._ordered(bins, encoder_sizes, language_sizes)
-        targets = self.totals[:, :1] * language_sizes / count
-        nothing = np.zeros(len(bins), dtype=bool)
-        capacity = _as_one(
-            self.capacity([LANGUAGE_MODEL, *(name for colocated in self.generators for name in colocated.modules)])
-        )
-        return bins, bins + defer(self.replica * count + bins, self.language, nothing, targets, _SWEEPS, capacity)
-
-    def _stratified(self, sizes: NDArray, language_sizes: NDArray, language_weight: float) -> NDArray:
-        """
-        Microbatch of each sample by its work in encoders and generators; samples without any are then assigned by the
-        language model's work.
-        """
-        count, some = len(sizes), np.flatnonzero(self.busy)
-        replica, work = self.replica[some], np.append(self.work[some], self.language[some, None], axis=1)
-        sums = np.stack([_sums(replica, column, self.dp_size) for column in work.T], axis=1)
-        work /= np.maximum(sums.max(axis=0), 1e-300)
-        sums /= np.maximum(sums.max(axis=0), 1e-300)
-        capacity = self.capacity(list(self.plan.modules))
-        inner = capacity and Capacity(capacity.sizes[some], capacity.limits)
-        order = np.lexsort((-work[:, :-1].sum(axis=1), _lower_half(work[:, -1], replica)))
-        # If several encoder replicas serve one of the language model, a microbatch consists of as many bins.
-        parts = self.encoders[0].num_copies if self._each_alone and capacity is None else 1
-        scale = np.append(np.ones(work.shape[1] - 1), language_weight)
-        shares = (
-            np.stack([*[sizes] * (work.shape[1] - 1), language_sizes], axis=1).repeat(parts, axis=0) / count / parts
-        )
-        loads = np.zeros((self.dp_size, count * parts, work.shape[1] - 1))
-        places = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * parts
-        targets = shares * (sums * scale)[:, None, :]
-        places = exchange(places, work * scale, targets, _EXCHANGES * len(scale), inner) // parts
-        bins = np.zeros(len(self.replica), np.int64)
-        bins[some] = places - replica * count
-
-        rest = np.flatnonzero(~self.busy)
-        loads = self._loads(places, self.language[some], count)[:, :, None]
-        used = None
-        if capacity is not None:
-            used = np.stack([self._loads(places, size, count) for size in capacity.sizes[some].T], axis=2)
-            capacity = Capacity(capacity.sizes[rest], capacity.limits)
-        order = np.argsort(-self.language[rest], kind="stable")
-        bins[rest] = fill_bins(
-            self.replica[rest], self.language[rest, None], order, language_sizes, loads, capacity, used
-        )
-        return bins
-
-    @property
-    def _each_alone(self) -> bool:
-        """Whether no two replicas of the language model share an encoder replica."""
-        return len(self.encoders) == 1 and self.encoders[0].num_served == 1
-
-    def _loads(self, places: NDArray, weights: NDArray, count: int) -> NDArray:
-        """Sums of weights `[replicas, count]`."""
-        return _sums(places, weights, self.dp_size * count).reshape(-1, count)
-
-    def _ordered(self, bins: NDArray, sizes: NDArray, language_sizes: NDArray) -> NDArray:
-        """Reorders microbatches for deferral; only the largest ones, which are equal, change places."""
-        count, large = len(sizes), np.stack([sizes / sizes.max(), language_sizes / language_sizes.max()])
-        full = np.flatnonzero((large >= 1 - _EQUAL).all(axis=0))
-        loads = self._loads(self.replica * count + bins, self.language, count)
-        surplus = loads - self.totals[:, :1] * language_sizes / count
-        number = np.full(count, -1)
-        number[full] = np.arange(len(full))
-        rows = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
-        order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
-        order = self._soonest(full[order], full, bins, loads)
-        place = np.tile(np.arange(count), (self.dp_size, 1))
-        np.put_along_axis(place, order, np.broadcast_to(full, order.shape), 1)
-        return place[self.replica, bins]
-
-    def spread_out(self, bins: NDArray, count: int) -> NDArray:
-        """
-        Reorders microbatches such that those of replicas with a shared encoder or generator fit together: largest
-        first, each to the place with the most free capacity.
-        """
-        shared = [
-            (name, colocated) for colocated in self.colocated for name in colocated.modules if name in self.limits
-        ]
-        if not shared:
-            return bins
-        places = self.replica * count + bins
-        # Share of each microbatch of the capacity of a module at one place `[modules, replicas, count]`.
-        demand = np.stack(
-            [
-                self._loads(places, self.workloads.tokens_of_limit(name), count)
-                / (self.limits[name] * colocated.num_copies)
-                for name, colocated in shared
-            ]
-        )
-        groups = np.stack([self.members // colocated.num_served for _, colocated in shared])
-        used, module = np.zeros((len(shared), self.all_replicas, count)), np.arange(len(shared))
-        place, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
-        for index in np.argsort(-demand.max(axis=0), axis=None, kind="stable").tolist():
-            replica, number = divmod(index, count)
-            group = module, groups[:, replica]
-            after = (used[group] + demand[:, replica, number, None]).max(axis=0)
-            best = int(np.where(free[replica], after, np.inf).argmin())
-            used[(*group, best)] += demand[:, replica, number]
-            place[replica, number], free[replica, best] = best, False
-        return place[self.replica, bins]
-
-    def _soonest(self, order: NDArray, full: NDArray, bins: NDArray, language: NDArray) -> NDArray:
-        """
-        The order of pairs `[replicas, len(full)]` with the shortest estimated step of each replica, among random
-        orders.
-
-        Microbatches with a sample above their target size stall all stages. If two of them, of different modules, are
-        computed at the same time, they stall the stages only once.
-        """
-        count, loads = language.shape[1], {}
-        for name in (name for colocated in self.colocated for name in colocated.modules):
-            scale = self.all_replicas / self.plan.modules[name].dp_size
-            work = np.asarray(self.workloads.forward_ms[name], dtype=float)
-            loads[name] = scale * self._loads(self.replica * count + bins, work, count)
-        loads[LANGUAGE_MODEL] = pair_means(order, language)
-        num_trials = min(_TRIALS, _WIDTH // self.dp_size)
-        if (
-            num_trials < 2
-            or len(full) < 4
-            or all(load[:, full].max() <= _LARGE * load[:, full].mean() for load in loads.values())
-        ):
-            return order
-        trials = shuffled_pairs(order, num_trials)
-        source = np.broadcast_to(np.arange(count), (*trials.shape[:2], count)).copy()
-        source[:, :, full] = trials
-        replica = np.arange(self.dp_size)[:, None]
-        rows = {name: load[replica, source].reshape(-1, count) for name, load in loads.items()}
-        best = self.pipeline.iteration_ms(rows).reshape(num_trials, -1).argmin(axis=0)
-        return trials[best, replica[:, 0]]
-
-    def _balanced(
-        self,
-        colocated: ColocatedModules,
-        bins: NDArray,
-        microbatch: NDArray,
-        counts: NDArray,
-        sizes: Mapping[int, Sizes],
-    ) -> NDArray:
-        """
-        Microbatch of each sample in colocated encoders: the one before that of the language model or the same,
-        whichever makes their microbatches more even. They are even already if all encoders are colocated and serve one
-        replica each, unless microbatches are grouped by length.
-        """
-        early = colocated.turn(self.replica, bins, counts)
-        capacity, by_length = self.capacity(list(colocated.modules)), self.workloads.row_ms is not None
-        if not by_length and (self._each_alone or capacity is not None):
-            return early
-        count, some = int(counts.max()), np.flatnonzero(colocated.work > 0)
-        group, work = self.replica[some] // colocated.num_served, colocated.work[some]
-        targets = np.zeros((colocated.num_groups, count))
-        for target, turns in zip(targets, colocated.turns(counts).tolist(), strict=True):
-            target[:turns] = np.array(sizes[turns].encoder) / turns
-        targets = np.bincount(group, work, colocated.num_groups)[:, None] * targets[:, ::-1]
-        # Deferral in reverse: from the language model's microbatch back to the one before.
-        late = colocated.turn(self.replica, microbatch, counts)[some]
-        place = group * count + count - 1 - late
-        result = early.copy()
-        shared = capacity and _as_one(Capacity(capacity.sizes[some], capacity.limits * colocated.num_served))
-        result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
-        return result
-
-    def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[Slots, ...], ...]]:
-        """Module -> replica -> microbatch -> slots, of encoders and the language model."""
-        counts, replica, result = placement.counts, placement.replica, {}
-        for colocated, encoder, chosen in zip(self.encoders, placement.encoder, placement.copy, strict=True):
-            result.update(dict.fromkeys(colocated.modules, colocated.microbatches(chosen, encoder, counts)))
-        result[LANGUAGE_MODEL] = cut(np.arange(len(replica)), replica, placement.microbatch, counts)
-        return result
-
-
-def _sums(places: NDArray, weights: NDArray, size: int) -> NDArray:
-    """float64 `[size]`: sum of weights at each place."""
-    return np.bincount(places, weights, size).astype(float)  # NumPy returns integers for empty inputs
-
-
-def _lower_half(weights: NDArray, replica: NDArray) -> NDArray:
-    """Whether each sample is in the lighter half of its replica."""
-    counts = np.bincount(replica)
-    place = np.empty(len(weights), np.int64)
-    descending = np.lexsort((-weights, replica))
-    place[descending] = np.arange(len(weights)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return 2 * place >= counts[replica]
-
-
-def _as_one(capacity: Capacity | None) -> Capacity | None:
-    """A single limit that implies all limits: an item counts with its largest share of a limit."""
-    if capacity is None or len(capacity.limits) == 1:
-        return capacity
-    return Capacity((capacity.sizes / np.maximum(capacity.limits, 1)).max(axis=1, keepdims=True), np.ones(1))
+    counts = batch.counts(count)
+    if (counts < batch.fewest).any():
+        raise CapacityError
+    if batch.workloads.row_ms is not None:
+        return arrange_by_length(batch, counts, taper, spread)
+    bins, microbatch = np.zeros((2, len(batch.replica)), np.int64)
+    wanted = {}
+    for size in np.unique(counts).tolist():
+        part, chosen = batch.part(np.flatnonzero(counts == size))
+        wanted[size] = part.sizes(size) if taper else Sizes.even(size)
+        bins[chosen], microbatch[chosen] = part.divide(wanted[size], 1.0 if taper else _LANGUAGE_EVEN, spread)
+    return batch.placed(bins, microbatch, counts, wanted)
 
 
 def hierarchical(
@@ -447,7 +68,7 @@ def hierarchical(
 
     The number of microbatches is that of the contiguous arrangement; more if token limits require it, fewer if single
     samples are so large that fewer are faster by an estimate of the step time; replicas with faster stages than others
-    have more. Targets are equal, and those of the encoders come first, as in Entrain (bins 4.3 and 4.5). If
+    have more. Targets are equal, and those of the encoders come first, as in Entrain (sections 4.3 and 4.5). If
     replicas share an encoder and their microbatches do not fit together, microbatches are ordered by that instead of
     in pairs. Generators have the microbatches of the language model; their work counts in steps 1 and 2 like that of
     encoders.
@@ -462,9 +83,8 @@ def hierarchical(
 
     Returns:
         `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its slots, for
-            encoders
-        and the language model. A sample is in its microbatch of the language model or the one before in every encoder
-        that has work for it.
+        encoders and the language model. A sample is in its microbatch of the language model or the one before in
+        every encoder that has work for it.
 
         A sample with more tokens than the limit of a microbatch gets a microbatch of its own. If replicas share
         encoder replicas such that the encoder's limit can't hold, only that of the language model does.
@@ -476,7 +96,7 @@ def hierarchical(
     while True:
         for spread in (False, True):
             with suppress(CapacityError):
-                return batch.microbatches(batch.arrange(count, taper and not spread, spread))
+                return batch.microbatches(arrange_batch(batch, count, taper and not spread, spread))
         if count > workloads.num_samples:
             limits = {name: limit for name, limit in workloads.max_tokens.items() if name == LANGUAGE_MODEL}
             return hierarchical(plan, replace(workloads, max_tokens=limits), microbatch_size, taper)

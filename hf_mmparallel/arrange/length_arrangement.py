@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
+from .global_batch import Batch, Placement
 from .lengths import NUM_ORDERS, group_by_length, possible_orders
 from .microbatch_sizes import Sizes
-
-if TYPE_CHECKING:
-    from .hierarchical import Batch, Placement
 
 
 def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) -> Placement:
     """
-    Arranges a batch for [`Batch.arrange`]: language model microbatches are formed first, each of samples of similar
-    length, and encoders process samples a microbatch earlier if that balances them.
+    See [`arrange_batch`]: language model microbatches are formed first, each of samples of similar length, and
+    encoders process samples a microbatch earlier if that balances them.
 
     Args:
         batch ([`Batch`]): The batch, whose samples are assigned to replicas anew.

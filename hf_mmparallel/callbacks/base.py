@@ -1,4 +1,4 @@
-"""What callbacks that look into the engine have in common."""
+"""The base of callbacks that read the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = get_logger(__name__)
 
 @contextlib.contextmanager
 def not_worth_a_run(what: str) -> Iterator[None]:
-    """Makes a warning of whatever goes wrong with pictures and pages, which training can do without."""
+    """Turns any error of writing pictures and pages into a warning: training goes on without them."""
     try:
         yield
     except Exception as error:

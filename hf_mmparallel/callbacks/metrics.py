@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,27 +11,26 @@ from typing import Any
 from ..arrange.balance import excess
 from ..cost import training_flops
 from ..plan import ModelSpec
-from ..runtime.device_detection import MEASURED
+from ..runtime.device_detection import MEASURED, core_per_rank
 from ..runtime.step_result import StepResult
 from ..runtime.work import ModuleWork
-from ..world import World
 from .base import EngineCallback
 from .workload_balance import RanStep, forward_metrics, last_step, mean_of, measure
 
-_MOST_STEPS = 1000  # of which a log tells, when the loss is logged seldom
+_MOST_STEPS = 1000  # the last ones are logged if there are more between two logs
 
 
 @dataclass(frozen=True)
 class RankWindow:
     """
-    What one rank did in the steps between two logs.
+    Times and work of one rank in the steps between two logs.
 
     Args:
         duration_ms (`float`): Time in the programs of steps.
         wall_ms (`float`): From the end of the step before the first to the end of the last, with data and optimizer.
-        busy_ms (`float`): Of it in tasks.
+        busy_ms (`float`): Time in tasks.
         replicas_ms (`dict[tuple[str, int], float]`): (module, replica) -> time in its tasks.
-        work (`dict[str, ModuleWork]`): Module -> what it computed on.
+        work (`dict[str, ModuleWork]`): Module -> tokens that it computed on.
     """
 
     duration_ms: float
@@ -54,10 +52,10 @@ class RankWindow:
         return cls(duration, max(wall_ms, duration), busy, dict(replicas), total_work(r.work for r in results))
 
 
-def total_work(found: Iterable[Mapping[str, ModuleWork]]) -> dict[str, ModuleWork]:
-    """What each module computed on in several steps, or on several ranks."""
+def total_work(parts: Iterable[Mapping[str, ModuleWork]]) -> dict[str, ModuleWork]:
+    """The work of each module in several steps, or on several ranks."""
     total: dict[str, ModuleWork] = defaultdict(ModuleWork)
-    for works in found:
+    for works in parts:
         for module, work in works.items():
             total[module].add(work.tokens, work.squares)
     return dict(total)
@@ -69,8 +67,8 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
 
     Args:
         windows (`Sequence[RankWindow]`): One for each rank.
-        core_per_rank (`bool`): Whether each rank has a device or a core of its own; otherwise waiting ranks give
-            their core away, and a bubble can't be seen.
+        core_per_rank (`bool`): Whether each rank has a device or a core of its own; otherwise ranks share cores and
+            idle time is not measurable.
 
     Returns:
         `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`, and
@@ -111,11 +109,6 @@ def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflop
         per_token, per_square = training_flops(spec, module)
         flops += per_token * work.tokens + per_square * work.squares
     return flops / (1e9 * peak_tflops * len(windows) * max(window.wall_ms for window in windows))
-
-
-def core_per_rank(world: World) -> bool:
-    """Whether every rank of this host has a GPU or a core of its own."""
-    return world.device.type != "cpu" or len(os.sched_getaffinity(0)) >= world.size
 
 
 class ParallelMetricsCallback(EngineCallback):

@@ -19,6 +19,7 @@ from ..cost.calibration import profile_digest
 from ..cost.run_log import RUN_LOG, LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
 from ..cost.stage_memory import GIB
 from ..plan import ParallelPlan
+from ..runtime.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
 from ..search.comparison import (
     MeasuredStep,
@@ -30,21 +31,20 @@ from ..search.comparison import (
 )
 from ..steps.step_planner import Prediction
 from .base import EngineCallback, not_worth_a_run
-from .metrics import core_per_rank
 
 logger = get_logger(__name__)
 
-_COMPARED = 4  # steps of a window, at most
-_SHARE = 0.02  # of the time since training began, that the thread may take
-_ALWAYS = 8  # windows of which one step is compared in any case
-_TOLD_AFTER = 3  # windows, how far off the prediction is gets logged for the first time
-_WARN_FROM = 0.2  # share that steps are off by
+_COMPARED = 4  # maximum steps of a window
+_SHARE = 0.02  # maximum share of the thread in the time since training began
+_ALWAYS = 8  # first windows, of which one step is compared in any case
+_TOLD_AFTER = 3  # windows before the error of the prediction is first logged
+_WARN_FROM = 0.2  # relative error of predicted steps
 
 
 @dataclass(frozen=True)
 class RankStep:
     """
-    What a rank measured of a step that may be compared.
+    Measurements of one rank in a step that may be compared.
 
     Args:
         durations (`np.ndarray` of shape `(tasks,)`): Milliseconds of its tasks, in the order of its program.
@@ -58,7 +58,7 @@ class RankStep:
 @dataclass
 class RankSteps:
     """
-    What a rank measured between two logs.
+    Measurements of one rank between two logs.
 
     Args:
         chosen (`list[RankStep]`): The steps that may be compared.
@@ -75,7 +75,7 @@ class RankSteps:
 
 class PredictionCallback(EngineCallback):
     """
-    Compares steps with what was predicted of them: simulations with the sizes of their own samples, by the costs that
+    Compares steps with their predictions: simulations with the sizes of their own samples, by the costs that
     they were arranged by. To the log it adds, as means over up to four steps since the last one:
 
     | key | meaning |
@@ -157,7 +157,7 @@ class PredictionCallback(EngineCallback):
         return self._pool.submit(self._timed, self.comparer.predict, step, sizes, workloads)
 
     def _timed(self, work: Any, *args: Any) -> Any:
-        """Does some work of the thread, whose time is noted."""
+        """Does some work in the thread and counts its time."""
         start = time.thread_time()
         try:
             return work(*args)
@@ -204,7 +204,7 @@ class PredictionCallback(EngineCallback):
         return engine.world.broadcast(metrics, "predicted beside measured")
 
     def _compared(self, engine: ParallelEngine, ranks: Sequence[RankSteps]) -> dict[str, float]:
-        """The numbers of a window, on the first rank. What takes longer goes to the thread."""
+        """The numbers of a window, on the first rank. Longer work goes to the thread."""
         wall_ms = float(np.mean([rank.wall_ms for rank in ranks], axis=1).max())
         data_ms = float(np.mean(np.max([rank.data_ms for rank in ranks], axis=0)))
         metrics = {"parallel/wall_ms": wall_ms, "parallel/data_ms": data_ms}
@@ -240,7 +240,7 @@ class PredictionCallback(EngineCallback):
         return metrics | _predicted_metrics(window, steps, engine.plan)
 
     def _finish(self, comparer: StepComparer, window: LoggedWindow, steps: Sequence[MeasuredStep]) -> None:
-        """Finds what a difference comes from and writes the window down, in the thread."""
+        """Finds the causes of a difference and writes the window, in the thread."""
         if len(self.windows) >= _ALWAYS and not self._has_time():
             return
         with not_worth_a_run(f"`{self.path}`"):
@@ -255,13 +255,13 @@ class PredictionCallback(EngineCallback):
         return self._spent_s < _SHARE * (time.perf_counter() - self._began_s)
 
     def _tell_early(self) -> None:
-        """Logs once, after a few windows, how far off the prediction is."""
+        """Logs the error of the prediction once, after a few windows."""
         if len(self.windows) >= _TOLD_AFTER and not self._told:
             self._told = True
             self._tell()
 
     def _tell(self) -> None:
-        """Logs how far off the prediction is, as a warning where it is far; a CPU's speed is not in the table."""
+        """Logs the error of the prediction, as a warning if it is large; a CPU's speed is not in the table."""
         comparison = self.comparison
         if comparison is not None:
             off = abs(sum(comparison.causes.values())) / comparison.mean("predicted_step_ms")
@@ -277,7 +277,7 @@ class PredictionCallback(EngineCallback):
 
 
 def _predicted_metrics(window: LoggedWindow, steps: Sequence[MeasuredStep], plan: ParallelPlan) -> dict[str, float]:
-    """What the log gets of a window."""
+    """The numbers of a window for the log."""
     metrics = {
         "parallel/predicted_step_ms": window.predicted_step_ms,
         "parallel/predicted_bubble_fraction": window.predicted_bubble,

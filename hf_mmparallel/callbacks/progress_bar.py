@@ -24,8 +24,8 @@ class LossProgressCallback(ProgressCallback):
             shown = {short: f"{logs[name]:.4g}" for name, short in _IN_BAR.items() if name in logs}
             self.training_bar.set_postfix(shown)
             return
-        kept = {name: value for name, value in logs.items() if name != "total_flos"}
+        shown = {name: value for name, value in logs.items() if name != "total_flos"}
         values = (
-            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in kept.items()
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
         )
         self.training_bar.write(", ".join(values))

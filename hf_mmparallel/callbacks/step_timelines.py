@@ -18,13 +18,14 @@ from .workload_balance import last_balances
 
 class TimelineCallback(EngineCallback):
     """
-    Writes what each rank did when in chosen steps: `timeline-<step>.png` and `timeline-<step>.json` (Chrome trace, for
-    `chrome://tracing` or Perfetto), the predicted schedule beside the measured one; and `workloads-<step>.png`, the
-    forwards of each microbatch as measured, beside what they were arranged by where sizes of samples are known.
+    Writes the tasks of each rank over time in chosen steps: `timeline-<step>.png` and `timeline-<step>.json` (Chrome
+    trace, for `chrome://tracing` or Perfetto), the predicted schedule beside the measured one; and
+    `workloads-<step>.png`, the forwards of each microbatch as measured, beside their estimates where sizes of samples
+    are known.
 
     Args:
         steps (`Collection[int]`): Optimizer steps, counted from 1 as in the log.
-        folder (`str` or `Path`, *optional*): Where to write; `args.output_dir` when left out.
+        folder (`str` or `Path`, *optional*): Output folder; `args.output_dir` when left out.
     """
 
     def __init__(self, steps: Collection[int], folder: str | Path | None = None):
@@ -87,8 +88,8 @@ class TimelineCallback(EngineCallback):
 
 def cost_from(spans: Collection[Span], estimate: Callable[[Task], float] | None = None) -> Callable[[Task], float]:
     """
-    Task -> ms. What the tasks of one kind of a stage took together, shared by what each is estimated to take; by equal
-    parts without an estimate, so that shapes compare.
+    Task -> ms: the total time of the tasks of one kind of a stage, divided in proportion to their estimates, or in
+    equal parts without an estimate, so that shapes compare.
     """
     weight = estimate or (lambda _: 1.0)
     took: dict[tuple, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""How even microbatches are, in the Trainer's log: their workloads as arranged, their forwards as measured."""
+"""Balance of microbatches for the Trainer's log: their workloads as arranged, their forwards as measured."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ..world import World
 @dataclass(frozen=True)
 class RanStep:
     """
-    What a rank keeps of a step until the next log.
+    Results of a step on one rank, until the next log.
 
     Args:
-        result (`StepResult`): What it left on this rank.
+        result (`StepResult`): Times and work of its tasks.
         counts (`Mapping[str, tuple[int, ...]]`): Module -> microbatches of each of its replicas.
         forward_ms (`np.ndarray` of shape `(microbatches of all replicas of all modules,)`):
-            The forwards of the stages that this rank speaks for.
+            The forwards of the stages whose first rank this is.
         arrangement (`Mapping[str, float]`, *optional*): The numbers of [`arrangement_metrics`].
     """
 

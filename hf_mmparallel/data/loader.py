@@ -35,7 +35,7 @@ class StepBatch:
         cuts (`dict[BatchKey, ContextSharding]`):
             Distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs
             it.
-        program (`Program`, *optional*): This rank's actions.
+        program (`Program`, *optional*): This rank's actions, which an engine needs.
         sizes (`SampleSizes`, *optional*): Sizes of the samples, if known.
         workloads (`Workloads`, *optional*): The workloads by which samples were assigned.
         draw (`Draw`, *optional*): The draw of the step.

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 IGNORE_INDEX = -100
-"""Label of tokens that are no targets."""
+"""Label of tokens that are no targets, as in transformers."""
 
 
 def token_loss(

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._clock import Clock
 from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest, window_of
 from ..modeling.unowned import hidden_of
-from .layer_runs import Clock, CudaClock, Forward, HostClock, Inputs, ModuleRuns, Skeleton
+from .layer_runs import Forward, Inputs, ModuleRuns, Skeleton, profile_clock
 
 BEFORE, AFTER = "before", "after"
 LENGTHS = (64, 256, 1024, 4096, 16384)
@@ -88,7 +89,7 @@ def profile_layers(
         `ValueError`: If a module is unknown, or nothing of the model can be measured.
     """
     device = torch.device(settings.device)
-    clock = clock or (CudaClock() if device.type == "cuda" else HostClock())
+    clock = clock or profile_clock(device)
     layers: list[MeasuredLayer] = []
     left_out: list[str] = []
     dtype, attention = "", ""

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._clock import Clock, clock_of
 from ..kernels.bitfield_attention.hf import NAME as BITFIELD
 from ..modeling.features import flat_features
 from ..modeling.loading import build_on_meta, initialize_rest
@@ -29,41 +30,12 @@ from .layer_inputs import encoder_inputs, text_inputs
 _WEIGHT_SCALE = 0.02
 
 
-class Clock(Protocol):
-    """Records times and measures the interval between them."""
-
-    def mark(self) -> Any:
-        """Records the current time."""
-        ...
-
-    def ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two records."""
-        ...
-
-
-class HostClock:
+def profile_clock(device: torch.device) -> Clock:
     """
-    Host times: CPU time of this thread if torch has one thread, which excludes preemption; otherwise wall time.
+    The clock of a profile. On a host with one thread it counts the CPU time of the thread, which excludes preemption,
+    otherwise wall time.
     """
-
-    def __init__(self):
-        self.mark = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-
-    def ms(self, start: float, end: float) -> float:
-        return 1e3 * (end - start)
-
-
-class CudaClock:
-    """Times on a CUDA stream."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end)
+    return clock_of(device, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter)
 
 
 @dataclass

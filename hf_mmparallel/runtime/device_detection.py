@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -62,6 +63,11 @@ def known_device(device: torch.device) -> Hardware | None:
 def reported_name(device: torch.device) -> str:
     """What the driver calls a device."""
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else str(device.type)
+
+
+def core_per_rank(world: World) -> bool:
+    """Whether every rank of this host has a GPU or a core of its own; otherwise idle time is not measurable."""
+    return world.device.type != "cpu" or len(os.sched_getaffinity(0)) >= world.size
 
 
 def device_of_ranks(world: World) -> Hardware:

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from ..cost import CostModel, analytic_costs, find_device
 from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
-from ..data.fingerprint import fingerprint
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
@@ -29,7 +28,7 @@ from ..plan import (
     Workloads,
     sync_groups,
 )
-from ..schedule import Program, Task, build_program
+from ..schedule import Program, Task
 from ..steps.step_planner import StepPlanner
 from ..world import ACTIVITY, World, doing
 from .executor import Executor
@@ -167,7 +166,6 @@ class ParallelEngine(nn.Module):
         self.current_step: StepPlan | None = None
         self.current_sizes: SampleSizes | None = None
         self.current_workloads: Workloads | None = None
-        self._programs: dict[tuple, Program] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
@@ -255,13 +253,6 @@ class ParallelEngine(nn.Module):
         stage = self.plan.stage(task.module, task.replica, task.stage)
         return stage.ranks[stage.row_of(self.rank)][0] == self.rank
 
-    def program(self, step: StepPlan, training: bool) -> Program:
-        """The program of a step; steps of equal structure share one."""
-        key = (training, step.structure)
-        if key not in self._programs:
-            self._programs[key] = build_program(self.plan, step, self.sync_groups, training=training)
-        return self._programs[key]
-
     def train_step(self, batch: StepBatch, step_index: int) -> StepTotals:
         """
         Computes the gradient of the mean loss over the target tokens of a global batch, summed over all replicas, in
@@ -276,7 +267,7 @@ class ParallelEngine(nn.Module):
         self.current_step, self.current_sizes = batch.step, batch.sizes
         self.current_workloads = batch.workloads
         self._account(batch, self.planner)
-        program = self._agreed_program(batch, training=True)
+        program = self._agreed_program(batch)
         self.module.train()
         accumulate_in_float32(self.trained)
         if self._first_step is not None:
@@ -300,7 +291,7 @@ class ParallelEngine(nn.Module):
         """Runs the forwards of a batch."""
         self.current_step = batch.step
         self._account(batch, None)
-        program = self._agreed_program(batch, training=False)
+        program = self._agreed_program(batch)
         self.module.eval()
         return self.executor.run(program, batch)
 
@@ -309,13 +300,12 @@ class ParallelEngine(nn.Module):
         self.account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
         self.executor.out_of_memory = functools.partial(self.account.sentence, device=self.device)
 
-    def _agreed_program(self, batch: StepBatch, training: bool) -> Program:
+    def _agreed_program(self, batch: StepBatch) -> Program:
         """The program of a batch, after all ranks have compared what they are about to run. Collective."""
-        program = batch.program or self.program(batch.step, training)
-        mark = batch.fingerprint or fingerprint(batch.step, program, batch.cuts)
+        assert batch.program is not None and batch.fingerprint is not None
         with doing("comparing the step", waits=True):
-            self._check_step(mark, sum(map(len, batch.step.microbatches[LANGUAGE_MODEL])))
-        return program
+            self._check_step(batch.fingerprint, sum(map(len, batch.step.microbatches[LANGUAGE_MODEL])))
+        return batch.program
 
     def _totals(self, result: StepResult, batch: StepBatch) -> StepTotals:
         """Sums a step's numbers over the ranks."""

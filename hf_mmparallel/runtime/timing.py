@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._clock import clock_of
+
 
 def run_seconds(
     run: Callable[[], Any], device: torch.device, end: float = 0.0, least: int = 2, most: int | None = None
@@ -47,19 +49,12 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device):
-        self.on_device = device.type == "cuda"
-        self.start = self.mark()
+        self.clock = clock_of(device)
+        self.start = self.clock.mark()
 
     def mark(self) -> Any:
-        if not self.on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return self.clock.mark()
 
     def ms(self, mark: Any) -> float:
         """Milliseconds from the start to a mark."""
-        if not self.on_device:
-            return 1e3 * (mark - self.start)
-        mark.synchronize()
-        return self.start.elapsed_time(mark)
+        return self.clock.ms(self.start, mark)

@@ -1,7 +1,7 @@
 """
-What the user of the HF Trainer meets.
+The Trainer and its arguments.
 
-The top of the package beside `cli`; nothing imports it but users.
+The top of the package beside `cli`; nothing imports it but users. In it only this file imports `trainer.py`.
 """
 
 from .arguments import MultimodalTrainingArguments

@@ -1,16 +1,19 @@
-"""What the ranks agree on: which samples of a step can be read, and that they are the same ones."""
+"""Agreement of the ranks on samples: the same ones everywhere, without those that some rank can't read."""
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import torch
 from accelerate.logging import get_logger
+from transformers import TrainingArguments
 
 from ..data.bad_samples import BadSample, BadSampleError
 from ..data.draws import Draw
 from ..data.loader import StepBatch, StepDataset
 from ..world import World
+from .start_checks import check_output_dir
 
 logger = get_logger(__name__)
 _NUM_COMPARED = 8
@@ -23,14 +26,14 @@ def check_same_folder(folder: str, setting: str, world: World) -> None:
 
     Args:
         folder (`str`): Of this rank.
-        setting (`str`): What it was given as, for the error.
+        setting (`str`): Name of the argument, for the error.
         world ([`World`]): The ranks.
 
     Raises:
         `ValueError`: On all ranks, with the two folders, if some rank has another one.
     """
     folders = world.all_gather(folder, "comparing the folder to save to")
-    other = next((rank for rank, found in enumerate(folders) if found != folders[0]), None)
+    other = next((rank for rank, path in enumerate(folders) if path != folders[0]), None)
     if other is not None:
         raise ValueError(
             f"`{setting}` is `{folders[0]}` on rank 0 and `{folders[other]}` on rank {other}. Each rank writes its "
@@ -39,14 +42,30 @@ def check_same_folder(folder: str, setting: str, world: World) -> None:
         )
 
 
+def check_output_folder(args: TrainingArguments, world: World) -> None:
+    """
+    Checks the folder that a run writes to. Collective.
+
+    Args:
+        args (`TrainingArguments`): The arguments.
+        world ([`World`]): The ranks.
+
+    Raises:
+        `ValueError`: On all ranks, if some rank saves to another folder, or nothing can be written to it.
+    """
+    if args.save_strategy != "no":
+        check_same_folder(str(args.output_dir), "output_dir", world)
+    world.from_first_rank(functools.partial(check_output_dir, args))
+
+
 class SampleAgreement:
     """
-    Decides what happens to samples that some rank can't read, the same on every rank.
+    Leaves out samples that some rank can't read, or raises, the same on every rank.
 
     Args:
         skip (`bool`): Whether to leave such samples out; otherwise they end the run.
         world ([`World`]): The ranks.
-        name (`str`, *optional*, defaults to `"dataset"`): What the samples are from, for errors.
+        name (`str`, *optional*, defaults to `"dataset"`): Name of the dataset in errors.
     """
 
     def __init__(self, skip: bool, world: World, name: str = "dataset"):
@@ -66,8 +85,8 @@ class SampleAgreement:
         the first batch of any other dataset, of whose samples some are compared.
 
         Args:
-            batch (`StepBatch` or `None`): What the loader yields, `None` at its end.
-            dataset (`StepDataset`): What reads again.
+            batch (`StepBatch` or `None`): Item of the loader, `None` at its end.
+            dataset (`StepDataset`): Reads a step again.
 
         Raises:
             [`BadSampleError`]: For a bad sample unless `skip`, and when no sample of the step can be read.
@@ -85,14 +104,14 @@ class SampleAgreement:
                 raise bad.error(self.world.rank if self.world.size > 1 else None)
             return batch
         while slots := self._bad_slots(batch):
-            found = self._exchange(batch)
+            reasons = self._exchange(batch)
             if len(slots) == len(batch.drawn.samples):
                 raise BadSampleError(
                     f"None of the last {len(slots)} samples of a global batch can be read, the first because of: "
-                    f"{found[slots[0]][1]} Check the files and the collator."
+                    f"{reasons[slots[0]][1]} Check the files and the collator."
                 )
             for slot in slots:
-                self._report(*found[slot])
+                self._report(*reasons[slot])
             self.num_skipped += len(slots)
             batch = dataset.again(batch, slots)
         return batch
@@ -120,13 +139,13 @@ class SampleAgreement:
     def _compare_first(self, draw: Draw | None, dataset: StepDataset) -> None:
         """Raises `RuntimeError` if the first samples of a draw have another content on another rank."""
         samples = () if draw is None else draw.samples
-        own = [_UNREAD] * (1 + _NUM_COMPARED)
-        own[0] = zlib.crc32(repr(samples).encode())
+        digests = [_UNREAD] * (1 + _NUM_COMPARED)
+        digests[0] = zlib.crc32(repr(samples).encode())
         for place, digest in enumerate(dataset.digests(draw, _NUM_COMPARED) if draw is not None else ()):
-            own[1 + place] = _UNREAD if digest is None else digest
-        drawn, *columns = zip(*self.world.all_gather(own, "comparing the first samples"), strict=True)
+            digests[1 + place] = _UNREAD if digest is None else digest
+        drawn, *columns = zip(*self.world.all_gather(digests, "comparing the first samples"), strict=True)
         if len(set(drawn)) > 1:
-            return  # other places are drawn, of which the step tells
+            return  # the ranks drew different indices: the check of the step reports it
         for place, column in enumerate(columns):
             known = {rank: digest for rank, digest in enumerate(column) if digest != _UNREAD}
             first = next(iter(known), 0)
@@ -141,10 +160,10 @@ class SampleAgreement:
                 )
 
     def _exchange(self, batch: StepBatch) -> dict[int, tuple[int, BadSample]]:
-        """Slot -> the first rank that met it, and what it says."""
+        """Slot -> the first rank that could not read its sample, and the reason."""
         every = self.world.all_gather(batch.bad, "comparing which samples can be read")
         ranks = reversed(list(enumerate(every)))
-        return {slot: (rank, bad) for rank, found in ranks for slot, bad in found.items()}
+        return {slot: (rank, bad) for rank, samples in ranks for slot, bad in samples.items()}
 
     def _report(self, rank: int, bad: BadSample) -> None:
         """Logs a sample that a rank met once, on rank 0."""
@@ -155,7 +174,7 @@ class SampleAgreement:
 
 
 class TargetCount:
-    """Looks out for global batches in which no token is a target, of which the loss is 0 whatever the model does."""
+    """Warns of global batches without target tokens, whose loss is always 0."""
 
     def __init__(self):
         self.num_without = 0

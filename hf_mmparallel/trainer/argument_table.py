@@ -147,13 +147,13 @@ ARGUMENTS: Mapping[str, Entry] = {
     "eval_strategy": Honoured("DefaultFlowCallback.on_step_end"),
     "eval_steps": Honoured("TrainerState.compute_steps"),
     "eval_delay": Honoured("DefaultFlowCallback.on_step_end"),
-    "per_device_eval_batch_size": Honoured("eval_loader"),
+    "per_device_eval_batch_size": Honoured("StepLoaders.evaluation"),
     "prediction_loss_only": Honoured("MultimodalParallelTrainer.evaluation_loop"),
     "eval_on_start": Honoured("Trainer._inner_training_loop"),
-    "eval_do_concat_batches": Honoured("evaluate"),
+    "eval_do_concat_batches": Honoured("Evaluator.run"),
     "eval_use_gather_object": WithoutEffect("predictions of any kind are sent to rank 0 one by one"),
     "eval_accumulation_steps": WithoutEffect("predictions go to host memory after every microbatch"),
-    "include_for_metrics": Honoured("_metrics"),
+    "include_for_metrics": Honoured("Evaluator._metrics"),
     "batch_eval_metrics": Refused(
         bool,
         "predictions reach rank 0 by microbatch",
@@ -187,14 +187,14 @@ ARGUMENTS: Mapping[str, Entry] = {
     "restore_callback_states_from_checkpoint": Honoured("Trainer._load_callback_state"),
     "full_determinism": Honoured("Trainer.__init__"),
     "seed": Honoured("Trainer.__init__"),
-    "data_seed": Honoured("_seeded"),
+    "data_seed": Honoured("StepLoaders._data_seed"),
     "use_cpu": Honoured("TrainingArguments._setup_devices"),
     "accelerator_config.split_batches": Refused(
         bool, "a plan arranges the samples of a global batch itself", "Use `global_batch_size`."
     ),
     "accelerator_config.dispatch_batches": WithoutEffect(_ONE_READER),
     "accelerator_config.even_batches": WithoutEffect(_ONE_READER),
-    "accelerator_config.use_seedable_sampler": Honoured("_seeded"),
+    "accelerator_config.use_seedable_sampler": Honoured("StepLoaders._seeded"),
     "accelerator_config.non_blocking": WithoutEffect("inputs are on the device before a step starts"),
     "accelerator_config.gradient_accumulation_kwargs": Refused(
         _is_given, "microbatches take the place of gradient accumulation", "Use `global_batch_size`."
@@ -205,12 +205,12 @@ ARGUMENTS: Mapping[str, Entry] = {
         "it is one mesh for the whole model",
         "Give the sizes of each module in `parallel`.",
     ),
-    "dataloader_drop_last": Honoured("train_loader"),
-    "dataloader_num_workers": Honoured("_step_loader"),
-    "dataloader_pin_memory": Honoured("_step_loader"),
-    "dataloader_persistent_workers": Honoured("_step_loader"),
-    "dataloader_prefetch_factor": Honoured("_step_loader"),
-    "dataloader_multiprocessing_context": Honoured("_step_loader"),
+    "dataloader_drop_last": Honoured("StepLoaders.training"),
+    "dataloader_num_workers": Honoured("StepLoaders._loader"),
+    "dataloader_pin_memory": Honoured("StepLoaders._loader"),
+    "dataloader_persistent_workers": Honoured("StepLoaders._loader"),
+    "dataloader_prefetch_factor": Honoured("StepLoaders._loader"),
+    "dataloader_multiprocessing_context": Honoured("StepLoaders._loader"),
     "dataloader_in_order": Refused(
         lambda value: not value, "each rank would take the steps in an order of its own", _LEAVE_OUT
     ),
@@ -255,15 +255,15 @@ ARGUMENTS: Mapping[str, Entry] = {
 TRAINER_ARGUMENTS: Mapping[str, Entry] = {
     "model": Honoured("MultimodalParallelTrainer.__init__"),
     "args": Honoured("MultimodalParallelTrainer.__init__"),
-    "data_collator": Honoured("without_unused_columns"),
-    "train_dataset": Honoured("train_loader"),
+    "data_collator": Honoured("MultimodalParallelTrainer._drop_columns"),
+    "train_dataset": Honoured("StepLoaders.training"),
     "eval_dataset": Honoured("MultimodalParallelTrainer.get_eval_dataloader"),
     "processing_class": Honoured("MultimodalParallelTrainer._save"),
     "model_init": Refused(_is_given, "the plan is made once, for one model", "Pass `model`."),
     "compute_loss_func": Refused(
         _is_given, "the loss is the model's own, summed over the target tokens of the global batch", _LEAVE_OUT
     ),
-    "compute_metrics": Honoured("_metrics"),
+    "compute_metrics": Honoured("Evaluator._metrics"),
     "callbacks": Honoured("Trainer.__init__"),
     "optimizers": Refused(
         lambda value: tuple(value) != (None, None),
@@ -297,10 +297,10 @@ def value_of(args: Any, name: str) -> Any:
 
 def is_default(args: Any, name: str) -> bool:
     """Whether an argument, or a setting inside one, has its default."""
-    parent, _, own = name.rpartition(".")
+    parent, _, attribute = name.rpartition(".")
     holder = value_of(args, parent) if parent else args
     assert is_dataclass(holder)
-    return getattr(holder, own) == next(field.default for field in fields(holder) if field.name == own)
+    return getattr(holder, attribute) == next(field.default for field in fields(holder) if field.name == attribute)
 
 
 def check_arguments(args: TrainingArguments) -> None:

@@ -19,7 +19,7 @@ ON_BAD_SAMPLE = ("raise", "skip")
 
 
 AUTO = "auto"
-"""The `memory_limit_gib` that is learned in the first steps."""
+"""The value of `memory_limit_gib` that lets the first steps correct the limit."""
 
 
 @dataclass
@@ -42,11 +42,11 @@ class MultimodalTrainingArguments(TrainingArguments):
             runs `"bitfield"` attention, in which no sample sees another; losses and weights stay what they are. By
             default under a plan whose language model has this attention function.
         microbatch_assignment (`str`, *optional*):
-            How the samples of a global batch come to replicas and microbatches under a plan; by default the way in
-            which a step is predicted to be shortest. By what they cost in
-            each module, with work of the language model deferred by a microbatch where that evens it out
-            (`"hierarchical"`), the same with small microbatches where the pipeline fills and drains (`"tapered"`), by
-            Entrain's algorithm as published (`"entrain"`), in the sampler's order (`"contiguous"`), or as a baseline
+            Arrangement of the samples of a global batch in replicas and microbatches under a plan; by default the one
+            with the shortest predicted step. By their cost in each module, with work of the language model deferred
+            by a microbatch where that evens it out (`"hierarchical"`), the same with small microbatches where the
+            pipeline fills and drains (`"tapered"`), by Entrain's algorithm as published (`"entrain"`), in the
+            sampler's order (`"contiguous"`), or as a baseline
             `"batch_rebalance"`, `"disttrain"` or `"sub_microbatches"`. The global batch and its gradient are the same
             with each.
         token_columns (`str` or `dict`, *optional*):
@@ -54,10 +54,10 @@ class MultimodalTrainingArguments(TrainingArguments):
             column holds numbers, or lists with the lengths of a sample's images. Without it sizes come from the
             dataset's metadata by the processor's rules.
         max_tokens_per_microbatch (`int`, *optional*):
-            Most tokens of a microbatch of the language model. There are as many microbatches as that takes.
+            Maximum LM tokens per microbatch; the number of microbatches follows.
         memory_limit_gib (`float` or `"auto"`, *optional*):
-            Memory of each rank that microbatches are made to fit, by estimate; by default 90 % of that of a GPU whose
-            type is known. `"auto"` starts from that, and corrects it after four steps by what these have allocated.
+            Memory of each rank in GiB that the estimate of a microbatch may fill; by default 90 % of the memory of a
+            known GPU. `"auto"` starts from that and corrects it by the allocated memory of the first four steps.
         layer_profile (`str`, *optional*):
             File of `hf-mmparallel profile` with measured costs of the model's layers, or of `hf-mmparallel calibrate`
             with costs that runs have corrected, for the search of `parallel="auto"`, the arrangement of samples and
@@ -66,10 +66,10 @@ class MultimodalTrainingArguments(TrainingArguments):
             YAML file that describes the device of the ranks, as for `--gpu-spec` of the command line. By default a
             GPU of the table of devices is recognised, and another one is measured at the start, for about two seconds.
         log_predictions (`bool`, *optional*, defaults to `True`):
-            Whether steps are compared with what was predicted of them: `parallel/predicted_...` in the log, a table in
+            Whether steps are compared with their predictions: `parallel/predicted_...` in the log, a table in
             the model card, and `trainer_log.jsonl` in the output folder, for `hf-mmparallel calibrate`.
         on_bad_sample (`str`, *optional*, defaults to `"raise"`):
-            What happens to a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
+            Treatment of a sample that can't be read: `"raise"` ends the run with its index and file, `"skip"`
             leaves it out on all ranks, counts it and logs it.
     """
 
@@ -103,9 +103,9 @@ class MultimodalTrainingArguments(TrainingArguments):
     microbatch_assignment: str | None = field(
         default=None,
         metadata={
-            "help": "How samples come to replicas and microbatches under a plan; by default the way in which a step "
-            "is predicted to be shortest. By what they cost in each module "
-            "('hierarchical'), also with small microbatches where the pipeline fills and drains ('tapered'), by the "
+            "help": "Arrangement of samples in replicas and microbatches under a plan; by default the one with the "
+            "shortest predicted step. By their cost in each module ('hierarchical'), also with small microbatches "
+            "where the pipeline fills and drains ('tapered'), by the "
             "published algorithm ('entrain'), in the sampler's order ('contiguous'), or by a baseline. The global "
             "batch and its gradient stay the same.",
             "choices": list(ARRANGEMENTS),
@@ -120,13 +120,13 @@ class MultimodalTrainingArguments(TrainingArguments):
     )
     max_tokens_per_microbatch: int | None = field(
         default=None,
-        metadata={"help": "Most tokens of a microbatch of the language model; there are as many as that takes."},
+        metadata={"help": "Maximum LM tokens per microbatch; the number of microbatches follows."},
     )
     memory_limit_gib: float | str | None = field(
         default=None,
         metadata={
-            "help": "Memory of each rank that microbatches are made to fit; by default 90 %% of a known GPU's. With "
-            "'auto' the first steps correct the estimate by what they need."
+            "help": "Memory of each rank in GiB that microbatches may fill by estimate; by default 90 %% of a known "
+            "GPU's. With 'auto' the allocated memory of the first steps corrects the estimate."
         },
     )
     layer_profile: str | None = field(
@@ -139,7 +139,7 @@ class MultimodalTrainingArguments(TrainingArguments):
     log_predictions: bool = field(
         default=True,
         metadata={
-            "help": "Compare steps with what was predicted of them: `parallel/predicted_...` in the log, a table in "
+            "help": "Compare steps with their predictions: `parallel/predicted_...` in the log, a table in "
             "the model card, and trainer_log.jsonl in the output folder, for `hf-mmparallel calibrate`."
         },
     )
@@ -153,7 +153,7 @@ class MultimodalTrainingArguments(TrainingArguments):
     on_bad_sample: str = field(
         default="raise",
         metadata={
-            "help": "What happens to a sample that can't be read: end the run with its index and file ('raise'), or "
+            "help": "Treatment of a sample that can't be read: end the run with its index and file ('raise'), or "
             "leave it out on all ranks, count it and log it ('skip').",
             "choices": list(ON_BAD_SAMPLE),
         },
@@ -193,7 +193,7 @@ def _number_or_auto(value: float | str | None) -> float | str | None:
 
 
 def _plain_layout(parallel: Any) -> dict[str, Any]:
-    """What `parallel=` takes as the dict of a plugin, of what JSON holds."""
+    """The value of `parallel=` as the dict of a plugin, with types that JSON has."""
     try:
         layout = plain_data(MultimodalParallelPlugin.from_any(parallel).to_dict())
     except yaml.YAMLError as error:

@@ -6,7 +6,7 @@ import copy
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers.trainer_utils import get_last_checkpoint
@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..arrange.contiguous import num_microbatches
 from ..callbacks.base import not_worth_a_run
 from ..cost.stage_memory import GIB
-from ..data.loader import seeded
+from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..page import write_page
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, SampleSizes
@@ -31,23 +31,21 @@ from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
 from .oversized_samples import allowed_bytes
 from .saved_plan import SAVED_PLAN, check_same_settings
-from .start_report import mean_tokens, size_origin, stderr_console
-from .training_sizes import representative_draw
-
-if TYPE_CHECKING:
-    from .trainer import MultimodalParallelTrainer
+from .start_prediction import mean_tokens
+from .start_report import size_origin, stderr_console
+from .training_sizes import TrainingSizes, representative_draw
 
 logger = get_logger(__name__)
 
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
-_NUM_SAMPLES = 1024  # that are measured, unless a global batch has more; a sample may have to be read for it
-_NUM_STREAMED = 256
+_NUM_SAMPLES = 1024  # measured samples, unless a global batch has more; a sample may have to be read for it
+_NUM_STREAMED = 256  # the same of a stream
 
 
 @dataclass(frozen=True)
 class FoundPlan:
     """
-    What the ranks go on with, as with a plan that they were given.
+    The plan and batch sizes that were found, broadcast to all ranks.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -76,11 +74,11 @@ class FoundPlan:
 @dataclass(frozen=True)
 class AutoSearch:
     """
-    What rank 0 knows of the search.
+    The search, as rank 0 knows it.
 
     Args:
         answer (`Answer`, *optional*): The plan with its prediction; `None` if it comes from a checkpoint.
-        origin (`str`): Where the plan comes from, a sentence.
+        origin (`str`): Origin of the plan, a sentence.
     """
 
     answer: Answer | None
@@ -92,8 +90,8 @@ class AutoSearch:
 
 
 def find_plan(
-    trainer: MultimodalParallelTrainer,
     prepared: PreparedModel,
+    sizes: TrainingSizes,
     plugin: MultimodalParallelPlugin,
     args: MultimodalTrainingArguments,
 ) -> tuple[FoundPlan, AutoSearch | None]:
@@ -101,13 +99,13 @@ def find_plan(
     Searches for a plan on rank 0. Collective.
 
     Args:
-        trainer ([`MultimodalParallelTrainer`]): The Trainer, with the whole model and without an engine.
         prepared ([`PreparedModel`]): The model with the settings of its modules.
+        sizes ([`TrainingSizes`]): Sizes of the training samples.
         plugin (`MultimodalParallelPlugin`): These settings, and the sizes that are set.
         args ([`MultimodalTrainingArguments`]): As the user gave them.
 
     Returns:
-        The plan, the same on all ranks, and on rank 0 what is known of the search.
+        The plan, the same on all ranks, and on rank 0 the search.
 
     Raises:
         `ValueError`: On all ranks, if there is no plan or nothing to plan for.
@@ -115,17 +113,17 @@ def find_plan(
     searched: list[AutoSearch] = []
 
     def find() -> FoundPlan:
-        found, search = _found(trainer, prepared, plugin, args)
+        plan, search = _resumed_or_searched(prepared, sizes, plugin, args)
         searched.append(search)
-        return found
+        return plan
 
-    found = trainer.world.from_first_rank(find)
-    return found, searched[0] if searched else None
+    plan = sizes.context.world.from_first_rank(find)
+    return plan, searched[0] if searched else None
 
 
-def _found(
-    trainer: MultimodalParallelTrainer,
+def _resumed_or_searched(
     prepared: PreparedModel,
+    sizes: TrainingSizes,
     plugin: MultimodalParallelPlugin,
     args: MultimodalTrainingArguments,
 ) -> tuple[FoundPlan, AutoSearch]:
@@ -137,7 +135,7 @@ def _found(
         size = -(-batch // (dp_size * saved.num_microbatches))
         saved = replace(saved, num_microbatches=num_microbatches(batch, size, dp_size))
         return FoundPlan(saved, batch, size, saved.microbatch_assignment), AutoSearch(None, origin)
-    answer = _searched(trainer, prepared, plugin, args, batch)
+    answer = _searched(prepared, sizes, plugin, args, batch)
     return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.method), AutoSearch(answer, origin)
 
 
@@ -180,16 +178,16 @@ def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
     """Raises `ValueError` if a plan has other sizes than those that are set."""
     for name, sizes in plugin.fixed_sizes.items():
         module = plan.modules[name]
-        own = {"pp_size": len(module.replicas[0])}
+        derived = {"pp_size": len(module.replicas[0])}
         for key, size in sizes.items():
-            has = own.get(key) or getattr(module, key)
+            has = derived.get(key) or getattr(module, key)
             if has != size:
                 raise ValueError(f"`{key}={size}` is set for `{name}`, and it has {has}.")
 
 
 def _searched(
-    trainer: MultimodalParallelTrainer,
     prepared: PreparedModel,
+    sizes: TrainingSizes,
     plugin: MultimodalParallelPlugin,
     args: MultimodalTrainingArguments,
     batch: int,
@@ -197,7 +195,7 @@ def _searched(
     """The answer of a search with the training samples."""
     costs = prepared.costs
     with seeded(args.seed):  # only this rank reads samples here
-        samples = training_samples(trainer, batch)
+        samples = training_samples(sizes, batch)
     memory_bytes = allowed_bytes(args, costs.device)
     checkpointing = _checkpointing(prepared, plugin, args)
     assert samples.measured is not None
@@ -249,33 +247,35 @@ def _checkpointing(
     }
 
 
-def training_samples(trainer: MultimodalParallelTrainer, batch: int) -> Samples:
+def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     """
     Sizes of samples from all over the training set, or of the first of a stream.
 
     Args:
-        trainer ([`MultimodalParallelTrainer`]): The Trainer.
+        sizes ([`TrainingSizes`]): Sizes of the training samples.
         batch (`int`): Samples of a global batch.
 
     Raises:
-        `ValueError`: Without training samples, and where none of them tells its size.
+        `ValueError`: Without training samples, and where the sizes of all are unknown.
     """
-    dataset = trainer.train_dataset
+    context = sizes.context
+    dataset = context.train_dataset
     if dataset is None:
         raise ValueError(
             '`parallel="auto"` plans for the training samples, and there is no `train_dataset`. Pass one, or give a '
             "layout, such as that of `hf-mmparallel plan`."
         )
-    window = StreamWindow(dataset, trainer.args.seed) if is_stream(dataset) else None
-    source = trainer.training_sizes.of_rank(dataset if window is None else window)
-    count = max(batch, _NUM_SAMPLES if window is None else _NUM_STREAMED)
-    draw = representative_draw(trainer, source, window, count)
+    streamed = is_stream(dataset)
+    if streamed:
+        dataset = StreamWindow(dataset, context.args.seed)
+    source = sizes.of_rank(dataset)
+    draw = representative_draw(dataset, source, max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES), context.args)
     if source is not None and draw.samples:
-        sizes = source(draw.samples)
-        if sizes.known and (sizes.tokens[LANGUAGE_MODEL] > 1).any():
-            which = "training samples" if window is None else "samples of the stream, the first"
-            return Samples(f"{len(draw.samples):,} {which}, by {size_origin(trainer)}", sizes)
-    tokens = mean_tokens(trainer, window)
+        measured = source(draw.samples)
+        if measured.known and (measured.tokens[LANGUAGE_MODEL] > 1).any():
+            which = "samples of the stream, the first" if streamed else "training samples"
+            return Samples(f"{len(draw.samples):,} {which}, by {size_origin(context)}", measured)
+    tokens = mean_tokens(context, dataset)
     if tokens is None:
         raise ValueError(
             'Nothing says the sizes of the training samples, which `parallel="auto"` plans for. Give `token_columns`, '
@@ -286,8 +286,8 @@ def training_samples(trainer: MultimodalParallelTrainer, batch: int) -> Samples:
 
 def report_search(search: AutoSearch, folder: Path) -> None:
     """
-    Prints what was searched and found, what bounds it and what comes next, and writes the plan as `plan.yaml`, which
-    `parallel=` takes, and as `plan.html`.
+    Prints the search and its result, what bounds the step and the runners-up, and writes the plan as `plan.yaml`,
+    which `parallel=` takes, and as `plan.html`.
 
     Args:
         search ([`AutoSearch`]): The search.
@@ -300,8 +300,8 @@ def report_search(search: AutoSearch, folder: Path) -> None:
     if answer is None or result is None:
         return
     lines = dict([*origins(answer), *summary(answer)])
-    kept = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Allocator", "Bound")
-    print_labelled(console, [(label, lines[label]) for label in kept if label in lines])
+    labels = ("Search", "Samples", "Costs", "Predicted step", "Throughput", "Memory", "Allocator", "Bound")
+    print_labelled(console, [(label, lines[label]) for label in labels if label in lines])
     print_runners_up(console, result, explain=True)
     with not_worth_a_run("The plan"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -46,7 +46,7 @@ logger = get_logger(__name__)
 
 
 def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool:
-    """Whether all sizes are 1 on one process, which is the stock Trainer."""
+    """Whether all sizes are 1 on one process, so that the stock Trainer runs."""
     planned = 1 if plugin.plan is None else plugin.plan.world_size
     return world_size == planned == 1 and all(m.num_ranks == 1 for m in plugin.modules.values())
 
@@ -247,11 +247,11 @@ class PreparedModel:
     A model with the settings of its modules, before it is laid out.
 
     Args:
-        model (`PreTrainedModel`): The whole model; on the meta device if each rank reads its own part.
+        model (`PreTrainedModel`): The whole model; on the meta device if each rank reads its part.
         spec (`ModelSpec`): Its description, with what is frozen and with adapters.
-        costs (`CostModel`): What its layers cost, the same on all ranks.
+        costs (`CostModel`): Costs of its layers, the same on all ranks.
         source (`str` or `Path`, *optional*): Id or folder that ranks read their parts from.
-        adapter ([`Adapter`], *optional*): What was added to it.
+        adapter ([`Adapter`], *optional*): Its adapters.
     """
 
     model: Any
@@ -269,7 +269,7 @@ def prepare_model(
 
     Args:
         model (`PreTrainedModel`, `PeftModel`, `str` or `Path`):
-            A whole model, equal on all ranks, or an id or folder from which each rank reads only what it holds.
+            A whole model, equal on all ranks, or an id or folder from which each rank reads only its weights.
         args (`MultimodalTrainingArguments`): The arguments.
         plugin (`MultimodalParallelPlugin`): The settings of modules.
         world ([`World`]): The ranks.
@@ -285,7 +285,7 @@ def prepare_model(
     check_model(whole, is_searched=plugin.auto)
     spec = apply_module_settings(whole, plugin)
     if configs:
-        with seeded(args.seed):  # copies start from equal adapters, whatever a rank has drawn before
+        with seeded(args.seed):  # replicas start from equal adapters
             adapter = add_adapters(whole, spec, configs)
         mark_adapted(whole, adapter)
         spec = build_model_spec(whole)
@@ -327,7 +327,7 @@ def build_engine(
     engine.sharded.adapter = prepared.adapter
     engine.settings = plugin.modules
     recomputing = {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}
-    for name in recomputing:  # every layer until here; the arguments may say which
+    for name in recomputing:  # of all layers; the arguments may choose some
         module = spec.modules[name]
         enable_checkpointing(engine.module, module.tower, module.stack, checkpointing_settings(args))
     return engine, global_batch_size
@@ -341,17 +341,17 @@ def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:
 
 
 def compute_dtype(spec: ModelSpec, args: MultimodalTrainingArguments) -> str:
-    """What matrix products are computed in, a key of [`PEAK_OF_DTYPE`]: of autocast, else of the weights of layers."""
-    found = {"bf16": "bfloat16", "fp16": "float16"}.get(str(args.mixed_precision))
-    if found is None:
+    """The dtype of matrix products, a key of [`PEAK_OF_DTYPE`]: of autocast, else of the weights of layers."""
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(args.mixed_precision))
+    if dtype is None:
         dtypes = {p.dtype for p in spec.language_model.parameters}
-        found = next((dtype for dtype in ("bfloat16", "float16") if dtypes == {dtype}), "float32")
-    return "tf32" if found == "float32" and tf32_is_on() else found
+        dtype = next((half for half in ("bfloat16", "float16") if dtypes == {half}), "float32")
+    return "tf32" if dtype == "float32" and tf32_is_on() else dtype
 
 
 def _costs(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -> CostModel:
     """
-    What layers cost, the same on all ranks, which must decide alike: of the device of all, and the profile of rank 0.
+    Costs of layers by the device of all ranks and the profile of rank 0; the same on all ranks, which decide alike.
 
     Raises:
         `ValueError`: For a profile or a description of a device that can't be read, or a profile of another model.

@@ -1,4 +1,4 @@
-"""Which columns of a dataset a Trainer keeps, and which it misses."""
+"""Columns of datasets: those that a model reads, and errors where they are missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def choose_collator(args: Arguments, given: dict[str, Any], model: Any) -> Argum
 
     Args:
         args (`TrainingArguments`): The arguments.
-        given (`dict[str, Any]`): What the Trainer is made with; changed in place.
+        given (`dict[str, Any]`): The arguments of the Trainer; changed in place.
         model: The whole model.
 
     Returns:
@@ -47,7 +47,7 @@ def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> Non
     Raises `ValueError` for datasets without the columns that make samples.
 
     Args:
-        given (`Mapping[str, Any]`): What the Trainer is made with.
+        given (`Mapping[str, Any]`): The arguments of the Trainer.
         model: The model, an id or a folder.
         is_planned (`bool`): Whether it is trained under a plan; the stock Trainer may have uses for other columns.
     """
@@ -65,11 +65,19 @@ def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> Non
             for message in messages if isinstance(messages, list) else ():
                 require_role(message, f"`{name}`")
         elif "input_ids" not in columns:
-            _check_untokenised(name, columns, processor, _taken_by(model), is_planned)
+            _check_untokenised(name, columns, processor, _inputs_of(model), is_planned)
+
+
+def encoder_columns(model: Any) -> list[str]:
+    """The columns that a composed model routes to its encoders; none of any other model."""
+    if not hasattr(model, "multimodal_parts"):
+        return []
+    parts = model.multimodal_parts().values()
+    return [name for part in parts for modality in part.modalities for name in part.input_names(modality)]
 
 
 def missing_columns(columns: list[str]) -> str:
-    """What to do about a dataset that has no column for the model."""
+    """The end of an error for a dataset without columns for the model: its columns and the remedy."""
     return (
         f"it has the columns {columns}. Without a `data_collator`, samples have `input_ids` and `labels`, or "
         "`messages` (conversations) and the Trainer a `processing_class`. Rename the columns that are meant, or pass "
@@ -79,14 +87,14 @@ def missing_columns(columns: list[str]) -> str:
 
 def _datasets(given: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> dataset, of all that there are."""
-    found = {}
+    datasets = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = given.get(name)
         if isinstance(dataset, dict):
-            found.update({f"{name}[{key!r}]": own for key, own in dataset.items()})
+            datasets.update({f"{name}[{key!r}]": part for key, part in dataset.items()})
         elif dataset is not None:
-            found[name] = dataset
-    return found
+            datasets[name] = dataset
+    return datasets
 
 
 def _check_chat(name: str, columns: list[str], collator: ChatCollator) -> None:
@@ -94,7 +102,7 @@ def _check_chat(name: str, columns: list[str], collator: ChatCollator) -> None:
     column = collator.messages_column
     if column in columns:
         return
-    other = next((own for own in _CONVERSATIONS if own in columns), "...")
+    other = next((name for name in _CONVERSATIONS if name in columns), "...")
     raise ValueError(
         f"`{name}` has no column `{column}`, which the `{type(collator).__name__}` reads; it has {columns}. Rename "
         f"the one that holds the messages, or use `messages_column={other!r}`."
@@ -103,7 +111,7 @@ def _check_chat(name: str, columns: list[str], collator: ChatCollator) -> None:
 
 def _check_untokenised(name: str, columns: list[str], processor: Any, known: set[str], is_planned: bool) -> None:
     """Raises `ValueError` for a dataset without token ids that no collator is given for."""
-    column = next((own for own in _CONVERSATIONS if own in columns and own not in known), None)
+    column = next((key for key in _CONVERSATIONS if key in columns and key not in known), None)
     if column is None:
         if is_planned and "messages" not in columns:
             raise ValueError(f"Nothing of `{name}` can be given to the model: {missing_columns(columns)}")
@@ -126,6 +134,6 @@ def _check_untokenised(name: str, columns: list[str], processor: Any, known: set
         )
 
 
-def _taken_by(model: Any) -> set[str]:
+def _inputs_of(model: Any) -> set[str]:
     """The arguments of a model's forward."""
     return set(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else set()

@@ -1,15 +1,16 @@
-"""How the Trainer's loop goes on in the middle of an epoch, counted in samples."""
+"""The state of a Trainer in a checkpoint, and its position in the data, counted in samples."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
 from .._files import readable
@@ -26,9 +27,29 @@ def check_trainer_state(folder: Path) -> None:
             TrainerState.load_from_json(str(path))
 
 
+def save_trainer_state(folder: Path, state: TrainerState, stateful: Iterable[Any]) -> None:
+    """
+    Writes the state of a Trainer.
+
+    Args:
+        folder (`Path`): The checkpoint.
+        state (`TrainerState`): The state; those of callbacks are added.
+        stateful (`Iterable`): Callbacks and the control, of which some may have a state.
+    """
+    for part in stateful:
+        if isinstance(part, ExportableState):
+            name = type(part).__name__
+            states: Any = state.stateful_callbacks
+            if isinstance(states[name], list):
+                states[name].append(part.state())
+            else:
+                states[name] = part.state()
+    state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+
 class DataProgress:
     """
-    Where a training run is in its data.
+    The position of a training run in its data.
 
     Args:
         batch_size (`int`): Samples of a global batch.
@@ -42,18 +63,18 @@ class DataProgress:
         self.resumed_at: tuple[int, int] | None = None
 
     def step(self, draw: Draw) -> None:
-        """Goes on by the samples of a step."""
+        """Advances by the samples of a step."""
         self.position = self.position.after(draw, self.batch_size)
 
     def training_values(self, values: tuple, args: Any, dataloader: DataLoader) -> tuple:
         """
-        What `Trainer.set_initial_training_values` returns, for a run that goes on, maybe with batches of another
-        size: as many steps as the samples take that are left.
+        The result of `Trainer.set_initial_training_values` for a resumed run, maybe with another batch size: the
+        number of steps follows from the samples that are left.
 
         Args:
-            values (`tuple`): What it returns for a run from the start.
+            values (`tuple`): Its result for a run from the start.
             args (`TrainingArguments`): The arguments.
-            dataloader (`DataLoader`): Of the training set; its draws are told where to go on.
+            dataloader (`DataLoader`): Loader of the training set, whose draws get the position.
         """
         position = self.position
         if args.ignore_data_skip:
@@ -71,7 +92,7 @@ class DataProgress:
         return epochs, steps_per_epoch, *others, max_steps
 
     def save(self, folder: Path, global_step: int, num_skipped: int, memory_ratio: Mark | None = None) -> None:
-        """Writes the position into a checkpoint, with what was learned of memory."""
+        """Writes the position into a checkpoint, with the memory ratio."""
         learned = self.position.memory_ratio if memory_ratio is None else list(memory_ratio)
         position = dataclasses.replace(
             self.position, global_step=global_step, num_skipped=num_skipped, memory_ratio=learned

@@ -12,7 +12,7 @@ logger = get_logger(__name__)
 
 class FiniteCheck:
     """
-    Looks at the loss and the norm of the gradient of each step, and warns of the first step in which one of them is
+    Checks the loss and the norm of the gradient of each step, and warns of the first step in which one of them is
     not finite, then of the tenth and of the hundredth. Training goes on, as in `transformers.Trainer`.
 
     Args:
@@ -26,18 +26,18 @@ class FiniteCheck:
         self._norm: tuple[int, torch.Tensor] | None = None
 
     def loss(self, step: int, value: float) -> None:
-        """Looks at a loss."""
+        """Checks a loss."""
         self.settle()
         if not math.isfinite(value):
             shown = " The log leaves it out (`logging_nan_inf_filter`)." if self.filtered else ""
             self._found(step, f"The loss of step {step} is {value}.{shown}")
 
     def norm(self, step: int, value: torch.Tensor) -> None:
-        """Keeps a norm until it is known anyway: looking at it now would wait for the device."""
+        """Keeps a norm for later: reading it now would wait for the device."""
         self._norm = step, value
 
     def settle(self) -> None:
-        """Looks at the norm that was kept."""
+        """Checks the norm of the last step."""
         if self._norm is not None:
             step, value = self._norm[0], float(self._norm[1])
             self._norm = None

@@ -1,18 +1,17 @@
-"""The Trainer's data loaders under a plan: every item is a step."""
+"""Data loaders of a run under a plan: each item is a step of all ranks."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
-from transformers.utils.import_utils import is_datasets_available
 
 from ..data.drawn_sizes import SizedDraws
 from ..data.draws import DrawSampler, LengthGroups
@@ -20,159 +19,191 @@ from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
+from ..runtime.engine import ParallelEngine
 from ..steps.method_choice import DEFAULT_METHOD
 from ..steps.step_planner import SizeFunction, StepPlanner
 from ..world import World
-from .arguments import AUTO
-from .memory_ratio import MemoryRatio, allocated_since
+from .arguments import AUTO, MultimodalTrainingArguments
+from .memory_ratio import Mark, MemoryRatio, allocated_since
 from .oversized_samples import allowed_bytes
+from .run_context import RunContext
 from .start_checks import check_dataset
+from .training_sizes import SharedSizes, TrainingSizes
 
-if TYPE_CHECKING:
-    from .trainer import MultimodalParallelTrainer
-    from .training_sizes import SharedSizes
-
-
-def train_loader(trainer: MultimodalParallelTrainer) -> DataLoader:
-    """Global batches of the training set in the stock Trainer's order, arranged as the arguments say."""
-    args, dataset = trainer.args, trainer.train_dataset
-    if dataset is None:
-        raise ValueError("Trainer: training requires a train_dataset.")
-    check_dataset(dataset)
-    dataset = _windowed(trainer, dataset, args.dataloader_drop_last)
-    if isinstance(dataset, StreamWindow):
-        sampler = StreamSampler(dataset)
-    else:
-        sampler = trainer._get_train_sampler(dataset)
-        if isinstance(sampler, LengthGroupedSampler):
-            seed = args.seed if args.data_seed is None else args.data_seed
-            sampler = LengthGroups(sampler, trainer.global_batch_size, seed)
-        sampler = _seeded(trainer, sampler)
-    draws = DrawSampler(sampler, trainer.global_batch_size, args.dataloader_drop_last)
-    method = trainer.world.from_first_rank(lambda: trainer.method_choice.method)
-    sizes = trainer.training_sizes.shared(dataset)
-    planner = trainer._engine.planner = training_planner(trainer, sizes.source, sizes.typical, method)
-    trainer.memory_ratio = _memory_ratio(trainer, planner, sizes)
-    if sizes.is_measured_when_drawn:
-        draws, planner = _sized(trainer, dataset, draws, sizes), replace(planner, sizes=None)
-    if trainer.memory_ratio is not None:
-        draws.limits_of = trainer.memory_ratio.limits_of
-    return _step_loader(trainer, dataset, draws, planner, "Training")
+SamplerOf = Callable[[Any], Any]
+"""Dataset -> its sampler, such as `Trainer._get_train_sampler`."""
 
 
-def _memory_ratio(trainer: MultimodalParallelTrainer, planner: StepPlanner, sizes: SharedSizes) -> MemoryRatio | None:
-    """What learns the memory of steps, if that is asked for and limits depend on it."""
-    if trainer.args.memory_limit_gib != AUTO or planner.memory_bytes is None or sizes.typical is None:
-        return None
-    measure = functools.partial(allocated_since, trainer._engine.device)
-    return MemoryRatio(planner, sizes.typical, measure, trainer.learned_ratio)
-
-
-def _sized(trainer: MultimodalParallelTrainer, dataset: Any, draws: DrawSampler, sizes: SharedSizes) -> SizedDraws:
-    """The draws with sizes, of which each rank measures a part."""
-    args, engine = trainer.args, trainer._engine
-    unknown = sizes.median or SampleSizes.uniform(dict.fromkeys(engine.plan.modules, 1), 1)
-    return SizedDraws(
-        draws,
-        sizes.source,
-        dataset,
-        unknown,
-        functools.partial(trainer.world.all_gather, what="exchanging the sizes of samples"),
-        engine.rank,
-        engine.plan.world_size,
-        args.dataloader_num_workers,
-        args.dataloader_multiprocessing_context,
-        keeps=args.local_process_index == 0,
-    )
-
-
-def eval_loader(trainer: MultimodalParallelTrainer, dataset: Any, description: str) -> DataLoader:
-    """Batches of a dataset in its order, with enough microbatches to fill the pipeline."""
-    check_dataset(dataset)
-    plan = trainer._engine.plan
-    depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
-    size = trainer.args.per_device_eval_batch_size
-    count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
-    dataset = _windowed(trainer, dataset, drop_last=False)
-    if isinstance(dataset, StreamWindow):
-        order: Any = StreamSampler(dataset)
-    else:
-        order = _seeded(trainer, trainer._get_eval_sampler(dataset) or SequentialSampler(dataset))
-    draws = DrawSampler(order, count)
-    return _step_loader(trainer, dataset, draws, _planner(trainer, size, training=False), description)
-
-
-def check_loader(loader: Any, method: str) -> None:
+@dataclass(frozen=True)
+class TrainingLoader:
     """
-    Raises `ValueError` for a loader that is not this package's.
+    The loader of the training steps, and how they are planned.
 
     Args:
-        loader (`Any`): What the method returned.
-        method (`str`): The method of the Trainer that it comes from, maybe an override.
+        loader (`DataLoader`): Yields a [`StepBatch`] for each global batch.
+        planner ([`StepPlanner`]): Plans the steps.
+        memory_ratio ([`MemoryRatio`], *optional*): Corrects limits of microbatches by the memory of the first steps.
     """
-    if not isinstance(getattr(loader, "dataset", None), StepDataset):
-        raise ValueError(
-            f"`{method}` returned a `{type(loader).__name__}` of batches, but under a plan steps are arranged over "
-            "the ranks by a loader of its own. Return what the inherited method returns; another order, other "
-            "batches and other samples come from `_get_train_sampler`, a `data_collator` and a dataset."
+
+    loader: DataLoader
+    planner: StepPlanner
+    memory_ratio: MemoryRatio | None
+
+
+class StepLoaders:
+    """
+    Makes the loaders of a run.
+
+    Args:
+        context ([`RunContext`]): The run.
+        engine ([`ParallelEngine`]): This rank's part of the model.
+        batch_size (`int`): Samples of a global batch.
+    """
+
+    def __init__(self, context: RunContext, engine: ParallelEngine, batch_size: int):
+        self.context = context
+        self.engine = engine
+        self.batch_size = batch_size
+        self.args: Any = context.args
+
+    def training(
+        self, sampler_of: SamplerOf, sizes: TrainingSizes, method: str, learned: Mark | None = None
+    ) -> TrainingLoader:
+        """
+        Global batches of the training set in the stock Trainer's order, arranged as the arguments say. Collective.
+
+        Args:
+            sampler_of (`Callable`): Training set -> its sampler.
+            sizes ([`TrainingSizes`]): Sizes of the training samples.
+            method (`str`): Arrangement if the arguments name none; that of rank 0 counts.
+            learned (`tuple[float, int, int]`, *optional*): Memory ratio of the run that is resumed.
+        """
+        dataset = self.context.train_dataset
+        if dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        check_dataset(dataset)
+        dataset = self._windowed(dataset, self.args.dataloader_drop_last)
+        order = self._training_order(dataset, sampler_of)
+        draws = DrawSampler(order, self.batch_size, self.args.dataloader_drop_last)
+        agreed = self.context.world.from_first_rank(lambda: method)
+        shared = sizes.shared(dataset, self.batch_size)
+        base = base_planner(self.engine, self.args.per_device_train_batch_size)
+        planner = training_planner(base, self.args, shared.source, agreed)
+        if shared.typical is not None:
+            planner = planner.with_limits(shared.typical)
+        memory_ratio, steps = self._memory_ratio(planner, shared, learned), planner
+        if shared.is_measured_when_drawn:
+            draws, steps = self._sized(dataset, draws, shared), replace(planner, sizes=None)
+        if memory_ratio is not None:
+            draws.limits_of = memory_ratio.limits_of
+        return TrainingLoader(self._loader(dataset, draws, steps, "Training"), planner, memory_ratio)
+
+    def evaluation(self, dataset: Any, sampler_of: SamplerOf, description: str) -> DataLoader:
+        """
+        Batches of a dataset in its order, with enough microbatches to fill the pipeline.
+
+        Args:
+            dataset: The dataset.
+            sampler_of (`Callable`): Dataset -> its sampler, if it has one.
+            description (`str`): Name of the dataset in messages.
+        """
+        check_dataset(dataset)
+        plan = self.engine.plan
+        depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
+        size = self.args.per_device_eval_batch_size
+        count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
+        dataset = self._windowed(dataset, drop_last=False)
+        if isinstance(dataset, StreamWindow):
+            order: Any = StreamSampler(dataset)
+        else:
+            order = self._seeded(sampler_of(dataset) or SequentialSampler(dataset))
+        planner = replace(base_planner(self.engine, size), training=False)
+        return self._loader(dataset, DrawSampler(order, count), planner, description)
+
+    def _training_order(self, dataset: Any, sampler_of: SamplerOf) -> Any:
+        """The order of the stock Trainer on one process."""
+        if isinstance(dataset, StreamWindow):
+            return StreamSampler(dataset)
+        sampler = sampler_of(dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            return LengthGroups(sampler, self.batch_size, self._data_seed)
+        return self._seeded(sampler)
+
+    @property
+    def _data_seed(self) -> int:
+        return self.args.seed if self.args.data_seed is None else self.args.data_seed
+
+    def _seeded(self, sampler: Any) -> Any:
+        """The sampler that accelerate makes of a random one."""
+        if not isinstance(sampler, RandomSampler):
+            return sampler
+        if not self.args.accelerator_config.use_seedable_sampler:
+            return _FirstRanksOrder(sampler, self.context.world)
+        return SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=torch.Generator(),
+            data_seed=self._data_seed,
+        )
+
+    def _windowed(self, dataset: Any, drop_last: bool) -> Any:
+        """The dataset, through a window if it is a stream."""
+        if not is_stream(dataset):
+            return dataset
+        carries_rows = self.args.on_bad_sample == "skip" and self.args.dataloader_num_workers > 0
+        return StreamWindow(dataset, self.args.seed, drop_last, carries_rows)
+
+    def _memory_ratio(self, planner: StepPlanner, sizes: SharedSizes, learned: Mark | None) -> MemoryRatio | None:
+        """The memory ratio, if the arguments ask for it and limits depend on memory."""
+        if self.args.memory_limit_gib != AUTO or planner.memory_bytes is None or sizes.typical is None:
+            return None
+        measure = functools.partial(allocated_since, self.engine.device)
+        return MemoryRatio(planner, sizes.typical, measure, learned)
+
+    def _sized(self, dataset: Any, draws: DrawSampler, sizes: SharedSizes) -> SizedDraws:
+        """The draws with their sizes, of which each rank measures a part."""
+        args, engine = self.args, self.engine
+        unknown = sizes.median or SampleSizes.uniform(dict.fromkeys(engine.plan.modules, 1), 1)
+        return SizedDraws(
+            draws,
+            sizes.source,
+            dataset,
+            unknown,
+            functools.partial(self.context.world.all_gather, what="exchanging the sizes of samples"),
+            engine.rank,
+            engine.plan.world_size,
+            args.dataloader_num_workers,
+            args.dataloader_multiprocessing_context,
+            keeps=args.local_process_index == 0,
+        )
+
+    def _loader(self, dataset: Any, draws: DrawSampler, planner: StepPlanner, description: str) -> DataLoader:
+        """A loader that yields a [`StepBatch`] for each global batch."""
+        engine, args = self.engine, self.args
+        workers = args.dataloader_num_workers
+        dataset, collator = self.context.drop_columns(dataset, description)
+        modules = readers(dataset, collator, engine.spec, engine.encoder_inputs)
+        keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
+        window = dataset if isinstance(dataset, StreamWindow) else None
+        unused, cutter = engine.unused_inputs, engine.cutter
+        steps = StepDataset(modules, keys, args.seed, unused, cutter, planner, engine.rank, window)
+        order: Any = draws
+        return DataLoader(
+            steps,
+            batch_sampler=order,
+            collate_fn=as_is,
+            num_workers=workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=args.process_index),
         )
 
 
-def training_planner(
-    trainer: MultimodalParallelTrainer,
-    sizes: SizeFunction | None,
-    typical: SampleSizes | None = None,
-    method: str | None = None,
-) -> StepPlanner:
-    """
-    Plans the training steps, by the sizes of samples and with limits of microbatches for a typical batch, with the
-    arrangement `method` if the user names none.
-    """
-    args = trainer.args
-    planner = _planner(
-        trainer,
-        args.per_device_train_batch_size,
-        method=args.microbatch_assignment or method or DEFAULT_METHOD,
-        sizes=sizes,
-        max_tokens=args.max_tokens_per_microbatch,
-        memory_bytes=allowed_bytes(args, trainer._engine.costs.device),
-    )
-    return planner if typical is None else planner.with_limits(typical)
-
-
-def _planner(trainer: MultimodalParallelTrainer, microbatch_size: int, **settings: Any) -> StepPlanner:
-    engine = trainer._engine
-    return StepPlanner(engine.costs, engine.plan, engine.sync_groups, microbatch_size, **settings)
-
-
-def _windowed(trainer: MultimodalParallelTrainer, dataset: Any, drop_last: bool) -> Any:
-    """The dataset, through a window if it is a stream."""
-    if not is_stream(dataset):
-        return dataset
-    args = trainer.args
-    carries_rows = args.on_bad_sample == "skip" and args.dataloader_num_workers > 0
-    return StreamWindow(dataset, args.seed, drop_last, carries_rows)
-
-
-def _seeded(trainer: MultimodalParallelTrainer, sampler: Any) -> Any:
-    """The stock Trainer's order on one process: the sampler that accelerate makes of it."""
-    args = trainer.args
-    seed = args.data_seed if args.data_seed is not None else args.seed
-    if not isinstance(sampler, RandomSampler):
-        return sampler
-    if not args.accelerator_config.use_seedable_sampler:
-        return _OwnOrder(sampler, trainer.world)
-    return SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=torch.Generator(),
-        data_seed=seed,
-    )
-
-
-class _OwnOrder:
-    """A random order by torch's global generator, as the stock Trainer draws it, and that of rank 0 on all ranks."""
+class _FirstRanksOrder:
+    """The random order that rank 0 draws by torch's global generator, as the stock Trainer does, on all ranks."""
 
     def __init__(self, sampler: RandomSampler, world: World):
         self.sampler = sampler
@@ -185,33 +216,43 @@ class _OwnOrder:
         return iter(self.world.from_first_rank(lambda: list(self.sampler)))
 
 
-def _step_loader(
-    trainer: MultimodalParallelTrainer, dataset: Any, draws: DrawSampler, planner: StepPlanner, description: str
-) -> DataLoader:
-    """A loader that yields a [`StepBatch`] for each global batch."""
-    engine, args = trainer._engine, trainer.args
-    workers = args.dataloader_num_workers
-    dataset, collator = without_unused_columns(trainer, dataset, description)
-    modules = readers(dataset, collator, engine.spec, engine.encoder_inputs)
-    keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
-    window = dataset if isinstance(dataset, StreamWindow) else None
-    steps = StepDataset(modules, keys, args.seed, engine.unused_inputs, engine.cutter, planner, engine.rank, window)
-    order: Any = draws
-    return DataLoader(
-        steps,
-        batch_sampler=order,
-        collate_fn=as_is,
-        num_workers=workers,
-        multiprocessing_context=args.dataloader_multiprocessing_context,
-        pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
-        persistent_workers=args.dataloader_persistent_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-        worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=args.process_index),
+def check_loader(loader: Any, method: str) -> None:
+    """
+    Raises `ValueError` for a loader that is not this package's.
+
+    Args:
+        loader (`Any`): The loader.
+        method (`str`): The method of the Trainer that returned it, maybe an override.
+    """
+    if not isinstance(getattr(loader, "dataset", None), StepDataset):
+        raise ValueError(
+            f"`{method}` returned a `{type(loader).__name__}` of batches, but under a plan steps are arranged over "
+            "the ranks by a loader of its own. Return what the inherited method returns; another order, other "
+            "batches and other samples come from `_get_train_sampler`, a `data_collator` and a dataset."
+        )
+
+
+def base_planner(engine: ParallelEngine, microbatch_size: int) -> StepPlanner:
+    """Plans steps of an engine, with `microbatch_size` samples in a microbatch of one language-model replica."""
+    return StepPlanner(engine.costs, engine.plan, engine.sync_groups, microbatch_size)
+
+
+def training_planner(
+    planner: StepPlanner, args: MultimodalTrainingArguments, sizes: SizeFunction | None, method: str | None = None
+) -> StepPlanner:
+    """
+    A planner of training steps with the arrangement and the limits that the arguments ask for.
+
+    Args:
+        planner ([`StepPlanner`]): See [`base_planner`].
+        args ([`MultimodalTrainingArguments`]): The arguments.
+        sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*): Dataset indices -> sizes.
+        method (`str`, *optional*): Arrangement if the arguments name none.
+    """
+    return replace(
+        planner,
+        method=args.microbatch_assignment or method or DEFAULT_METHOD,
+        sizes=sizes,
+        max_tokens=args.max_tokens_per_microbatch,
+        memory_bytes=allowed_bytes(args, planner.costs.device),
     )
-
-
-def without_unused_columns(trainer: MultimodalParallelTrainer, dataset: Any, description: str) -> tuple[Any, Any]:
-    """A dataset and its collator, one of which leaves out what the model does not take."""
-    if is_datasets_available() and hasattr(dataset, "column_names"):
-        return trainer._remove_unused_columns(dataset, description=description), trainer.data_collator
-    return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator, description=description)

@@ -1,4 +1,4 @@
-"""`memory_limit_gib="auto"`: what the first steps need of memory corrects the limits of microbatches."""
+"""`memory_limit_gib="auto"`: the memory of the first steps corrects the limits of microbatches."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = get_logger(__name__)
 
 FIRST, LAST = 2, 4
 """Steps of a run that are measured: when the first one ends, the optimizer makes its state."""
-_LEAST, _MOST = 0.5, 2.0  # what a ratio may say; beyond it something else is wrong
+_LEAST, _MOST = 0.5, 2.0  # range of a plausible ratio; beyond it something else is wrong
 
 Mark = tuple[float, int, int]
-"""What was learned, and the epoch and position of the last draw that was planned without it."""
+"""The ratio, and the epoch and position of the last draw that was planned without it."""
 
 
 class MemoryRatio:
@@ -31,11 +31,11 @@ class MemoryRatio:
     out when it was learned, on all ranks; a checkpoint keeps both, so that a resumed run plans as the first one did.
 
     Args:
-        planner ([`StepPlanner`]): Of the run, with limits by the estimate.
-        typical (`SampleSizes`): Of a global batch such as there will be.
-        measure (`Callable[[], float | None]`): Bytes that this rank had allocated at most since it was last asked;
-            `None` where nothing counts them.
-        learned (`tuple[float, int, int]`, *optional*): What the run learned before it was resumed.
+        planner ([`StepPlanner`]): Planner of the run, with limits by the estimate.
+        typical (`SampleSizes`): Sizes of a typical global batch.
+        measure (`Callable[[], float | None]`): Peak of allocated bytes of this rank since the last call; `None` where
+            nothing counts them.
+        learned (`tuple[float, int, int]`, *optional*): The ratio of the run that is resumed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MemoryRatio:
             self._learn(*learned)
 
     def limits_of(self, draw: Draw) -> Mapping[str, int] | None:
-        """Module -> most tokens of a microbatch of this draw; `None` where those of the estimate hold."""
+        """Module -> maximum tokens of a microbatch of this draw; `None` for the limits by the estimate."""
         self._last = draw.epoch, draw.position
         if self.learned is None or self._last <= self.learned[1:]:
             return None
@@ -65,10 +65,10 @@ class MemoryRatio:
 
     def saw_step(self, engine: ParallelEngine) -> None:
         """
-        Takes in the step that has just run. Collective when the last step that is measured has.
+        Measures the step that has just run. Collective for the last of the measured steps.
 
         Args:
-            engine ([`ParallelEngine`]): What ran it.
+            engine ([`ParallelEngine`]): The engine that ran it.
         """
         if self.learned is not None:
             return
@@ -103,7 +103,7 @@ class MemoryRatio:
 
 
 def allocated_since(device: torch.device) -> float | None:
-    """Bytes that this rank had allocated at most since it was last asked; `None` where nothing counts them."""
+    """Peak of allocated bytes of this rank since the last call; `None` where nothing counts them."""
     if device.type != "cuda":
         return None
     peak = float(torch.cuda.max_memory_allocated(device))

@@ -1,4 +1,4 @@
-"""The part of a model card that says how the model was laid out and how well that went."""
+"""The section of a model card on the plan and the measured efficiency."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def plan_section(
 
 
 def comparison_lines(comparison: RunComparison) -> list[str]:
-    """The table of what was predicted, and what the difference comes from."""
+    """The table of predictions beside measurements, and the causes of the difference."""
     windows = comparison.windows
     lines = ["", f"Predicted beside measured, the mean over {len(windows)} logs until step {windows[-1].step}:", ""]
     lines += ["| quantity | predicted | measured | measured / predicted |", "| --- | --- | --- | --- |"]

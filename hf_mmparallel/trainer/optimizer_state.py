@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from ..world import World
 SCHEDULER = "scheduler.pt"
 
 
-def stock_groups(trainer: Any, model: nn.Module) -> list[list[str]]:
+def stock_groups(decayed: Iterable[str], model: nn.Module) -> list[list[str]]:
     """
     Names of the trained parameters in the groups of `Trainer.create_optimizer`: with weight decay, and without.
 
     Args:
-        trainer (`Trainer`): Whose `get_decay_parameter_names` decides.
+        decayed (`Iterable[str]`): Parameters with weight decay, see `Trainer.get_decay_parameter_names`.
         model (`nn.Module`): The whole model, before it is laid out; may be on the meta device.
     """
-    decayed = set(trainer.get_decay_parameter_names(model))
+    decayed = set(decayed)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [[name for name in trained if name in decayed], [name for name in trained if name not in decayed]]
 
@@ -57,7 +57,7 @@ def load_optimizer_and_scheduler(
         scheduler (`LRScheduler`): This rank's.
         model (`nn.Module`): The pruned model of this rank.
         folder (`Path`): The checkpoint.
-        groups (`Sequence[Sequence[str]]`): What [`stock_groups`] found in the whole model.
+        groups (`Sequence[Sequence[str]]`): See [`stock_groups`].
         world ([`World`]): The ranks.
 
     Raises:
@@ -68,8 +68,7 @@ def load_optimizer_and_scheduler(
         load_earlier_optimizer(optimizer, model, folder, world)
     else:
         load_optimizer(optimizer, model, folder, groups, world)
-    own = scheduler.state_dict()
-    scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, own))
+    scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, scheduler.state_dict()))
 
 
 def _read_scheduler(path: Path) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, 
 def _with_groups(
     state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A schedule's state with lists that have an entry for each group; what groups don't say comes from `own`."""
+    """A schedule's state with lists that have an entry for each group; settings that groups lack come from `own`."""
     result = dict(state)
     settings = {"_last_lr": "lr", "base_lrs": "initial_lr"}
     for name, value in state.items():

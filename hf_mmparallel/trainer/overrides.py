@@ -1,5 +1,5 @@
 """
-What becomes of a method of `Trainer` that a subclass overrides, under a plan.
+Overrides of methods of `Trainer` in a subclass of the user: whether they work under a plan.
 
 Each method has one entry. Where none is refused the loop of the stock Trainer calls the override as ever.
 """
@@ -25,7 +25,7 @@ class Extends:
     An override holds if it calls the method that it overrides, whose work a plan needs.
 
     Args:
-        reason (`str`): What that work is.
+        reason (`str`): The work of the inherited method.
         remedy (`str`): What to do instead of replacing it.
     """
 
@@ -247,13 +247,13 @@ def _calls(method: Any, name: str) -> bool:
     function = inspect.unwrap(getattr(method, "__func__", method))
     code = getattr(function, "__code__", None)
     pending = [] if code is None else [code]
-    found = code is None
+    calls = code is None
     while pending:
         code = pending.pop()
         used = [function.__globals__.get(variable) for variable in code.co_names]
-        found = found or name in code.co_names or _has_method(used, name)
+        calls = calls or name in code.co_names or _has_method(used, name)
         pending += [constant for constant in code.co_consts if inspect.iscode(constant)]
-    return found or _has_method(_closed_over(function), name)
+    return calls or _has_method(_closed_over(function), name)
 
 
 def _closed_over(function: Any) -> list[Any]:
@@ -267,14 +267,14 @@ def _has_method(values: list[Any], name: str) -> bool:
 
 
 def _fate(entry: NeverCalled | Extends) -> str:
-    """What becomes of an override that is refused, and why."""
+    """The reason of a refusal, as part of a sentence."""
     if isinstance(entry, NeverCalled):
         return f"is overridden, but under a plan it is never called: {entry.reason}"
     return f"is overridden without a call of the inherited method, which a plan needs: {entry.reason}"
 
 
 def _refusal(owner: type, ours: type, name: str, entry: NeverCalled | Extends) -> str:
-    """Why an override is refused, and what to do instead."""
+    """The error for an override: reason and remedy."""
     remedy = entry.remedy
     if issubclass(owner, Trainer) and not issubclass(owner, ours):
         remedy = (

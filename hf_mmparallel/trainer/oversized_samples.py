@@ -1,10 +1,10 @@
-"""What happens to samples that are larger than a microbatch is predicted to hold: they are told of, and run alone."""
+"""Samples that are larger than the limit of a microbatch: they are reported, and run alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -12,13 +12,11 @@ from accelerate.logging import get_logger
 from ..cost import Hardware, usable_bytes
 from ..plan import SampleSizes, StepPlan, Workloads
 from .arguments import AUTO
-
-if TYPE_CHECKING:
-    from .training_sizes import StartSizes
+from .training_sizes import StartSizes
 
 logger = get_logger(__name__)
 
-_UNLIMITED = 10**15  # tokens, which come of stages that keep nothing
+_UNLIMITED = 10**15  # tokens; the limit of stages that keep no activations
 _REMEDY = (
     "Each gets a microbatch of its own, which is predicted to need more memory than a rank may fill. If that is too "
     "much, set `activation_checkpointing`, raise `pp_size`, `tp_size` or `cp_size`, or leave such samples out."
@@ -27,11 +25,11 @@ _REMEDY = (
 
 def allowed_bytes(args: Any, device: Hardware) -> float | None:
     """
-    Memory of a rank that microbatches have to fit by estimate, `None` where it is not known.
+    Memory of a rank that the estimate of a microbatch may fill, `None` where it is unknown.
 
     Args:
         args ([`MultimodalTrainingArguments`]): The arguments.
-        device (`Hardware`): What each rank is; the same on all ranks, which have to arrange alike.
+        device (`Hardware`): The device of a rank; the same on all ranks, which have to arrange alike.
     """
     return usable_bytes(device, None if args.memory_limit_gib == AUTO else args.memory_limit_gib)
 
@@ -42,7 +40,7 @@ class LargeSamples:
     How samples compare with the limits of microbatches.
 
     Args:
-        limits (`Mapping[str, int]`): Module -> most tokens of a microbatch.
+        limits (`Mapping[str, int]`): Module -> maximum tokens of a microbatch.
         largest (`Mapping[str, int]`): Module -> tokens of the largest sample.
         num_over (`int`): Samples that are larger than a microbatch in one of the modules.
         num_samples (`int`): Samples that were compared.
@@ -57,7 +55,7 @@ class LargeSamples:
 
     @classmethod
     def of(cls, start: StartSizes, limits: Mapping[str, int]) -> LargeSamples:
-        """Compares what is known before the first step."""
+        """Compares the sizes that are known before the first step."""
         over = _over(start.sizes, limits)
         largest = {name: int(start.sizes.tokens[name].max(initial=0)) for name in limits}
         return cls(limits, largest, int(over.sum()), len(over), start.are_all)
@@ -75,7 +73,7 @@ class LargeSamples:
 
     @property
     def warning(self) -> str:
-        """What is to be said where a sample is larger; empty where none is."""
+        """A warning if a sample is larger than a limit, otherwise empty."""
         if not self.num_over:
             return ""
         over = ", ".join(
@@ -88,30 +86,30 @@ class LargeSamples:
 
 class LimitWatch:
     """
-    Tells once of samples that are larger than a microbatch may be.
+    Warns once of samples that are larger than the limit of a microbatch.
 
     Args:
-        told (`bool`, *optional*, defaults to `False`): Whether that was done before the first step.
+        has_warned (`bool`, *optional*, defaults to `False`): Whether the report before the first step has warned.
     """
 
-    def __init__(self, told: bool = False):
-        self.told = told
+    def __init__(self, has_warned: bool = False):
+        self.has_warned = has_warned
 
     def saw(self, step: StepPlan, workloads: Workloads | None) -> None:
         """
-        Looks at a step that was arranged.
+        Compares the samples of a step with the limits.
 
         Args:
             step (`StepPlan`): The arrangement.
-            workloads (`Workloads`, *optional*): What it was arranged by.
+            workloads (`Workloads`, *optional*): Tokens of its samples, and the limits.
         """
-        if self.told or workloads is None:
+        if self.has_warned or workloads is None:
             return
         for name, limit in workloads.max_tokens.items():
             tokens = workloads.tokens[name]
             slot = int(np.argmax(tokens)) if len(tokens) else 0
             if len(tokens) and tokens[slot] > limit:
-                self.told = True
+                self.has_warned = True
                 logger.warning(
                     f"Sample {step.samples[slot]} has {tokens[slot]:,} tokens in `{name}`, where a microbatch may "
                     f"have {limit:,}. {_REMEDY} Further such samples are not reported."

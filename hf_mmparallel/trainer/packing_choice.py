@@ -1,4 +1,4 @@
-"""Whether the samples of a microbatch are packed into one row, and why."""
+"""The choice between packed and padded rows, with its reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec
 @dataclass(frozen=True)
 class RowChoice:
     """
-    How rows of the language model are made.
+    The form of rows of the language model.
 
     Args:
         packed (`bool`): Whether a microbatch is one row without padding.
@@ -34,7 +34,7 @@ def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any)
     Decides how rows are made under a plan.
 
     Args:
-        packing (`bool`, *optional*): What the user says; without it rows are packed wherever the model allows it.
+        packing (`bool`, *optional*): The user's choice; without it rows are packed wherever the model allows it.
         model ([`~transformers.PreTrainedModel`]): The whole model, with its attention functions set.
         spec (`ModelSpec`): Its description.
         collator (`Callable`): The data collator that the user gave, or that was chosen.

@@ -1,4 +1,4 @@
-"""The plan that a checkpoint holds, and the settings of modules beside it."""
+"""The plan in a checkpoint, and the settings of modules beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stock Trainer's signature, whatever the installed version's is."""
+"""The signature of the installed version's `Trainer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can't hold under a plan is refused with a reason, on every rank, before anything is built."""
+"""Refusals of models, data and launches that can't be used under a plan, on every rank, before anything is built."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 def check_trainer(model: Any, given: dict[str, Any]) -> None:
-    """Raises `ValueError` for a loss, a model or data that can't hold under a plan."""
+    """Raises `ValueError` for a loss, a model or data that can't be used under a plan."""
     if model is None and given.get("model_init") is None:
         raise ValueError("`model=None` leaves nothing to lay out by `parallel`. Pass a model, an id or a folder.")
     if given.get("train_dataset") is not None:
@@ -113,7 +113,7 @@ def check_launch(args: TrainingArguments) -> None:
         )
 
 
-# What a launcher sets -> why it can't hold, remedy.
+# Environment variable of a launcher -> reason of the refusal, remedy.
 _LAUNCHER_SETTINGS = {
     "ACCELERATE_USE_FSDP": ("it shards one model over one mesh", "Use `dp_size` of the modules"),
     "ACCELERATE_USE_DEEPSPEED": ("it wraps one model on all ranks", "Use `dp_size` of the modules"),
@@ -127,7 +127,7 @@ _PRECISIONS = {"fp16": "its loss scaler lives in one backward", "fp8": "stages a
 
 
 def check_launcher(args: TrainingArguments) -> None:
-    """Raises `ValueError` for what the launcher brings along, not the arguments, and can't hold under a plan."""
+    """Raises `ValueError` for settings of the launcher, beside the arguments, that can't be used under a plan."""
     for name, (reason, remedy) in _LAUNCHER_SETTINGS.items():
         if is_switched_on(name):
             raise ValueError(

@@ -1,11 +1,11 @@
-"""What the Trainer knows of the sizes of its training samples."""
+"""Sizes of the training samples, before the first step and during a run."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils.logging import tqdm
 
@@ -20,14 +20,12 @@ from ..data.streams import StreamSizes, StreamWindow
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..steps.step_planner import SizeFunction
 from ..world import shared_failure
-from .loaders import without_unused_columns
-
-if TYPE_CHECKING:
-    from .trainer import MultimodalParallelTrainer
+from .arguments import MultimodalTrainingArguments
+from .run_context import RunContext
 
 _MEASURED = 256  # samples, where not all sizes are known before they are drawn
-_STREAMED = 64
-_TOGETHER = 64  # samples between two movements of the bar
+_STREAMED = 64  # samples of a stream
+_TOGETHER = 64  # samples between two updates of the progress bar
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,13 @@ class StartSizes:
 @dataclass(frozen=True)
 class SharedSizes:
     """
-    What all ranks know alike.
+    Sizes that are equal on all ranks.
 
     Args:
         source (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
-            Dataset indices -> sizes, or how each rank measures them; `None` where nothing says them.
-        typical (`SampleSizes`, *optional*): Of a global batch of samples like the mean one.
-        median (`SampleSizes`, *optional*): Of one sample, in place of those of which nothing says the size.
+            Dataset indices -> sizes, or how each rank measures them; `None` where sizes are unknown.
+        typical (`SampleSizes`, *optional*): Sizes of a global batch whose samples are like the mean one.
+        median (`SampleSizes`, *optional*): Size of one sample, used for samples of unknown size.
     """
 
     source: SizeSource | None
@@ -66,135 +64,152 @@ class SharedSizes:
         return self.source is not None and not self.source.is_table and not isinstance(self.source, StreamSizes)
 
 
+@dataclass
+class MeasuredSizes:
+    """Sizes that [`TrainingSizes`] has measured, each with the dataset or the source that it belongs to."""
+
+    source: tuple[Any, SizeSource | None] | None = None
+    layers: dict[str, LayerTokens] | None = None
+    with_layers: tuple[SizeSource, SizeSource] | None = None
+    start: tuple[Any, StartSizes | None] | None = None
+
+
 class TrainingSizes:
     """
-    Sizes of the training samples, found out once.
+    Sizes of the training samples, measured once.
 
     Args:
-        trainer ([`MultimodalParallelTrainer`]): The Trainer.
+        context ([`RunContext`]): The run.
+        measured ([`MeasuredSizes`], *optional*): Earlier results, to which new ones are added.
     """
 
-    def __init__(self, trainer: MultimodalParallelTrainer):
-        self.trainer = trainer
-        self._found: tuple[Any, SizeSource | None] | None = None
-        self._layers: dict[str, LayerTokens] | None = None
-        self._layered: tuple[SizeSource, SizeSource] | None = None
-        self._start: tuple[Any, StartSizes | None] | None = None
+    def __init__(self, context: RunContext, measured: MeasuredSizes | None = None):
+        self.context = context
+        self.measured = MeasuredSizes() if measured is None else measured
 
     def of_rank(self, dataset: Any) -> SizeSource | None:
         """
-        Dataset indices -> sizes, as this rank alone finds them out; `None` where nothing says them.
+        Dataset indices -> sizes, as this rank alone measures them; `None` where sizes are unknown.
 
         Args:
             dataset: The training dataset, or the window of a stream.
         """
-        source = self._rows(dataset)
+        source = self._in_features(dataset)
         if source is None:
             return None
-        if self._layered is None or self._layered[0] is not source:
-            self._layered = source, source.with_layers(self._measured(dataset, source))
-        return self._layered[1]
+        measured = self.measured
+        if measured.with_layers is None or measured.with_layers[0] is not source:
+            measured.with_layers = source, source.with_layers(self._layers(dataset, source))
+        return measured.with_layers[1]
 
-    def at_start(self, dataset: Any) -> StartSizes | None:
+    def at_start(self, dataset: Any, batch_size: int) -> StartSizes | None:
         """
-        What this rank alone finds out before the first step; `None` where nothing says how large samples are.
+        Sizes that this rank alone measures before the first step; `None` where they are unknown.
 
         Args:
             dataset: The training dataset, or the window of a stream.
+            batch_size (`int`): Samples of a global batch.
         """
-        if self._start is None or self._start[0] is not dataset:
-            with seeded(self.trainer.args.seed):  # only this rank reads samples here
-                self._start = dataset, self._at_start(dataset)
-        return self._start[1]
+        if self.measured.start is None or self.measured.start[0] is not dataset:
+            with seeded(self.context.args.seed):  # only this rank reads samples here
+                self.measured.start = dataset, self._at_start(dataset, batch_size)
+        return self.measured.start[1]
 
-    def _at_start(self, dataset: Any) -> StartSizes | None:
+    def _at_start(self, dataset: Any, batch_size: int) -> StartSizes | None:
         source = self.of_rank(dataset)
         if source is None:
             return None
         if source.is_table:
-            found = StartSizes(source(range(len(source))), True)
+            result = StartSizes(source(range(len(source))), True)
         else:
-            window, count = None, _MEASURED
+            count = _MEASURED
             if isinstance(source, StreamSizes):
-                window, count = copy.copy(source.window), _STREAMED  # the stream itself is read when training begins
-                source = source.of_window(window)
-            draw = representative_draw(self.trainer, source, window, max(count, self.trainer.global_batch_size))
+                dataset, count = copy.copy(source.window), _STREAMED  # training reads the stream itself
+                source = source.of_window(dataset)
+            draw = representative_draw(dataset, source, max(count, batch_size), self.context.args)
             readable = _readable(source, draw.samples, skip=True)
             if not readable:
                 return None
-            found = StartSizes(source(readable), False)
-        return found if found.sizes.known and found.sizes.num_samples else None
+            result = StartSizes(source(readable), False)
+        return result if result.sizes.known and result.sizes.num_samples else None
 
-    def shared(self, dataset: Any) -> SharedSizes:
+    def shared(self, dataset: Any, batch_size: int) -> SharedSizes:
         """
-        The same on all ranks. Collective.
+        Sizes that are equal on all ranks. Collective.
 
-        The first rank measures the encoders, and all samples that are measured in advance; ranks read a file with
-        different luck.
+        The first rank measures the encoders, and all samples that are measured in advance, because a file may be
+        readable on one host and not on another.
+
+        Args:
+            dataset: The training dataset, or the window of a stream.
+            batch_size (`int`): Samples of a global batch.
         """
 
         def find() -> tuple[SharedSizes, dict[str, LayerTokens] | None]:
-            source, start = self.of_rank(dataset), self.at_start(dataset)
-            typical = None if start is None else start.sizes.like_the_mean(self.trainer.global_batch_size)
+            source, start = self.of_rank(dataset), self.at_start(dataset, batch_size)
+            typical = None if start is None else start.sizes.like_the_mean(batch_size)
             median = None if start is None else median_of(start.sizes, LANGUAGE_MODEL)
             local = source is not None and not source.is_table
-            return SharedSizes(None if local else source, typical, median), self._layers if local else None
+            layers = self.measured.layers if local else None
+            return SharedSizes(None if local else source, typical, median), layers
 
         with shared_failure("measuring samples"):
-            found, layers = self.trainer.world.from_first_rank(find)
-            own = None if layers is None else self._rows(dataset)
-        return found if own is None or layers is None else replace(found, source=own.with_layers(layers))
+            shared, layers = self.context.world.from_first_rank(find)
+            source = None if layers is None else self._in_features(dataset)
+        return shared if source is None or layers is None else replace(shared, source=source.with_layers(layers))
 
-    def _rows(self, dataset: Any) -> SizeSource | None:
-        """Sizes in which a row of features is a token of the encoder."""
-        if self._found is None or self._found[0] is not dataset:
-            trainer = self.trainer
+    def _in_features(self, dataset: Any) -> SizeSource | None:
+        """Sizes in which an encoder has as many tokens as features."""
+        if self.measured.source is None or self.measured.source[0] is not dataset:
+            context = self.context
             source = size_source(
                 dataset,
-                trainer.data_collator,
-                trainer.model_spec,
-                trainer.args.token_columns,
-                trainer.sample_tokens,
-                trainer.processing_class,
-                num_proc=trainer.args.dataloader_num_workers or None,
+                context.collator,
+                context.spec,
+                context.args.token_columns,
+                context.sample_tokens,
+                context.processing_class,
+                num_proc=context.args.dataloader_num_workers or None,
             )
-            self._found = dataset, source
-        return self._found[1]
+            self.measured.source = dataset, source
+        return self.measured.source[1]
 
-    def _measured(self, dataset: Any, source: SizeSource) -> dict[str, LayerTokens]:
-        """Encoder -> what its layers see of rows of features."""
-        if self._layers is None:
-            trainer = self.trainer
-            lean, collator = without_unused_columns(trainer, dataset, "Training")
-            with seeded(trainer.args.seed):  # only this rank reads samples here
-                self._layers = measure_layers(trainer.model, trainer.model_spec, lean, collator, source)
-        return self._layers
+    def _layers(self, dataset: Any, source: SizeSource) -> dict[str, LayerTokens]:
+        """Encoder -> tokens in its layers for a number of features."""
+        if self.measured.layers is None:
+            context = self.context
+            lean, collator = context.drop_columns(dataset, "Training")
+            with seeded(context.args.seed):  # only this rank reads samples here
+                self.measured.layers = measure_layers(context.model, context.spec, lean, collator, source)
+        return self.measured.layers
 
 
 def representative_draw(
-    trainer: MultimodalParallelTrainer,
-    sizes: SizeFunction | None,
-    window: StreamWindow | None,
-    count: int | None = None,
+    dataset: Any, sizes: SizeFunction | None, count: int, args: MultimodalTrainingArguments
 ) -> Draw:
     """
-    Samples for a full global batch, or `count`: from all over the training set, without those whose file can't be
-    read, or that have no size if they may be skipped; or the first of a stream. Empty if there are none.
+    Samples from all over a dataset, or the first of a stream. Samples whose file can't be read are left out, and with
+    `on_bad_sample="skip"` all that have no size.
+
+    Args:
+        dataset: The training dataset, or the window of a stream.
+        sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
+            Dataset indices -> sizes; without it the draw has the first indices.
+        count (`int`): Number of samples, if the dataset has as many.
+        args ([`MultimodalTrainingArguments`]): The arguments.
     """
-    first = Draw(tuple(range(trainer.global_batch_size if count is None else count)))
-    if sizes is None and window is None:
+    first = Draw(tuple(range(count)))
+    if isinstance(dataset, StreamWindow):
+        return dataset.fetch(first)
+    if sizes is None:
         return first
-    if window is not None:
-        return window.fetch(first)
-    assert sizes is not None
-    skip = trainer.args.on_bad_sample == "skip"
-    chosen = spread(len(trainer.train_dataset), len(first.samples))
-    is_quick = getattr(sizes, "is_table", True) or trainer.args.disable_tqdm
+    chosen = spread(len(dataset), count)
+    is_quick = getattr(sizes, "is_table", True) or args.disable_tqdm
     readable = []
     with tqdm(total=len(chosen), desc="Measuring samples", disable=is_quick) as bar:
         for start in range(0, len(chosen), _TOGETHER):
             few = chosen[start : start + _TOGETHER]
-            readable += _readable(sizes, few, skip)
+            readable += _readable(sizes, few, args.on_bad_sample == "skip")
             bar.update(len(few))
     keep_sizes(sizes, readable)
     return Draw(tuple(readable))
@@ -205,5 +220,5 @@ def _readable(sizes: SizeFunction, indices: Sequence[int], skip: bool) -> list[i
     errors = measure_samples(sizes, indices)
     for error in errors.values():
         if not skip and not isinstance(error, (OSError, UnknownSizeError)):
-            raise error  # others are told of when their turn comes
+            raise error  # the others are reported when they are drawn
     return [index for index in indices if index not in errors]

@@ -13,7 +13,7 @@ from hf_mmparallel.arrange.balance import step_balance
 from hf_mmparallel.arrange.baselines import _Pipeline
 from hf_mmparallel.arrange.estimate import Pipeline
 from hf_mmparallel.arrange.generators import generated
-from hf_mmparallel.arrange.hierarchical import Batch
+from hf_mmparallel.arrange.global_batch import Batch
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModelSpec,

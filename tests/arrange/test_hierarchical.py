@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
 from hf_mmparallel.arrange.colocated_modules import ColocatedModules
+from hf_mmparallel.arrange.global_batch import Batch
 from hf_mmparallel.arrange.greedy import CapacityError
-from hf_mmparallel.arrange.hierarchical import Batch, hierarchical, tapered
+from hf_mmparallel.arrange.hierarchical import hierarchical, tapered
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
 from hf_mmparallel.schedule import build_program, simulate
 from tests.plan.specs import language_spec, model_spec, vision_spec

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import pytest
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from torch.utils.data import ConcatDataset, Subset
 
+from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.data import ChatCollator, sample_sizes, size_cache
 from hf_mmparallel.data.drawn_sizes import MeasuredPart, SizedDraws
 from hf_mmparallel.data.draws import DrawSampler
@@ -148,10 +148,9 @@ def test_parts_of_datasets_keep_the_sizes_of_what_they_are_made_of(dataset, monk
 @pytest.mark.parametrize("form", [lambda data: data, lambda data: Subset(data, range(SAMPLES))])
 def test_what_is_measured_at_the_start_is_not_measured_by_the_next_run(dataset, tmp_path, monkeypatch, form):
     def start(rows: Any) -> tuple[tuple[int, ...], Any]:
-        args = SimpleNamespace(on_bad_sample="raise", disable_tqdm=True)
+        args = MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], disable_tqdm=True)
         source = sizes_of(rows)
-        trainer: Any = SimpleNamespace(global_batch_size=8, train_dataset=rows, args=args)
-        return representative_draw(trainer, source, None, 8).samples, source
+        return representative_draw(rows, source, 8, args).samples, source
 
     drawn, source = start(form(dataset))
     assert len(drawn) == 7  # of one of the eight nothing says the size

@@ -11,7 +11,7 @@ from hf_mmparallel.cost.profile import LayerProfile, MeasuredPoint, measured_cos
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.profiling.layer_profile import Chunk, ProfileSettings, profile_layers
-from hf_mmparallel.profiling.layer_runs import Forward, HostClock, ModuleRuns, Skeleton
+from hf_mmparallel.profiling.layer_runs import Forward, ModuleRuns, Skeleton, profile_clock
 from tests import tiny
 
 torch.set_num_threads(1)
@@ -111,7 +111,7 @@ def test_layers_that_differ_are_measured_apart():
 def test_encoders_get_inputs_of_their_own_without_a_processor(family):
     skeleton = Skeleton.of(tiny.FAMILIES[family]().config, torch.device("cpu"), None, None)
     for name in skeleton.spec.encoders:
-        runs = ModuleRuns(skeleton, name, HostClock(), None)
+        runs = ModuleRuns(skeleton, name, profile_clock(torch.device("cpu")), None)
         small, large = runs.inputs(16, 1), runs.inputs(128, 2)
         assert 0 < small.tokens < large.tokens and large.tokens == pytest.approx(128, rel=0.3)
         assert large.sequences >= 2

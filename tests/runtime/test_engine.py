@@ -30,6 +30,7 @@ from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.planned_batch import with_program
 from tests.runtime.loopback import assert_close, reference
 
 pytestmark = pytest.mark.distributed
@@ -95,6 +96,8 @@ def train_rank(
     plan = plan_for_model(MultimodalParallelPlugin(modules, schedule), spec, dist.get_world_size())
     engine = ParallelEngine(model, spec, plan, World())
     batch = StepDataset(Reader(dataset, collator), engine.keys, 0).read(contiguous_step(plan, range(size), 3))
+    batch = with_program(engine, batch)
+    assert batch.program is not None
     totals = engine.train_step(batch, 0)
     norm = float(engine.gradient_norm())
     held = {n: p for n, p in engine.module.named_parameters() if n in engine.shards and p.requires_grad}
@@ -110,7 +113,7 @@ def train_rank(
         "gradients": gradients,
         "mine": mine,
         "sharded": sum(isinstance(p, DTensor) for p in held.values()),
-        "messages": {str(a.message) for a in engine.program(batch.step, True).actions[engine.rank] if a.message},
+        "messages": {str(a.message) for a in batch.program.actions[engine.rank] if a.message},
         "backwards": [str(t.task) for t in engine.last_result.timeline if t.task.kind == "bwd"],
     }
 

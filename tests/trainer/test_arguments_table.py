@@ -23,9 +23,9 @@ from transformers.integrations import integration_utils
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.trainer import argument_table as table
-from hf_mmparallel.trainer import overrides
-from hf_mmparallel.trainer import trainer as trainer_module
+from hf_mmparallel.trainer import engine_trainer, overrides
 from hf_mmparallel.trainer.argument_table import ARGUMENTS, TRAINER_ARGUMENTS
+from hf_mmparallel.trainer.engine_trainer import EngineTrainer
 from hf_mmparallel.trainer.overrides import METHODS, Extends, Holds, NeverCalled, check_overrides
 from hf_mmparallel.trainer.start_checks import check_launcher
 from tests import tiny
@@ -255,7 +255,7 @@ def watched_run(folder: Path) -> tuple[dict[str, set[str]], Counter[str], list[s
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())
-    trainer_module.logger.logger.addHandler(handler)
+    engine_trainer.logger.logger.addHandler(handler)
     saving = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     best = {"load_best_model_at_end": True, "remove_unused_columns": True, "gradient_checkpointing": True}
     length = {"max_steps": -1, "num_train_epochs": 1, "global_batch_size": 6}
@@ -341,6 +341,48 @@ def test_methods_are_called_as_the_table_says(watched: Any):
     assert idle <= NOT_CALLED_IN_THE_RUN, idle - NOT_CALLED_IN_THE_RUN
     extends = of_kind(Extends, METHODS)
     assert [name for name in extends if name not in vars(MultimodalParallelTrainer) or not called[name]] == []
+
+
+HOOKS = sorted(name for name in vars(MultimodalParallelTrainer) if callable(getattr(Trainer, name, None)))
+HOOKS = [name for name in HOOKS if name in METHODS and name != "__init__"]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_overrides_take_the_arguments_of_the_stock_methods(name: str):
+    """A version of transformers that calls a hook in another way is told of here, not in the middle of a run."""
+    stock = list(inspect.signature(getattr(Trainer, name)).parameters.values())
+    ours = list(inspect.signature(vars(MultimodalParallelTrainer)[name]).parameters.values())
+    kinds = {parameter.kind for parameter in ours}
+    positional = inspect.Parameter.VAR_POSITIONAL in kinds
+    by_name = inspect.Parameter.VAR_KEYWORD in kinds or all(p.kind is p.POSITIONAL_ONLY for p in stock[1:])
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {parameter.name: place for place, parameter in enumerate(ours) if parameter.kind not in variable}
+    for place, parameter in enumerate(stock):
+        if parameter.name in named:
+            assert positional or named[parameter.name] == place, (name, parameter)
+            own = ours[named[parameter.name]]
+            has_default = parameter.default is not parameter.empty
+            assert not has_default or own.default is not own.empty, (name, parameter)
+        else:
+            assert positional or by_name, (name, parameter)
+    known = {parameter.name for parameter in stock}
+    for parameter in ours:
+        optional = parameter.kind in variable or parameter.default is not parameter.empty
+        assert optional or parameter.name in known, (name, parameter)
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name.startswith("_")])
+def test_the_private_hooks_are_called_by_the_stock_trainer(name: str):
+    """Otherwise the override is never reached."""
+    assert re.search(rf"\bself\.{name}\b", inspect.getsource(transformers.trainer)) is not None
+
+
+def test_what_overrides_nothing_stands_below_the_overrides():
+    def functions(cls: type) -> set[str]:
+        return {name for name, value in vars(cls).items() if inspect.isroutine(value) and not name.startswith("__")}
+
+    assert functions(EngineTrainer) & set(dir(Trainer)) == set()
+    assert functions(MultimodalParallelTrainer) - set(dir(Trainer)) == {"_save_state"}
 
 
 def overriding(name: str, calls: bool, *bases: type) -> type:

@@ -24,6 +24,7 @@ from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
 from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.sample_sizes import size_source
@@ -46,11 +47,14 @@ from hf_mmparallel.search.simulations import step_planner
 from hf_mmparallel.trainer import auto
 from hf_mmparallel.trainer.auto import saved_plan, training_samples
 from hf_mmparallel.trainer.build import PreparedModel, compute_dtype, prepare_context, prepare_model
+from hf_mmparallel.trainer.run_context import RunContext
+from hf_mmparallel.trainer.training_sizes import TrainingSizes
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.cost.test_profile import profile_of
 from tests.distributed import assert_ranks_raise, run_distributed
 from tests.runtime.loopback import assert_close, reference
+from tests.trainer.contexts import context
 
 from . import runs
 
@@ -129,7 +133,9 @@ def run_candidate(family: str, freeze: str, candidate: Candidate) -> dict[str, A
     dataset = tiny.make_dataset(family, SAMPLES)
     source = StepDataset(Reader(dataset, collator), engine.keys, 0, cutter=engine.cutter)
     planned = planner(Draw(tuple(range(SAMPLES))))
-    batch = replace(source.read(planned.step), program=planned.program)
+    batch = source.read(planned.step)
+    mark = fingerprint(planned.step, planned.program, batch.cuts)
+    batch = replace(batch, program=planned.program, fingerprint=mark)
     totals = engine.train_step(batch, 0)
     held = {n: p for n, p in engine.module.named_parameters() if n in engine.shards and p.requires_grad}
     mine = [n for n in held if engine.shards[n].on_rank(engine.rank) and held[n].grad is not None]
@@ -340,6 +346,17 @@ def test_a_checkpoint_brings_its_plan_unless_it_does_not_fit(tmp_path: Path):
     assert "`pp_size=2` is set for `vision`, and it has 1" in saved_plan(prepared, fixed, args())[1]
 
 
+class KnownSizes(TrainingSizes):
+    """Sizes that a source knows, or none."""
+
+    def __init__(self, run: RunContext, source: Any):
+        super().__init__(run)
+        self.source = source
+
+    def of_rank(self, dataset: Any) -> Any:
+        return self.source
+
+
 class Rows(IterableDataset):
     """Tiny samples as a stream without a length."""
 
@@ -351,20 +368,10 @@ def test_samples_that_tell_no_size_count_like_the_mean_of_the_first():
     model = tiny.FAMILIES["llava"]()
     collator = tiny.collate("llava")
 
-    def trainer(dataset: Any, sizes: Any = None) -> Any:
-        args = SimpleNamespace(seed=0, on_bad_sample="raise", token_columns=None)
-        return SimpleNamespace(
-            args=args,
-            train_dataset=dataset,
-            data_collator=collator,
-            model_spec=build_model_spec(model),
-            sample_tokens=None,
-            training_sizes=SimpleNamespace(of_rank=lambda dataset: sizes),
-            _get_collator_with_removed_columns=lambda collator, description: collator,
-        )
-
-    def measured(dataset: Any, sizes: Any = None) -> tuple[bool, dict[str, list[int]]]:
-        found = training_samples(trainer(dataset, sizes), 6).measured
+    def measured(dataset: Any, source: Any = None) -> tuple[bool, dict[str, list[int]]]:
+        spec = build_model_spec(model)
+        run = replace(context(dataset), spec=spec, drop_columns=lambda dataset, description: (dataset, collator))
+        found = training_samples(KnownSizes(run, source), 6).measured
         assert found is not None
         return found.known, {name: tokens.tolist() for name, tokens in found.tokens.items()}
 
@@ -373,4 +380,4 @@ def test_samples_that_tell_no_size_count_like_the_mean_of_the_first():
     known = SampleSizes.uniform({LANGUAGE_MODEL: 7, "vision": 3}, 5, known=True)
     assert measured(Rows(), known.take) == (True, {LANGUAGE_MODEL: [7] * 5, "vision": [3] * 5})
     with pytest.raises(ValueError, match="there is no `train_dataset`"):
-        training_samples(trainer(None), 8)
+        training_samples(TrainingSizes(context(None)), 8)

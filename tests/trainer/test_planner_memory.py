@@ -5,24 +5,25 @@ from typing import Any
 
 import pytest
 
-from hf_mmparallel.cost import RankMemory, find_device, usable_bytes
+from hf_mmparallel import MultimodalTrainingArguments
+from hf_mmparallel.cost import RankMemory, analytic_costs, find_device, usable_bytes
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.planner.answer import check_memory
 from hf_mmparallel.planner.settings import Settings
+from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer.loaders import training_planner
+from tests.plan.specs import model_spec
 
 
 @pytest.mark.parametrize(
     ("device", "limit_gib", "expected_gib"), [("a100", None, 71.19), ("a100", 10.0, 10.0), ("cpu", None, None)]
 )
 def test_memory_is_the_users_or_that_of_the_device_that_all_ranks_know(device, limit_gib, expected_gib):
-    args = SimpleNamespace(
-        memory_limit_gib=limit_gib,
-        per_device_train_batch_size=4,
-        microbatch_assignment="hierarchical",
-        max_tokens_per_microbatch=None,
-    )
-    engine = SimpleNamespace(costs=SimpleNamespace(device=find_device(device)), plan=None, sync_groups=())
-    planner = training_planner(SimpleNamespace(args=args, _engine=engine), None)
+    args = MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], memory_limit_gib=limit_gib)
+    spec = model_spec()
+    plan = resolve_plan(spec, {"vision": ModulePlugin(), LANGUAGE_MODEL: ModulePlugin()})
+    base = StepPlanner(analytic_costs(spec, find_device(device)), plan, sync_groups(spec, plan), 4)
+    planner = training_planner(base, args, None)
     assert planner.memory_bytes == (None if expected_gib is None else expected_gib * 2**30)
 
 

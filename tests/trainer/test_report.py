@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
-from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
@@ -24,28 +24,20 @@ from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_pla
 from hf_mmparallel.schedule import Simulation
 from hf_mmparallel.steps.method_choice import MethodChoice, choose_method
 from hf_mmparallel.steps.step_planner import StepPlanner
+from hf_mmparallel.trainer import start_prediction
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
 from hf_mmparallel.trainer.model_card import plan_section
 from hf_mmparallel.trainer.packing_choice import RowChoice
-from hf_mmparallel.trainer.start_report import (
-    StepReport,
-    arrangement_lines,
-    report_lines,
-    settings_without_effect,
-    size_origin,
-)
-from hf_mmparallel.trainer.training_sizes import representative_draw
-from hf_mmparallel.world import World
+from hf_mmparallel.trainer.start_prediction import StepReport
+from hf_mmparallel.trainer.start_report import PlanReport, arrangement_lines, settings_without_effect, size_origin
+from hf_mmparallel.trainer.training_sizes import TrainingSizes, representative_draw
 from tests.plan.specs import model_spec
+from tests.trainer.contexts import arguments, context
 
 LM = "language_model"
 BEFORE = Balance({"vision": (np.array([1.0, 3.0]),), LM: (np.array([2.0, 8.0]),)}, {})
 AFTER = Balance({"vision": (np.array([2.0, 2.0]),), LM: (np.array([4.5, 5.5]),)}, {}, deferred_fraction=0.25)
-
-
-def arguments(**changes: Any) -> MultimodalTrainingArguments:
-    return MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], **changes)
 
 
 def prediction(before: Balance, after: Balance) -> StepReport:
@@ -83,7 +75,7 @@ def test_the_report_has_the_step_that_the_choice_compared():
     planner = StepPlanner(costs, plan, sync_groups(spec, plan), 4, sizes=sizes.take)
     choice = choose_method(planner, [sizes])
     chosen = replace(planner, method=choice.method)
-    told = report._costed(chosen, chosen.arrange_draw(Draw(tuple(range(32)))))
+    told = start_prediction._costed(chosen, chosen.arrange_draw(Draw(tuple(range(32)))))
     assert told.step_ms == pytest.approx(choice.step_ms[choice.method])
     assert told.step_ms > told.simulation.iteration_ms
 
@@ -92,19 +84,13 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
     monkeypatch.setattr(report, "core_per_rank", lambda world: True)
     plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=2)})
     step = SimpleNamespace(samples=range(32), microbatches={LM: [[()] * 3, [()] * 3]})
-    trainer: Any = SimpleNamespace(
-        args=arguments(per_device_train_batch_size=4),
-        global_batch_size=32,
-        train_dataset=[],
-        sample_tokens=None,
-        rows=RowChoice(False, "`packing=False`"),
-        world=World(),
-        _engine=SimpleNamespace(plan=plan, device="cpu"),
-    )
+    engine: Any = SimpleNamespace(plan=plan, device=torch.device("cpu"))
+    sizes = TrainingSizes(context([], per_device_train_batch_size=4))
+    told = PlanReport(engine, sizes, 32, RowChoice(False, "`packing=False`"))
     predicted: Any = replace(prediction(BEFORE, AFTER), planned=SimpleNamespace(step=step))
     for method, size in (("hierarchical", "on average 5.33"), ("contiguous", "up to 4")):
         planner: Any = SimpleNamespace(method=method)
-        first, second, *_ = report_lines(trainer, planner, predicted)
+        first, second, *_ = told.lines(planner, predicted)
         assert first.startswith(f"Global batch of 32 samples: 3 microbatches of {size} samples on each")
         assert second == "Samples are padded to the longest of their microbatch: `packing=False`."
 
@@ -136,9 +122,7 @@ def test_unknown_sizes_are_said_with_what_would_help():
     ],
 )
 def test_the_origin_of_sizes_has_a_name(token_columns, function, dataset, wanted):
-    args = arguments(token_columns=token_columns)
-    trainer: Any = SimpleNamespace(args=args, sample_tokens=function, train_dataset=dataset)
-    assert size_origin(trainer) == wanted
+    assert size_origin(context(dataset, function, token_columns=token_columns)) == wanted
 
 
 class Numbers(IterableDataset):
@@ -149,8 +133,8 @@ class Numbers(IterableDataset):
 
 
 def test_the_prediction_is_for_samples_from_all_over_the_dataset():
-    def trainer(dataset: Any, **changes: Any) -> Any:
-        return SimpleNamespace(global_batch_size=4, train_dataset=dataset, args=arguments(**changes))
+    def drawn(dataset: Any, source: Any, **changes: Any) -> tuple[int, ...]:
+        return representative_draw(dataset, source, 4, arguments(**changes)).samples
 
     def sizes(indices: Sequence[int]) -> SampleSizes:
         if 33 in indices:
@@ -159,16 +143,15 @@ def test_the_prediction_is_for_samples_from_all_over_the_dataset():
             raise ValueError("no length")
         return SampleSizes.uniform({LM: 1}, len(indices))
 
-    assert representative_draw(trainer(range(100)), None, None).samples == (0, 1, 2, 3)  # unknown, all the same
-    assert representative_draw(trainer(range(67, 100)), sizes, None).samples == (0, 10, 21, 32)
-    assert representative_draw(trainer(range(34)), sizes, None).samples == (0, 11, 22)
-    assert representative_draw(trainer(range(100), on_bad_sample="skip"), sizes, None).samples == (0, 99)
+    assert drawn(range(100), None) == (0, 1, 2, 3)  # unknown, all the same
+    assert drawn(range(67, 100), sizes) == (0, 10, 21, 32)
+    assert drawn(range(34), sizes) == (0, 11, 22)
+    assert drawn(range(100), sizes, on_bad_sample="skip") == (0, 99)
     with pytest.raises(ValueError, match="no length"):
-        representative_draw(trainer(range(100)), sizes, None)
-    assert representative_draw(trainer([0, 1]), sizes, None).samples == (0, 1)
-    assert representative_draw(trainer([]), sizes, None).samples == ()
-    stream = Numbers()
-    assert representative_draw(trainer(stream), sizes, StreamWindow(stream)).samples == (0, 1, 2)
+        drawn(range(100), sizes)
+    assert drawn([0, 1], sizes) == (0, 1)
+    assert drawn([], sizes) == ()
+    assert drawn(StreamWindow(Numbers()), sizes) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("searched", [False, True])
@@ -179,20 +162,14 @@ def test_a_global_batch_below_the_minimum_stable_one_is_warned_of_once(
     monkeypatch.setattr(report, "logger", SimpleNamespace(warning=said.append))
     model = PUBLISHED_MODELS["llama3-1b"].spec
     drawn = PUBLISHED["synthchartnet"].draw(400, 0)
-    answer = SimpleNamespace(inputs=SimpleNamespace(samples=SimpleNamespace(measured=drawn)))
 
     def warned(layout: dict[str, ModulePlugin], batch: int, **changes: Any) -> list[str]:
         said.clear()
-        trainer: Any = SimpleNamespace(
-            args=arguments(),
-            global_batch_size=batch,
-            train_dataset=range(400),
-            search=SimpleNamespace(answer=answer) if searched else None,
-        )
-        costs = analytic_costs(model, find_device("a40"))
-        own = {"costs": costs, "plan": resolve_plan(model, layout), "sizes": drawn.take, **changes}
-        planner: Any = SimpleNamespace(**own)
-        report.warn_of_small_batch(trainer, planner)
+        costs, plan = analytic_costs(model, find_device("a40")), resolve_plan(model, layout)
+        planner = StepPlanner(costs, plan, sync_groups(model, plan), 1, **{"sizes": drawn.take, **changes})
+        engine: Any = None  # the planner has the plan
+        sizes, rows = TrainingSizes(context(range(400))), RowChoice(False, "`packing=False`")
+        PlanReport(engine, sizes, batch, rows, drawn if searched else None).warn_of_small_batch(planner)
         return said
 
     split = {"vision": ModulePlugin(pp_size=5), LM: ModulePlugin(pp_size=3)}

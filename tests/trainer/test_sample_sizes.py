@@ -54,7 +54,7 @@ def make_trainer(num_equal: int, data: Any) -> Any:
 
 def sizes_of_a_table() -> list[int]:
     trainer = make_trainer(2, Dataset.from_dict({"number": [0, 1, 2, 3]}))
-    source = trainer.training_sizes.shared(trainer.train_dataset).source
+    source = trainer.training_sizes.shared(trainer.train_dataset, trainer.global_batch_size).source
     assert source is not None
     return source([3, 0]).tokens["language_model"].tolist()
 

@@ -7,15 +7,16 @@ import re
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.loader import Reader, StepDataset
+from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, plan_for_model
+from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.world import World, watcher
 from hf_mmparallel.world.failure import RemoteRankError, shared_failure
@@ -27,6 +28,7 @@ from tests.distributed import (
     outcomes,
     run_distributed,
 )
+from tests.planned_batch import with_program
 
 SOON_S = 0.75 * GROUP_TIMEOUT_S
 
@@ -36,6 +38,11 @@ def make_engine(modules: dict) -> ParallelEngine:
     spec = build_model_spec(model)
     plan = plan_for_model(MultimodalParallelPlugin(modules), spec, dist.get_world_size())
     return ParallelEngine(model, spec, plan, World())
+
+
+def read(engine: ParallelEngine, step: StepPlan, dataset: Any) -> StepBatch:
+    """The inputs and the program of a step."""
+    return with_program(engine, StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step))
 
 
 def fail_at(modules: dict, rank: int, action: int) -> None:
@@ -52,7 +59,7 @@ def fail_at(modules: dict, rank: int, action: int) -> None:
     dataset = tiny.make_dataset("llava", 12)
     step = contiguous_step(engine.plan, range(12), 2)
     with shared_failure("a block"):
-        engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), 0)
+        engine.train_step(read(engine, step, dataset), 0)
 
 
 def fail_before_a_sum(rank: int) -> str:
@@ -128,7 +135,7 @@ def end_in_a_step(rank: int, own_store: bool, kill: bool) -> None:
     dataset = tiny.make_dataset("llava", 12)
     step = contiguous_step(engine.plan, range(12), 2)
     with shared_failure("a block"):
-        engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), 6)
+        engine.train_step(read(engine, step, dataset), 6)
 
 
 def other_order(modules: dict, first_step: bool) -> None:
@@ -141,7 +148,7 @@ def other_order(modules: dict, first_step: bool) -> None:
     with shared_failure("a block"):
         for index, samples in enumerate(orders):
             step = contiguous_step(engine.plan, samples, 2)
-            engine.train_step(StepDataset(Reader(dataset, tiny.collate("llava")), engine.keys, 0).read(step), index)
+            engine.train_step(read(engine, step, dataset), index)
 
 
 PIPELINE = {"vision": {}, LANGUAGE_MODEL: {"pp_size": 2}}

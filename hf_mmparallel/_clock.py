@@ -1,0 +1,54 @@
+"""Clocks: the host's, and that of a CUDA stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Marks moments and measures the time between two of them."""
+
+    def mark(self) -> Any:
+        """The present moment."""
+        ...
+
+    def ms(self, start: Any, end: Any) -> float:
+        """Milliseconds from one moment to another."""
+        ...
+
+
+class HostClock:
+    """
+    Moments of the host.
+
+    Args:
+        now (`Callable[[], float]`, *optional*): Tells the time in seconds; wall time when left out.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter):
+        self.mark = now
+
+    def ms(self, start: float, end: float) -> float:
+        return 1e3 * (end - start)
+
+
+class CudaClock:
+    """Moments of the current CUDA stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
+def clock_of(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Clock:
+    """The clock of work on a device: of its stream for CUDA, otherwise of the host."""
+    return CudaClock() if device.type == "cuda" else HostClock(now)

@@ -1,0 +1,239 @@
+"""A Trainer with an engine: the state of a run under a plan, below the overrides of `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer_callback import ProgressCallback
+from transformers.utils.import_utils import is_datasets_available
+
+from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
+from ..data.defaults import DefaultCollator
+from ..data.loader import StepBatch
+from ..data.packing import PackingCollator
+from ..modeling.whole import check_gatherable, whole_model
+from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
+from ..runtime.engine import ParallelEngine
+from ..steps.method_choice import DEFAULT_METHOD
+from ..world import World, shared_failure
+from . import build
+from .agreement import SampleAgreement, check_output_folder
+from .argument_table import check_arguments, settings_idle_under_a_plan, settings_without_plan
+from .arguments import MultimodalTrainingArguments
+from .auto import AutoSearch, find_plan, report_search
+from .columns import choose_collator
+from .loaders import StepLoaders
+from .optimizer_state import stock_groups
+from .overrides import check_assignment
+from .packing_choice import RowChoice, row_choice
+from .run_context import RunContext
+from .start_checks import check_launcher, check_trainer
+from .start_report import PlanReport
+from .training_sizes import MeasuredSizes, TrainingSizes
+from .training_steps import TrainingSteps
+
+logger = get_logger(__name__)
+
+
+class EngineTrainer(Trainer):
+    """
+    A Trainer that may have an engine. It overrides no method of [`~transformers.Trainer`].
+
+    Attributes:
+        engine ([`ParallelEngine`], *optional*): This rank's part of the model; `None` for the stock Trainer.
+        search ([`AutoSearch`], *optional*): The search for the plan, on rank 0.
+        sample_tokens (`Callable`, *optional*): Sample -> module -> its tokens.
+        global_batch_size (`int`): Samples of a global batch, under a plan.
+        rows ([`RowChoice`]): Whether samples are packed, under a plan.
+    """
+
+    loss_is_scaled_for_ga: bool | None = True
+    is_planned: bool
+    args: Any
+    model: Any
+    train_dataset: Any
+    data_collator: Any
+    engine: ParallelEngine | None
+    search: AutoSearch | None
+    sample_tokens: Callable | None
+    model_spec: ModelSpec
+    global_batch_size: int
+    rows: RowChoice
+    _steps: TrainingSteps
+
+    def _init_stock(
+        self, model: Any, args: Any, plugin: MultimodalParallelPlugin | None, given: dict[str, Any]
+    ) -> None:
+        """The stock Trainer, with the settings of modules that need no ranks."""
+        args = build.single_process_arguments(args) if isinstance(args, MultimodalTrainingArguments) else args
+        whole: Any = build.load_whole(model)
+        if plugin is not None and model is not None:
+            whole = build.prepare_single_process(whole, plugin, args)
+        self.loss_is_scaled_for_ga = None
+        args = choose_collator(args, given, whole)
+        super().__init__(model=whole, args=args, **given)
+        self._pack(bool(getattr(args, "packing", None)))
+        idle = settings_without_plan(args, {"sample_tokens": self.sample_tokens})
+        if idle is not None:
+            logger.warning(idle)
+
+    def _init_planned(
+        self, model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, given: dict[str, Any]
+    ) -> None:
+        """The Trainer of this rank's part of a model. Collective."""
+        check_arguments(args)
+        check_launcher(args)
+        check_trainer(model, given)
+        with shared_failure("preparing the model"):
+            self.world = World(args.device)
+            check_output_folder(args, self.world)
+            prepared = build.prepare_model(model, args, plugin, self.world)
+            self.model_spec = prepared.spec
+            args = choose_collator(args, given, prepared.model)
+            super().__init__(model=prepared.model, args=build.planned_arguments(args), **given)
+            decayed = self.get_decay_parameter_names(prepared.model)
+            self._stock_groups = stock_groups(decayed, prepared.model)
+            self._lay_out(prepared, args, plugin)
+        self.add_callback(ParallelMetricsCallback())
+        if args.log_predictions:
+            self.add_callback(PredictionCallback())
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(LossProgressCallback())
+        for idle in settings_idle_under_a_plan(args):
+            logger.warning(idle)
+        if self.is_world_process_zero():
+            with shared_failure("reporting the plan"):
+                self._report()
+
+    def _lay_out(
+        self, prepared: build.PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin
+    ) -> None:
+        """Decides on packing and a plan, and makes the engine. Collective."""
+        self.rows = row_choice(args.packing, prepared.model, prepared.spec, self.data_collator)
+        prepared = replace(prepared, costs=replace(prepared.costs, packing=self.rows.packed))
+        if plugin.auto:
+            plan, self.search = find_plan(prepared, self.training_sizes, plugin, args)
+            plugin, args = plan.applied(plugin, args)
+            self.args = build.planned_arguments(args)
+            self._train_batch_size = self.args.train_batch_size
+        elif plugin.plan is not None and args.microbatch_assignment is None:
+            args = build.arguments_of_plan(args, plugin.plan)
+            self.args = build.planned_arguments(args)
+        self.engine, self.global_batch_size = build.build_engine(prepared, args, plugin, self.world)
+        self.engine.executor.forward_context = self._forward_context
+        self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
+        self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
+        self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")
+        self._method = DEFAULT_METHOD  # rank 0's counts, if the arguments name no arrangement
+
+    def _report(self) -> None:
+        """Prints the plan and the search for it."""
+        answer = None if self.search is None else self.search.answer
+        searched = None if answer is None else answer.inputs.samples.measured
+        report = PlanReport(self._engine, self.training_sizes, self.global_batch_size, self.rows, searched).show()
+        self._method = self._method if report.choice is None else report.choice.method
+        self._steps.limits.has_warned = report.large is not None and report.large.num_over > 0
+        if self.search is not None:
+            report_search(self.search, Path(self.args.output_dir))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if vars(self).get("is_planned"):
+            check_assignment(type(self), name, value)
+        super().__setattr__(name, value)
+
+    @functools.cached_property
+    def world(self) -> World:
+        """The ranks, which all of them ask for at the same point."""
+        return World(self.args.device)
+
+    @property
+    def _engine(self) -> ParallelEngine:
+        """The engine, in methods that run under a plan only."""
+        assert self.engine is not None
+        return self.engine
+
+    @property
+    def plan(self) -> ParallelPlan | None:
+        """The plan that this run follows, `None` for the stock Trainer."""
+        return None if self.engine is None else self.engine.plan
+
+    @property
+    def _context(self) -> RunContext:
+        """The run as it is now; users may replace attributes between calls."""
+        return RunContext(
+            self.args,
+            self.world,
+            self.model,
+            self.model_spec,
+            self.train_dataset,
+            self.data_collator,
+            self.processing_class,
+            self.sample_tokens,
+            self._drop_columns,
+        )
+
+    @functools.cached_property
+    def _measured_sizes(self) -> MeasuredSizes:
+        return MeasuredSizes()
+
+    @property
+    def training_sizes(self) -> TrainingSizes:
+        """Sizes of the training samples, under a plan."""
+        return TrainingSizes(self._context, self._measured_sizes)
+
+    def _pack(self, wanted: bool) -> None:
+        """Wraps the collator in one that packs, if that is wanted."""
+        if wanted and isinstance(self.data_collator, DefaultCollator):
+            self.data_collator.marks_tokens = True  # so that padding can be told from tokens
+        if wanted and not isinstance(self.data_collator, PackingCollator):
+            self.data_collator = PackingCollator(self.data_collator, self.model)
+
+    def gather_model(self) -> PreTrainedModel | None:
+        """
+        The whole model with the weights of all ranks, on the CPU of rank 0, for `generate` or to hand over; `None` on
+        other ranks. With adapters it is a `PeftModel`. Collective: call it on all ranks.
+        """
+        if self.engine is None:
+            return self.accelerator.unwrap_model(self.model) if self.is_world_process_zero() else None
+        sharded = self.engine.sharded
+        check_gatherable(self.model)
+        with shared_failure("gathering the model"):
+            state = sharded.gather_state_dict(all_buffers=True)
+        return None if state is None else whole_model(self.model, self.engine.spec, state, sharded.adapter)
+
+    def _engine_callbacks(self) -> list[EngineCallback]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, EngineCallback)]
+
+    @property
+    def _loaders(self) -> StepLoaders:
+        return StepLoaders(self._context, self._engine, self.global_batch_size)
+
+    def _drop_columns(self, dataset: Any, description: str) -> tuple[Any, Any]:
+        """A dataset and its collator, one of which drops the columns that the model does not read."""
+        if is_datasets_available() and hasattr(dataset, "column_names"):
+            return self._remove_unused_columns(dataset, description=description), self.data_collator
+        return dataset, self._get_collator_with_removed_columns(self.data_collator, description=description)
+
+    def _on_device(self, batch: StepBatch) -> StepBatch:
+        batches: Any = {key: self._prepare_input(inputs) for key, inputs in batch.batches.items()}
+        return replace(batch, batches=batches)
+
+    @contextlib.contextmanager
+    def _forward_context(self) -> Iterator[None]:
+        """The context of forwards, in training and in evaluation."""
+        with self.compute_loss_context_manager(), self.accelerator.autocast():
+            yield
+
+    def _evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
+        """The batches of a loader on this rank's device, without samples that can't be read."""
+        batches = iter(dataloader)
+        while (batch := self._evaluation_samples.settle(next(batches, None), dataloader.dataset)) is not None:
+            yield self._on_device(batch)
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
