@@ -180,8 +180,8 @@ class TaskTimes:
     def __call__(self, task: Task) -> float:
         module = self.plan.modules[task.module]
         share = self.plan.stage(task.module, task.replica, task.stage).num_layers / module.num_layers / self.ranks
-        slots = list(self.step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-        forward = share * float(self.workloads.forward_ms[task.module][slots].sum())
+        batch_indices = list(self.step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        forward = share * float(self.workloads.forward_ms[task.module][batch_indices].sum())
         return forward if task.kind == "fwd" else self.workloads.backward_ratio[task.module] * forward
 
 
@@ -325,7 +325,7 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale / TP_SIZE * times(task) for task in tasks}
     batch = StepDataset(Reader(tiny_samples(sizes.slept, [VISION]), collate), engine.keys, 0).read(step)
-    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(step, program, batch.cuts)
+    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(step, program, batch.shardings)
     sleep_instead(engine, costs)
     measured, deviations = [], []
     for index in range(1 + sizes.repeats):

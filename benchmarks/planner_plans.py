@@ -22,8 +22,8 @@ from scipy.stats import rankdata
 
 from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, batch_workloads, find_device, layer_table
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
-from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.fingerprint import fingerprint
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, sync_groups
@@ -171,7 +171,7 @@ def planned(costs: CostModel, candidate: Candidate, sizes: SampleSizes) -> tuple
     size = -(-sizes.num_samples // (dp_size * candidate.num_microbatches))
     groups = sync_groups(costs.spec, plan)
     planner = StepPlanner(costs, plan, groups, size, "hierarchical", lambda _: sizes)
-    return planner, planner(Draw(tuple(range(sizes.num_samples))))
+    return planner, planner(GlobalBatch(tuple(range(sizes.num_samples))))
 
 
 def real_plans(shapes: common.Shapes, sizes: Sizes, profile: Path) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def prepare(model: Any, planner: StepPlanner, step: PlannedStep, samples: Any, c
     engine = ParallelEngine(model, planner.costs.spec, planner.plan, World())
     batch = StepDataset(Reader(samples, collator), engine.keys, 0).read(step.step)
     batch.program = step.program.of_rank(engine.rank)
-    batch.fingerprint = fingerprint(step.step, step.program, batch.cuts)
+    batch.fingerprint = fingerprint(step.step, step.program, batch.shardings)
     return Prepared(engine, batch)
 
 

@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
 from hf_mmparallel.data import ChatCollator
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.media import readers
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
@@ -133,7 +133,7 @@ def arranging(sizes: Sizes) -> Iterator[dict[str, Any]]:
     for batch in sizes.batches:
         for method in ARRANGEMENTS:
             planner = make_planner(batch, method)
-            draw = Draw(tuple(range(batch.num_samples)))
+            draw = GlobalBatch(tuple(range(batch.num_samples)))
             yield {
                 "batch": batch.name,
                 "microbatches": num_microbatches(batch.num_samples, batch.microbatch_size, batch.replicas),
@@ -143,7 +143,7 @@ def arranging(sizes: Sizes) -> Iterator[dict[str, Any]]:
             }
 
 
-def _times(planner: StepPlanner, draw: Draw, sizes: Sizes) -> dict[str, Any]:
+def _times(planner: StepPlanner, draw: GlobalBatch, sizes: Sizes) -> dict[str, Any]:
     """Milliseconds of the three parts, each with those before it."""
     source: Any = planner.sizes
 
@@ -180,7 +180,7 @@ def hiding(sizes: Sizes) -> list[dict[str, Any]]:
         planner = make_planner(batch, method)
         keys = functools.partial(keys_of_rank, planner.plan, rank=0)
         dataset = StepDataset(Reader(Numbers(), nothing), keys, 0, planner=planner)
-        draws: Any = [Draw(tuple(range(batch.num_samples)))] * sizes.num_steps
+        draws: Any = [GlobalBatch(tuple(range(batch.num_samples)))] * sizes.num_steps
         for workers in (0, 1):
             loader = iter(DataLoader(dataset, batch_sampler=draws, collate_fn=as_is, num_workers=workers))
             waits = []
@@ -223,7 +223,7 @@ class Charts:
         keys = functools.partial(keys_of_rank, plan, rank=rank)
         dataset = StepDataset(made, keys, 0, {LANGUAGE_MODEL: IMAGE_INPUTS}, planner=planner, rank=rank)
         order = range(len(self.dataset))
-        draws: Any = [Draw(tuple(order[start : start + batch_size])) for start in order[::batch_size]]
+        draws: Any = [GlobalBatch(tuple(order[start : start + batch_size])) for start in order[::batch_size]]
         return DataLoader(
             dataset, batch_sampler=draws, collate_fn=as_is, num_workers=workers, persistent_workers=workers > 0
         )

@@ -32,8 +32,8 @@ from rich.table import Table
 
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
-from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.fingerprint import fingerprint
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.loader import keys_of_rank
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Program
@@ -89,7 +89,7 @@ def measure(
     spec = PUBLISHED_MODELS[MODEL].spec
     plan = make_plan(language, vision, batch // (language.dp_size * microbatch))
     groups = sync_groups(spec, plan)
-    sizes, draw = PUBLISHED[DATASET].draw(batch, seed=0), Draw(tuple(range(batch)))
+    sizes, draw = PUBLISHED[DATASET].draw(batch, seed=0), GlobalBatch(tuple(range(batch)))
     costs = analytic_costs(spec, find_device("h100"), 2)
     planner = StepPlanner(costs, plan, groups, microbatch, METHOD, sizes.take)
 

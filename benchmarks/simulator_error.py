@@ -173,7 +173,7 @@ def real_steps(shapes: common.Shapes, num_calibration: int, num_steps: int) -> d
 def _add_program(engine: ParallelEngine, batch: StepBatch) -> Program:
     """Gives a batch the program of its step, and returns that of all ranks."""
     program = build_program(engine.plan, batch.step, engine.sync_groups)
-    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(batch.step, program, batch.cuts)
+    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(batch.step, program, batch.shardings)
     return program
 
 

@@ -13,5 +13,5 @@ from hf_mmparallel.schedule import build_program
 def with_program(engine: ParallelEngine, batch: StepBatch) -> StepBatch:
     """The batch with this rank's program of a training step."""
     program = build_program(engine.plan, batch.step, engine.sync_groups)
-    mark = fingerprint(batch.step, program, batch.cuts)
+    mark = fingerprint(batch.step, program, batch.shardings)
     return replace(batch, program=program.of_rank(engine.rank), fingerprint=mark)

@@ -80,9 +80,9 @@ def is_deferred(step: StepPlan) -> np.ndarray:
         if LANGUAGE_MODEL not in targets:
             continue
         for replica, microbatches in enumerate(step.microbatches[name]):
-            due = step.takers(name, replica, LANGUAGE_MODEL)
-            for index, slots in enumerate(microbatches):
-                late[[slot for slot in slots if index < due.get(slot, index)]] = True
+            due = step.consumer_turns(name, replica, LANGUAGE_MODEL)
+            for index, batch_indices in enumerate(microbatches):
+                late[[batch_index for batch_index in batch_indices if index < due.get(batch_index, index)]] = True
     return late
 
 
@@ -128,9 +128,9 @@ def compare_with_contiguous(
 def _places(step: StepPlan, module: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """For each replica: its samples, their microbatches, and the number of microbatches."""
     for microbatches in step.microbatches[module]:
-        slots = np.fromiter(chain.from_iterable(microbatches), np.int64)
+        batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64)
         counts = [len(microbatch) for microbatch in microbatches]
-        yield slots, np.repeat(np.arange(len(microbatches)), counts), len(microbatches)
+        yield batch_indices, np.repeat(np.arange(len(microbatches)), counts), len(microbatches)
 
 
 def _microbatch_ms(step: StepPlan, module: str, workloads: Workloads) -> Times:
@@ -141,5 +141,6 @@ def _microbatch_ms(step: StepPlan, module: str, workloads: Workloads) -> Times:
 def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:
     """Replica -> float64 `[microbatches]`: sums of values of samples."""
     return tuple(
-        np.bincount(places, values[slots], count).astype(float) for slots, places, count in _places(step, module)
+        np.bincount(places, values[batch_indices], count).astype(float)
+        for batch_indices, places, count in _places(step, module)
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import Slots
+from ..plan.step_plan import BatchIndices
 from .contiguous import Replicas, contiguous, counts_of, coupled, in_turns
 
 
@@ -33,7 +33,7 @@ def batch_rebalance(plan: ParallelPlan, workloads: Workloads, microbatch_size: i
     groups = _PaddedGroups(lengths[order].astype(float), len(counts), sum(counts))
     sizes = groups.balance()
     parts = np.split(order, np.cumsum(sizes)[:-1])
-    language: list[list[Slots]] = [[()] * count for count in counts]
+    language: list[list[BatchIndices]] = [[()] * count for count in counts]
     for group, (replica, index) in zip(groups.ranking(groups.costs(sizes)), in_turns(counts), strict=True):
         language[replica][index] = tuple(parts[group].tolist())
     return coupled(plan, language)
@@ -131,22 +131,24 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
     counts = counts_of(plan, workloads, microbatch_size)
     pipeline = _Pipeline.longest(plan, workloads)
     groups = _least_loaded(sizes, counts)
-    cuts = [_even_cuts(len(slots), count) for slots, count in zip(groups, counts, strict=True)]
+    cuts = [_even_cuts(len(batch_indices), count) for batch_indices, count in zip(groups, counts, strict=True)]
     starts = np.repeat(np.cumsum([0, *map(len, groups)])[:-1], [len(bounds) for bounds in cuts])
-    measures = np.vstack([pipeline.stage_ms, sizes])[:, [slot for slots in groups for slot in slots]]
+    measures = np.vstack([pipeline.stage_ms, sizes])[
+        :, [batch_index for batch_indices in groups for batch_index in batch_indices]
+    ]
     sums = np.diff(np.cumsum(np.pad(measures, ((0, 0), (1, 0))), axis=1)[:, np.concatenate(cuts) + starts])
     language, first = [], 0
-    for slots, bounds, count in zip(groups, cuts, counts, strict=True):
+    for batch_indices, bounds, count in zip(groups, cuts, counts, strict=True):
         parts = sums[:, first : first + count]
         order = interleaved_order(parts[:-1].T, pipeline.backward_ratio, parts[-1])
-        language.append([tuple(slots[bounds[index] : bounds[index + 1]]) for index in order])
+        language.append([tuple(batch_indices[bounds[index] : bounds[index + 1]]) for index in order])
         first += count + 1  # skips the difference across the boundary of two replicas
     return coupled(plan, language)
 
 
-def _even_cuts(num_slots: int, count: int) -> list[int]:
+def _even_cuts(num_samples: int, count: int) -> list[int]:
     """Boundaries of `count` parts of nearly the same size, larger ones first."""
-    size, rest = divmod(num_slots, count)
+    size, rest = divmod(num_samples, count)
     return [size * part + min(part, rest) for part in range(count + 1)]
 
 
@@ -158,10 +160,10 @@ def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
     heap = [(0.0, group) for group in range(len(counts))]
     paces = [max(counts) / count for count in counts]
     groups: list[list[int]] = [[] for _ in counts]
-    for slot in np.argsort(sizes, kind="stable").tolist():
+    for batch_index in np.argsort(sizes, kind="stable").tolist():
         load, group = heap[0]
-        groups[group].append(slot)
-        heapq.heapreplace(heap, (load + paces[group] * float(sizes[slot]), group))
+        groups[group].append(batch_index)
+        heapq.heapreplace(heap, (load + paces[group] * float(sizes[batch_index]), group))
     return groups
 
 
@@ -296,7 +298,7 @@ def sub_microbatches(
     """
     The sampler's microbatches, each split into smaller ones for the encoders, in the manner of DIP.
 
-    According to Entrain (bins 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
+    According to Entrain (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
     stay inside of it. Their number and the rule are not described; here there are `num_parts`, and samples go largest
     first to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's microbatch `k
     * num_parts + s`. DIP also colocates the modules and runs all encoder forwards first, which is up to the plan and
@@ -313,19 +315,23 @@ def sub_microbatches(
         name: replicas
         if name == LANGUAGE_MODEL
         else tuple(
-            tuple(part for slots in replica for part in _parts(slots, workloads.forward_ms[name], num_parts))
+            tuple(
+                part
+                for batch_indices in replica
+                for part in _parts(batch_indices, workloads.forward_ms[name], num_parts)
+            )
             for replica in replicas
         )
         for name, replicas in whole.items()
     }
 
 
-def _parts(slots: Slots, forward_ms: np.ndarray, num_parts: int) -> list[Slots]:
+def _parts(batch_indices: BatchIndices, forward_ms: np.ndarray, num_parts: int) -> list[BatchIndices]:
     """Splits samples largest first, each to the part with the least work, then to the one with the fewest samples."""
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     loads = [0.0] * num_parts
-    for slot in sorted(slots, key=lambda slot: (-forward_ms[slot], slot)):
+    for batch_index in sorted(batch_indices, key=lambda batch_index: (-forward_ms[batch_index], batch_index)):
         least = min(range(num_parts), key=lambda part: (loads[part], len(parts[part])))
-        parts[least].append(slot)
-        loads[least] += float(forward_ms[slot])
+        parts[least].append(batch_index)
+        loads[least] += float(forward_ms[batch_index])
     return [tuple(sorted(part)) for part in parts]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import Slots, turn_of
+from ..plan.step_plan import BatchIndices, turn_of
 from .estimate import stage_share
 from .exchange import Capacity, exchange, stable_order
 from .greedy import fill_bins
@@ -104,7 +104,7 @@ class ColocatedModules:
         """
         return turn_of(microbatch, counts[replica], self.turns(counts)[replica // self.num_served])
 
-    def microbatches(self, copy: NDArray, turn: NDArray, counts: NDArray) -> tuple[tuple[Slots, ...], ...]:
+    def microbatches(self, copy: NDArray, turn: NDArray, counts: NDArray) -> tuple[tuple[BatchIndices, ...], ...]:
         """
         Args:
             copy (`numpy.ndarray` of shape `[num_samples]`): Replica of each sample in these modules.
@@ -113,7 +113,7 @@ class ColocatedModules:
                 replica.
 
         Returns:
-            `tuple[tuple[tuple[int, ...], ...], ...]`: Replica -> microbatch -> slots with work, ascending.
+            `tuple[tuple[tuple[int, ...], ...], ...]`: Replica -> microbatch -> batch indices with work, ascending.
         """
         some = np.flatnonzero(self.work > 0)
         return cut(some, copy[some], turn[some], self.turns(counts).repeat(self.num_copies))
@@ -132,11 +132,13 @@ class ColocatedModules:
         return owner
 
 
-def cut(slots: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray) -> tuple[tuple[Slots, ...], ...]:
-    """Replica -> microbatch -> slots, ascending; `counts` are the numbers of microbatches of the replicas."""
+def cut(
+    batch_indices: NDArray, replica: NDArray, microbatch: NDArray, counts: NDArray
+) -> tuple[tuple[BatchIndices, ...], ...]:
+    """Replica -> microbatch -> batch indices, ascending; `counts` are the numbers of microbatches of the replicas."""
     ends = np.cumsum(counts)
     places = (ends - counts)[replica] + microbatch
-    flat = slots[stable_order(places, int(ends[-1]))].tolist()
+    flat = batch_indices[stable_order(places, int(ends[-1]))].tolist()
     stops = np.cumsum(np.bincount(places, minlength=ends[-1])).tolist()
     parts = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
     return tuple(tuple(parts[end - count : end]) for end, count in zip(ends.tolist(), counts.tolist(), strict=True))

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import gcd
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import Slots, turn_of
+from ..plan.step_plan import BatchIndices, turn_of
 from .colocated_modules import microbatch_counts
 
-Replicas = tuple[tuple[Slots, ...], ...]
+Replicas = tuple[tuple[BatchIndices, ...], ...]
 
 
 def num_microbatches(num_samples: int, microbatch_size: int, dp_size: int) -> int:
@@ -45,14 +45,16 @@ def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -
         microbatch_size (`int`): Samples of a microbatch of one language model replica.
     """
     counts = counts_of(plan, workloads, microbatch_size)
-    language: list[list[Slots]] = [[()] * count for count in counts]
+    language: list[list[BatchIndices]] = [[()] * count for count in counts]
     starts = range(0, workloads.num_samples, microbatch_size)
     for start, (replica, index) in zip(starts, in_turns(counts), strict=False):
         language[replica][index] = tuple(range(start, min(start + microbatch_size, workloads.num_samples)))
     return coupled(plan, language, in_groups=len(set(counts)) > 1)
 
 
-def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]], in_groups: bool = True) -> dict[str, Replicas]:
+def coupled(
+    plan: ParallelPlan, language: Sequence[Sequence[BatchIndices]], in_groups: bool = True
+) -> dict[str, Replicas]:
     """
     Gives the encoders the microbatches of the language model.
 
@@ -62,7 +64,7 @@ def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]], in_groups: 
 
     Args:
         plan (`ParallelPlan`): The plan.
-        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> slots of the language model.
+        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> batch indices of the language model.
         in_groups (`bool`, *optional*, defaults to `True`): Whether to form groups; otherwise all replicas are one
             group.
     """
@@ -75,28 +77,30 @@ def coupled(plan: ParallelPlan, language: Sequence[Sequence[Slots]], in_groups: 
         for group in range(groups):
             pooled = _pooled(language[group * sources : (group + 1) * sources])
             for part in range(consumers):
-                replicas.append(tuple(share(slots, part, consumers, turn) for turn, slots in enumerate(pooled)))
+                replicas.append(
+                    tuple(share(batch_indices, part, consumers, turn) for turn, batch_indices in enumerate(pooled))
+                )
         result[name] = tuple(replicas)
     result[LANGUAGE_MODEL] = tuple(tuple(replica) for replica in language)
     return result
 
 
-def _pooled(members: Sequence[Sequence[Slots]]) -> list[Slots]:
-    """The slots of some replicas in each turn."""
+def _pooled(members: Sequence[Sequence[BatchIndices]]) -> list[BatchIndices]:
+    """The batch indices of some replicas in each turn."""
     counts = [len(replica) for replica in members]
-    pooled: list[Slots] = [()] * max(counts)
+    pooled: list[BatchIndices] = [()] * max(counts)
     for replica, index in in_turns(counts):
         pooled[turn_of(index, counts[replica], len(pooled))] += members[replica][index]
     return pooled
 
 
-def share(slots: Sequence[int], index: int, count: int, turn: int) -> Slots:
-    """Consecutive part `index` of `count`; the parts with one more slot shift by one each turn."""
-    size, rest = divmod(len(slots), count)
+def share(batch_indices: Sequence[int], index: int, count: int, turn: int) -> BatchIndices:
+    """Consecutive part `index` of `count`; the parts with one more batch index shift by one each turn."""
+    size, rest = divmod(len(batch_indices), count)
 
     def start(part: int) -> int:
-        """Earlier parts have `size` slots, plus one for those whose number in the turn is below `rest`."""
+        """Earlier parts have `size` batch indices, plus one for those whose number in the turn is below `rest`."""
         rounds = [(place // count) * rest + min(place % count, rest) for place in (turn, turn + part)]
         return size * part + rounds[1] - rounds[0]
 
-    return tuple(slots[start(index) : start(index + 1)])
+    return tuple(batch_indices[start(index) : start(index + 1)])

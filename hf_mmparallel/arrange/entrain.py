@@ -20,7 +20,7 @@ def entrain(
     plan: ParallelPlan, workloads: Workloads, microbatch_size: int, deferral: bool = True
 ) -> dict[str, Replicas]:
     """
-    Arranges a global batch by Entrain's algorithm 4 (bins 4.3, 4.5.1 and 4.5.2), line by line.
+    Arranges a global batch by Entrain's algorithm 4 (sections 4.3, 4.5.1 and 4.5.2), line by line.
 
     - Lines 1 and 2: samples go in the order of decreasing encoder workload, each to the replica with the least work
       in the language model.
@@ -42,7 +42,7 @@ def entrain(
         deferral (`bool`, *optional*, defaults to `True`): Whether to run lines 7 to 15.
 
     Returns:
-        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its slots, for
+        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its batch indices, for
             encoders
         and the language model.
     """

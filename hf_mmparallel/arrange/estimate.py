@@ -115,13 +115,13 @@ class Pipeline:
         """Whether each stage has a backward."""
         return tuple(bool(has_cost) for has_cost in self.costs[1].any(axis=0))
 
-    def slots(self, count: int) -> NDArray:
+    def time_steps(self, count: int) -> NDArray:
         """
-        The time slot `[2, count, stages]` of each forward and backward.
+        The time step `[2, count, stages]` of each forward and backward.
 
-        Under 1F1B stage `s` of `S` runs its forward of microbatch `k` in slot `2 k + s` and its backward in slot
-        `2 k + 2 S - 1 - s`, so that it never runs two tasks in one slot, and the inputs of both were computed one slot
-        before. Under GPipe all forwards come before all backwards.
+        Under 1F1B stage `s` of `S` runs its forward of microbatch `k` in time step `2 k + s` and its backward in time
+        step `2 k + 2 S - 1 - s`, so that it never runs two tasks in one time step, and the inputs of both were
+        computed one time step before. Under GPipe all forwards come before all backwards.
         """
         depth, microbatch = np.array(self.depth), np.arange(count)[:, None]
         if self.forwards_first:
@@ -130,10 +130,10 @@ class Pipeline:
 
     def iteration_ms(self, loads: Mapping[str, NDArray]) -> NDArray:
         """
-        End of the last task of several arrangements, with every stage in the order of [`Pipeline.slots`].
+        End of the last task of several arrangements, with every stage in the order of [`Pipeline.time_steps`].
 
-        All stages of all arrangements advance slot by slot. Deferred samples count as if their backward were in the
-        encoder's microbatch.
+        All stages of all arrangements advance time step by time step. Deferred samples count as if their backward were
+        in the encoder's microbatch.
 
         Args:
             loads (`Mapping[str, numpy.ndarray]`):
@@ -144,12 +144,12 @@ class Pipeline:
         """
         work = np.stack([loads[name] for name in self.modules])
         costs = np.einsum("wms,mqk->wksq", self.costs, work)
-        slots, waits = _waits(self, work.shape[2])
-        by_slot = np.zeros((len(waits), len(self.depth), work.shape[1]))
+        time_steps, waits = _waits(self, work.shape[2])
+        by_time_step = np.zeros((len(waits), len(self.depth), work.shape[1]))
         for direction in range(2):
-            by_slot[slots[direction], np.arange(len(self.depth))] += costs[direction]
-        done = np.zeros(by_slot.shape[1:])
-        for wait, cost in zip(waits, by_slot, strict=True):
+            by_time_step[time_steps[direction], np.arange(len(self.depth))] += costs[direction]
+        done = np.zeros(by_time_step.shape[1:])
+        for wait, cost in zip(waits, by_time_step, strict=True):
             done = np.maximum.reduce(done[wait], axis=0) + cost
         return done.max(axis=0)
 
@@ -157,18 +157,18 @@ class Pipeline:
 @lru_cache(maxsize=64)
 def _waits(pipeline: Pipeline, count: int) -> tuple[NDArray, NDArray]:
     """
-    The slots, and the stages that each stage waits for in each of them `[num_slots, num_waits, stages]`: itself, and
-    its neighbors on the path of the microbatch.
+    The time_steps, and the stages that each stage waits for in each of them `[num_time_steps, num_waits, stages]`:
+    itself, and its neighbors on the path of the microbatch.
     """
-    slots, stages = pipeline.slots(count), np.arange(len(pipeline.depth))
+    time_steps, stages = pipeline.time_steps(count), np.arange(len(pipeline.depth))
     consumers = np.bincount([source for sources in pipeline.before for source in sources], minlength=1)
     inputs = 1 + max(1, *map(len, pipeline.before), int(consumers.max()))
-    waits = np.broadcast_to(stages, (int(slots.max()) + 1, inputs, len(stages))).copy()
+    waits = np.broadcast_to(stages, (int(time_steps.max()) + 1, inputs, len(stages))).copy()
     known = [0] * len(stages)
     for stage, sources in enumerate(pipeline.before):
         for number, source in enumerate(sources):
-            waits[slots[0, :, stage], 1 + number, stage] = source
+            waits[time_steps[0, :, stage], 1 + number, stage] = source
             if pipeline.backwards[source]:
                 known[source] += 1
-                waits[slots[1, :, source], known[source], source] = stage
-    return slots, waits
+                waits[time_steps[1, :, source], known[source], source] = stage
+    return time_steps, waits

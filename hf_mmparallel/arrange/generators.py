@@ -9,16 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, Workloads
-from ..plan.step_plan import Slots
+from ..plan.step_plan import BatchIndices
 from .colocated_modules import ColocatedModules, colocated_generators
 from .estimate import Pipeline
 from .exchange import Capacity
 from .greedy import CapacityError
 
-Replicas = tuple[tuple[Slots, ...], ...]
+Replicas = tuple[tuple[BatchIndices, ...], ...]
 
 
-def generated(plan: ParallelPlan, workloads: Workloads, language: Sequence[Sequence[Slots]]) -> dict[str, Replicas]:
+def generated(
+    plan: ParallelPlan, workloads: Workloads, language: Sequence[Sequence[BatchIndices]]
+) -> dict[str, Replicas]:
     """
     Microbatches of generators.
 
@@ -31,17 +33,17 @@ def generated(plan: ParallelPlan, workloads: Workloads, language: Sequence[Seque
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): Workloads of the samples. Token limits are respected as far as the language model's
             microbatches allow it.
-        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> slots of the language model.
+        language (`Sequence[Sequence[tuple[int, ...]]]`): Replica -> microbatch -> batch indices of the language model.
 
     Returns:
-        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Generator -> replica -> microbatch -> its slots.
+        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Generator -> replica -> microbatch -> its batch indices.
     """
     if not plan.generators:
         return {}
     replica, microbatch = (np.zeros(workloads.num_samples, np.int64) for _ in range(2))
     for number, microbatches in enumerate(language):
-        for index, slots in enumerate(microbatches):
-            replica[list(slots)], microbatch[list(slots)] = number, index
+        for index, batch_indices in enumerate(microbatches):
+            replica[list(batch_indices)], microbatch[list(batch_indices)] = number, index
     counts = np.array([len(microbatches) for microbatches in language])
     result = {}
     for colocated in colocated_generators(plan, workloads, Pipeline.of(plan, workloads.backward_ratio).bottleneck):

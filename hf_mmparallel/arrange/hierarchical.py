@@ -14,9 +14,9 @@ from dataclasses import replace
 import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import Slots
+from ..plan.step_plan import BatchIndices
+from .assigned_batch import Batch, Placement
 from .contiguous import num_microbatches
-from .global_batch import Batch, Placement
 from .greedy import CapacityError
 from .length_arrangement import arrange_by_length
 from .microbatch_sizes import Sizes
@@ -55,7 +55,7 @@ def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = 
 
 def hierarchical(
     plan: ParallelPlan, workloads: Workloads, microbatch_size: int, taper: bool = False
-) -> dict[str, tuple[tuple[Slots, ...], ...]]:
+) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
     """
     Arranges a global batch such that each microbatch takes about its target time in every module.
 
@@ -82,7 +82,7 @@ def hierarchical(
             weights of all modules. The step is shorter, but the microbatches in its middle are larger.
 
     Returns:
-        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its slots, for
+        `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its batch indices, for
         encoders and the language model. A sample is in its microbatch of the language model or the one before in
         every encoder that has work for it.
 
@@ -105,6 +105,6 @@ def hierarchical(
 
 def tapered(
     plan: ParallelPlan, workloads: Workloads, microbatch_size: int
-) -> dict[str, tuple[tuple[Slots, ...], ...]]:
+) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
     """[`hierarchical`] with small microbatches at the start and the end, where the pipeline fills and drains."""
     return hierarchical(plan, workloads, microbatch_size, taper=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
-from .global_batch import Batch, Placement
+from .assigned_batch import Batch, Placement
 from .lengths import NUM_ORDERS, group_by_length, possible_orders
 from .microbatch_sizes import Sizes
 

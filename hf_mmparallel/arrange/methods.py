@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
-from ..plan.step_plan import Slots
+from ..plan.step_plan import BatchIndices
 from .baselines import batch_rebalance, disttrain, sub_microbatches
 from .contiguous import contiguous
 from .entrain import entrain
 from .generators import generated
 from .hierarchical import hierarchical, tapered
 
-Microbatches = Mapping[str, tuple[tuple[Slots, ...], ...]]
+Microbatches = Mapping[str, tuple[tuple[BatchIndices, ...], ...]]
 Arrangement = Callable[[ParallelPlan, Workloads, int], Microbatches]
 
 ARRANGEMENTS: Mapping[str, Arrangement] = {
@@ -68,13 +68,16 @@ def arrange_step(
     return step
 
 
-def _with_work(replicas: tuple[tuple[Slots, ...], ...], forward_ms: np.ndarray, name: str) -> Any:
+def _with_work(replicas: tuple[tuple[BatchIndices, ...], ...], forward_ms: np.ndarray, name: str) -> Any:
     """The microbatches of a module without samples that have no work in it; the language model has all samples."""
     busy = np.asarray(forward_ms) > 0
     if name == LANGUAGE_MODEL or busy.all():
         return replicas
     is_busy = busy.tolist()
-    return tuple(tuple(tuple(slot for slot in slots if is_busy[slot]) for slots in replica) for replica in replicas)
+    return tuple(
+        tuple(tuple(batch_index for batch_index in batch_indices if is_busy[batch_index]) for batch_indices in replica)
+        for replica in replicas
+    )
 
 
 def _check_workloads(samples: Sequence[int], workloads: Workloads) -> None:

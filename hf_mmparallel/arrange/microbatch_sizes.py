@@ -51,8 +51,9 @@ def best_sizes(
 
     Microbatches are small at the start, while the pipeline fills, and at the end, while it drains, because stages wait
     for them there. Sizes and the times of all tasks are the solution of a linear program for the order of
-    [`Pipeline.slots`], where the language model processes samples in the encoder's microbatch or one later. Solutions
-    are cached, since batches of a dataset are similar. If there are many microbatches, those in the middle are equal.
+    [`Pipeline.time_steps`], where the language model processes samples in the encoder's microbatch or one later.
+    Solutions are cached, since batches of a dataset are similar. If there are many microbatches, those in the middle
+    are equal.
 
     Args:
         pipeline ([`Pipeline`]): The stages.
@@ -111,7 +112,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     language = pipeline.modules.index(LANGUAGE_MODEL)
     kinds = [int(place >= language) for place in range(len(pipeline.modules))]
     by_kind = np.stack([costs[:, [kind == k for k in kinds]].sum(axis=1) for kind in range(2)], axis=1)
-    slots, num_stages = pipeline.slots(count), len(pipeline.depth)
+    when, num_stages = pipeline.time_steps(count), len(pipeline.depth)
     end = 2 * count + 2 * num_stages * count
     change, other = end + 1, end + 1 + 2 * count
     rows = _Rows()
@@ -132,7 +133,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
                 if pipeline.backwards[source]:
                     after(1, microbatch, stage, start(1, microbatch, source))
         directions = range(1 + pipeline.backwards[stage])
-        order = sorted((int(slots[way, index, stage]), way, index) for way in directions for index in range(count))
+        order = sorted((int(when[way, index, stage]), way, index) for way in directions for index in range(count))
         for (_, way, index), (_, next_way, next_index) in zip(order, order[1:], strict=False):
             after(way, index, stage, start(next_way, next_index, stage))
         after(order[-1][1], order[-1][2], stage, end)

@@ -188,7 +188,7 @@ def eager_caps(
         costs (`CostModel`): Memory of layers.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each slot of the step.
+        sizes (`SampleSizes`): Tokens of each batch index of the step.
         memory_bytes (`float`, *optional*): Memory of a rank; see [`in_flight_eager`] if it is unknown.
 
     Returns:

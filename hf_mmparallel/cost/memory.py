@@ -69,7 +69,7 @@ def memory_per_rank(
         costs (`CostModel`): Memory of layers.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each slot of the step.
+        sizes (`SampleSizes`): Tokens of each batch index of the step.
         in_flight (`Mapping[tuple[str, int, int], float]`):
             (module, replica, stage) -> microbatches in flight, such as [`Simulation`]'s `peak_in_flight`.
 

@@ -35,7 +35,7 @@ def memory_timeline(
         costs (`CostModel`): Memory of layers.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each slot of the step.
+        sizes (`SampleSizes`): Tokens of each batch index of the step.
         spans (`Iterable[Span]`): All tasks of the step on one clock, such as those of a [`Simulation`].
 
     Returns:
@@ -63,7 +63,7 @@ def activation_peaks(
         costs (`CostModel`): Memory of layers.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each slot of the step.
+        sizes (`SampleSizes`): Tokens of each batch index of the step.
         spans (`Iterable[Span]`): All tasks of the step on one clock, such as those of a [`Simulation`].
 
     Returns:
@@ -129,14 +129,16 @@ class _MemoryEvents:
                 continue
             if not {source, target} <= self.times.keys():
                 continue
-            received = set(self._slots(target))
-            num_bytes = features[source.module][[slot for slot in self._slots(source) if slot in received]].sum()
+            received = set(self._batch_indices(target))
+            num_bytes = features[source.module][
+                [batch_index for batch_index in self._batch_indices(source) if batch_index in received]
+            ].sum()
             if self.memories[source.stage_key].frees_features:
                 self.allocate(source.stage_key, self.times[source][1], self.times[target][0], num_bytes)
             cp_size = self.memories[target.stage_key].cp_size
             self.allocate(target.stage_key, self.times[target][0], self.released_ms(target), num_bytes / cp_size)
 
-    def _slots(self, task: Task) -> tuple[int, ...]:
+    def _batch_indices(self, task: Task) -> tuple[int, ...]:
         return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
     def add_state(self) -> None:

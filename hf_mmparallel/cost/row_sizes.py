@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan
-from ..plan.step_plan import ChunkCuts
+from ..plan.step_plan import ChunkTable
 from .activations import MASKED_ATTENTION
 from .layers import PACKED_ATTENTION, CostModel
 
@@ -138,17 +138,17 @@ class RowLayout:
         count = np.fromiter(map(len, groups), np.int64)
         return self._of_rows(sizes, name, count, np.fromiter(chain.from_iterable(groups), np.int64))
 
-    def of_chunks(self, sizes: SampleSizes, name: str, cuts: ChunkCuts) -> NDArray:
+    def of_chunks(self, sizes: SampleSizes, name: str, table: ChunkTable) -> NDArray:
         """
         [`~RowLayout.of_groups`] for the chunks of a step.
 
         Args:
             sizes (`SampleSizes`): The samples.
             name (`str`): The module.
-            cuts ([`ChunkCuts`]): At least one chunk of the module.
+            table ([`ChunkTable`]): At least one chunk of the module.
         """
         return self._of_rows(
-            sizes, name, np.bincount(cuts.of_slot), cuts.slots[np.argsort(cuts.of_slot, kind="stable")]
+            sizes, name, np.bincount(table.chunk_of), table.batch_indices[np.argsort(table.chunk_of, kind="stable")]
         )
 
     def _of_rows(self, sizes: SampleSizes, name: str, count: NDArray, order: NDArray) -> NDArray:
@@ -168,7 +168,7 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
         costs (`CostModel`): The cost model, which knows whether rows are packed.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each slot of the step.
+        sizes (`SampleSizes`): Tokens of each batch index of the step.
 
     Returns:
         `dict[tuple[str, int, int, int], ChunkSize]`: (module, replica, microbatch, chunk) -> its size.
@@ -176,7 +176,9 @@ def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: Sam
     result: dict[ChunkKey, ChunkSize] = {}
     by_module: dict[str, dict[ChunkKey, Sequence[int]]] = {}
     for key, parts in step.chunks.items():
-        by_module.setdefault(key[0], {}).update(((*key, number), slots) for number, slots in enumerate(parts))
+        by_module.setdefault(key[0], {}).update(
+            ((*key, number), batch_indices) for number, batch_indices in enumerate(parts)
+        )
     for name, chunks in by_module.items():
         if not chunks:
             continue

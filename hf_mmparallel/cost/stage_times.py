@@ -313,7 +313,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
         for replica, index, stage in module.stages():
             first_rank = _first_rank(costs, stage)
             waits_ms = _blocked_token_ms(costs, name, module.replicas[replica], index)
-            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.columns[0]), first_rank, waits_ms)
+            kind = (name, stage.layers, costs.device.link_bytes_per_ms(stage.cp_groups[0]), first_rank, waits_ms)
             if kind not in known:
                 recompute = module.activation_checkpointing
                 table = layer_table(costs, name, module.tp_size, recompute, first_rank)
@@ -341,7 +341,7 @@ def _stage_cost(
         return cost
     width = 2 * part.num_kv_heads * part.head_width / tp_size
     received = costs.value_bytes * width * (cp_size - 1) / cp_size
-    gather_ms = received / costs.device.link_bytes_per_ms(stage.columns[0])
+    gather_ms = received / costs.device.link_bytes_per_ms(stage.cp_groups[0])
     squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / cp_size
     return replace(
         cost,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
-from ..plan.step_plan import ChunkCuts
+from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
 from ..schedule.actions import Message, StageKey
 from .activations import DTYPE_BYTES, FULL, parameter_shares
@@ -29,7 +29,7 @@ class StepCost:
         costs (`CostModel`): Costs of layers.
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`): Tokens of each slot of the step.
+        sizes (`SampleSizes`): Tokens of each batch index of the step.
         groups (`Sequence[SyncGroup]`, *optional*): The gradient all-reduces, for [`~StepCost.sync_ms`].
         stages (`Mapping[tuple[str, int, int], StageCost]`, *optional*):
             Precomputed [`stage_costs`] of the plan, or of a larger plan that it is a part of.
@@ -55,14 +55,14 @@ class StepCost:
         return chunk_sizes(self.costs, self.plan, self.step, self.sizes)
 
     @cached_property
-    def _module_chunks(self) -> dict[str, tuple[ChunkCuts, NDArray]]:
+    def _module_chunks(self) -> dict[str, tuple[ChunkTable, NDArray]]:
         """Module -> its chunks, and their tokens and squared sequence lengths `[2, chunks]`."""
         result = {}
         for name, module in self.plan.modules.items():
-            cuts = self.step.cut_chunks(name, self.step.replicas(name))
-            if len(cuts.replica):
-                sizes = RowLayout.of(self.costs, name, module).of_chunks(self.sizes, name, cuts)
-                result[name] = cuts, sizes[:, :2].T
+            table = self.step.chunk_table(name, self.step.replicas(name))
+            if len(table.replica):
+                sizes = RowLayout.of(self.costs, name, module).of_chunks(self.sizes, name, table)
+                result[name] = table, sizes[:, :2].T
         return result
 
     def of_graph(self, graph: TaskGraph) -> NDArray:
@@ -86,9 +86,9 @@ class StepCost:
         stage, microbatch, chunk = graph.columns[:, : graph.num_forwards]
         modules, replicas = (np.array([key[i] for key in graph.stages])[stage] for i in range(2))
         result = np.zeros(graph.num_forwards, np.int64)
-        for name, (cuts, _) in self._module_chunks.items():
+        for name, (table, _) in self._module_chunks.items():
             wanted = np.flatnonzero(modules == name)
-            result[wanted] = cuts.find(replicas[wanted], microbatch[wanted], chunk[wanted])
+            result[wanted] = table.find(replicas[wanted], microbatch[wanted], chunk[wanted])
         return result
 
     def _forward_sizes(self, graph: TaskGraph) -> NDArray:
@@ -155,12 +155,16 @@ class StepCost:
             if not len(wanted):
                 continue
             producer, consumer = self._module_chunks[edge.source][0], self._module_chunks[edge.target][0]
-            slots, sent, received = np.intersect1d(
-                producer.slots, consumer.slots, assume_unique=True, return_indices=True
+            batch_indices, sent, received = np.intersect1d(
+                producer.batch_indices, consumer.batch_indices, assume_unique=True, return_indices=True
             )
-            tokens = np.minimum(self.sizes.tokens[edge.source][slots], self.sizes.tokens[LANGUAGE_MODEL][slots])
+            tokens = np.minimum(
+                self.sizes.tokens[edge.source][batch_indices], self.sizes.tokens[LANGUAGE_MODEL][batch_indices]
+            )
             count = len(consumer.replica)
-            pairs, place = np.unique(producer.of_slot[sent] * count + consumer.of_slot[received], return_inverse=True)
+            pairs, place = np.unique(
+                producer.chunk_of[sent] * count + consumer.chunk_of[received], return_inverse=True
+            )
             sums = np.bincount(place, tokens, len(pairs))
             result[wanted] = sums[np.searchsorted(pairs, chunk[before[wanted]] * count + chunk[after[wanted]])]
         return result
@@ -207,8 +211,8 @@ def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task
     `after`. From an encoder: one feature token per token of its layers (merging may leave fewer), at most the language
     model tokens of the samples. To a generator: the hidden states of all language model tokens of the samples.
     """
-    slots = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
+    batch_indices = step.chunks[before.module, before.replica, before.microbatch][before.chunk]
     received = step.chunks[after.module, after.replica, after.microbatch][after.chunk]
-    shared = sorted(set(slots) & set(received))
+    shared = sorted(set(batch_indices) & set(received))
     produced, language = (sizes.tokens[name][shared] for name in (before.module, LANGUAGE_MODEL))
     return int(np.minimum(produced, language).sum())

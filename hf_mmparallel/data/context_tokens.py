@@ -34,7 +34,7 @@ class ContextSharding:
         assignment ([`ContextAssignment`]): The cp rank of each token.
         words (`torch.Tensor` of shape `[1, length]`): The mask words of the row, on the CPU.
         order (`torch.Tensor` of shape `[cp_size, tokens]`): int64: the tokens of each cp rank, -1 for padding.
-            holders (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
+            owners (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
         Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
             placeholders of the modality on that rank.
             rows (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
@@ -45,7 +45,7 @@ class ContextSharding:
     assignment: ContextAssignment
     words: Tensor
     order: Tensor
-    holders: Mapping[str, tuple[Tensor, Tensor]]
+    owners: Mapping[str, tuple[Tensor, Tensor]]
     rows: Mapping[str, list[int]]
     token_dims: Mapping[str, int]
     filler: int
@@ -117,23 +117,23 @@ class ContextSharder:
 
     def keys(self, step: StepPlan) -> dict[BatchKey, tuple[int, ...]]:
         """
-        (module, replica, microbatch, chunk) -> slots, for each microbatch whose distribution this rank needs: its own,
-        and those for which its encoders compute features.
+        (module, replica, microbatch, chunk) -> batch indices, for each microbatch whose distribution this rank needs:
+        its own, and those for which its encoders compute features.
         """
         if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
             return {}
         mine = {(module, replica) for module, replica, _ in self.plan.stages_of_rank(self.rank)}
         needed = set()
         for module, replica in mine:
-            for index, slots in enumerate(step.microbatches[module][replica]):
+            for index, batch_indices in enumerate(step.microbatches[module][replica]):
                 if module == LANGUAGE_MODEL:
                     needed.add((replica, index))
                 else:
-                    needed.update(step.places[LANGUAGE_MODEL, slot] for slot in slots)
+                    needed.update(step.places[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices)
         return {
-            (LANGUAGE_MODEL, replica, index, chunk): slots
+            (LANGUAGE_MODEL, replica, index, chunk): batch_indices
             for replica, index in sorted(needed)
-            for chunk, slots in enumerate(step.chunks[LANGUAGE_MODEL, replica, index])
+            for chunk, batch_indices in enumerate(step.chunks[LANGUAGE_MODEL, replica, index])
         }
 
     def __call__(self, batch: Mapping[str, Any]) -> ContextSharding:
@@ -164,12 +164,12 @@ class ContextSharder:
         }
         filler = next(token for token in count() if token not in self.placeholders.values())
         segments = decode_words(words[0]).segment
-        holders, rows = {}, {}
+        owners, rows = {}, {}
         for modality, token in self.placeholders.items():
             wanted = (row == token) & (segments > 0)
-            holders[modality] = _owners_of(wanted, order)
+            owners[modality] = _owners_of(wanted, order)
             rows[modality] = segments[wanted].bincount(minlength=int(segments.max()) + 1)[1:].tolist()
-        return ContextSharding(assignment, words, order, holders, rows, dims, filler)
+        return ContextSharding(assignment, words, order, owners, rows, dims, filler)
 
     def _assign(self, words: Tensor, cp_size: int) -> ContextAssignment:
         """Assigns tokens to cp ranks; without costs `"auto"` gathers the whole row."""
@@ -301,7 +301,7 @@ def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
     tp_size = plan.modules[LANGUAGE_MODEL].tp_size
     uses = [costs.spec.uses.get((LANGUAGE_MODEL, layer), ()) for layer in range(module.num_layers)]
     num_active = sum(use.num_active for layer_uses in uses for use in layer_uses)
-    columns = plan.modules[LANGUAGE_MODEL].replicas[0][0].columns
+    columns = plan.modules[LANGUAGE_MODEL].replicas[0][0].cp_groups
     return ContextCosts.of_layer(
         module.num_heads // tp_size,
         module.num_kv_heads // tp_size,

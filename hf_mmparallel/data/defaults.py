@@ -12,7 +12,7 @@ from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, Seque
 from transformers import default_data_collator as stack
 
 from .chat_collator import ChatCollator
-from .draws import Draw
+from .global_batches import GlobalBatch
 from .item_form import ItemForm, item_form
 from .randomness import seeded
 from .streams import StreamWindow, is_stream
@@ -114,7 +114,7 @@ def first_samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
     if is_stream(dataset):
         dataset = StreamWindow(dataset)
         with seeded(0):
-            places = list(dataset.fetch(Draw(tuple(range(_NUM_FIRST)))).samples)
+            places = list(dataset.fetch(GlobalBatch(tuple(range(_NUM_FIRST)))).samples)
     else:
         spread = np.linspace(0, max(0, len(dataset) - 1), _NUM_SPREAD).astype(int).tolist()
         places = list(dict.fromkeys([*range(min(_NUM_FIRST, len(dataset))), *(spread if len(dataset) else ())]))

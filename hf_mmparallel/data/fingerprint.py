@@ -24,30 +24,30 @@ class StepFingerprint:
         programs (`Mapping[int, int]`):
             Replica of the language model -> checksum of the ordered actions of all ranks that exchange tensors with
             it in the step; for the replicas in the part of the step that this rank has planned.
-        cuts (`Mapping[int, int]`, *optional*):
+        shardings (`Mapping[int, int]`, *optional*):
             Index of a microbatch of the language model, over all replicas -> checksum of the distribution of its
             tokens over cp ranks; for the microbatches of this rank.
     """
 
     step: int
     programs: Mapping[int, int]
-    cuts: Mapping[int, int] = field(default_factory=dict)
+    shardings: Mapping[int, int] = field(default_factory=dict)
 
 
-def fingerprint(step: StepPlan, program: Program, cuts: Mapping[BatchKey, ContextSharding]) -> StepFingerprint:
+def fingerprint(step: StepPlan, program: Program, shardings: Mapping[BatchKey, ContextSharding]) -> StepFingerprint:
     """
     The fingerprint of a step.
 
     Args:
         step ([`StepPlan`]): The arrangement.
         program ([`Program`]): The actions of all ranks, or of those in the part of one.
-        cuts (`Mapping[BatchKey, ContextSharding]`): Distribution of the tokens of this rank's microbatches.
+        shardings (`Mapping[BatchKey, ContextSharding]`): Distribution of the tokens of this rank's microbatches.
     """
     starts = list(accumulate(map(len, step.microbatches[LANGUAGE_MODEL]), initial=0))
     return StepFingerprint(
         _arrangement(step),
         dict.fromkeys(program.replicas(LANGUAGE_MODEL), program.checksum),
-        {starts[replica] + index: _checksum(cut) for (_, replica, index, _), cut in cuts.items()},
+        {starts[replica] + index: _checksum(sharding) for (_, replica, index, _), sharding in shardings.items()},
     )
 
 
@@ -63,9 +63,9 @@ def _arrangement(step: StepPlan) -> int:
     return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def _checksum(cut: ContextSharding) -> int:
+def _checksum(sharding: ContextSharding) -> int:
     """Checksum of the cp rank of each token, and of the gathered blocks."""
-    assignment = cut.assignment
+    assignment = sharding.assignment
     digest = hashlib.blake2b(digest_size=8)
     for array in (assignment.layout, assignment.blocks, assignment.gathered):
         digest.update(str(array.shape).encode())

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..modeling.spec import module_parts
 from ..plan import ModelSpec
-from .draws import Draw
+from .global_batches import GlobalBatch
 from .image_sizes import UnknownSizeError
 from .sample_sizes import SizeSource
 from .size_measures import TokenMeasure
@@ -98,7 +98,7 @@ def _measurable(source: SizeSource, candidates: np.ndarray) -> np.ndarray:
 def _first_of_stream(window: StreamWindow, source: StreamSizes) -> tuple[StreamWindow, StreamSizes, np.ndarray]:
     """A window of its own on the first samples of a stream, their sizes, and their places."""
     window = copy.copy(window)
-    kept = window.fetch(Draw(tuple(range(NUM_STREAMED)))).samples
+    kept = window.fetch(GlobalBatch(tuple(range(NUM_STREAMED)))).samples
     return window, StreamSizes(window, source.choose, source.modules), np.array(kept, dtype=np.int64)
 
 

@@ -16,8 +16,8 @@ from ..steps.step_planner import StepPlanner
 from .bad_samples import BadSample, stored_row
 from .context_tokens import BatchKey, ContextSharder, ContextSharding
 from .digests import text_digest
-from .draws import Draw
 from .fingerprint import StepFingerprint, fingerprint
+from .global_batches import GlobalBatch
 from .randomness import seeded, stable_seed
 from .streams import StreamWindow
 from .transfer import pack, unpack
@@ -32,15 +32,15 @@ class StepBatch:
         step (`StepPlan`): The assignment of samples to microbatches.
         batches (`dict[BatchKey, dict[str, Any]]`):
             (module, replica, microbatch, chunk) -> the collated samples, for each chunk of this rank.
-        cuts (`dict[BatchKey, ContextSharding]`):
+        shardings (`dict[BatchKey, ContextSharding]`):
             Distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs
             it.
         program (`Program`, *optional*): This rank's actions, which an engine needs.
         sizes (`SampleSizes`, *optional*): Sizes of the samples, if known.
         workloads (`Workloads`, *optional*): The workloads by which samples were assigned.
-        draw (`Draw`, *optional*): The draw of the step.
+        global_batch (`GlobalBatch`, *optional*): The global batch of the step.
         bad (`dict[int, BadSample]`):
-            Slot -> its sample, if this rank can't read it. A batch with bad samples has no inputs.
+            Batch index -> its sample, if this rank can't read it. A batch with bad samples has no inputs.
         rows (`torch.Tensor`, *optional*): Packed rows of a stream, needed to plan the step again.
         digest (`int`, *optional*, defaults to 0): Checksum of the rows of a stream, compared by the ranks.
         fingerprint (`StepFingerprint`, *optional*): Checksums that ranks compare before they run the step.
@@ -48,11 +48,11 @@ class StepBatch:
 
     step: StepPlan
     batches: dict[BatchKey, dict[str, Any]] = field(default_factory=dict)
-    cuts: dict[BatchKey, ContextSharding] = field(default_factory=dict)
+    shardings: dict[BatchKey, ContextSharding] = field(default_factory=dict)
     program: Program | None = None
     sizes: SampleSizes | None = None
     workloads: Workloads | None = None
-    draw: Draw | None = None
+    global_batch: GlobalBatch | None = None
     bad: dict[int, BadSample] = field(default_factory=dict)
     rows: torch.Tensor | None = None
     digest: int = 0
@@ -65,10 +65,10 @@ class StepBatch:
         )
 
     @property
-    def drawn(self) -> Draw:
-        """The draw; always present in batches of a loader."""
-        assert self.draw is not None
-        return self.draw
+    def planned_for(self) -> GlobalBatch:
+        """The global batch; always present in batches of a loader."""
+        assert self.global_batch is not None
+        return self.global_batch
 
     def pin_memory(self) -> StepBatch:
         """Called by the data loader's pinning thread. Tensors that share a storage, as from a worker, still do."""
@@ -94,13 +94,13 @@ def _unpacked(*packed: Any) -> StepBatch:
 
 
 def keys_of_rank(plan: ParallelPlan, step: StepPlan, rank: int) -> dict[BatchKey, tuple[int, ...]]:
-    """(module, replica, microbatch, chunk) -> slots, for every chunk of `rank`."""
+    """(module, replica, microbatch, chunk) -> batch indices, for every chunk of `rank`."""
     mine = dict.fromkeys((module, replica) for module, replica, _ in plan.stages_of_rank(rank))
     return {
-        (module, replica, index, chunk): slots
+        (module, replica, index, chunk): batch_indices
         for module, replica in mine
         for index in range(len(step.microbatches[module][replica]))
-        for chunk, slots in enumerate(step.chunks[module, replica, index])
+        for chunk, batch_indices in enumerate(step.chunks[module, replica, index])
     }
 
 
@@ -132,8 +132,8 @@ class StepDataset(Dataset):
         unused (`Mapping[str, frozenset[str]]`, *optional*):
             Module -> floating-point entries of a collated batch that it does not need, such as pixels in the language
             model. They are dropped.
-        cutter ([`ContextSharder`], *optional*): Distributes the language model's microbatches over cp ranks.
-        planner ([`StepPlanner`], *optional*): Plans the steps of draws; not used by [`~StepDataset.read`].
+        sharder ([`ContextSharder`], *optional*): Distributes the language model's microbatches over cp ranks.
+        planner ([`StepPlanner`], *optional*): Plans the steps of global batches; not used by [`~StepDataset.read`].
         rank (`int`, *optional*, defaults to 0): This rank, whose program a batch contains.
         window ([`StreamWindow`], *optional*): The window of the stream that the readers read from, if any.
     """
@@ -144,7 +144,7 @@ class StepDataset(Dataset):
         keys: Callable[[StepPlan], Mapping[BatchKey, tuple[int, ...]]],
         seed: int,
         unused: Mapping[str, frozenset[str]] | None = None,
-        cutter: ContextSharder | None = None,
+        sharder: ContextSharder | None = None,
         planner: StepPlanner | None = None,
         rank: int = 0,
         window: StreamWindow | None = None,
@@ -153,7 +153,7 @@ class StepDataset(Dataset):
         self.keys = keys
         self.seed = seed
         self.unused = unused or {}
-        self.cutter = cutter
+        self.sharder = sharder
         self.planner = planner
         self.rank = rank
         self.window = window
@@ -165,37 +165,37 @@ class StepDataset(Dataset):
     def __len__(self) -> int:
         return len(self.reader(LANGUAGE_MODEL).dataset)
 
-    def __getitems__(self, draw: Draw) -> StepBatch | None:
+    def __getitems__(self, global_batch: GlobalBatch) -> StepBatch | None:
         """
-        Plans the step of a draw and reads its samples; `None` after the end of a stream. Samples that can't be read
-        are listed in the batch, so that the ranks can agree on how to handle them.
+        Plans the step of a global batch and reads its samples; `None` after the end of a stream. Samples that can't be
+        read are listed in the batch, so that the ranks can agree on how to handle them.
         """
         if self.window is None:
-            return self._planned(draw)
-        draw = self.window.fetch(draw)
-        if not draw.samples:
+            return self._planned(global_batch)
+        global_batch = self.window.fetch(global_batch)
+        if not global_batch.samples:
             return None
-        batch = self._planned(draw)
+        batch = self._planned(global_batch)
         batch.rows, batch.digest = self.window.packed_rows(), self.window.digest()
         return batch
 
-    def again(self, batch: StepBatch, slots: Collection[int]) -> StepBatch:
+    def again(self, batch: StepBatch, batch_indices: Collection[int]) -> StepBatch:
         """Plans and reads the step of a batch again, without some of its samples."""
         if self.window is not None and batch.rows is not None:
-            self.window.restore(batch.drawn, batch.rows)
-        result = self._planned(batch.drawn.without(slots))
+            self.window.restore(batch.planned_for, batch.rows)
+        result = self._planned(batch.planned_for.without(batch_indices))
         result.rows, result.digest = batch.rows, batch.digest
         return result
 
-    def digests(self, draw: Draw, count: int) -> list[int | None]:
+    def digests(self, global_batch: GlobalBatch, count: int) -> list[int | None]:
         """
-        A checksum of each of the first samples of a draw, `None` for one that can't be read. The language model's
-        reader is used, so that no media are decoded.
+        A checksum of each of the first samples of a global batch, `None` for one that can't be read. The language
+        model's reader is used, so that no media are decoded.
         """
         dataset, result = self.reader(LANGUAGE_MODEL).dataset, []
-        for index in draw.samples[:count]:
+        for index in global_batch.samples[:count]:
             try:
-                with seeded(stable_seed(self.seed, draw.epoch, index)):
+                with seeded(stable_seed(self.seed, global_batch.epoch, index)):
                     result.append(text_digest(dataset[index]))
             except MemoryError:
                 raise
@@ -203,56 +203,60 @@ class StepDataset(Dataset):
                 result.append(None)
         return result
 
-    def _planned(self, draw: Draw) -> StepBatch:
-        """Plans and reads the step of a draw whose samples are available."""
+    def _planned(self, global_batch: GlobalBatch) -> StepBatch:
+        """Plans and reads the step of a global batch whose samples are available."""
         assert self.planner is not None
-        if draw.bad:
-            return StepBatch(StepPlan((), {}, {}, draw.epoch), draw=draw, bad=dict(draw.bad))
+        if global_batch.bad:
+            return StepBatch(
+                StepPlan((), {}, {}, global_batch.epoch), global_batch=global_batch, bad=dict(global_batch.bad)
+            )
         try:
-            planned = self.planner(draw, self.rank)
+            planned = self.planner(global_batch, self.rank)
         except Exception:
-            bad = self._unmeasurable(draw)
+            bad = self._unmeasurable(global_batch)
             if not bad:
                 raise
-            return StepBatch(StepPlan((), {}, {}, draw.epoch), draw=draw, bad=bad)
+            return StepBatch(StepPlan((), {}, {}, global_batch.epoch), global_batch=global_batch, bad=bad)
         batch = self.read(planned.step)
         batch.program = planned.program.of_rank(self.rank)
-        batch.fingerprint = fingerprint(planned.step, planned.program, batch.cuts)
+        batch.fingerprint = fingerprint(planned.step, planned.program, batch.shardings)
         batch.sizes = planned.sizes
         batch.workloads = planned.workloads
-        batch.draw = draw
+        batch.global_batch = global_batch
         return batch
 
-    def _unmeasurable(self, draw: Draw) -> dict[int, BadSample]:
-        """Slot -> its sample, if its size can't be measured."""
+    def _unmeasurable(self, global_batch: GlobalBatch) -> dict[int, BadSample]:
+        """Batch index -> its sample, if its size can't be measured."""
         sizes = None if self.planner is None else self.planner.sizes
         if sizes is None:
             return {}
         dataset = self.reader(LANGUAGE_MODEL).dataset
         return _failures(
-            {slot: functools.partial(sizes, [index]) for slot, index in enumerate(draw.samples)},
-            lambda slot, error: BadSample.of(draw.samples[slot], error, stored_row(dataset, draw.samples[slot])),
+            {batch_index: functools.partial(sizes, [index]) for batch_index, index in enumerate(global_batch.samples)},
+            lambda batch_index, error: BadSample.of(
+                global_batch.samples[batch_index], error, stored_row(dataset, global_batch.samples[batch_index])
+            ),
         )
 
     def read(self, step: StepPlan) -> StepBatch:
         """Reads the inputs of this rank for a step, or lists its bad samples."""
         collated = _Collated(self, step)
         batches = {}
-        for key, slots in self.keys(step).items():
+        for key, batch_indices in self.keys(step).items():
             unused = self.unused.get(key[0], frozenset())
             batches[key] = {
                 name: value
-                for name, value in collated.batch(self.reader(key[0]), slots).items()
+                for name, value in collated.batch(self.reader(key[0]), batch_indices).items()
                 if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
             }
-        cuts = {}
-        if self.cutter is not None:
+        shardings = {}
+        if self.sharder is not None:
             reader = self.reader(LANGUAGE_MODEL)
-            for key, slots in self.cutter.keys(step).items():
-                row = collated.batch(reader, slots)
+            for key, batch_indices in self.sharder.keys(step).items():
+                row = collated.batch(reader, batch_indices)
                 if row:
-                    cuts[key] = self.cutter(row)
-        return StepBatch(step, bad=collated.bad) if collated.bad else StepBatch(step, batches, cuts)
+                    shardings[key] = self.sharder(row)
+        return StepBatch(step, bad=collated.bad) if collated.bad else StepBatch(step, batches, shardings)
 
 
 class _Collated:
@@ -268,24 +272,27 @@ class _Collated:
         self.batches: dict[tuple[int, tuple[int, ...]], Mapping[str, Any]] = {}
         self.bad: dict[int, BadSample] = {}
 
-    def batch(self, reader: Reader, slots: tuple[int, ...]) -> Mapping[str, Any]:
-        """The batch of some slots, collated by `reader`."""
-        key = (id(reader), slots)
+    def batch(self, reader: Reader, batch_indices: tuple[int, ...]) -> Mapping[str, Any]:
+        """The batch of some batch indices, collated by `reader`."""
+        key = (id(reader), batch_indices)
         if key not in self.batches:
-            samples = {slot: self.sample(reader.dataset, slot) for slot in slots}
+            samples = {batch_index: self.sample(reader.dataset, batch_index) for batch_index in batch_indices}
             self.batches[key] = {} if self.bad.keys() & samples.keys() else self._collate(reader, samples)
         return self.batches[key]
 
     def _collate(self, reader: Reader, samples: Mapping[int, Any]) -> Mapping[str, Any]:
-        """Collates samples by slot; if that fails, collates each one alone to find the bad samples."""
+        """Collates samples by batch index; if that fails, collates each one alone to find the bad samples."""
         try:
             return self._collate_seeded(reader, samples)
         except MemoryError:
             raise
         except Exception:
             bad = _failures(
-                {slot: functools.partial(self._collate_seeded, reader, {slot: s}) for slot, s in samples.items()},
-                lambda slot, error: self._describe(reader.dataset, slot, error, samples[slot]),
+                {
+                    batch_index: functools.partial(self._collate_seeded, reader, {batch_index: s})
+                    for batch_index, s in samples.items()
+                },
+                lambda batch_index, error: self._describe(reader.dataset, batch_index, error, samples[batch_index]),
             )
             if not bad:
                 raise
@@ -293,16 +300,16 @@ class _Collated:
             return {}
 
     def _collate_seeded(self, reader: Reader, samples: Mapping[int, Any]) -> Mapping[str, Any]:
-        indices = [self.step.samples[slot] for slot in samples]
+        indices = [self.step.samples[batch_index] for batch_index in samples]
         with seeded(stable_seed(self.source.seed, self.step.epoch, indices)):
             # Collators may modify samples, and a sample can be in several chunks.
             return reader.collator([_copy(sample) for sample in samples.values()])
 
-    def sample(self, dataset: Any, slot: int) -> Any:
-        """The sample of a slot; `None`, and an entry in `bad`, if it can't be read."""
-        key = (id(dataset), slot)
+    def sample(self, dataset: Any, batch_index: int) -> Any:
+        """The sample of a batch index; `None`, and an entry in `bad`, if it can't be read."""
+        key = (id(dataset), batch_index)
         if key not in self.samples:
-            index = self.step.samples[slot]
+            index = self.step.samples[batch_index]
             self.samples[key] = None
             try:
                 with seeded(stable_seed(self.source.seed, self.step.epoch, index)):
@@ -310,27 +317,27 @@ class _Collated:
             except MemoryError:
                 raise
             except Exception as error:
-                self.bad[slot] = self._describe(dataset, slot, error)
+                self.bad[batch_index] = self._describe(dataset, batch_index, error)
         return self.samples[key]
 
-    def _describe(self, dataset: Any, slot: int, error: Exception, sample: Any = None) -> BadSample:
+    def _describe(self, dataset: Any, batch_index: int, error: Exception, sample: Any = None) -> BadSample:
         """Describes a bad sample, with its file if its stored row or the sample names one."""
-        index = self.step.samples[slot]
+        index = self.step.samples[batch_index]
         return BadSample.of(index, error, [stored_row(dataset, index), sample])
 
 
 def _failures(
     attempts: Mapping[int, Callable[[], Any]], describe: Callable[[int, Exception], BadSample]
 ) -> dict[int, BadSample]:
-    """Slot -> description of the failure, for the attempts that fail."""
+    """Batch index -> description of the failure, for the attempts that fail."""
     bad = {}
-    for slot, attempt in attempts.items():
+    for batch_index, attempt in attempts.items():
         try:
             attempt()
         except MemoryError:
             raise
         except Exception as error:
-            bad[slot] = describe(slot, error)
+            bad[batch_index] = describe(batch_index, error)
     return bad
 
 

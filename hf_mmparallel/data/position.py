@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .._files import readable
-from .draws import Draw, DrawSampler
+from .global_batches import GlobalBatch, GlobalBatchSampler
 
 FILE = "data_position.json"
 
@@ -25,7 +25,8 @@ class DataPosition:
         global_step (`int`, *optional*, defaults to 0): Number of steps of the run.
         batch_size (`int`, *optional*): Global batch size at the start of the epoch, on which the order may depend.
         num_skipped (`int`, *optional*, defaults to 0): Number of samples of the run that could not be read.
-        memory_ratio (`list`, *optional*): What was learned of memory, and the last draw that was planned without it.
+        memory_ratio (`list`, *optional*):
+            What was learned of memory, and the last global batch that was planned without it.
     """
 
     epoch: int = 0
@@ -49,29 +50,29 @@ class DataPosition:
         """Writes the position into a checkpoint."""
         (Path(folder) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
-    def after(self, draw: Draw, batch_size: int) -> DataPosition:
+    def after(self, global_batch: GlobalBatch, batch_size: int) -> DataPosition:
         """
         The position after one more step.
 
         Args:
-            draw (`Draw`): The draw of the step.
+            global_batch (`GlobalBatch`): The global batch of the step.
             batch_size (`int`): The size of a full global batch.
         """
-        goes_on = draw.epoch == self.epoch and self.num_steps > 0
+        goes_on = global_batch.epoch == self.epoch and self.num_steps > 0
         return dataclasses.replace(
             self,
-            epoch=draw.epoch,
-            num_samples=draw.position,
+            epoch=global_batch.epoch,
+            num_samples=global_batch.position,
             num_steps=self.num_steps + 1 if goes_on else 1,
             batch_size=self.batch_size if goes_on else batch_size,
         )
 
-    def resume(self, draws: DrawSampler, num_samples: int | None) -> tuple[int, int]:
+    def resume(self, global_batches: GlobalBatchSampler, num_samples: int | None) -> tuple[int, int]:
         """
-        Continues draws from this position.
+        Continues global batches from this position.
 
         Args:
-            draws ([`DrawSampler`]): Draws of the resumed run.
+            global_batches ([`GlobalBatchSampler`]): Global batches of the resumed run.
             num_samples (`int` or `None`): Samples per epoch, `None` for a stream of unknown length.
 
         Returns:
@@ -79,9 +80,9 @@ class DataPosition:
         """
         num_steps = self.num_steps
         if num_samples is not None:
-            left = draws.num_draws(max(0, num_samples - self.num_samples))
+            left = global_batches.num_batches(max(0, num_samples - self.num_samples))
             if not left:
                 return self.epoch + 1, 0
-            num_steps = draws.num_draws(num_samples) - left
-        draws.resume(self.epoch, self.num_samples, num_steps, self.batch_size)
+            num_steps = global_batches.num_batches(num_samples) - left
+        global_batches.resume(self.epoch, self.num_samples, num_steps, self.batch_size)
         return self.epoch, num_steps

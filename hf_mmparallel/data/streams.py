@@ -1,4 +1,4 @@
-"""Streams: datasets that are read in order, through a window with the samples of one draw."""
+"""Streams: datasets that are read in order, through a window with the samples of one global batch."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from transformers.utils.import_utils import is_datasets_available
 from ..plan import SampleSizes
 from .bad_samples import BadSampleError
 from .digests import row_digest
-from .draws import Draw
+from .global_batches import GlobalBatch
 from .randomness import OwnGenerators, stable_seed
 from .size_sources import LayerTokens, Ragged, sizes_of
 
 
 class StreamWindow:
     """
-    The samples of one draw of a stream, by their places in it.
+    The samples of one global batch of a stream, by their places in it.
 
     Every rank, and on it every worker of a data loader, goes through the same stream by itself, keeps the rows of the
-    draw that it serves, and drops all others. Media of a `datasets.IterableDataset` stay undecoded until a sample is
-    read, so that what a rank does not need costs it the reading of a row. A stream that gives a part of its samples
-    to each worker gives all of them here: it is not told that it runs in one.
+    global batch that it serves, and drops all others. Media of a `datasets.IterableDataset` stay undecoded until a
+    sample is read, so that what a rank does not need costs it the reading of a row. A stream that gives a part of its
+    samples to each worker gives all of them here: it is not told that it runs in one.
 
-    Random numbers that the stream draws from the global generators are seeded by epoch, for all ranks alike. A
-    `generator` of a torch stream is seeded by the epoch, and `set_epoch` is called, as the Trainer does.
+    Random numbers that the stream draws from the global generators are seeded by epoch, for all ranks alike.
+    A `generator` of a torch stream is seeded by the epoch, and `set_epoch` is called, as the Trainer does.
 
     Args:
         stream (`IterableDataset`): Of torch or of `datasets`; each `iter` starts it anew.
         seed (`int`, *optional*, defaults to 0): Base of the seeds.
-        drop_last (`bool`, *optional*, defaults to `False`): Whether a draw that the stream can't fill is dropped.
+        drop_last (`bool`, *optional*, defaults to `False`):
+            Whether a global batch that the stream can't fill is dropped.
         carries_rows (`bool`, *optional*, defaults to `False`):
             Whether a worker hands the rows on with each batch, so that the main process can plan it again.
     """
@@ -82,30 +83,30 @@ class StreamWindow:
         """The same window, decoded as `features` says."""
         return StreamView(self, features)
 
-    def fetch(self, draw: Draw) -> Draw:
+    def fetch(self, global_batch: GlobalBatch) -> GlobalBatch:
         """
-        Moves the window to a draw.
+        Moves the window to a global batch.
 
         Args:
-            draw (`Draw`): Its samples are places in the stream, in order.
+            global_batch (`GlobalBatch`): Its samples are places in the stream, in order.
 
         Returns:
-            `Draw`: The part of it that the stream has; without samples behind its end.
+            `GlobalBatch`: The part of it that the stream has; without samples behind its end.
 
         Raises:
             [`BadSampleError`]: If the stream itself raises, after which it can't go on.
         """
-        wanted = draw.samples
-        if draw.epoch == self.epoch and all(position in self.rows for position in wanted):
-            return draw
-        if self._iterator is None or draw.epoch != self.epoch or wanted[0] < self._next:
-            self._start(draw.epoch, wanted[0])
+        wanted = global_batch.samples
+        if global_batch.epoch == self.epoch and all(position in self.rows for position in wanted):
+            return global_batch
+        if self._iterator is None or global_batch.epoch != self.epoch or wanted[0] < self._next:
+            self._start(global_batch.epoch, wanted[0])
         with _outside_worker(), self._generators():
             self.rows = dict(self._read(wanted[0], wanted[-1] + 1))
         kept = tuple(position for position in wanted if position in self.rows)
         if not kept or (self.drop_last and len(kept) < len(wanted)):
-            return replace(draw, samples=())
-        return replace(draw, samples=kept, position=kept[-1] + 1)
+            return replace(global_batch, samples=())
+        return replace(global_batch, samples=kept, position=kept[-1] + 1)
 
     def _start(self, epoch: int, position: int) -> None:
         """Starts the stream of an epoch, at a place if it can skip there in the same order."""
@@ -143,9 +144,9 @@ class StreamWindow:
             return None
         return torch.frombuffer(bytearray(pickle.dumps(self.rows)), dtype=torch.uint8)
 
-    def restore(self, draw: Draw, packed: torch.Tensor) -> None:
-        """Restores the rows of a draw from a worker."""
-        self.rows, self.epoch, self._iterator = pickle.loads(packed.numpy().tobytes()), draw.epoch, None
+    def restore(self, global_batch: GlobalBatch, packed: torch.Tensor) -> None:
+        """Restores the rows of a global batch from a worker."""
+        self.rows, self.epoch, self._iterator = pickle.loads(packed.numpy().tobytes()), global_batch.epoch, None
 
     def digest(self) -> int:
         """A 31-bit checksum of the rows of the window."""

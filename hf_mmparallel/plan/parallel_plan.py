@@ -71,11 +71,11 @@ class Stage:
         return tuple(rank for tp_group in self.ranks for rank in tp_group)
 
     @property
-    def columns(self) -> tuple[tuple[int, ...], ...]:
+    def cp_groups(self) -> tuple[tuple[int, ...], ...]:
         """The cp groups: ranks with the same tp rank, which have the same shards and share the tokens of a row."""
         return tuple(zip(*self.ranks, strict=True))
 
-    def row_of(self, rank: int) -> int:
+    def cp_rank_of(self, rank: int) -> int:
         """The cp rank of `rank`."""
         return next(index for index, tp_group in enumerate(self.ranks) if rank in tp_group)
 

@@ -35,9 +35,9 @@ class SampleSizes:
     def num_samples(self) -> int:
         return len(next(iter(self.tokens.values())))
 
-    def take(self, slots: Sequence[int] | np.ndarray) -> SampleSizes:
-        """Sizes of the samples at `slots`, in that order."""
-        chosen = np.asarray(slots, dtype=np.int64)
+    def take(self, batch_indices: Sequence[int] | np.ndarray) -> SampleSizes:
+        """Sizes of the samples at `batch_indices`, in that order."""
+        chosen = np.asarray(batch_indices, dtype=np.int64)
         return SampleSizes(
             {name: values[chosen] for name, values in self.tokens.items()},
             {name: values[chosen] for name, values in self.squares.items()},
@@ -81,7 +81,7 @@ class SampleSizes:
 class Workloads:
     """
     Computation times and token counts of a global batch, by which its samples are arranged into microbatches. Arrays
-    are indexed by slot.
+    are indexed by batch index.
 
     Args:
         forward_ms (`Mapping[str, np.ndarray]`):
@@ -114,34 +114,34 @@ class Workloads:
         """
         return np.minimum(self.tokens[module], self.max_tokens[module])
 
-    def take(self, slots: Sequence[int] | np.ndarray) -> Workloads:
-        """Workloads of the samples at `slots`, in that order."""
-        chosen = np.asarray(slots, dtype=np.int64)
+    def take(self, batch_indices: Sequence[int] | np.ndarray) -> Workloads:
+        """Workloads of the samples at `batch_indices`, in that order."""
+        chosen = np.asarray(batch_indices, dtype=np.int64)
         times = {name: values[chosen] for name, values in self.forward_ms.items()}
         tokens = {name: values[chosen] for name, values in self.tokens.items()}
         row_ms = None if self.row_ms is None else self.row_ms[chosen]
         return replace(self, forward_ms=times, tokens=tokens, row_ms=row_ms)
 
-    def microbatch_ms(self, module: str, slots: np.ndarray, microbatch: np.ndarray, count: int) -> np.ndarray:
+    def microbatch_ms(self, module: str, batch_indices: np.ndarray, microbatch: np.ndarray, count: int) -> np.ndarray:
         """
         Forward time of each microbatch through a whole module on one rank. In a padded microbatch of the language
         model all rows have the length of the longest; rows of equal length need no dense mask.
 
         Args:
             module (`str`): The module.
-            slots (`np.ndarray` of shape `[n]`): Slots of the samples.
+            batch_indices (`np.ndarray` of shape `[n]`): BatchIndices of the samples.
             microbatch (`np.ndarray` of shape `[n]`): Microbatch of each sample.
             count (`int`): Number of microbatches.
 
         Returns:
             `np.ndarray`: Milliseconds, float64 `[count]`; 0 for a microbatch without samples.
         """
-        alone = np.bincount(microbatch, self.forward_ms[module][slots], count).astype(float)
+        alone = np.bincount(microbatch, self.forward_ms[module][batch_indices], count).astype(float)
         if module != LANGUAGE_MODEL or self.row_ms is None:
             return alone
         longest, shortest = np.zeros(count), np.full(count, np.inf)
-        np.maximum.at(longest, microbatch, self.row_ms[slots])
-        np.minimum.at(shortest, microbatch, self.row_ms[slots])
+        np.maximum.at(longest, microbatch, self.row_ms[batch_indices])
+        np.minimum.at(shortest, microbatch, self.row_ms[batch_indices])
         return np.where(longest > shortest, longest * np.bincount(microbatch, minlength=count), alone)
 
     @classmethod

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .model_spec import LANGUAGE_MODEL
 from .parallel_plan import ParallelPlan
 
-Slots = tuple[int, ...]
+BatchIndices = tuple[int, ...]
 
 
 def turn_of(index: Any, count: Any, turns: Any) -> Any:
@@ -25,25 +25,25 @@ def turn_of(index: Any, count: Any, turns: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SlotPlaces:
+class SampleLocations:
     """
-    Replica and microbatch of the slots of a module.
+    Replica and microbatch of the batch indices of a module.
 
     Args:
-        slots (`np.ndarray` of shape `[samples]`): Slots.
-        replica (`np.ndarray` of shape `[samples]`): Replica of each slot.
+        batch_indices (`np.ndarray` of shape `[samples]`): Batch indices.
+        replica (`np.ndarray` of shape `[samples]`): Replica of each batch index.
         microbatch (`np.ndarray` of shape `[samples]`): Index of its microbatch within the replica.
         place (`np.ndarray` of shape `[samples]`): Index of its microbatch among those of all replicas.
     """
 
-    slots: NDArray
+    batch_indices: NDArray
     replica: NDArray
     microbatch: NDArray
     place: NDArray
 
 
 @dataclass(frozen=True)
-class ChunkCuts:
+class ChunkTable:
     """
     Chunks of a module as arrays, ordered by replica and microbatch.
 
@@ -51,15 +51,16 @@ class ChunkCuts:
         replica (`np.ndarray` of shape `[chunks]`): Replica of each chunk.
         microbatch (`np.ndarray` of shape `[chunks]`): Microbatch of each chunk.
         chunk (`np.ndarray` of shape `[chunks]`): Index of each chunk in its microbatch.
-        slots (`np.ndarray` of shape `[samples]`): Slots of all chunks.
-        of_slot (`np.ndarray` of shape `[samples]`): For each of `slots`, the index of its chunk in the arrays above.
+        batch_indices (`np.ndarray` of shape `[samples]`): Batch indices of all chunks.
+        chunk_of (`np.ndarray` of shape `[samples]`):
+            For each of `batch_indices`, the index of its chunk in the arrays above.
     """
 
     replica: NDArray
     microbatch: NDArray
     chunk: NDArray
-    slots: NDArray
-    of_slot: NDArray
+    batch_indices: NDArray
+    chunk_of: NDArray
 
     def find(self, replica: NDArray, microbatch: NDArray, chunk: NDArray) -> NDArray:
         """The places of some chunks by replica, microbatch and index, all of which are among them."""
@@ -75,20 +76,22 @@ class StepPlan:
 
     Replicas of a module may have different numbers of microbatches; a fast replica has more. An encoder or generator
     that works for several replicas of the language model counts in turns, as many as the largest number of
-    microbatches among these replicas, over which the microbatches of each are spread evenly; see [`StepPlan.takers`].
+    microbatches among these replicas, over which the microbatches of each are spread evenly; see
+    [`StepPlan.consumer_turns`].
 
     Args:
-        samples (`tuple[int, ...]`): Dataset indices in the sampler's order. A sample's *slot* is its index here.
+        samples (`tuple[int, ...]`):
+            Dataset indices in the sampler's order. A sample's *batch index* is its index here.
         microbatches (`Mapping[str, tuple[tuple[tuple[int, ...], ...], ...]]`):
-            Module -> replica -> microbatch -> its slots.
-            targets (`Mapping[str, tuple[str, ...]]`): Module -> the consumers of its features.
-            epoch (`int`, *optional*, defaults to 0): The epoch of the samples.
+            Module -> replica -> microbatch -> its batch indices.
+        targets (`Mapping[str, tuple[str, ...]]`): Module -> the consumers of its features.
+        epoch (`int`, *optional*, defaults to 0): The epoch of the samples.
         whole (`StepPlan`, *optional*):
-            For a part of a step ([`~StepPlan.part`]), the whole step, which has the locations of all slots.
+            For a part of a step ([`~StepPlan.part`]), the whole step, which has the locations of all batch indices.
     """
 
     samples: tuple[int, ...]
-    microbatches: Mapping[str, tuple[tuple[Slots, ...], ...]]
+    microbatches: Mapping[str, tuple[tuple[BatchIndices, ...], ...]]
     targets: Mapping[str, tuple[str, ...]]
     epoch: int = 0
     whole: StepPlan | None = field(default=None, repr=False, compare=False)
@@ -101,30 +104,32 @@ class StepPlan:
     @cached_property
     def locations(self) -> dict[str, tuple[NDArray, NDArray]]:
         """
-        Module -> replica and microbatch of every slot, int64 `[num_samples]` each; -1 for a slot that is not in the
-        module. For a part of a step, the locations in the whole step.
+        Module -> replica and microbatch of every batch index, int64 `[num_samples]` each; -1 for a batch index that is
+        not in the module. For a part of a step, the locations in the whole step.
         """
         if self.whole is not None:
             return self.whole.locations
         return {module: self._locations(replicas) for module, replicas in self.microbatches.items()}
 
-    def _locations(self, replicas: tuple[tuple[Slots, ...], ...]) -> tuple[NDArray, NDArray]:
-        """Replica and microbatch of every slot in one module."""
+    def _locations(self, replicas: tuple[tuple[BatchIndices, ...], ...]) -> tuple[NDArray, NDArray]:
+        """Replica and microbatch of every batch index in one module."""
         microbatches = list(chain.from_iterable(replicas))
         sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))
-        slots = np.fromiter(chain.from_iterable(microbatches), np.int64, int(sizes.sum()))
+        batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64, int(sizes.sum()))
         counts = list(map(len, replicas))
         replica, microbatch = np.full((2, len(self.samples)), -1)
-        replica[slots] = np.repeat(np.arange(len(counts)), counts).repeat(sizes)
-        microbatch[slots] = np.fromiter(chain.from_iterable(map(range, counts)), np.int64, len(sizes)).repeat(sizes)
+        replica[batch_indices] = np.repeat(np.arange(len(counts)), counts).repeat(sizes)
+        microbatch[batch_indices] = np.fromiter(chain.from_iterable(map(range, counts)), np.int64, len(sizes)).repeat(
+            sizes
+        )
         return replica, microbatch
 
     @cached_property
     def places(self) -> Mapping[tuple[str, int], tuple[int, int]]:
-        """(module, slot) -> (replica, microbatch)."""
+        """(module, batch index) -> (replica, microbatch)."""
         return _Places(self)
 
-    def takers(self, module: str, replica: int, target: str) -> dict[int, int]:
+    def consumer_turns(self, module: str, replica: int, target: str) -> dict[int, int]:
         """
         The turns in which `target` consumes the outputs of a replica of `module`.
 
@@ -134,17 +139,17 @@ class StepPlan:
             target (`str`): The consumer.
 
         Returns:
-            `dict[int, int]`: Slot -> turn, in the order of the replica's slots. The number of turns is the largest
-            number of microbatches among the replicas of `target` that this replica feeds.
+            `dict[int, int]`: Batch index -> turn, in the order of the replica's batch indices. The number of turns is
+            the largest number of microbatches among the replicas of `target` that this replica feeds.
         """
-        slots = np.array(list(chain.from_iterable(self.microbatches[module][replica])), np.int64)
-        consumers, indices = (location[slots] for location in self.locations[target])
+        batch_indices = np.array(list(chain.from_iterable(self.microbatches[module][replica])), np.int64)
+        consumers, indices = (location[batch_indices] for location in self.locations[target])
         used = consumers >= 0
         if not used.any():
             return {}
         counts = (self.whole or self)._counts[target][consumers[used]]
         turns = turn_of(indices[used], counts, counts.max())
-        return dict(zip(slots[used].tolist(), turns.tolist(), strict=True))
+        return dict(zip(batch_indices[used].tolist(), turns.tolist(), strict=True))
 
     @cached_property
     def chunks(self) -> _Chunks:
@@ -157,7 +162,7 @@ class StepPlan:
         """
         return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
 
-    def cut_chunks(self, module: str, replicas: Sequence[int]) -> ChunkCuts:
+    def chunk_table(self, module: str, replicas: Sequence[int]) -> ChunkTable:
         """
         The chunks of several replicas of a module as arrays, which is much faster than [`~StepPlan.chunks`].
 
@@ -165,23 +170,23 @@ class StepPlan:
             module (`str`): The module.
             replicas (`Sequence[int]`): Its replicas, in ascending order.
         """
-        places = self.slots_of(module, replicas)
-        key = np.full(len(places.slots), -1)
+        places = self.batch_indices_of(module, replicas)
+        key = np.full(len(places.batch_indices), -1)
         for target in self.targets.get(module, ()) if module != LANGUAGE_MODEL else ():
             used, turns, _ = self.turns(places, target)
             key[used] = np.maximum(key[used], turns)
         key = np.where(key < 0, places.microbatch, key)
         width = int(key.max(initial=0)) + 1
-        cells, of_slot = np.unique(places.place * width + key, return_inverse=True)
+        cells, chunk_of = np.unique(places.place * width + key, return_inverse=True)
         first = np.empty(len(cells), np.int64)
-        first[of_slot] = np.arange(len(of_slot))  # any sample of each chunk
+        first[chunk_of] = np.arange(len(chunk_of))  # any sample of each chunk
         place = cells // width
         chunk = np.arange(len(cells)) - np.searchsorted(place, place)
-        return ChunkCuts(places.replica[first], places.microbatch[first], chunk, places.slots, of_slot)
+        return ChunkTable(places.replica[first], places.microbatch[first], chunk, places.batch_indices, chunk_of)
 
-    def slots_of(self, module: str, replicas: Sequence[int]) -> SlotPlaces:
+    def batch_indices_of(self, module: str, replicas: Sequence[int]) -> SampleLocations:
         """
-        The slots of several replicas of a module, ordered by microbatch.
+        The batch indices of several replicas of a module, ordered by microbatch.
 
         Args:
             module (`str`): The module.
@@ -194,22 +199,22 @@ class StepPlan:
         place = np.repeat(np.arange(len(microbatches)), sizes)
         replica = np.repeat(np.asarray(replicas, np.int64), counts)[place]
         microbatch = (np.arange(len(microbatches)) - np.repeat(np.cumsum(counts) - counts, counts))[place]
-        slots = np.fromiter(chain.from_iterable(microbatches), np.int64, len(place))
-        return SlotPlaces(slots, replica, microbatch, place)
+        batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64, len(place))
+        return SampleLocations(batch_indices, replica, microbatch, place)
 
-    def turns(self, given: SlotPlaces, target: str) -> tuple[NDArray, NDArray, NDArray]:
+    def turns(self, given: SampleLocations, target: str) -> tuple[NDArray, NDArray, NDArray]:
         """
-        [`~StepPlan.takers`] for many replicas at once.
+        [`~StepPlan.consumer_turns`] for many replicas at once.
 
         Args:
-            given ([`SlotPlaces`]): Slots of the producer.
+            given ([`SampleLocations`]): BatchIndices of the producer.
             target (`str`): The consumer.
 
         Returns:
-            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Indices of the slots that `target` consumes and, for each of
-            them, its turn and the number of turns.
+            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Indices of the batch indices that `target` consumes and, for
+            each of them, its turn and the number of turns.
         """
-        consumers, indices = (location[given.slots] for location in self.locations[target])
+        consumers, indices = (location[given.batch_indices] for location in self.locations[target])
         used = np.flatnonzero(consumers >= 0)
         counts = (self.whole or self)._counts[target][consumers[used]]
         most = np.zeros(int(given.replica.max(initial=-1)) + 1, np.int64)
@@ -224,13 +229,15 @@ class StepPlan:
 
     def part(self, members: Collection[tuple[str, int]]) -> StepPlan:
         """
-        The step with the microbatches of some replicas only. Replica indices and slots do not change.
+        The step with the microbatches of some replicas only. Replica indices and batch indices do not change.
 
         Args:
             members (`Collection[tuple[str, int]]`):
                 (module, replica) of the replicas that are kept, which include all that they exchange tensors with.
         """
-        kept: dict[str, list[tuple[Slots, ...]]] = {name: [()] * len(all_) for name, all_ in self.microbatches.items()}
+        kept: dict[str, list[tuple[BatchIndices, ...]]] = {
+            name: [()] * len(all_) for name, all_ in self.microbatches.items()
+        }
         for name, replica in members:
             kept[name][replica] = self.microbatches[name][replica]
         microbatches = {name: tuple(replicas) for name, replicas in kept.items()}
@@ -241,84 +248,84 @@ class StepPlan:
         """Everything that a program depends on: two steps with equal structure run the same program."""
         links: list[tuple] = []
         for (module, replica, index), chunks in self.chunks.items():
-            for number, slots in enumerate(chunks):
+            for number, batch_indices in enumerate(chunks):
                 consumers = {
-                    (target, *self.places[target, slot])
+                    (target, *self.places[target, batch_index])
                     for target in self.targets.get(module, ())
-                    for slot in slots
-                    if (target, slot) in self.places
+                    for batch_index in batch_indices
+                    if (target, batch_index) in self.places
                 }
                 links.append((module, replica, index, number, tuple(sorted(consumers))))
         return tuple(links)
 
     def check(self, plan: ParallelPlan) -> None:
         """
-        Raises `AssertionError` unless every slot occurs exactly once in the language model and at most once in every
-        other module, and the numbers of replicas match the plan.
+        Raises `AssertionError` unless every batch index occurs exactly once in the language model and at most once in
+        every other module, and the numbers of replicas match the plan.
         """
         for name, replicas in self.microbatches.items():
             assert len(replicas) == plan.modules[name].dp_size, name
-            slots = np.fromiter(chain.from_iterable(chain.from_iterable(replicas)), np.int64)
-            assert not len(slots) or 0 <= slots.min() <= slots.max() < len(self.samples), (
-                f"a slot of {name} is no sample"
+            batch_indices = np.fromiter(chain.from_iterable(chain.from_iterable(replicas)), np.int64)
+            assert not len(batch_indices) or 0 <= batch_indices.min() <= batch_indices.max() < len(self.samples), (
+                f"a batch index of {name} is no sample"
             )
-            counts = np.bincount(slots, minlength=len(self.samples))
+            counts = np.bincount(batch_indices, minlength=len(self.samples))
             assert counts.max(initial=0) < 2, f"a sample occurs twice in {name}"
             assert name != LANGUAGE_MODEL or counts.all(), "a sample is lost"
 
 
 class _Places(Mapping[tuple[str, int], tuple[int, int]]):
-    """(module, slot) -> (replica, microbatch) in a step."""
+    """(module, batch index) -> (replica, microbatch) in a step."""
 
     def __init__(self, step: StepPlan):
         self._lists = {name: [array.tolist() for array in location] for name, location in step.locations.items()}
 
     def __getitem__(self, key: tuple[str, int]) -> tuple[int, int]:
-        module, slot = key
+        module, batch_index = key
         replicas, microbatches = self._lists[module]
-        if replicas[slot] < 0:
+        if replicas[batch_index] < 0:
             raise KeyError(key)
-        return replicas[slot], microbatches[slot]
+        return replicas[batch_index], microbatches[batch_index]
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
         for module, (replicas, _) in self._lists.items():
-            yield from ((module, slot) for slot, replica in enumerate(replicas) if replica >= 0)
+            yield from ((module, batch_index) for batch_index, replica in enumerate(replicas) if replica >= 0)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-class _Chunks(Mapping[tuple[str, int, int], tuple[Slots, ...]]):
+class _Chunks(Mapping[tuple[str, int, int], tuple[BatchIndices, ...]]):
     """(module, replica, microbatch) -> chunks of a step, computed per replica on first access."""
 
-    def __init__(self, step: StepPlan, known: dict[tuple[str, int], tuple[tuple[Slots, ...], ...]]):
+    def __init__(self, step: StepPlan, known: dict[tuple[str, int], tuple[tuple[BatchIndices, ...], ...]]):
         self._step = step
         self.known = known
 
-    def __getitem__(self, key: tuple[str, int, int]) -> tuple[Slots, ...]:
+    def __getitem__(self, key: tuple[str, int, int]) -> tuple[BatchIndices, ...]:
         module, replica, index = key
         microbatches = self.of_replica(module, replica)
         if index >= len(microbatches):
             raise KeyError(key)
         return microbatches[index]
 
-    def of_replica(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
+    def of_replica(self, module: str, replica: int) -> tuple[tuple[BatchIndices, ...], ...]:
         """The chunks of each microbatch of a replica, computed on first access."""
         if (module, replica) not in self.known:
             self.known[module, replica] = self._split(module, replica)
         return self.known[module, replica]
 
-    def _split(self, module: str, replica: int) -> tuple[tuple[Slots, ...], ...]:
+    def _split(self, module: str, replica: int) -> tuple[tuple[BatchIndices, ...], ...]:
         """Splits the microbatches of a replica into chunks."""
         step = self._step
         targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
-        turns = [step.takers(module, replica, target) for target in targets]
+        turns = [step.consumer_turns(module, replica, target) for target in targets]
         result = []
-        for index, slots in enumerate(step.microbatches[module][replica]):
+        for index, batch_indices in enumerate(step.microbatches[module][replica]):
             groups: dict[int, list[int]] = {}
-            for slot in slots:
-                consumed = [turn[slot] for turn in turns if slot in turn]
-                groups.setdefault(max(consumed, default=index), []).append(slot)
+            for batch_index in batch_indices:
+                consumed = [turn[batch_index] for turn in turns if batch_index in turn]
+                groups.setdefault(max(consumed, default=index), []).append(batch_index)
             result.append(tuple(tuple(groups[key]) for key in sorted(groups)))
         return tuple(result)
 

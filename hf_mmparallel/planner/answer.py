@@ -9,7 +9,7 @@ from pathlib import Path
 from ..arrange import num_microbatches
 from ..cost import CostModel, RankMemory, fitting_tokens
 from ..cost.calibration import costs_from, read_costs
-from ..data.draws import Draw
+from ..data.global_batches import GlobalBatch
 from ..drawing.timeline import rank_ranges
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..search.problem import PlanningProblem, SearchResult
@@ -238,7 +238,7 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
 def _predicted(planner: StepPlanner, sizes: SampleSizes) -> Prediction:
     """Predicts one step with samples of these sizes."""
     planner = replace(planner, sizes=sizes.take)
-    return planner.predict(planner(Draw(tuple(range(sizes.num_samples)))))
+    return planner.predict(planner(GlobalBatch(tuple(range(sizes.num_samples)))))
 
 
 def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None = None) -> int:

@@ -108,11 +108,11 @@ class ParallelEngine(nn.Module):
         self.groups = ProcessGroups(plan, self.sync_groups, world)
         self.encoder_inputs = _encoder_inputs(model)
         self.costs = costs or analytic_costs(spec, find_device("cpu"))
-        self.cutter = None
+        self.sharder = None
         if plan.modules[LANGUAGE_MODEL].cp_size > 1:
             media = frozenset().union(*self.encoder_inputs.values())
             windows = layer_windows(model.config.get_text_config(), spec.language_model.num_layers)
-            self.cutter = ContextSharder(
+            self.sharder = ContextSharder(
                 plan, self.rank, spec.placeholders, media, layer_costs(self.costs, plan), windows
             )
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
@@ -153,7 +153,7 @@ class ParallelEngine(nn.Module):
             world,
             num_replicas=plan.modules[LANGUAGE_MODEL].dp_size,
             sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
-            has_cuts=self.cutter is not None,
+            has_shardings=self.sharder is not None,
         )
         self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
         self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
@@ -177,7 +177,7 @@ class ParallelEngine(nn.Module):
         """Applies tensor parallelism to the stages of this rank."""
         for module, replica, index in self.stages:
             stage = self.plan.stage(module, replica, index)
-            mesh = self.groups.tp_mesh(stage.ranks[stage.row_of(self.rank)])
+            mesh = self.groups.tp_mesh(stage.ranks[stage.cp_rank_of(self.rank)])
             if mesh is not None:
                 owned = {name for name, shards in self.shards.items() if (module, replica, index) in shards.stages}
                 self.partial |= apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
@@ -225,7 +225,7 @@ class ParallelEngine(nn.Module):
     def _seed_task(self, task: Task) -> None:
         """Gives dropout a seed that depends on the step, the task and the tokens, equal on tensor-parallel ranks."""
         if self.module.training:
-            row = self.plan.stage(task.module, task.replica, task.stage).row_of(self.rank)
+            row = self.plan.stage(task.module, task.replica, task.stage).cp_rank_of(self.rank)
             seed = stable_seed(self.seed, self.step_index, task.key, *([row] if row else []))
             torch.manual_seed(seed)
 
@@ -239,19 +239,19 @@ class ParallelEngine(nn.Module):
         """The chunks that this rank works on."""
         return keys_of_rank(self.plan, step, self.rank)
 
-    def slots(self, task: Task) -> tuple[int, ...]:
+    def batch_indices(self, task: Task) -> tuple[int, ...]:
         """The samples of a task of the step that ran last."""
         assert self.current_step is not None
         return self.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
     def first_rank(self, task: Task) -> int:
-        """The rank that speaks for the grid of a task's stage."""
+        """The rank that speaks for the mesh of a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
 
-    def leads_row(self, task: Task) -> bool:
-        """Whether this rank speaks for its row of the grid of a task's stage, whose tokens no other row has."""
+    def leads_cp_rank(self, task: Task) -> bool:
+        """Whether this rank speaks for its row of the mesh of a task's stage, whose tokens no other row has."""
         stage = self.plan.stage(task.module, task.replica, task.stage)
-        return stage.ranks[stage.row_of(self.rank)][0] == self.rank
+        return stage.ranks[stage.cp_rank_of(self.rank)][0] == self.rank
 
     def train_step(self, batch: StepBatch, step_index: int) -> StepTotals:
         """
@@ -311,7 +311,7 @@ class ParallelEngine(nn.Module):
         """Sums a step's numbers over the ranks."""
         numbers = torch.zeros(4, dtype=torch.float64)
         for task, (loss, count) in result.losses.items():
-            if self.leads_row(task):
+            if self.leads_cp_rank(task):
                 numbers[0] += loss.double().cpu()
                 numbers[1] += float(count)
         for (module, replica, _, _), inputs in batch.batches.items():

@@ -43,7 +43,7 @@ def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int
 
 def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
     """The groups of ranks that share a row of tokens and hold the same shards, in the order of their parts of it."""
-    columns = [c for module in plan.modules.values() for _, _, stage in module.stages() for c in stage.columns]
+    columns = [c for module in plan.modules.values() for _, _, stage in module.stages() for c in stage.cp_groups]
     return list(dict.fromkeys(column for column in columns if len(column) > 1))
 
 

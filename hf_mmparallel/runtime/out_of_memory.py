@@ -115,11 +115,11 @@ class MemoryAccount:
 
     def _size(self, task: Task) -> str:
         """Samples and tokens of a task."""
-        slots = list(self.step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-        samples = f"{len(slots)} sample{'' if len(slots) == 1 else 's'}"
+        batch_indices = list(self.step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        samples = f"{len(batch_indices)} sample{'' if len(batch_indices) == 1 else 's'}"
         if self.sizes is None:
             return f"{samples} of unknown size"
-        return f"{samples} and {int(self.sizes.tokens[task.module][slots].sum()):,} tokens"
+        return f"{samples} and {int(self.sizes.tokens[task.module][batch_indices].sum()):,} tokens"
 
     def _limit(self) -> str:
         memory_bytes = None if self.planner is None else self.planner.memory_bytes

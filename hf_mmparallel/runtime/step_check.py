@@ -23,14 +23,14 @@ class StepCheck:
         world ([`World`]): All ranks.
         num_replicas (`int`): Replicas of the language model.
         sums (`int`): Checksum of the gradient sums of all ranks in their order.
-        has_cuts (`bool`): Whether ranks share tokens of the language model's microbatches.
+        has_shardings (`bool`): Whether ranks share tokens of the language model's microbatches.
     """
 
-    def __init__(self, world: World, num_replicas: int, sums: int, has_cuts: bool):
+    def __init__(self, world: World, num_replicas: int, sums: int, has_shardings: bool):
         self.world = world
         self.num_replicas = num_replicas
         self.sums = sums
-        self.has_cuts = has_cuts
+        self.has_shardings = has_shardings
 
     def __call__(self, mark: StepFingerprint, num_microbatches: int) -> None:
         """
@@ -63,16 +63,16 @@ class StepCheck:
                 "follows from predicted times, which processors of different kinds can round differently. Use one "
                 "kind of processor and one version of each package on all hosts."
             )
-        if not self.has_cuts:
+        if not self.has_shardings:
             return
-        differ = self._differing([mark.cuts.get(index) for index in range(num_microbatches)])
+        differ = self._differing([mark.shardings.get(index) for index in range(num_microbatches)])
         if differ:
             raise RuntimeError(
                 f"The ranks cut the tokens of {len(differ)} of {num_microbatches} microbatches of the language model "
-                "differently, the first of which is "
-                f'{differ[0]} ({self._table(mark.cuts.get(differ[0]))}). With `cp_mode="auto"` the cut follows from '
-                'predicted times, which processors of different kinds can round differently: use `cp_mode="row"`. '
-                "Otherwise the collator gives ranks different tokens: let it draw nothing but from the global seeds."
+                f"differently, the first of which is {differ[0]} ({self._table(mark.shardings.get(differ[0]))}). With "
+                '`cp_mode="auto"` the cut follows from predicted times, which processors of different kinds can round '
+                'differently: use `cp_mode="row"`. Otherwise the collator gives ranks different tokens: let it draw '
+                "nothing but from the global seeds."
             )
 
     def _differing(self, values: Sequence[int | None]) -> list[int]:

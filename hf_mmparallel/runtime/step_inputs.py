@@ -27,7 +27,7 @@ class StepInputs:
         spec (`ModelSpec`): The model.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
-        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are cut over cp ranks.
+        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are sharding over cp ranks.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepInputs:
         self.groups = groups
         self.step = batch.step
         self._batches = batch.batches
-        self._cuts = batch.cuts
+        self._shardings = batch.shardings
         self._num_tokens: dict[BatchKey, dict[str, list[int]]] = {}
         self._local: dict[tuple, Mapping[str, Any]] = {}
         self._shapes: dict[tuple, list[torch.Size]] = {}
@@ -57,7 +57,7 @@ class StepInputs:
 
     def cp_rank(self, task: Task) -> int:
         """The cp rank of this rank in the mesh of a task."""
-        return self.stage(task).row_of(self.rank)
+        return self.stage(task).cp_rank_of(self.rank)
 
     def tp_group(self, task: Task) -> tuple[int, ...]:
         """The ranks that hold the same tokens of a task as this rank."""
@@ -82,14 +82,14 @@ class StepInputs:
 
     def batch(self, task: Task) -> Mapping[str, Any]:
         """The inputs of a task on this rank: the tokens of its cp rank."""
-        cut = self._cut(task)
-        if cut is None:
+        sharding = self._sharding(task)
+        if sharding is None:
             return self.whole_batch(task)
         if task.key not in self._local:
             whole, stage, cp_rank = self.whole_batch(task), self.stage(task), self.cp_rank(task)
-            shared_by = stage.columns[stage.ranks[cp_rank].index(self.rank)]
-            shard = cut.shard(cp_rank, self.groups[shared_by], whole[WORDS].device)
-            self._local[task.key] = {**cut.local(whole, cp_rank), WORDS: shard}
+            shared_by = stage.cp_groups[stage.ranks[cp_rank].index(self.rank)]
+            shard = sharding.shard(cp_rank, self.groups[shared_by], whole[WORDS].device)
+            self._local[task.key] = {**sharding.local(whole, cp_rank), WORDS: shard}
         return self._local[task.key]
 
     def forward_batch(self, task: Task, has_input_grad: bool) -> Mapping[str, Any]:
@@ -115,10 +115,10 @@ class StepInputs:
         return self._shapes[task.key]
 
     def num_feature_tokens(self, task: Task) -> Mapping[str, Sequence[int]]:
-        """Modality -> feature tokens of each sample of a task of this rank, or of one whose tokens are cut."""
-        cut = self._cut(task)
-        if cut is not None:
-            return cut.rows
+        """Modality -> feature tokens of each sample of a task of this rank, or of one whose tokens are sharded."""
+        sharding = self._sharding(task)
+        if sharding is not None:
+            return sharding.rows
         key = _batch_key(task)
         if key not in self._num_tokens:
             self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec)
@@ -129,23 +129,23 @@ class StepInputs:
         Where the tokens of features are in a task that computes them or that they enter.
 
         Args:
-            task (`Task`): A task of this rank, or one whose tokens are cut.
+            task (`Task`): A task of this rank, or one whose tokens are sharded.
             features (`tuple[FeatureSpec, ...]`): The features.
         """
         key = (task.key, features)
         if key not in self._owners:
             order = FeatureOrder(features, self.samples(task), self.num_feature_tokens(task))
-            cut = self._cut(task)
-            if cut is None:
+            sharding = self._sharding(task)
+            if sharding is None:
                 self._owners[key] = FeatureOwners(order)
             else:
-                owners = [cut.holders[feature.modality] for feature in features]
+                owners = [sharding.owners[feature.modality] for feature in features]
                 self._owners[key] = FeatureOwners(order, owners, len(self.stage(task).ranks))
         return self._owners[key]
 
-    def _cut(self, task: Task) -> ContextSharding | None:
-        """How the tokens of a task are cut over its cp ranks; `None` for one cp rank."""
-        return self._cuts.get(_batch_key(task))
+    def _sharding(self, task: Task) -> ContextSharding | None:
+        """How the tokens of a task are sharding over its cp ranks; `None` for one cp rank."""
+        return self._shardings.get(_batch_key(task))
 
 
 def _batch_key(task: Task) -> BatchKey:

@@ -260,8 +260,8 @@ class _Forwards:
         first (`np.ndarray` of shape `[chunks]`): Index of the chunk's first task in the graph.
         count (`np.ndarray` of shape `[chunks]`): Number of stages of the chunk's replica.
         replica (`np.ndarray` of shape `[chunks]`): Replica of the chunk.
-        slots (`np.ndarray`): Slots of all chunks.
-        chunk_of (`np.ndarray`): Chunk of each slot.
+        batch_indices (`np.ndarray`): BatchIndices of all chunks.
+        chunk_of (`np.ndarray`): Chunk of each batch index.
     """
 
     columns: NDArray
@@ -270,7 +270,7 @@ class _Forwards:
     first: NDArray
     count: NDArray
     replica: NDArray
-    slots: NDArray
+    batch_indices: NDArray
     chunk_of: NDArray
 
 
@@ -279,16 +279,18 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
     result: dict[str, _Forwards] = {}
     num_stages = num_tasks = 0
     for name, module in plan.modules.items():
-        cuts = step.cut_chunks(name, module.with_stages)
+        table = step.chunk_table(name, module.with_stages)
         counts = np.zeros(module.dp_size, np.int64)
         counts[list(module.with_stages)] = [len(module.replicas[replica]) for replica in module.with_stages]
-        count = counts[cuts.replica]
+        count = counts[table.replica]
         index = spread(np.zeros_like(count), count)
-        stage = (num_stages + np.cumsum(counts) - counts)[cuts.replica].repeat(count) + index
+        stage = (num_stages + np.cumsum(counts) - counts)[table.replica].repeat(count) + index
         trainable = np.array([stage.trainable for _, _, stage in module.stages()], bool)[stage - num_stages]
-        columns = np.stack([stage, cuts.microbatch.repeat(count), cuts.chunk.repeat(count)])
+        columns = np.stack([stage, table.microbatch.repeat(count), table.chunk.repeat(count)])
         first = num_tasks + np.cumsum(count) - count
-        result[name] = _Forwards(columns, index, trainable, first, count, cuts.replica, cuts.slots, cuts.of_slot)
+        result[name] = _Forwards(
+            columns, index, trainable, first, count, table.replica, table.batch_indices, table.chunk_of
+        )
         num_stages += int(counts.sum())
         num_tasks += len(index)
     return result
@@ -321,7 +323,9 @@ def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) ->
 
 def _crossing(plan: ParallelPlan, edge: Edge, source: _Forwards, target: _Forwards) -> NDArray:
     """Messages from forwards of one module to those of another that share samples, `[2, links]`."""
-    _, at_source, at_target = np.intersect1d(source.slots, target.slots, assume_unique=True, return_indices=True)
+    _, at_source, at_target = np.intersect1d(
+        source.batch_indices, target.batch_indices, assume_unique=True, return_indices=True
+    )
     pairs = np.unique(np.stack([source.chunk_of[at_source], target.chunk_of[at_target]]), axis=1)
     module = plan.modules[edge.target]
     entries: list[tuple[int, ...]] = [()] * module.dp_size

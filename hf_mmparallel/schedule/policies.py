@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, StepPlan
-from ..plan.step_plan import SlotPlaces
+from ..plan.step_plan import SampleLocations
 from .actions import StageKey
 
 
@@ -76,7 +76,7 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     for name in reversed(list(plan.modules)):
         module = plan.modules[name]
         behind = np.zeros(module.dp_size, np.int64)
-        given = step.slots_of(name, module.with_stages)
+        given = step.batch_indices_of(name, module.with_stages)
         for target in (edge.target for edge in plan.edges if edge.source == name):
             behind = np.maximum(behind, _ahead(step, given, target, first[target], module.dp_size))
         first[name] = behind + np.array([len(stages) for stages in module.replicas])
@@ -85,19 +85,19 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     return limits
 
 
-def _ahead(step: StepPlan, given: SlotPlaces, target: str, caps: NDArray, num_replicas: int) -> NDArray:
+def _ahead(step: StepPlan, given: SampleLocations, target: str, caps: NDArray, num_replicas: int) -> NDArray:
     """
     Maximum number of microbatches by which each replica of a module must be ahead of its consumer.
 
     Args:
         step (`StepPlan`): The arrangement.
-        given (`SlotPlaces`): Replica and microbatch of the module's slots.
+        given (`SampleLocations`): Replica and microbatch of the module's batch indices.
         target (`str`): The consumer.
         caps (`np.ndarray`): int64 `[replicas of the consumer]`: its microbatches in flight.
         num_replicas (`int`): Number of replicas of the module.
     """
     used, turn, turns = step.turns(given, target)
-    replica, consumer = given.replica[used], step.locations[target][0][given.slots[used]]
+    replica, consumer = given.replica[used], step.locations[target][0][given.batch_indices[used]]
     counts = np.array(list(map(len, (step.whole or step).microbatches[target])))
     depth = np.zeros(num_replicas, np.int64)  # turns in flight downstream; 0 without a consumer
     np.maximum.at(depth, replica, np.ceil(caps[consumer] * turns / counts[consumer]).astype(np.int64))

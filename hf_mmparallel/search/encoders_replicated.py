@@ -156,8 +156,8 @@ class ReplicatedEncoders:
         stages = StepCost(costs, plan, step, batch, few.whole_groups)
         encoders = {name: self._encoder_kind(name, replicated.layout) for name in self.spec.encoders}
         tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
-        slots = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
-        cost = _with_encoders(stages, tables, slots, batch)
+        batch_indices = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
+        cost = _with_encoders(stages, tables, batch_indices, batch)
         program = condensed_program(few.parts(step), cost, check=False)
         simulation = simulate(few.plan, program, cost, stages.message_ms, stages.sync_ms)
         sums_ms = [
@@ -168,7 +168,7 @@ class ReplicatedEncoders:
         busy_ms = simulation.iteration_ms * (1 - simulation.bubble_fraction)
         memory = memory_per_rank(costs, plan, step, batch, simulation.peak_in_flight)
         peak = max(rank.total for rank in memory.values()) + self._encoder_bytes(
-            encoders, tables, slots, batch, max(simulation.peak_in_flight.values())
+            encoders, tables, batch_indices, batch, max(simulation.peak_in_flight.values())
         )
         return (step_ms, 1 - busy_ms / step_ms), peak
 
@@ -176,7 +176,7 @@ class ReplicatedEncoders:
         self,
         kinds: Mapping[str, ParallelConfig],
         tables: Mapping[str, LayerTable],
-        slots: Mapping[tuple, list[int]],
+        batch_indices: Mapping[tuple, list[int]],
         batch: SampleSizes,
         in_flight: float,
     ) -> float:
@@ -186,14 +186,14 @@ class ReplicatedEncoders:
         total = 0.0
         for name, kind in kinds.items():
             options = self.options[name]
-            largest = max(float(batch.tokens[name][chunk].sum()) for chunk in slots.values())
+            largest = max(float(batch.tokens[name][chunk].sum()) for chunk in batch_indices.values())
             saved = options.saved_bytes(kind) * largest / max(options.tokens, 1.0)
             total += options.state_bytes(kind, 1) + saved * (in_flight if tables[name].backward.any() else 1.0)
         return total
 
 
 def _with_encoders(
-    stages: StepCost, tables: Mapping[str, LayerTable], slots: Mapping[tuple, list[int]], batch: SampleSizes
+    stages: StepCost, tables: Mapping[str, LayerTable], batch_indices: Mapping[tuple, list[int]], batch: SampleSizes
 ) -> Callable[[Task], float]:
     """Task of the language model -> milliseconds, including all encoders on the media of its samples."""
     known: dict[tuple, float] = {}
@@ -201,7 +201,7 @@ def _with_encoders(
     def encoders_ms(task: Task) -> float:
         key = (task.kind, task.replica, task.microbatch)
         if key not in known:
-            chunk, place = slots[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
+            chunk, place = batch_indices[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
             known[key] = math.fsum(
                 float(table.times(batch.tokens[name][chunk].sum(), batch.squares[name][chunk].sum())[place].sum())
                 for name, table in tables.items()

@@ -106,8 +106,8 @@ class _Estimate:
         """Time of a step, and compute time averaged over ranks."""
         step_ms = self._sums_over_nodes_ms() + self._optimizer_ms()
         computed_ms = 0.0
-        for slots in self._rounds(batch):
-            modules = [self._module(name, batch, slots) for name in self.problem.spec.modules]
+        for batch_indices in self._rounds(batch):
+            modules = [self._module(name, batch, batch_indices) for name in self.problem.spec.modules]
             forward, backward, gathers, regathers, mean_ms = map(np.concatenate, zip(*modules, strict=True))
             efficiency = self.costs.device.overlap_efficiency
             backward_ms = _overlapped(backward[::-1], regathers[::-1], efficiency)
@@ -115,13 +115,13 @@ class _Estimate:
             computed_ms += float(mean_ms.sum())
         return step_ms, computed_ms
 
-    def _module(self, name: str, batch: SampleSizes, slots: list[NDArray]) -> tuple[NDArray, ...]:
+    def _module(self, name: str, batch: SampleSizes, batch_indices: list[NDArray]) -> tuple[NDArray, ...]:
         """
         Forward and backward times of the slowest rank, communication times of both, and their mean compute time, each
         per layer.
         """
         table = layer_table(self.costs, name, 1, self.checkpointing)
-        tokens, squares = group_sizes(self.costs, name, batch, slots)
+        tokens, squares = group_sizes(self.costs, name, batch, batch_indices)
         forward, backward = table.times(tokens, squares)
         weights, gradients = self._layer_bytes(name)
         gathers = self._gather_ms(weights)
@@ -168,7 +168,9 @@ class _Estimate:
             options = ModuleOptions(self.problem, name)
             state += options.state_bytes(kind, 1)
             layers = max(layers, float(self._layer_bytes(name)[0].max()))
-            largest = max(batch.tokens[name][chunk].sum() for slots in self._rounds(batch) for chunk in slots)
+            largest = max(
+                batch.tokens[name][chunk].sum() for batch_indices in self._rounds(batch) for chunk in batch_indices
+            )
             saved += options.saved_bytes(kind) * float(largest) / max(options.tokens, 1.0)
         return state / self.num_shards + 2 * layers + saved
 

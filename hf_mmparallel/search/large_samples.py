@@ -15,17 +15,17 @@ def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...]
         prediction ([`Prediction`]): The step.
 
     Returns:
-        `Iterator[tuple[str, tuple[int, ...], int, int]]`: Module, slots of the samples, their tokens, and the maximum
-        tokens of a microbatch there.
+        `Iterator[tuple[str, tuple[int, ...], int, int]]`: Module, batch indices of the samples, their tokens, and the
+        maximum tokens of a microbatch there.
     """
     workloads = prediction.planned.workloads
     for name, limit in workloads.max_tokens.items():
         tokens = workloads.tokens[name]
         for replica in prediction.planned.step.microbatches.get(name, ()):
-            for slots in replica:
-                total = int(tokens[list(slots)].sum())
+            for batch_indices in replica:
+                total = int(tokens[list(batch_indices)].sum())
                 if total > limit:
-                    yield name, tuple(slots), total, limit
+                    yield name, tuple(batch_indices), total, limit
 
 
 def runs_large_samples_alone(prediction: Prediction) -> bool:
@@ -35,8 +35,8 @@ def runs_large_samples_alone(prediction: Prediction) -> bool:
     proportion to their work, so that large samples of one module lower the limits of the others as well.)
     """
     counts = dict.fromkeys(prediction.planned.workloads.max_tokens, 0)
-    for name, slots, _, _ in large_samples(prediction):
-        if len(slots) > 1:
+    for name, batch_indices, _, _ in large_samples(prediction):
+        if len(batch_indices) > 1:
             return False
         counts[name] += 1
     return any(counts.values()) and 2 * min(counts.values()) < prediction.sizes.num_samples

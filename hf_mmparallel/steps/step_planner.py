@@ -18,7 +18,7 @@ from ..schedule.actions import StageKey
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
 
-class Drawn(Protocol):
+class SampleBatch(Protocol):
     """
     Samples of a global batch in the sampler's order, their epoch, their sizes (if they were measured when they were
     drawn), and limits of microbatches (if they differ from the planner's).
@@ -110,24 +110,24 @@ class StepPlanner:
         workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
         return replace(self, limits=workloads.max_tokens)
 
-    def __call__(self, draw: Drawn, rank: int | None = None) -> PlannedStep:
+    def __call__(self, global_batch: SampleBatch, rank: int | None = None) -> PlannedStep:
         """
         Args:
-            draw ([`Drawn`]): The samples.
+            global_batch ([`SampleBatch`]): The samples.
             rank (`int`, *optional*):
                 Plan the program for this rank. Only the ranks of its part, see [`Part`], need the same program: other
                 ranks only take part in gradient all-reduces, whose order does not depend on the step.
         """
-        arranged = self.arrange_draw(draw)
+        arranged = self.arrange_batch(global_batch)
         return replace(arranged, program=self.program(arranged.step, arranged.sizes, rank))
 
-    def arrange_draw(self, draw: Drawn) -> PlannedStep:
+    def arrange_batch(self, global_batch: SampleBatch) -> PlannedStep:
         """Arranges the samples of a global batch, without a program."""
-        sizes = draw.sizes
+        sizes = global_batch.sizes
         if sizes is None and self.sizes is not None:
-            sizes = self.sizes(draw.samples)
-        limits = self.limits if draw.limits is None else draw.limits
-        return self.arrange(draw.samples, sizes, limits, draw.epoch)
+            sizes = self.sizes(global_batch.samples)
+        limits = self.limits if global_batch.limits is None else global_batch.limits
+        return self.arrange(global_batch.samples, sizes, limits, global_batch.epoch)
 
     def arrange(
         self,

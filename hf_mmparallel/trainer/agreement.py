@@ -10,7 +10,7 @@ from accelerate.logging import get_logger
 from transformers import TrainingArguments
 
 from ..data.bad_samples import BadSample, BadSampleError
-from ..data.draws import Draw
+from ..data.global_batches import GlobalBatch
 from ..data.loader import StepBatch, StepDataset
 from ..world import World
 from .start_checks import check_output_dir
@@ -95,7 +95,7 @@ class SampleAgreement:
         if dataset.window is not None:
             self._compare(batch)
         elif dataset is not self._compared:
-            self._compare_first(None if batch is None else batch.drawn, dataset)
+            self._compare_first(None if batch is None else batch.planned_for, dataset)
             self._compared = dataset
         if batch is None:
             return None
@@ -103,29 +103,29 @@ class SampleAgreement:
             for bad in batch.bad.values():
                 raise bad.error(self.world.rank if self.world.size > 1 else None)
             return batch
-        while slots := self._bad_slots(batch):
+        while batch_indices := self._bad_batch_indices(batch):
             reasons = self._exchange(batch)
-            if len(slots) == len(batch.drawn.samples):
+            if len(batch_indices) == len(batch.planned_for.samples):
                 raise BadSampleError(
-                    f"None of the last {len(slots)} samples of a global batch can be read, the first because of: "
-                    f"{reasons[slots[0]][1]} Check the files and the collator."
+                    f"None of the {len(batch_indices)} samples of a global batch can be read, the first because of: "
+                    f"{reasons[batch_indices[0]][1]} Check the files and the collator."
                 )
-            for slot in slots:
-                self._report(*reasons[slot])
-            self.num_skipped += len(slots)
-            batch = dataset.again(batch, slots)
+            for batch_index in batch_indices:
+                self._report(*reasons[batch_index])
+            self.num_skipped += len(batch_indices)
+            batch = dataset.again(batch, batch_indices)
         return batch
 
-    def _bad_slots(self, batch: StepBatch) -> list[int]:
-        """The slots that are bad on any rank."""
-        flags = torch.zeros(len(batch.drawn.samples), dtype=torch.uint8)
+    def _bad_batch_indices(self, batch: StepBatch) -> list[int]:
+        """The batch indices that are bad on any rank."""
+        flags = torch.zeros(len(batch.planned_for.samples), dtype=torch.uint8)
         flags[list(batch.bad)] = 1
         self.world.all_reduce(flags, "max", "comparing which samples can be read")
         return flags.nonzero().flatten().tolist()
 
     def _compare(self, batch: StepBatch | None) -> None:
         """Raises `RuntimeError` if the ranks don't read the same rows of a stream."""
-        count = 0 if batch is None else len(batch.drawn.samples)
+        count = 0 if batch is None else len(batch.planned_for.samples)
         digest = 0 if batch is None else batch.digest
         extremes = torch.tensor([count, -count, digest, -digest])
         self.world.all_reduce(extremes, "max", "comparing samples of the stream")
@@ -136,12 +136,14 @@ class SampleAgreement:
                 f"{-low} to {high}). Every rank reads all of it: seed its shuffling, and don't split it by rank."
             )
 
-    def _compare_first(self, draw: Draw | None, dataset: StepDataset) -> None:
-        """Raises `RuntimeError` if the first samples of a draw have another content on another rank."""
-        samples = () if draw is None else draw.samples
+    def _compare_first(self, global_batch: GlobalBatch | None, dataset: StepDataset) -> None:
+        """Raises `RuntimeError` if the first samples of a global batch have another content on another rank."""
+        samples = () if global_batch is None else global_batch.samples
         digests = [_UNREAD] * (1 + _NUM_COMPARED)
         digests[0] = zlib.crc32(repr(samples).encode())
-        for place, digest in enumerate(dataset.digests(draw, _NUM_COMPARED) if draw is not None else ()):
+        for place, digest in enumerate(
+            dataset.digests(global_batch, _NUM_COMPARED) if global_batch is not None else ()
+        ):
             digests[1 + place] = _UNREAD if digest is None else digest
         drawn, *columns = zip(*self.world.all_gather(digests, "comparing the first samples"), strict=True)
         if len(set(drawn)) > 1:
@@ -160,10 +162,10 @@ class SampleAgreement:
                 )
 
     def _exchange(self, batch: StepBatch) -> dict[int, tuple[int, BadSample]]:
-        """Slot -> the first rank that could not read its sample, and the reason."""
+        """Batch index -> the first rank that could not read its sample, and the reason."""
         every = self.world.all_gather(batch.bad, "comparing which samples can be read")
         ranks = reversed(list(enumerate(every)))
-        return {slot: (rank, bad) for rank, samples in ranks for slot, bad in samples.items()}
+        return {batch_index: (rank, bad) for rank, samples in ranks for batch_index, bad in samples.items()}
 
     def _report(self, rank: int, bad: BadSample) -> None:
         """Logs a sample that a rank met once, on rank 0."""

@@ -33,7 +33,7 @@ from .oversized_samples import allowed_bytes
 from .saved_plan import SAVED_PLAN, check_same_settings
 from .start_prediction import mean_tokens
 from .start_report import size_origin, stderr_console
-from .training_sizes import TrainingSizes, representative_draw
+from .training_sizes import TrainingSizes, representative_batch
 
 logger = get_logger(__name__)
 
@@ -269,12 +269,14 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
     if streamed:
         dataset = StreamWindow(dataset, context.args.seed)
     source = sizes.of_rank(dataset)
-    draw = representative_draw(dataset, source, max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES), context.args)
-    if source is not None and draw.samples:
-        measured = source(draw.samples)
+    global_batch = representative_batch(
+        dataset, source, max(batch, _NUM_STREAMED if streamed else _NUM_SAMPLES), context.args
+    )
+    if source is not None and global_batch.samples:
+        measured = source(global_batch.samples)
         if measured.known and (measured.tokens[LANGUAGE_MODEL] > 1).any():
             which = "samples of the stream, the first" if streamed else "training samples"
-            return Samples(f"{len(draw.samples):,} {which}, by {size_origin(context)}", measured)
+            return Samples(f"{len(global_batch.samples):,} {which}, by {size_origin(context)}", measured)
     tokens = mean_tokens(context, dataset)
     if tokens is None:
         raise ValueError(

@@ -14,7 +14,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
 from .._files import readable
-from ..data.draws import Draw
+from ..data.global_batches import GlobalBatch
 from ..data.position import DataPosition
 from .memory_ratio import Mark
 
@@ -62,9 +62,9 @@ class DataProgress:
         self.position = saved or DataPosition()
         self.resumed_at: tuple[int, int] | None = None
 
-    def step(self, draw: Draw) -> None:
+    def step(self, global_batch: GlobalBatch) -> None:
         """Advances by the samples of a step."""
-        self.position = self.position.after(draw, self.batch_size)
+        self.position = self.position.after(global_batch, self.batch_size)
 
     def training_values(self, values: tuple, args: Any, dataloader: DataLoader) -> tuple:
         """
@@ -74,7 +74,7 @@ class DataProgress:
         Args:
             values (`tuple`): Its result for a run from the start.
             args (`TrainingArguments`): The arguments.
-            dataloader (`DataLoader`): Loader of the training set, whose draws get the position.
+            dataloader (`DataLoader`): Loader of the training set, whose global batches get the position.
         """
         position = self.position
         if args.ignore_data_skip:
@@ -82,9 +82,9 @@ class DataProgress:
         if not position.global_step or args.ignore_data_skip:
             return values
         epochs, steps_per_epoch, *others, max_steps = values
-        draws: Any = dataloader.batch_sampler
-        num_samples = len(draws.sampler) if has_length(dataloader) else None
-        epoch, done = self.resumed_at = position.resume(draws, num_samples)
+        global_batches: Any = dataloader.batch_sampler
+        num_samples = len(global_batches.sampler) if has_length(dataloader) else None
+        epoch, done = self.resumed_at = position.resume(global_batches, num_samples)
         if num_samples is not None and args.max_steps > 0:
             epochs = epoch + math.ceil((max_steps - position.global_step + done) / steps_per_epoch)
         elif num_samples is not None:

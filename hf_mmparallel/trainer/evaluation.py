@@ -54,7 +54,7 @@ class _Collector:
         arrays = {"predictions": _on_host(logits), "labels": _on_host(labels)}
         if self.with_inputs:
             arrays["inputs"] = _on_host(tokens)
-        self.microbatches.append((self.engine.slots(task)[0], arrays))
+        self.microbatches.append((self.engine.batch_indices(task)[0], arrays))
 
 
 def _on_host(value: Any) -> Any:
@@ -67,13 +67,13 @@ def _on_host(value: Any) -> Any:
 
 def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[int, int, float, float]]:
     """
-    (first slot, samples, summed loss, target tokens) of each microbatch that this rank reports, or of its part of the
-    tokens.
+    (first batch index, samples, summed loss, target tokens) of each microbatch that this rank reports, or of its part
+    of the tokens.
     """
     return [
-        (engine.slots(task)[0], len(engine.slots(task)), float(loss), float(count))
+        (engine.batch_indices(task)[0], len(engine.batch_indices(task)), float(loss), float(count))
         for task, (loss, count) in losses.items()
-        if engine.leads_row(task)
+        if engine.leads_cp_rank(task)
     ]
 
 
@@ -83,8 +83,8 @@ def _mean_losses(rows: list[tuple[int, int, float, float]]) -> list[tuple[float,
     one process.
     """
     sums: dict[tuple[int, int], list[float]] = {}
-    for slot, samples, loss, count in rows:
-        total = sums.setdefault((slot, samples), [0.0, 0.0])
+    for batch_index, samples, loss, count in rows:
+        total = sums.setdefault((batch_index, samples), [0.0, 0.0])
         total[0] += loss
         total[1] += count
     return [(loss / count if count else math.nan, samples) for (_, samples), (loss, count) in sorted(sums.items())]

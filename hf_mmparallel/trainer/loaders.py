@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
-from ..data.drawn_sizes import SizedDraws
-from ..data.draws import DrawSampler, LengthGroups
+from ..data.global_batches import GlobalBatchSampler, LengthGroups
 from ..data.loader import StepDataset, as_is, keys_of_rank
+from ..data.measured_batches import MeasuredBatchSampler
 from ..data.media import readers
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
@@ -84,7 +84,7 @@ class StepLoaders:
         check_dataset(dataset)
         dataset = self._windowed(dataset, self.args.dataloader_drop_last)
         order = self._training_order(dataset, sampler_of)
-        draws = DrawSampler(order, self.batch_size, self.args.dataloader_drop_last)
+        global_batches = GlobalBatchSampler(order, self.batch_size, self.args.dataloader_drop_last)
         agreed = self.context.world.from_first_rank(lambda: method)
         shared = sizes.shared(dataset, self.batch_size)
         base = base_planner(self.engine, self.args.per_device_train_batch_size)
@@ -92,11 +92,11 @@ class StepLoaders:
         if shared.typical is not None:
             planner = planner.with_limits(shared.typical)
         memory_ratio, steps = self._memory_ratio(planner, shared, learned), planner
-        if shared.is_measured_when_drawn:
-            draws, steps = self._sized(dataset, draws, shared), replace(planner, sizes=None)
+        if shared.is_measured_by_batch:
+            global_batches, steps = self._sized(dataset, global_batches, shared), replace(planner, sizes=None)
         if memory_ratio is not None:
-            draws.limits_of = memory_ratio.limits_of
-        return TrainingLoader(self._loader(dataset, draws, steps, "Training"), planner, memory_ratio)
+            global_batches.limits_of = memory_ratio.limits_of
+        return TrainingLoader(self._loader(dataset, global_batches, steps, "Training"), planner, memory_ratio)
 
     def evaluation(self, dataset: Any, sampler_of: SamplerOf, description: str) -> DataLoader:
         """
@@ -118,7 +118,7 @@ class StepLoaders:
         else:
             order = self._seeded(sampler_of(dataset) or SequentialSampler(dataset))
         planner = replace(base_planner(self.engine, size), training=False)
-        return self._loader(dataset, DrawSampler(order, count), planner, description)
+        return self._loader(dataset, GlobalBatchSampler(order, count), planner, description)
 
     def _training_order(self, dataset: Any, sampler_of: SamplerOf) -> Any:
         """The order of the stock Trainer on one process."""
@@ -161,12 +161,12 @@ class StepLoaders:
         measure = functools.partial(allocated_since, self.engine.device)
         return MemoryRatio(planner, sizes.typical, measure, learned)
 
-    def _sized(self, dataset: Any, draws: DrawSampler, sizes: SharedSizes) -> SizedDraws:
-        """The draws with their sizes, of which each rank measures a part."""
+    def _sized(self, dataset: Any, global_batches: GlobalBatchSampler, sizes: SharedSizes) -> MeasuredBatchSampler:
+        """The global batches with their sizes, of which each rank measures a part."""
         args, engine = self.args, self.engine
         unknown = sizes.median or SampleSizes.uniform(dict.fromkeys(engine.plan.modules, 1), 1)
-        return SizedDraws(
-            draws,
+        return MeasuredBatchSampler(
+            global_batches,
             sizes.source,
             dataset,
             unknown,
@@ -178,7 +178,9 @@ class StepLoaders:
             keeps=args.local_process_index == 0,
         )
 
-    def _loader(self, dataset: Any, draws: DrawSampler, planner: StepPlanner, description: str) -> DataLoader:
+    def _loader(
+        self, dataset: Any, global_batches: GlobalBatchSampler, planner: StepPlanner, description: str
+    ) -> DataLoader:
         """A loader that yields a [`StepBatch`] for each global batch."""
         engine, args = self.engine, self.args
         workers = args.dataloader_num_workers
@@ -186,9 +188,9 @@ class StepLoaders:
         modules = readers(dataset, collator, engine.spec, engine.encoder_inputs)
         keys = functools.partial(keys_of_rank, engine.plan, rank=engine.rank)  # a worker needs no engine
         window = dataset if isinstance(dataset, StreamWindow) else None
-        unused, cutter = engine.unused_inputs, engine.cutter
-        steps = StepDataset(modules, keys, args.seed, unused, cutter, planner, engine.rank, window)
-        order: Any = draws
+        unused, sharder = engine.unused_inputs, engine.sharder
+        steps = StepDataset(modules, keys, args.seed, unused, sharder, planner, engine.rank, window)
+        order: Any = global_batches
         return DataLoader(
             steps,
             batch_sampler=order,

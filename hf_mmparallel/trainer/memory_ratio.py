@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from accelerate.logging import get_logger
 
-from ..data.draws import Draw
+from ..data.global_batches import GlobalBatch
 from ..plan import SampleSizes
 from ..runtime.engine import ParallelEngine
 from ..steps.step_planner import StepPlanner
@@ -20,15 +20,17 @@ FIRST, LAST = 2, 4
 _LEAST, _MOST = 0.5, 2.0  # range of a plausible ratio; beyond it something else is wrong
 
 Mark = tuple[float, int, int]
-"""The ratio, and the epoch and position of the last draw that was planned without it."""
+"""The ratio, and the epoch and position of the last global batch that was planned without it."""
 
 
 class MemoryRatio:
     """
-    Learns by how much the memory of ranks differs from the estimate, and gives draws limits that allow for it.
+    Learns by how much the memory of ranks differs from the estimate, and gives global batches limits that allow for
+    it.
 
-    The ratio is the largest of all ranks over a few steps. It holds for all draws after the last one that was handed
-    out when it was learned, on all ranks; a checkpoint keeps both, so that a resumed run plans as the first one did.
+    The ratio is the largest of all ranks over a few steps. It holds for all global batches after the last one that was
+    handed out when it was learned, on all ranks; a checkpoint keeps both, so that a resumed run plans as the first one
+    did.
 
     Args:
         planner ([`StepPlanner`]): Planner of the run, with limits by the estimate.
@@ -56,9 +58,9 @@ class MemoryRatio:
         if learned is not None:
             self._learn(*learned)
 
-    def limits_of(self, draw: Draw) -> Mapping[str, int] | None:
-        """Module -> maximum tokens of a microbatch of this draw; `None` for the limits by the estimate."""
-        self._last = draw.epoch, draw.position
+    def limits_of(self, global_batch: GlobalBatch) -> Mapping[str, int] | None:
+        """Module -> maximum tokens of a microbatch of this global batch; `None` for the limits by the estimate."""
+        self._last = global_batch.epoch, global_batch.position
         if self.learned is None or self._last <= self.learned[1:]:
             return None
         return self.limits

@@ -107,12 +107,12 @@ class LimitWatch:
             return
         for name, limit in workloads.max_tokens.items():
             tokens = workloads.tokens[name]
-            slot = int(np.argmax(tokens)) if len(tokens) else 0
-            if len(tokens) and tokens[slot] > limit:
+            largest = int(np.argmax(tokens)) if len(tokens) else 0
+            if len(tokens) and tokens[largest] > limit:
                 self.has_warned = True
                 logger.warning(
-                    f"Sample {step.samples[slot]} has {tokens[slot]:,} tokens in `{name}`, where a microbatch may "
-                    f"have {limit:,}. {_REMEDY} Further such samples are not reported."
+                    f"Sample {step.samples[largest]} has {tokens[largest]:,} tokens in `{name}`, where a microbatch "
+                    f"may have {limit:,}. {_REMEDY} Further such samples are not reported."
                 )
                 return
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrange.balance import Balance, step_balance
 from ..cost import RankMemory
-from ..data.draws import Draw
+from ..data.global_batches import GlobalBatch
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
@@ -20,7 +20,7 @@ from ..steps.step_planner import PlannedStep, StepPlanner
 from .loaders import base_planner, training_planner
 from .oversized_samples import LargeSamples
 from .run_context import RunContext
-from .training_sizes import TrainingSizes, representative_draw
+from .training_sizes import TrainingSizes, representative_batch
 
 _SAMPLES = 8
 
@@ -120,20 +120,20 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tu
     planner = training_planner(base_planner(engine, args.per_device_train_batch_size), args, source)
     if start is not None:
         planner = planner.with_limits(start.sizes.like_the_mean(batch_size))
-    draw = representative_draw(dataset, planner.sizes, batch_size, args)
-    if not draw.samples:
-        planner, draw = replace(planner, sizes=None), Draw(tuple(range(batch_size)))
-    choice, known = None, None if planner.sizes is None else planner.sizes(draw.samples)
+    global_batch = representative_batch(dataset, planner.sizes, batch_size, args)
+    if not global_batch.samples:
+        planner, global_batch = replace(planner, sizes=None), GlobalBatch(tuple(range(batch_size)))
+    choice, known = None, None if planner.sizes is None else planner.sizes(global_batch.samples)
     if args.microbatch_assignment is None and known is not None and known.known:
         choice = choose_method(planner, [known])
         planner = planner.with_method(choice.method)
-    planned = planner.arrange_draw(draw)
+    planned = planner.arrange_batch(global_batch)
     if known is None or not known.known:
         tokens = mean_tokens(context, context.train_dataset)
         if tokens is None:
             return planner, StepReport(planned, simulate_arranged(planner, planned), None)
-        return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(draw.samples)))
-    before = planner.with_method("contiguous").arrange_draw(draw)
+        return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(global_batch.samples)))
+    before = planner.with_method("contiguous").arrange_batch(global_batch)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
     before_ms = iteration_ms(planner, before)
     large = None

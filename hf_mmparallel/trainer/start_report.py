@@ -26,7 +26,7 @@ from .model_card import SCHEDULE, WORKLOADS
 from .packing_choice import RowChoice
 from .run_context import RunContext
 from .start_prediction import StepReport, predict
-from .training_sizes import TrainingSizes, representative_draw
+from .training_sizes import TrainingSizes, representative_batch
 
 logger = get_logger(__name__)
 
@@ -123,7 +123,8 @@ class PlanReport:
 
     def show(self) -> StepReport:
         """
-        Prints the plan with the predicted bubble and balance, and draws the predicted step into the output folder.
+        Prints the plan with the predicted bubble and balance, and draws the predicted step into the output
+        folder.
 
         Returns:
             [`StepReport`]: The prediction.
@@ -191,8 +192,8 @@ class PlanReport:
             return None
         with seeded(context.args.seed):  # only this rank reads samples here
             count = max(self.batch_size, _PROFILED)
-            draw = representative_draw(context.train_dataset, planner.sizes, count, context.args)
-            return planner.sizes(draw.samples) if draw.samples else None
+            global_batch = representative_batch(context.train_dataset, planner.sizes, count, context.args)
+            return planner.sizes(global_batch.samples) if global_batch.samples else None
 
 
 def draw_prediction(folder: Path, method: str, prediction: StepReport) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers.utils.logging import tqdm
 
-from ..data.drawn_sizes import median_of
-from ..data.draws import Draw
+from ..data.global_batches import GlobalBatch
 from ..data.image_sizes import UnknownSizeError
 from ..data.layer_tokens import measure_layers
+from ..data.measured_batches import median_of
 from ..data.randomness import seeded
 from ..data.sample_sizes import SizeSource, size_source
 from ..data.size_sources import LayerTokens, keep_sizes, measure_samples, spread
@@ -59,8 +59,8 @@ class SharedSizes:
     median: SampleSizes | None
 
     @property
-    def is_measured_when_drawn(self) -> bool:
-        """Whether each rank measures a part of each draw."""
+    def is_measured_by_batch(self) -> bool:
+        """Whether each rank measures a part of each global batch."""
         return self.source is not None and not self.source.is_table and not isinstance(self.source, StreamSizes)
 
 
@@ -126,8 +126,8 @@ class TrainingSizes:
             if isinstance(source, StreamSizes):
                 dataset, count = copy.copy(source.window), _STREAMED  # training reads the stream itself
                 source = source.of_window(dataset)
-            draw = representative_draw(dataset, source, max(count, batch_size), self.context.args)
-            readable = _readable(source, draw.samples, skip=True)
+            global_batch = representative_batch(dataset, source, max(count, batch_size), self.context.args)
+            readable = _readable(source, global_batch.samples, skip=True)
             if not readable:
                 return None
             result = StartSizes(source(readable), False)
@@ -184,9 +184,9 @@ class TrainingSizes:
         return self.measured.layers
 
 
-def representative_draw(
+def representative_batch(
     dataset: Any, sizes: SizeFunction | None, count: int, args: MultimodalTrainingArguments
-) -> Draw:
+) -> GlobalBatch:
     """
     Samples from all over a dataset, or the first of a stream. Samples whose file can't be read are left out, and with
     `on_bad_sample="skip"` all that have no size.
@@ -194,11 +194,11 @@ def representative_draw(
     Args:
         dataset: The training dataset, or the window of a stream.
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
-            Dataset indices -> sizes; without it the draw has the first indices.
+            Dataset indices -> sizes; without it the global batch has the first indices.
         count (`int`): Number of samples, if the dataset has as many.
         args ([`MultimodalTrainingArguments`]): The arguments.
     """
-    first = Draw(tuple(range(count)))
+    first = GlobalBatch(tuple(range(count)))
     if isinstance(dataset, StreamWindow):
         return dataset.fetch(first)
     if sizes is None:
@@ -212,7 +212,7 @@ def representative_draw(
             readable += _readable(sizes, few, args.on_bad_sample == "skip")
             bar.update(len(few))
     keep_sizes(sizes, readable)
-    return Draw(tuple(readable))
+    return GlobalBatch(tuple(readable))
 
 
 def _readable(sizes: SizeFunction, indices: Sequence[int], skip: bool) -> list[int]:

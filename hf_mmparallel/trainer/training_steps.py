@@ -81,7 +81,7 @@ class TrainingSteps:
             batch = self.samples.settle(batch, dataset)
         if batch is None:
             return None
-        self.progress.step(batch.drawn)
+        self.progress.step(batch.planned_for)
         if engine.planner is not None and engine.planner.method in KEEPING_LIMITS:
             self.limits.saw(batch.step, batch.workloads)
         return batch

@@ -63,23 +63,32 @@ def test_every_sample_counts_once_and_is_deferred_or_not(case, data):
     times = {name: [data.draw(st.integers(1, 9)) for _ in step.samples] for name in step.microbatches}
     balance = step_balance(step, workloads(**times))
     late = []
-    for slot in range(len(step.samples)):
-        replica, taken = step.places[LANGUAGE_MODEL, slot]
-        encoders = [(name, *step.places[name, slot]) for name in step.targets if (name, slot) in step.places]
+    for batch_index in range(len(step.samples)):
+        replica, taken = step.places[LANGUAGE_MODEL, batch_index]
+        encoders = [
+            (name, *step.places[name, batch_index]) for name in step.targets if (name, batch_index) in step.places
+        ]
         found = False
         for name, copy, index in encoders:
             # Turns: the microbatches of that replica, of those that this copy feeds, which has most of them.
-            fed = {step.places[LANGUAGE_MODEL, other][0] for slots in step.microbatches[name][copy] for other in slots}
+            fed = {
+                step.places[LANGUAGE_MODEL, other][0]
+                for batch_indices in step.microbatches[name][copy]
+                for other in batch_indices
+            }
             sizes = {d: len(step.microbatches[LANGUAGE_MODEL][d]) for d in fed}
             found |= index < int((taken + 0.5) * max(sizes.values()) / sizes[replica])
         late.append(found)
     assert balance.deferred_fraction == (np.mean(late) if late else 0)
     for name, replicas in step.microbatches.items():
         for replica, microbatches in enumerate(replicas):
-            wanted = [sum(times[name][slot] for slot in slots) for slots in microbatches]
+            wanted = [sum(times[name][batch_index] for batch_index in batch_indices) for batch_indices in microbatches]
             assert balance.forward_ms[name][replica].tolist() == wanted
             if name == LANGUAGE_MODEL:
-                wanted = [sum(times[name][slot] for slot in slots if late[slot]) for slots in microbatches]
+                wanted = [
+                    sum(times[name][batch_index] for batch_index in batch_indices if late[batch_index])
+                    for batch_indices in microbatches
+                ]
                 assert balance.deferred_ms[name][replica].tolist() == wanted
 
 

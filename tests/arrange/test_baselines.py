@@ -45,7 +45,9 @@ def heavy_tailed(draw, max_size: int = 40, min_size: int = 0) -> Workloads:
 
 
 def flat(replicas) -> list[int]:
-    return [slot for microbatches in replicas for slots in microbatches for slot in slots]
+    return [
+        batch_index for microbatches in replicas for batch_indices in microbatches for batch_index in batch_indices
+    ]
 
 
 @pytest.mark.parametrize("method", BASELINES)
@@ -62,8 +64,8 @@ def test_every_sample_is_once_in_every_module_that_has_work_for_it(method, workl
     # No deferral: what an encoder takes at one place, the language model takes at the same place.
     parts = len(step.microbatches["vision"][0]) // count
     assert parts == (2 if method == "sub_microbatches" else 1)
-    for slot in busy:
-        assert step.places["vision", slot][1] // parts == step.places[LANGUAGE_MODEL, slot][1]
+    for batch_index in busy:
+        assert step.places["vision", batch_index][1] // parts == step.places[LANGUAGE_MODEL, batch_index][1]
     assert simulate(plan, build_program(plan, step, sync_groups(SPEC, plan))).iteration_ms >= 0
 
 
@@ -100,7 +102,7 @@ def test_batch_rebalance_is_that_of_transformers(lengths, dp_size, microbatch_si
     expected = sampler._assign(list(range(len(lengths))), lengths)
     workloads = make_workloads([0.0] * len(lengths), np.array(lengths) / 10)
     found = batch_rebalance(make_plan((dp_size, 1), (dp_size, 1)), workloads, microbatch_size)
-    assert [[list(slots) for slots in replica] for replica in found[LANGUAGE_MODEL]] == expected
+    assert [[list(batch_indices) for batch_indices in replica] for replica in found[LANGUAGE_MODEL]] == expected
     assert found["vision"] == found[LANGUAGE_MODEL]
 
 
@@ -108,7 +110,7 @@ def test_batch_rebalance_of_a_batch_as_transformers_has_it():
     lengths = np.random.default_rng(3).lognormal(5, 1, 512).astype(int) + 1
     expected = BatchRebalanceSampler(lengths.tolist(), 512, 4, 32, shuffle=False)._assign(range(512), lengths.tolist())
     found = batch_rebalance(make_plan((4, 1), (4, 1)), make_workloads(lengths / 10, lengths / 10), 4)
-    assert [[list(slots) for slots in replica] for replica in found[LANGUAGE_MODEL]] == expected
+    assert [[list(batch_indices) for batch_indices in replica] for replica in found[LANGUAGE_MODEL]] == expected
 
 
 def test_batch_rebalance_of_fewer_samples_than_microbatches_leaves_the_last_empty():
@@ -200,7 +202,11 @@ def test_disttrain_varies_as_much_as_entrain_measured_on_the_most_variable_datas
         workloads = model.workloads(shape.draw(512, seed))
         found = disttrain(plan, workloads, 4)
         for name, key in (("vision", "vision"), (LANGUAGE_MODEL, "llama3-3b")):
-            times = [workloads.forward_ms[name][list(slots)].sum() for replica in found[name] for slots in replica]
+            times = [
+                workloads.forward_ms[name][list(batch_indices)].sum()
+                for replica in found[name]
+                for batch_indices in replica
+            ]
             spread[key].append(np.std(times) / 2)  # on pairs of GPUs
     published = shape.stated.forward_std_ms["disttrain"]
     assert all(np.mean(values) == pytest.approx(published[key], rel=0.15) for key, values in spread.items())

@@ -19,7 +19,9 @@ def make_plan(vision: int, language: int) -> ParallelPlan:
 
 
 def flat(replicas) -> list[int]:
-    return [slot for microbatches in replicas for slots in microbatches for slot in slots]
+    return [
+        batch_index for microbatches in replicas for batch_indices in microbatches for batch_index in batch_indices
+    ]
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 30), st.integers(1, 5))
@@ -36,10 +38,10 @@ def test_every_sample_is_once_in_every_module_and_in_order(vision, language, siz
     assert all(len(replica) == count for replica in (*encoders, *decoders))
     assert sorted(flat(encoders)) == sorted(flat(decoders)) == list(range(size))
     for index in range(count):
-        block = [slot for replica in decoders for slot in replica[index]]
+        block = [batch_index for replica in decoders for batch_index in replica[index]]
         first = index * microbatch_size * language
         assert block == list(range(first, min(first + microbatch_size * language, size)))
-        assert [slot for replica in encoders for slot in replica[index]] == block
+        assert [batch_index for replica in encoders for batch_index in replica[index]] == block
         sizes = [len(replica[index]) for replica in encoders]
         assert max(sizes) - min(sizes) <= 1
         assert all(len(replica[index]) <= microbatch_size for replica in decoders)
@@ -64,7 +66,7 @@ def test_a_small_batch_leaves_microbatches_empty():
 def test_encoder_copies_take_turns_in_who_gets_one_more(vision, microbatch_size, turns):
     count = turns * vision
     step = contiguous_step(make_plan(vision, 1), range(count * microbatch_size), microbatch_size)
-    assert {sum(len(slots) for slots in replica) for replica in step.microbatches["vision"]} == {
+    assert {sum(len(batch_indices) for batch_indices in replica) for replica in step.microbatches["vision"]} == {
         turns * microbatch_size
     }
 
@@ -76,7 +78,7 @@ def test_samples_stay_with_the_copy_of_the_same_number_when_all_are_full(dp_size
 
 
 def moved() -> StepPlan:
-    """Vision microbatch 0 feeds the microbatches 0 and 1 of a replica; slot 3 has no images."""
+    """Vision microbatch 0 feeds the microbatches 0 and 1 of a replica; batch index 3 has no images."""
     return StepPlan(
         (10, 11, 12, 13),
         {"vision": (((0, 2, 1), ()),), LANGUAGE_MODEL: (((1,), (0, 3)), ((2,), ()))},

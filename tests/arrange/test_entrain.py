@@ -22,18 +22,28 @@ from tests.arrange.test_baselines import SPEC, heavy_tailed, make_plan, make_wor
 def test_every_sample_is_once_in_every_module_and_at_most_a_microbatch_late(workloads, vision, language, size):
     plan = make_plan((vision, 1), (language, 2))
     step = arrange_step(plan, range(workloads.num_samples), workloads, size, "entrain")
-    taken = [slot for replica in step.microbatches[LANGUAGE_MODEL] for slots in replica for slot in slots]
+    taken = [
+        batch_index
+        for replica in step.microbatches[LANGUAGE_MODEL]
+        for batch_indices in replica
+        for batch_index in batch_indices
+    ]
     assert sorted(taken) == list(range(workloads.num_samples))
-    encoded = [slot for replica in step.microbatches["vision"] for slots in replica for slot in slots]
+    encoded = [
+        batch_index
+        for replica in step.microbatches["vision"]
+        for batch_indices in replica
+        for batch_index in batch_indices
+    ]
     assert sorted(encoded) == np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
     for replica, microbatches in enumerate(step.microbatches["vision"]):
-        for slot in step.takers("vision", replica, LANGUAGE_MODEL):
-            taker, index = step.places[LANGUAGE_MODEL, slot]
+        for batch_index in step.consumer_turns("vision", replica, LANGUAGE_MODEL):
+            taker, index = step.places[LANGUAGE_MODEL, batch_index]
             # In turns of the encoder, which has as many as the replica of its colocated that has most.
             turn = turn_of(index, len(step.microbatches[LANGUAGE_MODEL][taker]), len(microbatches))
-            assert turn >= step.places["vision", slot][1]
+            assert turn >= step.places["vision", batch_index][1]
             if language == vision:
-                assert turn - step.places["vision", slot][1] in (0, 1)
+                assert turn - step.places["vision", batch_index][1] in (0, 1)
     build_program(plan, step, sync_groups(SPEC, plan))
 
 

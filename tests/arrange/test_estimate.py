@@ -22,12 +22,12 @@ def make_plan(vision: int, language: int, schedule: Schedule = "1f1b", **setting
 def replayed(pipeline: Pipeline, loads: dict[str, np.ndarray]) -> float:
     """Tasks of one arrangement, each after the one before on its stage and after those that it needs."""
     count = len(next(iter(loads.values())))
-    slots, stages = pipeline.slots(count), range(len(pipeline.depth))
+    time_steps, stages = pipeline.time_steps(count), range(len(pipeline.depth))
     cost = np.einsum("wms,mk->wks", pipeline.costs, np.stack([loads[name] for name in pipeline.modules]))
     behind = {stage: [s for s in stages if stage in pipeline.before[s]] for stage in stages}
     end: dict[tuple[int, int, int], float] = {}
     free = dict.fromkeys(stages, 0.0)
-    tasks = sorted(itertools.product(range(2), range(count), stages), key=lambda task: slots[task])
+    tasks = sorted(itertools.product(range(2), range(count), stages), key=lambda task: time_steps[task])
     for way, index, stage in tasks:
         if way and not pipeline.backwards[stage]:
             continue

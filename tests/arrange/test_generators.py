@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
+from hf_mmparallel.arrange.assigned_batch import Batch
 from hf_mmparallel.arrange.balance import step_balance
 from hf_mmparallel.arrange.baselines import _Pipeline
 from hf_mmparallel.arrange.estimate import Pipeline
 from hf_mmparallel.arrange.generators import generated
-from hf_mmparallel.arrange.global_batch import Batch
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -48,8 +48,10 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
     """Every sample once in each module that has work for it, in generators with the language model."""
     step.check(plan)
     for name, replicas in step.microbatches.items():
-        slots = sorted(slot for replica in replicas for own in replica for slot in own)
-        assert slots == [s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0]
+        batch_indices = sorted(batch_index for replica in replicas for own in replica for batch_index in own)
+        assert batch_indices == [
+            s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0
+        ]
     language = plan.modules[LANGUAGE_MODEL].dp_size
     for name in plan.generators:
         dp_size = plan.modules[name].dp_size
@@ -57,9 +59,9 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
         counts = [len(own) for own in step.microbatches[LANGUAGE_MODEL]]
         turns = [max(own) for own in np.split(np.array(counts), groups)]
         assert [len(own) for own in step.microbatches[name]] == np.repeat(turns, dp_size // groups).tolist()
-        for slot in np.flatnonzero(work.forward_ms[name] > 0).tolist():
-            replica, index = step.places[LANGUAGE_MODEL, slot]
-            copy, same = step.places[name, slot]
+        for batch_index in np.flatnonzero(work.forward_ms[name] > 0).tolist():
+            replica, index = step.places[LANGUAGE_MODEL, batch_index]
+            copy, same = step.places[name, batch_index]
             group = replica * groups // language
             # The same microbatch, where all replicas of the language model have as many.
             assert same == int((index + 0.5) * turns[group] / counts[replica]) and copy * groups // dp_size == group
@@ -142,9 +144,9 @@ def test_a_sample_that_no_generator_has_room_for_is_alone():
     work = dataclasses.replace(work, max_tokens={IMAGE: limit})
     largest = int(work.tokens[IMAGE].argmax())
     (microbatches,) = arrange_step(plan, range(8), work, 8).microbatches[IMAGE]
-    for slots in microbatches:
-        tokens = work.tokens[IMAGE][list(slots)]
-        assert tokens.sum() <= limit or (largest in slots and (tokens > 0).sum() == 1)
+    for batch_indices in microbatches:
+        tokens = work.tokens[IMAGE][list(batch_indices)]
+        assert tokens.sum() <= limit or (largest in batch_indices and (tokens > 0).sum() == 1)
 
 
 def test_the_work_of_a_microbatch_is_even_over_the_copies_of_a_generator():
@@ -169,8 +171,8 @@ def test_generators_on_the_same_ranks_are_evened_out_together():
     work = Workloads(forward, dict.fromkeys(forward, 2.0), {}, {})
     step = arrange_step(plan, range(4), work, 4, "contiguous")
     for replica in range(2):
-        taken = [slot for name in (IMAGE, AUDIO) for slot in step.microbatches[name][replica][0]]
-        assert sum(forward[IMAGE][slot] + forward[AUDIO][slot] for slot in taken) == 6
+        taken = [batch_index for name in (IMAGE, AUDIO) for batch_index in step.microbatches[name][replica][0]]
+        assert sum(forward[IMAGE][batch_index] + forward[AUDIO][batch_index] for batch_index in taken) == 6
 
 
 def test_even_work_of_generators_counts_when_samples_are_divided():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
+from hf_mmparallel.arrange.assigned_batch import Batch
 from hf_mmparallel.arrange.colocated_modules import ColocatedModules
-from hf_mmparallel.arrange.global_batch import Batch
 from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.arrange.hierarchical import hierarchical, tapered
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
@@ -39,7 +39,7 @@ def draw(plan: ParallelPlan, num_samples: int, seed: int = 0, text: float = 0.2,
 
 def loads(microbatches, weights) -> np.ndarray:
     """Sums `[replicas, microbatches]`."""
-    return np.array([[weights[list(slots)].sum() for slots in replica] for replica in microbatches])
+    return np.array([[weights[list(batch_indices)].sum() for batch_indices in replica] for replica in microbatches])
 
 
 def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
@@ -48,10 +48,12 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
     counts = {len(replica) for replicas in step.microbatches.values() for replica in replicas}
     assert len(counts) == 1
     for name, replicas in step.microbatches.items():
-        slots = sorted(slot for replica in replicas for own in replica for slot in own)
-        assert slots == [s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0]
-        for slot in slots:
-            later = step.places[LANGUAGE_MODEL, slot][1] - step.places[name, slot][1]
+        batch_indices = sorted(batch_index for replica in replicas for own in replica for batch_index in own)
+        assert batch_indices == [
+            s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0
+        ]
+        for batch_index in batch_indices:
+            later = step.places[LANGUAGE_MODEL, batch_index][1] - step.places[name, batch_index][1]
             assert later in (0, 1)
         if name in work.max_tokens:
             assert loads(replicas, work.tokens[name]).max(initial=0) <= work.max_tokens[name]
@@ -115,8 +117,8 @@ def test_a_sample_above_the_limit_gets_a_microbatch_of_its_own(seed, replicas, n
     microbatches = (tapered if taper else hierarchical)(plan, work, 4)
     shares_encoder = replicas[0] < replicas[1]
     for name, limit in limits.items():
-        for slots in (slots for replica in microbatches[name] for slots in replica):
-            tokens = work.tokens[name][list(slots)]
+        for batch_indices in (batch_indices for replica in microbatches[name] for batch_indices in replica):
+            tokens = work.tokens[name][list(batch_indices)]
             within = tokens.sum() <= limit or (tokens > 0).sum() == 1
             # Where replicas share an encoder, only the limit of the language model may be what can hold.
             assert within or (shares_encoder and name == "vision")
@@ -133,7 +135,7 @@ def test_only_the_sample_above_the_limit_is_alone():
     )
     (microbatches,) = hierarchical(plan, work, 4)[LANGUAGE_MODEL]
     assert (15,) in microbatches
-    assert max(tokens[list(slots)].sum() for slots in microbatches if 15 not in slots) <= 50
+    assert max(tokens[list(batch_indices)].sum() for batch_indices in microbatches if 15 not in batch_indices) <= 50
     assert len(microbatches) <= 6
 
 
@@ -173,7 +175,7 @@ def test_text_alone_is_spread_evenly(seed):
     step = arrange_step(plan, range(120), work, 6, "hierarchical")
     sums = loads(step.microbatches[LANGUAGE_MODEL], work.forward_ms[LANGUAGE_MODEL])
     assert sums.shape == (2, 10) and sums.max() < 1.05 * sums.mean()
-    assert not any(slots for replica in step.microbatches["vision"] for slots in replica)
+    assert not any(batch_indices for replica in step.microbatches["vision"] for batch_indices in replica)
 
 
 @pytest.mark.parametrize(("vision", "language"), [(2, 2), (1, 2), (4, 2), (3, 2)])
@@ -259,7 +261,9 @@ def test_several_encoders(merged):
             for kind in (step, contiguous)
         )
         assert mine.std() < 0.5 * theirs.std()
-    places = {name: [step.places.get((name, slot)) for slot in range(128)] for name in ("audio", "vision")}
+    places = {
+        name: [step.places.get((name, batch_index)) for batch_index in range(128)] for name in ("audio", "vision")
+    }
     both = [(a, v) for a, v in zip(places["audio"], places["vision"], strict=True) if a and v]
     assert all(a == v for a, v in both) or not merged
 
@@ -273,8 +277,8 @@ def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_e
         check(plan, work, step)
 
         def cost(task) -> float:
-            slots = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-            return work.forward_ms[task.module][slots].sum() / 2 * (1 if task.kind == "fwd" else 2)
+            batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+            return work.forward_ms[task.module][batch_indices].sum() / 2 * (1 if task.kind == "fwd" else 2)
 
         return simulate(plan, build_program(plan, step, (), cost), cost).iteration_ms
 

@@ -139,12 +139,12 @@ def test_a_padded_batch_is_arranged_in_every_layout(method, sizes, limits):
     )
     step = arrange_step(plan, range(64), workloads, 4, method)
     for replica in step.microbatches[LANGUAGE_MODEL]:
-        for slots in replica:
-            own = tokens[list(slots)]
+        for batch_indices in replica:
+            own = tokens[list(batch_indices)]
             assert not limits or len(own) * own.max(initial=0) <= limits[LANGUAGE_MODEL]
     for replica in step.microbatches[VISION]:
-        for slots in replica:
-            assert not limits or images[list(slots)].sum() <= limits[VISION]
+        for batch_indices in replica:
+            assert not limits or images[list(batch_indices)].sum() <= limits[VISION]
     packed = arrange_step(plan, range(64), replace(workloads, row_ms=None), 4, method)
     padding = [_computed(tokens, own) for own in (step, packed)]
     assert padding[0] < 0.8 * padding[1]
@@ -152,5 +152,5 @@ def test_a_padded_batch_is_arranged_in_every_layout(method, sizes, limits):
 
 def _computed(tokens: np.ndarray, step) -> int:
     """Tokens with padding."""
-    slots = [list(own) for replica in step.microbatches[LANGUAGE_MODEL] for own in replica if own]
-    return sum(len(own) * int(tokens[own].max()) for own in slots)
+    batch_indices = [list(own) for replica in step.microbatches[LANGUAGE_MODEL] for own in replica if own]
+    return sum(len(own) * int(tokens[own].max()) for own in batch_indices)

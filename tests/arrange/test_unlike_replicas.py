@@ -35,8 +35,8 @@ def task_times(plan: ParallelPlan, step: StepPlan, workloads: Workloads):
     def cost(task):
         module = plan.modules[task.module]
         share = plan.stage(task.module, task.replica, task.stage).num_layers / module.num_layers
-        slots = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-        return (1 if task.kind == "fwd" else 2) * share * float(workloads.forward_ms[task.module][slots].sum())
+        batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        return (1 if task.kind == "fwd" else 2) * share * float(workloads.forward_ms[task.module][batch_indices].sum())
 
     return cost
 
@@ -60,7 +60,12 @@ def test_every_arrangement_follows_the_counts(method, num_encoders):
     if method != "entrain":  # which makes fewer where single samples are large
         assert [len(own) for own in step.microbatches[LANGUAGE_MODEL]] == counts.tolist()
     busy = np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
-    encoded = [slot for replica in step.microbatches["vision"] for slots in replica for slot in slots]
+    encoded = [
+        batch_index
+        for replica in step.microbatches["vision"]
+        for batch_indices in replica
+        for batch_index in batch_indices
+    ]
     assert sorted(encoded) == busy
     # No replica is far from its share of the work, and nothing is taken before it is encoded.
     loads = np.array([own.sum() for own in step_balance(step, workloads).forward_ms[LANGUAGE_MODEL]])
@@ -68,8 +73,8 @@ def test_every_arrangement_follows_the_counts(method, num_encoders):
         assert loads / loads.sum() == pytest.approx(counts / counts.sum(), rel=0.06)
     parts = 2 if method == "sub_microbatches" else 1
     for replica in range(num_encoders):
-        for slot, turn in step.takers("vision", replica, LANGUAGE_MODEL).items():
-            assert step.places["vision", slot][1] // parts <= turn
+        for batch_index, turn in step.consumer_turns("vision", replica, LANGUAGE_MODEL).items():
+            assert step.places["vision", batch_index][1] // parts <= turn
     cost = task_times(plan, step, workloads)
     simulation = simulate(plan, build_program(plan, step, [], cost), cost)
     caps = in_flight_1f1b(plan, step)
@@ -93,9 +98,13 @@ def test_microbatches_of_a_shared_encoder_come_when_each_replica_needs_them():
     assert len(encoder) == max(counts)
     # After any number of turns, each replica has had its share of its microbatches.
     for turns in range(len(encoder) + 1):
-        had = [slot for slots in encoder[:turns] for slot in slots]
+        had = [batch_index for batch_indices in encoder[:turns] for batch_index in batch_indices]
         for replica, count in enumerate(counts):
-            own = sum(slot in had for slots in step.microbatches[LANGUAGE_MODEL][replica] for slot in slots)
+            own = sum(
+                batch_index in had
+                for batch_indices in step.microbatches[LANGUAGE_MODEL][replica]
+                for batch_index in batch_indices
+            )
             assert abs(own - turns * count / len(encoder)) <= 0.5 + 1e-9
-    slots = list(itertools.chain.from_iterable(encoder))
-    assert sorted(slots) == list(range(24)) and slots == sorted(slots)
+    batch_indices = list(itertools.chain.from_iterable(encoder))
+    assert sorted(batch_indices) == list(range(24)) and batch_indices == sorted(batch_indices)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.media import readers
 from hf_mmparallel.data.streams import StreamWindow
@@ -55,18 +55,18 @@ def make(rank, dataset, vision=None, sizes=None):
     return StepDataset(readers, functools.partial(keys_of_rank, PLAN, rank=rank), 0, planner=planner, rank=rank)
 
 
-DRAW = Draw(tuple(range(20, 32)), 1, 24)
+DRAW = GlobalBatch(tuple(range(20, 32)), 1, 24)
 
 
 def bad_of(batch):
-    return {batch.draw.samples[slot]: (bad.index, bad.file) for slot, bad in batch.bad.items()}
+    return {batch.global_batch.samples[batch_index]: (bad.index, bad.file) for batch_index, bad in batch.bad.items()}
 
 
 def test_a_rank_notes_the_samples_that_it_cannot_read_and_says_which_files_they_are():
     dataset = Files(closed=(21, 27, 30))
     found = [make(rank, dataset).__getitems__(DRAW) for rank in range(PLAN.world_size)]
     assert [sorted(bad_of(batch)) for batch in found] == [[21, 27], [30], [21, 27], [21, 27], [30], [30]]
-    assert all(not batch.batches and not batch.cuts and batch.draw is DRAW for batch in found)
+    assert all(not batch.batches and not batch.shardings and batch.global_batch is DRAW for batch in found)
     bad = found[0].bad[1]
     assert (bad.index, bad.file) == (21, "charts/21.png")
     expected = (
@@ -99,7 +99,7 @@ def test_of_a_corrupt_image_the_ranks_of_the_language_model_read_the_header_only
             steps = make(rank, source)
             steps.readers = readers(source, collator, SPEC, inputs)
             steps.window = source if isinstance(source, StreamWindow) else None
-            found.append(steps.__getitems__(Draw((0, 1, 2, 3), 0, 4)))
+            found.append(steps.__getitems__(GlobalBatch((0, 1, 2, 3), 0, 4)))
         assert [bad_of(batch) for batch in found] == [{}, {2: (2, "charts/2.png")}, *[{}] * 4]  # rank 1 has an encoder
         taken = [index for batch in found for key in batch.batches for index in batch.step.chunks[key[:3]][key[3]]]
         assert 2 in taken
@@ -156,14 +156,14 @@ def test_a_planner_that_fails_for_another_reason_says_so():
         analytic_costs(SPEC, find_device("cpu")), PLAN, (), 3, method="none", sizes=failing_sizes
     )
     with pytest.raises(KeyError, match="none"):
-        dataset.__getitems__(Draw((1, 2)))
+        dataset.__getitems__(GlobalBatch((1, 2)))
 
 
 def test_a_worker_hands_bad_samples_over_like_the_main_process():
     dataset = make(0, Files(closed=(21,)))
     (batch,) = DataLoader(dataset, batch_sampler=[DRAW], collate_fn=as_is, num_workers=1)
     assert batch.bad.keys() == dataset.__getitems__(DRAW).bad.keys() == {1}
-    assert batch.bad[1].file == "charts/21.png" and batch.draw == DRAW
+    assert batch.bad[1].file == "charts/21.png" and batch.global_batch == DRAW
 
 
 def test_files_are_found_in_rows_that_are_not_decoded(tmp_path):

@@ -34,7 +34,7 @@ def plan_of(**settings) -> ParallelPlan:
     return resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(**settings)})
 
 
-def cutter_of(plan: ParallelPlan, rank: int = 0) -> ContextSharder:
+def sharder_of(plan: ParallelPlan, rank: int = 0) -> ContextSharder:
     costs = layer_costs(analytic_costs(SPEC, find_device("cpu")), plan)
     return ContextSharder(plan, rank, {"image": IMAGE, "video": VIDEO}, frozenset({"grid"}), costs)
 
@@ -65,7 +65,7 @@ def cases(draw) -> tuple[ContextSharding, dict[str, Tensor]]:
     mode = draw(st.sampled_from(["row", "segments", "auto"]))
     method = "lpt" if mode == "segments" else draw(st.sampled_from(["lpt", "zigzag", "contiguous", "random"]))
     settings = {"cp_method": method, "cp_mode": mode, "cp_block": draw(st.sampled_from([1, 4, 16]))}
-    return cutter_of(plan_of(cp_size=draw(st.integers(2, 4)), **settings))(batch), batch
+    return sharder_of(plan_of(cp_size=draw(st.integers(2, 4)), **settings))(batch), batch
 
 
 SEEDS = st.integers(0, 9)
@@ -122,16 +122,16 @@ def test_features_go_where_their_placeholders_are(case):
 def test_labels_that_are_shifted_already_are_not_shifted_again():
     batch = packed([9, 8])
     batch["shift_labels"] = batch.pop("labels")
-    cut = cutter_of(plan_of(cp_size=2, cp_block=4))(batch)
+    cut = sharder_of(plan_of(cp_size=2, cp_block=4))(batch)
     for local, order in zip(rows_of(cut, batch), cut.order, strict=True):
         real = order >= 0
         assert torch.equal(local["shift_labels"][0, real], batch["shift_labels"][0, order[real]])
 
 
 def test_what_is_no_packed_row_is_refused():
-    cutter = cutter_of(plan_of(cp_size=2))
+    sharder = sharder_of(plan_of(cp_size=2))
     with pytest.raises(ValueError, match=r"'input_ids': \(2, 3\)}. Wrap the collator in a `PackingCollator`"):
-        cutter({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
+        sharder({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
 
 
 def samples(size: int) -> list[dict[str, Tensor]]:
@@ -149,29 +149,29 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
     step = contiguous_step(plan, range(8), 2)
     batches = []
     for rank in range(plan.world_size):
-        cutter = pickle.loads(pickle.dumps(cutter_of(plan, rank)))
+        sharder = pickle.loads(pickle.dumps(sharder_of(plan, rank)))
         dataset = StepDataset(
-            Reader(samples(8), collate), lambda s, r=rank: keys_of_rank(plan, s, r), 0, cutter=cutter
+            Reader(samples(8), collate), lambda s, r=rank: keys_of_rank(plan, s, r), 0, sharder=sharder
         )
         batches.append(dataset.read(step))
         assert batches[-1].batches.keys() == keys_of_rank(plan, step, rank).keys()
-    every = {key: cut for batch in batches for key, cut in batch.cuts.items()}
+    every = {key: cut for batch in batches for key, cut in batch.shardings.items()}
     assert every.keys() == {(LANGUAGE_MODEL, replica, index, 0) for replica in range(2) for index in range(2)}
     for rank, batch in enumerate(batches):
-        for key, cut in batch.cuts.items():
+        for key, cut in batch.shardings.items():
             assert torch.equal(cut.order, every[key].order)
         for module, replica, _ in plan.stages_of_rank(rank):
             if module == LANGUAGE_MODEL:
-                assert batch.cuts.keys() == {key for key in every if key[1] == replica}
+                assert batch.shardings.keys() == {key for key in every if key[1] == replica}
             else:
-                slots = {slot for row in step.microbatches[module][replica] for slot in row}
-                fed = {step.places[LANGUAGE_MODEL, slot] for slot in slots}
-                assert batch.cuts.keys() == {(LANGUAGE_MODEL, *place, 0) for place in fed}
+                batch_indices = {batch_index for row in step.microbatches[module][replica] for batch_index in row}
+                fed = {step.places[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices}
+                assert batch.shardings.keys() == {(LANGUAGE_MODEL, *place, 0) for place in fed}
 
 
 def test_nothing_is_cut_for_one_row_of_ranks():
     plan = plan_of(tp_size=2)
-    assert cutter_of(plan, 2).keys(contiguous_step(plan, range(4), 2)) == {}
+    assert sharder_of(plan, 2).keys(contiguous_step(plan, range(4), 2)) == {}
 
 
 def test_sliding_windows_count_in_the_work_of_a_block():
@@ -211,9 +211,9 @@ def test_costs_of_a_layer_are_those_of_one_rank():
 def test_a_loop_of_ones_own_gets_the_cut_and_the_shards_of_the_loader(mode: str):
     batch = packed([50, 3, 40, 21, 9], padding=4)
     words = batch["attention_words"]
-    cutter = cutter_of(plan_of(cp_size=3, cp_mode=mode, cp_block=8))
-    loaded = cutter(batch)
-    own = cut_row(words, 3, block=8, mode=mode, costs=cutter.costs)  # type: ignore[arg-type]
+    sharder = sharder_of(plan_of(cp_size=3, cp_mode=mode, cp_block=8))
+    loaded = sharder(batch)
+    own = cut_row(words, 3, block=8, mode=mode, costs=sharder.costs)  # type: ignore[arg-type]
     assert torch.equal(torch.from_numpy(own.order), loaded.order.flatten())
     for rank in range(3):
         shard = shard_row(words, own, rank, None)

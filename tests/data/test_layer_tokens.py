@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers import AudioFlamingo3Config, AudioFlamingo3ForConditionalGeneration
 
 from hf_mmparallel.data import PretokenizedCollator
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.layer_tokens import measure_layers
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_sources import LayerTokens
@@ -116,7 +116,7 @@ def test_the_first_samples_of_a_stream_are_measured():
     layers = measure_layers(model, spec, window, collator, source)
     assert layers == {"vision": LayerTokens(1.25, 0.0, 5)}
     assert stream.num_read <= 64 and not window.rows
-    window.fetch(Draw((0, 1, 2)))
+    window.fetch(GlobalBatch((0, 1, 2)))
     assert source.with_layers(layers)([0, 1, 2]).tokens["vision"].tolist() == [5, 10, 0]
     assert measure_layers(model, spec, StreamWindow(Stream([])), collator, source) == {}
     given = size_source(window, collator, spec, function=lambda sample: {LANGUAGE_MODEL: 7, "vision": 3})

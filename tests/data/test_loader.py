@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.data.draws import Draw, DrawSampler
+from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
 from hf_mmparallel.data.loader import (
     Reader,
     StepBatch,
@@ -88,8 +88,8 @@ def test_a_shared_rank_reads_a_sample_once_and_collates_it_once_for_modules_that
     seen = {index for chunk in batch.batches.values() for index in chunk["index"]}
     assert sorted(source.reads) == sorted(seen)
     for (module, replica, index, _), chunk in batch.batches.items():
-        slots = batch.step.microbatches[module][replica][index]
-        assert chunk["index"] == [batch.step.samples[slot] for slot in slots]
+        batch_indices = batch.step.microbatches[module][replica][index]
+        assert chunk["index"] == [batch.step.samples[batch_index] for batch_index in batch_indices]
     assert sorted(collated) == sorted(
         {tuple(chunk["index"]): chunk["index"] for chunk in batch.batches.values()}.values()
     )
@@ -144,7 +144,7 @@ def test_seeds_are_the_same_in_every_process():
 
 
 def loader(rank: int, num_workers: int = 0, size: int = 40) -> DataLoader:
-    draws = DrawSampler(SeedableRandomSampler(range(size), data_seed=3), 9)
+    draws = GlobalBatchSampler(SeedableRandomSampler(range(size), data_seed=3), 9)
     return DataLoader(make(PLAN, rank), batch_sampler=draws, collate_fn=as_is, num_workers=num_workers)
 
 
@@ -172,9 +172,9 @@ def test_ranks_agree_on_the_steps():
 
 
 def test_an_epoch_can_be_set_where_the_order_has_none():
-    sampler = DrawSampler(SequentialSampler(range(4)), 2)
+    sampler = GlobalBatchSampler(SequentialSampler(range(4)), 2)
     sampler.batch_sampler.set_epoch(4)
-    assert list(sampler) == [Draw((0, 1), 4, 2), Draw((2, 3), 4, 4)]
+    assert list(sampler) == [GlobalBatch((0, 1), 4, 2), GlobalBatch((2, 3), 4, 4)]
 
 
 def test_workers_draw_what_the_main_process_draws():
@@ -195,14 +195,14 @@ def test_arrangement_program_and_reading_take_place_in_the_worker_and_equal_the_
         dataset = make(PLAN, 1)
         dataset.readers = Reader(Noisy(), collate_tensors)
         dataset.planner = replace(dataset.planner, sizes=sizes_of)
-        draws = DrawSampler(range(40), 9)
+        draws = GlobalBatchSampler(range(40), 9)
         return iter(DataLoader(dataset, batch_sampler=draws, collate_fn=as_is, num_workers=num_workers))  # type: ignore
 
     inline, ahead = list(steps(0)), steps(1)
     for name in ("hf_mmparallel.steps.step_planner.StepPlanner.__call__", f"{__name__}.Noisy.__getitem__"):
         monkeypatch.setattr(name, lambda *_: pytest.fail("the main process does a worker's work"))
     for here, there in zip(inline, ahead, strict=True):
-        assert here.step == there.step and here.draw == there.draw and here.program == there.program
+        assert here.step == there.step and here.global_batch == there.global_batch and here.program == there.program
         assert set(there.program.actions) == {1}
         for module in PLAN.modules:
             assert here.sizes.tokens[module].tolist() == there.sizes.tokens[module].tolist()

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_mmparallel.data.draws import Draw, DrawSampler, LengthGroups
+from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler, LengthGroups
 from hf_mmparallel.data.position import DataPosition
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 
@@ -26,9 +26,9 @@ def grouped(size: int, batch_size: int) -> LengthGroups:
 
 def run(make, size, batch_size, position, num_steps):
     """Draws of one part of a run, as the Trainer's loop takes them, and where it ends."""
-    draws = DrawSampler(make(size, batch_size), batch_size)
+    draws = GlobalBatchSampler(make(size, batch_size), batch_size)
     epoch, done = position.resume(draws, size) if position.global_step else (0, 0)
-    taken: list[Draw] = []
+    taken: list[GlobalBatch] = []
     while len(taken) < num_steps:
         draws.set_epoch(epoch)
         rest = list(SkipBatchSampler(draws, skip_batches=done))
@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_with_the_same_batches_takes_the_steps_of_a_straight_
 
 
 def test_a_last_draw_that_is_dropped_stays_dropped():
-    draws = DrawSampler(range(22), 3, drop_last=True)
+    draws = GlobalBatchSampler(range(22), 3, drop_last=True)
     assert DataPosition(0, 8, 1, 1, 8).resume(draws, 22) == (0, 3)
     rest = list(SkipBatchSampler(draws, skip_batches=3))
     assert [draw.samples for draw in rest] == [(8, 9, 10), (11, 12, 13), (14, 15, 16), (17, 18, 19)]
@@ -76,13 +76,13 @@ def test_a_last_draw_that_is_dropped_stays_dropped():
 
 
 def test_a_stream_goes_on_in_its_epoch_although_its_end_is_not_known():
-    draws = DrawSampler(StreamSampler(StreamWindow(itertools.count())), 4)
+    draws = GlobalBatchSampler(StreamSampler(StreamWindow(itertools.count())), 4)
     assert DataPosition(2, 16, 2, 9, 8).resume(draws, None) == (2, 2)
     draws.set_epoch(2)
     first = next(iter(SkipBatchSampler(draws, skip_batches=2)))
-    assert first == Draw((16, 17, 18, 19), 2, 20)
+    assert first == GlobalBatch((16, 17, 18, 19), 2, 20)
     draws.set_epoch(3)
-    assert next(iter(draws)) == Draw((0, 1, 2, 3), 3, 4)
+    assert next(iter(draws)) == GlobalBatch((0, 1, 2, 3), 3, 4)
 
 
 def test_groups_of_like_lengths_repeat_by_epoch_and_keep_the_size_that_their_epoch_began_with():
@@ -94,7 +94,7 @@ def test_groups_of_like_lengths_repeat_by_epoch_and_keep_the_size_that_their_epo
         order = list(sampler)
         assert sorted(order) == list(range(30)) and orders.setdefault(epoch, order) == order
     assert orders[0] != orders[1]
-    draws = DrawSampler(grouped(300, 2), 2)
+    draws = GlobalBatchSampler(grouped(300, 2), 2)
     assert list(grouped(300, 2)) != list(grouped(300, 5))
     DataPosition(0, 10, 2, 2, 5).resume(draws, 300)
     assert [index for draw in draws for index in draw.samples] == list(grouped(300, 5))[10:]

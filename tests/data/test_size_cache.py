@@ -16,15 +16,15 @@ from torch.utils.data import ConcatDataset, Subset
 
 from hf_mmparallel import MultimodalTrainingArguments
 from hf_mmparallel.data import ChatCollator, sample_sizes, size_cache
-from hf_mmparallel.data.drawn_sizes import MeasuredPart, SizedDraws
-from hf_mmparallel.data.draws import DrawSampler
+from hf_mmparallel.data.global_batches import GlobalBatchSampler
 from hf_mmparallel.data.image_sizes import UnknownSizeError
 from hf_mmparallel.data.layer_tokens import measure_layers
+from hf_mmparallel.data.measured_batches import MeasuredBatchSampler, MeasuredPart
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.size_cache import SizeCache
 from hf_mmparallel.data.size_sources import LayerTokens, LazySizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from hf_mmparallel.trainer.training_sizes import representative_draw
+from hf_mmparallel.trainer.training_sizes import representative_batch
 from tests.data.test_chat_collator import llava, say
 from tests.plan.specs import model_spec
 
@@ -71,7 +71,7 @@ def _alone(value: MeasuredPart) -> list[MeasuredPart]:
 
 
 def draws(source: Any, dataset: Any, keeps: bool = True, order: Sequence[int] = range(SAMPLES)) -> list[Any]:
-    sized = SizedDraws(DrawSampler(order, 8), source, dataset, UNKNOWN, _alone, 0, 1, keeps=keeps)
+    sized = MeasuredBatchSampler(GlobalBatchSampler(order, 8), source, dataset, UNKNOWN, _alone, 0, 1, keeps=keeps)
     return list(sized)
 
 
@@ -150,7 +150,7 @@ def test_what_is_measured_at_the_start_is_not_measured_by_the_next_run(dataset, 
     def start(rows: Any) -> tuple[tuple[int, ...], Any]:
         args = MultimodalTrainingArguments(output_dir="unused", use_cpu=True, report_to=[], disable_tqdm=True)
         source = sizes_of(rows)
-        return representative_draw(rows, source, 8, args).samples, source
+        return representative_batch(rows, source, 8, args).samples, source
 
     drawn, source = start(form(dataset))
     assert len(drawn) == 7  # of one of the eight nothing says the size

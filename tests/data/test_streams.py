@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.bad_samples import BadSampleError
-from hf_mmparallel.data.draws import Draw, DrawSampler
+from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
 from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.sample_sizes import size_source
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
@@ -65,17 +65,17 @@ def make(window, rank=0, collator=collate, **settings):
 
 
 def draw(start, size=8, epoch=0):
-    return Draw(tuple(range(start, start + size)), epoch, start + size)
+    return GlobalBatch(tuple(range(start, start + size)), epoch, start + size)
 
 
 def contents(batch):
-    return batch and (batch.draw, batch.step, batch.batches)
+    return batch and (batch.global_batch, batch.step, batch.batches)
 
 
 def loaded(stream, num_workers=0, epoch=0, rank=0, **settings):
     """The batches of an epoch up to the end of the stream."""
     window = StreamWindow(stream, **settings)
-    sampler = DrawSampler(StreamSampler(window), 9)
+    sampler = GlobalBatchSampler(StreamSampler(window), 9)
     sampler.set_epoch(epoch)
     loader = DataLoader(
         make(window, rank),
@@ -106,12 +106,12 @@ def test_a_draw_that_the_stream_cannot_fill_can_be_dropped():
 
 
 def test_the_places_of_a_stream_have_no_end_unless_it_tells_its_length():
-    sampler = DrawSampler(StreamSampler(StreamWindow(Numbers())), 8)
+    sampler = GlobalBatchSampler(StreamSampler(StreamWindow(Numbers())), 8)
     assert list(itertools.islice(sampler, 3)) == [draw(0), draw(8), draw(16)]
     with pytest.raises(TypeError):
         len(sampler)
     sized = type("Sized", (Numbers,), {"__len__": lambda self: self.size})(20)
-    assert len(DrawSampler(StreamSampler(StreamWindow(sized)), 8)) == 3
+    assert len(GlobalBatchSampler(StreamSampler(StreamWindow(sized)), 8)) == 3
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -129,7 +129,7 @@ def test_workers_do_not_split_a_stream_and_read_what_the_main_process_reads(num_
 
 def test_workers_that_stay_start_a_stream_anew_each_epoch():
     window = StreamWindow(Numbers())
-    sampler: Any = DrawSampler(StreamSampler(window), 9)
+    sampler: Any = GlobalBatchSampler(StreamSampler(window), 9)
     loader = DataLoader(
         make(window),
         batch_sampler=sampler,
@@ -245,7 +245,7 @@ def test_rows_of_a_window_are_decoded_where_they_are_read():
 def test_a_bad_sample_of_a_stream_is_left_out_without_reading_the_stream_again(num_workers):
     window = StreamWindow(with_images(), carries_rows=num_workers > 0)
     dataset = make(window, collator=sizes_of_images)
-    sampler = DrawSampler(StreamSampler(window), 4)
+    sampler = GlobalBatchSampler(StreamSampler(window), 4)
     context = "fork" if num_workers else None
     loader = DataLoader(
         dataset,
@@ -260,7 +260,7 @@ def test_a_bad_sample_of_a_stream_is_left_out_without_reading_the_stream_again(n
     assert [(bad.index, bad.file) for bad in batch.bad.values()] == [(5, "5.png")]
     window.stream = None  # what reads again has the rows
     again = dataset.again(batch, list(batch.bad))
-    assert not again.bad and again.step.samples == (4, 6, 7) and again.draw.position == 8
+    assert not again.bad and again.step.samples == (4, 6, 7) and again.global_batch.position == 8
     assert sum(len(chunk["size"]) for chunk in again.batches.values()) == 3
     assert again.digest == batch.digest
 
@@ -296,8 +296,13 @@ def test_samples_of_a_window_have_sizes_by_a_function_a_column_or_their_tokens()
     source = size_source(window, collate, SPEC, function=tokens_of)
     batch = make(window, sizes=source).__getitems__(draw(8))
     assert batch.sizes.tokens[LANGUAGE_MODEL].tolist() == list(range(9, 17))
-    taken = {slot for replica in batch.step.microbatches["vision"] for slots in replica for slot in slots}
-    assert taken == {slot for slot in range(8) if (slot + 8) % 3}
+    taken = {
+        batch_index
+        for replica in batch.step.microbatches["vision"]
+        for batch_indices in replica
+        for batch_index in batch_indices
+    }
+    assert taken == {batch_index for batch_index in range(8) if (batch_index + 8) % 3}
     by_column = size_source(window, collate, SPEC, columns="number")
     assert by_column(range(8, 16)).tokens[LANGUAGE_MODEL].tolist() == list(range(8, 16))
     with pytest.raises(ValueError, match="no column `length`"):
@@ -314,4 +319,4 @@ def test_samples_of_which_nothing_is_known_count_alike():
     sizes = size_source(window, collate, SPEC)
     batch = make(window, sizes=sizes).__getitems__(draw(0))
     assert not batch.sizes.known and len(batch.step.samples) == 8
-    assert sum(len(slots) for replica in batch.step.microbatches["vision"] for slots in replica) == 8
+    assert sum(len(batch_indices) for replica in batch.step.microbatches["vision"] for batch_indices in replica) == 8

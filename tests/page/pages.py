@@ -79,9 +79,9 @@ def _task_cost(plan: ParallelPlan, step: StepPlan, workloads: Workloads):
 
     def cost(task: Task) -> float:
         stage = plan.stage(*task.stage_key)
-        slots = step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        batch_indices = step.chunks[task.module, task.replica, task.microbatch][task.chunk]
         share = stage.num_layers / plan.modules[task.module].num_layers / len(stage.all_ranks)
-        forward_ms = share * float(workloads.forward_ms[task.module][list(slots)].sum())
+        forward_ms = share * float(workloads.forward_ms[task.module][list(batch_indices)].sum())
         return forward_ms * (1.0 if task.kind == "fwd" else 2.0)
 
     return cost
@@ -106,8 +106,8 @@ def _memory(plan: ParallelPlan, step: StepPlan, simulation: Simulation, workload
         task = span.task
         if task.kind == "fwd":
             stage = plan.stage(*task.stage_key)
-            slots = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-            tokens = float(workloads.tokens[task.module][slots].sum())
+            batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+            tokens = float(workloads.tokens[task.module][batch_indices].sum())
             kept = 4e4 * stage.num_layers * tokens / len(stage.all_ranks)
             end_ms = ends.get((span.rank, Task("bwd", *task.key)), span.end_ms)
             events[span.rank] += [(span.start_ms, kept), (end_ms, -kept)]

@@ -55,8 +55,8 @@ def test_a_stage_has_a_row_of_ranks_for_each_part_of_the_tokens():
     plan = resolve({}, {"dp_size": 2, "cp_size": 2, "tp_size": 2, "cp_method": "zigzag"}, world_size=9)
     assert rows(plan, LANGUAGE_MODEL) == [[((0, 4), ((1, 2), (3, 4)))], [((0, 4), ((5, 6), (7, 8)))]]
     stage = plan.stage(LANGUAGE_MODEL, 0, 0)
-    assert stage.columns == ((1, 3), (2, 4))
-    assert [stage.row_of(rank) for rank in stage.all_ranks] == [0, 0, 1, 1]
+    assert stage.cp_groups == ((1, 3), (2, 4))
+    assert [stage.cp_rank_of(rank) for rank in stage.all_ranks] == [0, 0, 1, 1]
     module = plan.modules[LANGUAGE_MODEL]
     assert (module.cp_size, module.tp_size, module.context.method) == (2, 2, "zigzag")
     with pytest.raises(ValueError, match="language_model: dp 2 x pp 1 x cp 2 x tp 2 = 8"):

@@ -244,8 +244,8 @@ def run_loopback(
         media = frozenset(
             name for part in module_parts(own).values() for m in part.modalities for name in part.input_names(m)
         )
-        cutter = ContextSharder(plan, rank, spec.placeholders, media)
-        source = StepDataset(Reader(dataset, collator), lambda s: keys_of_rank(plan, s, rank), 0, cutter=cutter)
+        sharder = ContextSharder(plan, rank, spec.placeholders, media)
+        source = StepDataset(Reader(dataset, collator), lambda s: keys_of_rank(plan, s, rank), 0, sharder=sharder)
         batch = source.read(step)
         with torch.set_grad_enabled(training):
             return executor.run(program, batch)

@@ -126,9 +126,9 @@ def plans(draw, spec) -> ParallelPlan:
     return assemble(spec, ordered, draw(st.sampled_from(SCHEDULES)))
 
 
-def has_items(module: str, slot: int, max_items: int) -> bool:
+def has_items(module: str, batch_index: int, max_items: int) -> bool:
     """Whether a sample of the tiny datasets has something for an encoder."""
-    return (slot + (module != "audio")) % (max_items + 1) > 0
+    return (batch_index + (module != "audio")) % (max_items + 1) > 0
 
 
 @st.composite
@@ -145,17 +145,17 @@ def steps(draw, plan: ParallelPlan, dataset_size: int, max_items: int) -> StepPl
         count += draw(st.integers(0, 1)) if name != LANGUAGE_MODEL else 0
         most = draw(st.integers(1, 3)) if kind == "any" else count
         rows = [[[] for _ in range(most)] for _ in range(plan.modules[name].dp_size)]
-        for slot in draw(st.permutations(range(dataset_size))):
-            needed = name == LANGUAGE_MODEL or has_items(name, slot, max_items)
+        for batch_index in draw(st.permutations(range(dataset_size))):
+            needed = name == LANGUAGE_MODEL or has_items(name, batch_index, max_items)
             if not needed and (kind == "deferral" or draw(st.booleans())):
                 continue
             index = draw(st.integers(0, most - 1))
             if kind == "deferral" and name != LANGUAGE_MODEL:
-                index = max(0, taken[slot] - draw(st.integers(0, 1)))
+                index = max(0, taken[batch_index] - draw(st.integers(0, 1)))
             elif name == LANGUAGE_MODEL:
-                taken[slot] = index
-            draw(st.sampled_from(rows))[index].append(slot)
-        microbatches[name] = tuple(tuple(tuple(slots) for slots in row) for row in rows)
+                taken[batch_index] = index
+            draw(st.sampled_from(rows))[index].append(batch_index)
+        microbatches[name] = tuple(tuple(tuple(batch_indices) for batch_indices in row) for row in rows)
     targets = {edge.source: (edge.target,) for edge in plan.edges}
     return StepPlan(tuple(range(dataset_size)), {name: microbatches[name] for name in plan.modules}, targets)
 
@@ -182,11 +182,11 @@ def test_any_layout_equals_one_process(case):
 def case_of(
     family: str, freeze: str, rows: dict, microbatches: dict, max_items: int = 2, schedule: Schedule = "1f1b"
 ) -> Case:
-    """A fixed case: `rows` as in `assemble`, `microbatches[module][replica][microbatch]` slots."""
+    """A fixed case: `rows` as in `assemble`, `microbatches[module][replica][microbatch]` batch indices."""
     _, spec = frozen_model(family, freeze)
     plan = assemble(spec, {name: rows[name] for name in spec.modules}, schedule)
     frozen = {n: tuple(tuple(tuple(m) for m in r) for r in rows) for n, rows in microbatches.items()}
-    size = sum(len(slots) for replica in frozen[LANGUAGE_MODEL] for slots in replica)
+    size = sum(len(batch_indices) for replica in frozen[LANGUAGE_MODEL] for batch_indices in replica)
     step = StepPlan(tuple(range(size)), frozen, dict.fromkeys(spec.encoders, (LANGUAGE_MODEL,)))
     step.check(plan)
     return Case(family, freeze, plan, step, max_items, 0)

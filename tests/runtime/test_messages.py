@@ -58,27 +58,27 @@ class Case:
         return build_program(self.plan, self.step, sync_groups(self.spec, self.plan))
 
     def values(self, salt: int) -> dict[tuple[int, int], torch.Tensor]:
-        """(feature, slot) -> whole numbers `[rows, WIDTH]`, which float64 adds without rounding."""
+        """(feature, batch index) -> whole numbers `[rows, WIDTH]`, which float64 adds without rounding."""
         generator = torch.Generator().manual_seed(100 * self.seed + salt)
         features = self.spec.modules["vision"].features
         return {
-            (index, slot): torch.randint(
+            (index, batch_index): torch.randint(
                 -50, 50, (rows[feature.modality], WIDTH), generator=generator, dtype=torch.int64
             ).double()
             for index, feature in enumerate(features)
-            for slot, rows in self.rows.items()
+            for batch_index, rows in self.rows.items()
         }
 
-    def packed(self, slots: Sequence[int]) -> dict[str, torch.Tensor]:
+    def packed(self, batch_indices: Sequence[int]) -> dict[str, torch.Tensor]:
         """
         The tokens of samples in one row: a text token, then the placeholders of both modalities among each other.
         `origin` is the sample of each token, and its place among those of its kind.
         """
         columns = []
-        for number, slot in enumerate(slots, 1):
-            tokens = [(0, slot, 0, number)]
+        for number, batch_index in enumerate(batch_indices, 1):
+            tokens = [(0, batch_index, 0, number)]
             for modality, token in PLACEHOLDERS.items():
-                tokens += [(token, slot, row, number) for row in range(self.rows[slot][modality])]
+                tokens += [(token, batch_index, row, number) for row in range(self.rows[batch_index][modality])]
             columns += sorted(tokens, key=lambda token: (token[0] > 0, token[2]))
         ids, origins, rows, segments = torch.tensor(columns).T[:, None]
         return {
@@ -123,16 +123,16 @@ def cases(draw, sharing: st.SearchStrategy[bool] = BOOLEANS) -> Case:
         method = draw(st.sampled_from(["lpt", "zigzag", "random"]))
         modules[name] = ModulePlan(tuple(rows), context=ContextSettings(method, "row", draw(st.integers(1, 4))))
     plan = ParallelPlan(modules, (Edge("vision", LANGUAGE_MODEL, tuple(f.layer for f in features)),))
-    slots = range(draw(st.integers(1, 6)))
-    rows = {slot: {m: draw(st.integers(0, 5)) for m in ("image", "video")} for slot in slots}
+    batch_indices = range(draw(st.integers(1, 6)))
+    rows = {batch_index: {m: draw(st.integers(0, 5)) for m in ("image", "video")} for batch_index in batch_indices}
     microbatches = {}
     for name, module in modules.items():
         boxes = [[[] for _ in range(2)] for _ in range(module.dp_size)]
-        for slot in draw(st.permutations(slots)):
-            if name == LANGUAGE_MODEL or any(rows[slot].values()) or draw(st.booleans()):
-                boxes[draw(st.integers(0, module.dp_size - 1))][draw(st.integers(0, 1))].append(slot)
+        for batch_index in draw(st.permutations(batch_indices)):
+            if name == LANGUAGE_MODEL or any(rows[batch_index].values()) or draw(st.booleans()):
+                boxes[draw(st.integers(0, module.dp_size - 1))][draw(st.integers(0, 1))].append(batch_index)
         microbatches[name] = tuple(tuple(tuple(box) for box in row) for row in boxes)
-    step = StepPlan(tuple(slots), microbatches, {"vision": (LANGUAGE_MODEL,)})
+    step = StepPlan(tuple(batch_indices), microbatches, {"vision": (LANGUAGE_MODEL,)})
     return Case(spec, plan, step, rows, draw(st.integers(0, 9)))
 
 
@@ -147,9 +147,9 @@ class EncoderStage:
     def __call__(self, batch, hidden, features):
         outputs = []
         for index in range(len(self.case.spec.modules["vision"].features)):
-            pieces = [self.x[index, slot].clone().requires_grad_() for slot in batch["slots"]]
-            for slot, piece in zip(batch["slots"], pieces, strict=True):
-                self.leaves[index, slot] = piece
+            pieces = [self.x[index, batch_index].clone().requires_grad_() for batch_index in batch["batch_indices"]]
+            for batch_index, piece in zip(batch["batch_indices"], pieces, strict=True):
+                self.leaves[index, batch_index] = piece
             outputs.append(torch.cat(pieces))
         return outputs
 
@@ -170,9 +170,9 @@ class DecoderStage:
                 continue
             modality = self.case.spec.modules["vision"].features[index].modality
             held = batch["input_ids"][0] == PLACEHOLDERS[modality]
-            for (slot, place), row in zip(batch["origin"][0, held].tolist(), rows, strict=True):
-                self.seen.setdefault((index, slot), {})[place] = row.detach().clone()
-                total = total + (row * self.y[index, slot][place]).sum() / WIDTH
+            for (batch_index, place), row in zip(batch["origin"][0, held].tolist(), rows, strict=True):
+                self.seen.setdefault((index, batch_index), {})[place] = row.detach().clone()
+                total = total + (row * self.y[index, batch_index][place]).sum() / WIDTH
         return [total]
 
 
@@ -186,11 +186,12 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
     for name, replica, index in case.plan.stages_of_rank(rank):
         made = EncoderStage(case, x, leaves) if name == "vision" else DecoderStage(case, y, seen)
         stages[name, replica, index] = made
-    cutter = ContextSharder(case.plan, rank, PLACEHOLDERS, frozenset())
+    sharder = ContextSharder(case.plan, rank, PLACEHOLDERS, frozenset())
     batches = {
-        key: {"slots": slots, **case.packed(slots)} for key, slots in keys_of_rank(case.plan, case.step, rank).items()
+        key: {"batch_indices": batch_indices, **case.packed(batch_indices)}
+        for key, batch_indices in keys_of_rank(case.plan, case.step, rank).items()
     }
-    cuts = {key: cutter(case.packed(slots)) for key, slots in cutter.keys(case.step).items()}
+    cuts = {key: sharder(case.packed(batch_indices)) for key, batch_indices in sharder.keys(case.step).items()}
     executor = Executor(
         case.plan,
         case.spec,
@@ -212,7 +213,7 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
 def run_in_threads(case: Case) -> list[Outcome]:
     """A step on ranks that are threads, with collectives of their own."""
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
-    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.columns)}
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.cp_groups)}
     world = LoopbackWorld(5.0)
 
     def body(rank: int) -> Outcome:
@@ -234,27 +235,29 @@ def run_in_processes(cases: Sequence[Case]) -> list[Outcome]:
 def assert_exact_and_adjoint(case: Case, outcomes: Sequence[Outcome]) -> None:
     """Every rank saw the features of its tokens, and every encoder rank got their gradients."""
     x, y = case.values(1), case.values(2)
-    taken = [slot for row in case.step.microbatches["vision"] for box in row for slot in box]
-    where = {slot: case.step.places["vision", slot][0] for slot in taken}
+    taken = [batch_index for row in case.step.microbatches["vision"] for box in row for batch_index in box]
+    where = {batch_index: case.step.places["vision", batch_index][0] for batch_index in taken}
     for index, feature in enumerate(case.spec.modules["vision"].features):
-        for slot in taken:
-            replica = case.step.places[LANGUAGE_MODEL, slot][0]
+        for batch_index in taken:
+            replica = case.step.places[LANGUAGE_MODEL, batch_index][0]
             for stage in case.plan.modules[LANGUAGE_MODEL].replicas[replica]:
                 if stage.layers[0] <= feature.layer < stage.layers[1]:
-                    for column in stage.columns:  # together its ranks saw each row once
-                        seen = [item for rank in column for item in outcomes[rank][1].get((index, slot), {}).items()]
-                        assert sorted(place for place, _ in seen) == list(range(len(x[index, slot])))
+                    for column in stage.cp_groups:  # together its ranks saw each row once
+                        seen = [
+                            item for rank in column for item in outcomes[rank][1].get((index, batch_index), {}).items()
+                        ]
+                        assert sorted(place for place, _ in seen) == list(range(len(x[index, batch_index])))
                         for place, row in seen:
-                            assert torch.equal(row, x[index, slot][place]), (column, index, slot, place)
-            for rank in case.plan.stage("vision", where[slot], 0).all_ranks:
-                gradient = outcomes[rank][2][index, slot]
-                assert torch.equal(gradient, y[index, slot]), (rank, index, slot)
+                            assert torch.equal(row, x[index, batch_index][place]), (column, index, batch_index, place)
+            for rank in case.plan.stage("vision", where[batch_index], 0).all_ranks:
+                gradient = outcomes[rank][2][index, batch_index]
+                assert torch.equal(gradient, y[index, batch_index]), (rank, index, batch_index)
     forward = sum(loss for loss, _, _ in outcomes)
     backward = 0.0
-    for slot in taken:
-        rank = case.plan.stage("vision", where[slot], 0).all_ranks[0]
+    for batch_index in taken:
+        rank = case.plan.stage("vision", where[batch_index], 0).all_ranks[0]
         for index in range(len(case.spec.modules["vision"].features)):
-            backward += float((x[index, slot] * outcomes[rank][2][index, slot]).sum())
+            backward += float((x[index, batch_index] * outcomes[rank][2][index, batch_index]).sum())
     assert forward == pytest.approx(backward, abs=1e-6)
 
 

@@ -228,11 +228,11 @@ def cut_for_all(case: Case) -> dict:
     for name, module in case.plan.modules.items():
         if module.cp_size > 1:
             alone = replace(case.plan, modules={LANGUAGE_MODEL: module}, edges=())
-            cutter = ContextSharder(alone, 0, PLACEHOLDERS, frozenset())
+            sharder = ContextSharder(alone, 0, PLACEHOLDERS, frozenset())
             for (owner, replica, index), chunks in case.step.chunks.items():
                 for chunk, samples in enumerate(chunks):
                     if owner == name and samples:
-                        cuts[name, replica, index, chunk] = cutter(case.packed(samples))
+                        cuts[name, replica, index, chunk] = sharder(case.packed(samples))
     return cuts
 
 
@@ -241,7 +241,7 @@ def run_in_threads(case: Case) -> list[tuple[float, dict]]:
     spec = model_spec()
     program = build_program(case.plan, case.step, sync_groups(spec, case.plan))
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
-    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.columns)}
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.cp_groups)}
     world = LoopbackWorld(10.0)
     cuts = cut_for_all(case)
 
@@ -282,7 +282,7 @@ def test_any_graph_of_modules_equals_one_process(case):
     for (module, sample), gradient in expected.items():
         replica, _ = case.step.places[module, sample]
         stage = case.plan.stage(module, replica, 0)
-        for column in stage.columns:  # each cp rank has the gradient of its tokens
+        for column in stage.cp_groups:  # each cp rank has the gradient of its tokens
             parts = [outcomes[rank][1][module, replica, 0].get(sample) for rank in column]
             found = [leaf.grad for leaf in parts if leaf is not None and leaf.grad is not None]
             assert torch.equal(sum(found, torch.zeros_like(gradient)), gradient), (module, sample, column)

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.fingerprint import StepFingerprint, fingerprint
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_plan, sync_groups
@@ -33,7 +33,7 @@ class OwnCosts:
         self.engine, self.training = engine, training
         self.sizes = None
 
-    def __call__(self, draw: Draw, rank: int | None = None) -> PlannedStep:
+    def __call__(self, draw: GlobalBatch, rank: int | None = None) -> PlannedStep:
         plan = self.engine.plan
         slow = "vision" if self.engine.rank == dist.get_world_size() - 1 else LM
         step = contiguous_step(plan, draw.samples, 2)
@@ -55,7 +55,7 @@ def other_costs(training: bool) -> None:
     engine = ParallelEngine(model, spec, plan, World())
     reader = Reader(tiny.make_dataset("llava", SAMPLES), tiny.collate("llava"))
     dataset = StepDataset(reader, engine.keys, 0, planner=OwnCosts(engine, training), rank=engine.rank)  # type: ignore[arg-type]
-    batch = dataset.__getitems__(Draw(tuple(range(SAMPLES)), 0))
+    batch = dataset.__getitems__(GlobalBatch(tuple(range(SAMPLES)), 0))
     assert batch is not None and set(batch.program.actions) == {engine.rank}
     if training:
         engine.train_step(batch, 0)
@@ -78,7 +78,7 @@ def checks() -> dict[str, str | None]:
     cases = {
         "equal": StepFingerprint(5, one),
         "equal parts": StepFingerprint(5, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
-        "equal cuts": StepFingerprint(5, one, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
+        "equal shardings": StepFingerprint(5, one, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
         "other step": StepFingerprint(5 + rank // 2, {0: 6 + rank}),
         "other sums": StepFingerprint(5, one),
         "other program": StepFingerprint(5, {0: 6 + rank // 2}),
@@ -89,7 +89,7 @@ def checks() -> dict[str, str | None]:
     for name, mark in cases.items():
         sums = 4 + rank // 2 if name == "other sums" else 4
         try:
-            StepCheck(World(), 3, sums, has_cuts="cut" in name)(mark, 4)
+            StepCheck(World(), 3, sums, has_shardings="cut" in name)(mark, 4)
             found[name] = None
         except RuntimeError as error:
             found[name] = str(error)
@@ -100,7 +100,7 @@ def checks() -> dict[str, str | None]:
 def test_ranks_compare_steps_programs_and_cuts():
     first, *others = run_distributed(checks, 3)
     assert all(found == first for found in others)
-    assert first["equal"] is first["equal parts"] is first["equal cuts"] is None
+    assert first["equal"] is first["equal parts"] is first["equal shardings"] is None
     assert re.match(r"The ranks drew different .*checksums: rank 0: 5, rank 1: 5, rank 2: 6\)", first["other step"])
     assert re.match(r"The ranks ordered .*checksums: rank 0: 6, rank 1: 6, rank 2: 7\)", first["other program"])
     assert re.match(r"The ranks ordered .*checksums: rank 0: 7, rank 2: 9\)", first["other part"])

@@ -68,12 +68,12 @@ def make_plan(
 
 
 def make_step(microbatches: dict[str, list[list[list[int]]]], generators: tuple[str, ...] = ()) -> StepPlan:
-    """`microbatches[module][replica][microbatch]` are slots; what is neither language model nor generator encodes."""
+    """`microbatches[module][replica][microbatch]` are batch indices; other modules encode."""
     frozen = {
-        name: tuple(tuple(tuple(slots) for slots in replica) for replica in replicas)
+        name: tuple(tuple(tuple(batch_indices) for batch_indices in replica) for replica in replicas)
         for name, replicas in microbatches.items()
     }
-    count = sum(len(slots) for replica in frozen[LANGUAGE_MODEL] for slots in replica)
+    count = sum(len(batch_indices) for replica in frozen[LANGUAGE_MODEL] for batch_indices in replica)
     targets = {name: (LANGUAGE_MODEL,) for name in frozen if name not in (LANGUAGE_MODEL, *generators)}
     return StepPlan(tuple(range(count)), frozen, {**targets, **({LANGUAGE_MODEL: generators} if generators else {})})
 
@@ -113,7 +113,7 @@ def deferred(num_encoder_stages: int, num_stages: int, num_microbatches: int, sc
     specs = {name: module_spec(name, size, feature_layers=() if name == LANGUAGE_MODEL else (0,)) for name in modules}
     spec, plan = make_plan(modules, specs, schedule)
     encoded = [list(range(4 * i, 4 * i + 4)) for i in range(num_microbatches)]
-    taken = [list(slots) for slots in encoded]
+    taken = [list(batch_indices) for batch_indices in encoded]
     for index in range(0, num_microbatches - 1, 2):
         taken[index + 1].append(taken[index].pop())
     return Case(plan, make_step({"vision": [encoded], LANGUAGE_MODEL: [taken]}), sync_groups(spec, plan))
@@ -147,7 +147,7 @@ def cases(draw, generators: tuple[str, ...] = ()) -> Case:
             modules[name].append(grids)
     tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
     spec, plan = make_plan(modules, specs, draw(st.sampled_from(SCHEDULES)), tied)
-    slots = range(draw(st.integers(0, 14)))
+    batch_indices = range(draw(st.integers(0, 14)))
     microbatches: dict[str, list[list[list[int]]]] = {}
     for name in names:
         if name in generators:
@@ -155,10 +155,10 @@ def cases(draw, generators: tuple[str, ...] = ()) -> Case:
             continue
         sizes = [draw(st.integers(1, 5)) for _ in range(plan.modules[name].dp_size)]
         rows = [[[] for _ in range(size)] for size in sizes]
-        for slot in slots:
+        for batch_index in batch_indices:
             if name == LANGUAGE_MODEL or draw(st.booleans()):
                 replica = draw(st.integers(0, len(rows) - 1))
-                rows[replica][draw(st.integers(0, sizes[replica] - 1))].append(slot)
+                rows[replica][draw(st.integers(0, sizes[replica] - 1))].append(batch_index)
         microbatches[name] = rows
     return Case(plan, make_step(microbatches, generators), sync_groups(spec, plan))
 
@@ -168,8 +168,8 @@ def generated(draw, language: list[list[list[int]]], dp_size: int) -> list[list[
     """Some of the samples of the language model, each in its microbatch, on any replica of a generator."""
     rows = [[[] for _ in range(max(map(len, language)))] for _ in range(dp_size)]
     for replica in language:
-        for index, slots in enumerate(replica):
-            for slot in slots:
+        for index, batch_indices in enumerate(replica):
+            for batch_index in batch_indices:
                 if draw(st.booleans()):
-                    rows[draw(st.integers(0, dp_size - 1))][index].append(slot)
+                    rows[draw(st.integers(0, dp_size - 1))][index].append(batch_index)
     return rows

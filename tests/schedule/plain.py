@@ -94,18 +94,22 @@ def _links(
         for replica in step.replicas(edge.target):
             entries[edge.target, replica] = tuple(plan.edge_stages(edge, replica))
             for microbatch, chunks in enumerate(step.chunks.of_replica(edge.target, replica)):
-                for chunk, slots in enumerate(chunks):
-                    for slot in slots:
-                        takers[edge.target, slot] = (replica, microbatch, chunk)
+                for chunk, batch_indices in enumerate(chunks):
+                    for batch_index in batch_indices:
+                        takers[edge.target, batch_index] = (replica, microbatch, chunk)
     links = []
     for replica in plan.modules[name].with_stages:
         last = len(plan.modules[name].replicas[replica]) - 1
         for microbatch, chunks in enumerate(step.chunks.of_replica(name, replica)):
-            for chunk, slots in enumerate(chunks):
+            for chunk, batch_indices in enumerate(chunks):
                 first = place[name, replica, 0, microbatch, chunk]
                 links.extend((first + stage, first + stage + 1) for stage in range(last))
                 for edge in edges:
-                    found = {takers[edge.target, slot] for slot in slots if (edge.target, slot) in takers}
+                    found = {
+                        takers[edge.target, batch_index]
+                        for batch_index in batch_indices
+                        if (edge.target, batch_index) in takers
+                    }
                     for target_replica, target_microbatch, target_chunk in sorted(found):
                         start = place[edge.target, target_replica, 0, target_microbatch, target_chunk]
                         links.extend((first + last, start + stage) for stage in entries[edge.target, target_replica])
@@ -490,14 +494,18 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         targets = [edge.target for edge in plan.edges if edge.source == name]
         for replica in plan.modules[name].with_stages:
             stages = plan.modules[name].replicas[replica]
-            indices = {slot: i for i, slots in enumerate(step.microbatches[name][replica]) for slot in slots}
+            indices = {
+                batch_index: i
+                for i, batch_indices in enumerate(step.microbatches[name][replica])
+                for batch_index in batch_indices
+            }
             behind = 0
             for target in targets:
-                taken = step.takers(name, replica, target)
+                taken = step.consumer_turns(name, replica, target)
                 if not taken:  # nobody waits for what it makes
                     continue
                 depth = _turns_in_flight(step, target, np.unique(step.locations[target][0][list(taken)]), caps)
-                own = np.fromiter((indices[slot] for slot in taken), np.int64, len(taken))
+                own = np.fromiter((indices[batch_index] for batch_index in taken), np.int64, len(taken))
                 behind = max(behind, _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth))
             for index in range(len(stages)):
                 caps[name, replica, index] = len(stages) - index + behind

@@ -29,9 +29,9 @@ def balanced(case: Case):
     """Microbatches of a module take equally long, a chunk its share of one; a backward takes two forwards."""
 
     def cost(task):
-        slots = case.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
+        batch_indices = case.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
         whole = case.step.microbatches[task.module][task.replica][task.microbatch]
-        return len(slots) / len(whole) * (1.0 if task.kind == "fwd" else 2.0)
+        return len(batch_indices) / len(whole) * (1.0 if task.kind == "fwd" else 2.0)
 
     return cost
 

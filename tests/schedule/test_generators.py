@@ -50,8 +50,8 @@ def straight(
         modules[name] = [[(rank,) for rank in range(first, first + num_stages)]]
         first += num_stages
     spec, plan = make_plan(modules, specs, schedule)
-    rows = [[slot] for slot in range(count)]
-    taken = [[slot] if generated is None or slot in generated else [] for slot in range(count)]
+    rows = [[batch_index] for batch_index in range(count)]
+    taken = [[batch_index] if generated is None or batch_index in generated else [] for batch_index in range(count)]
     generators = tuple(name for name in stages if name not in ("vision", LANGUAGE_MODEL))
     step = make_step({name: [taken if name in generators else rows] for name in stages}, generators)
     return Case(plan, step, sync_groups(spec, plan))
@@ -89,7 +89,7 @@ def test_any_layout_has_a_program_that_loses_nothing(case, training):
             forwards = {
                 t.microbatch for t in graph.tasks if t.kind == "fwd" and (t.module, t.replica) == (name, replica)
             }
-            assert forwards == {index for index, slots in enumerate(microbatches) if slots}
+            assert forwards == {index for index, batch_indices in enumerate(microbatches) if batch_indices}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "eager"])
@@ -184,7 +184,7 @@ def test_a_generator_on_the_ranks_of_the_language_model(schedule):
     ranks = [[(0,), (1,)]]
     specs = {name: module_spec(name, 4) for name in (LANGUAGE_MODEL, IMAGE)}
     spec, plan = make_plan({LANGUAGE_MODEL: ranks, IMAGE: ranks}, specs, schedule)
-    rows = [[slot] for slot in range(6)]
+    rows = [[batch_index] for batch_index in range(6)]
     step = make_step({LANGUAGE_MODEL: [rows], IMAGE: [rows]}, (IMAGE,))
     program = build_program(plan, step, sync_groups(spec, plan))
     check_program(plan, step, sync_groups(spec, plan), program)
@@ -225,7 +225,7 @@ def test_a_language_model_that_feeds_no_generator_is_ahead_of_none():
     """Its replicas are alike; only what the first takes is generated, which is a part of the step by itself."""
     ranks = {LANGUAGE_MODEL: [[(0,), (1,)], [(2,), (3,)]], IMAGE: [[(4,), (5,), (6,)]]}
     spec, plan = make_plan(ranks, {name: module_spec(name, 8) for name in ranks})
-    rows = [[[2 * slot + d] for slot in range(6)] for d in range(2)]
+    rows = [[[2 * batch_index + d] for batch_index in range(6)] for d in range(2)]
     step = make_step({LANGUAGE_MODEL: rows, IMAGE: [rows[0]]}, (IMAGE,))
     caps = in_flight_1f1b(plan, step)
     assert [caps[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]

@@ -98,8 +98,8 @@ def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(datase
     def cost(task):
         module = plan.modules[task.module]
         share = plan.stage(task.module, task.replica, task.stage).num_layers / module.num_layers
-        slots = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-        return (1 if task.kind == "fwd" else 2) * share * float(work.forward_ms[task.module][slots].sum())
+        batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        return (1 if task.kind == "fwd" else 2) * share * float(work.forward_ms[task.module][batch_indices].sum())
 
     before = first_order_ms(plan, step, cost)
     after = simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms

@@ -156,8 +156,8 @@ def test_real_arrangements_with_deferral(method, schedule, layouts):
     groups = sync_groups(spec, plan)
 
     def cost(task: Task) -> float:
-        slots = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
-        return float(times[task.module][slots].sum()) * (1 + (task.kind == "bwd")) + 0.01
+        batch_indices = list(step.chunks[task.module, task.replica, task.microbatch][task.chunk])
+        return float(times[task.module][batch_indices].sum()) * (1 + (task.kind == "bwd")) + 0.01
 
     whole = build_program(plan, step, groups, cost)
     check_program(plan, step, groups, whole)

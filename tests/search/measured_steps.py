@@ -13,7 +13,7 @@ from hf_mmparallel import __version__
 from hf_mmparallel.cost import CostModel, StepCost, analytic_costs, find_device
 from hf_mmparallel.cost.calibration import CalibratedLayers, Calibration, TimeScale, profile_digest
 from hf_mmparallel.cost.run_log import LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.search.comparison import MeasuredStep, StepComparer
 from hf_mmparallel.steps.step_planner import StepPlanner
@@ -60,7 +60,7 @@ def sizes_of(indices: Any) -> SampleSizes:
 
 def measured_step(comparer: StepComparer, truth: CostModel, index: int, samples: int = 16) -> MeasuredStep:
     """A step that took what the true costs say."""
-    planned = comparer.planner(Draw(tuple(range(index * samples, (index + 1) * samples))))
+    planned = comparer.planner(GlobalBatch(tuple(range(index * samples, (index + 1) * samples))))
     assert planned.sizes is not None
     prediction = comparer.predict(planned.step, planned.sizes, planned.workloads)
     cost = StepCost(truth, comparer.planner.plan, planned.step, planned.sizes)

@@ -11,7 +11,7 @@ import pytest
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.cost.engine_traits import Engine
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.search.compare import (
     DISTTRAIN,
@@ -88,7 +88,7 @@ class TestCompare:
             times, peaks = [], []
             for known in result.best.predictions:
                 planner = StepPlanner(question.costs, plan, groups, size, method, sizes=lambda _, own=known: own.sizes)
-                prediction = planner.predict(planner(Draw(known.planned.step.samples)))
+                prediction = planner.predict(planner(GlobalBatch(known.planned.step.samples)))
                 times.append(prediction.step_ms)
                 peaks.append(prediction.peak_memory_bytes)
             assert others[name].step_ms == pytest.approx(np.mean(times))
@@ -311,9 +311,9 @@ class TestFullySharded:
         (found,) = fully_sharded(question, [batch])
         tables = {name: layer_table(question.costs, name) for name in question.spec.modules}
         steps = [
-            table.step_ms(batch.tokens[name][slot], batch.squares[name][slot]).sum()
+            table.step_ms(batch.tokens[name][batch_index], batch.squares[name][batch_index]).sum()
             for name, table in tables.items()
-            for slot in range(BATCH)
+            for batch_index in range(BATCH)
         ]
         trained = sum(p.num_elements for p in question.spec.parameters.values() if p.trainable)
         update_ms = trained * (3 * 2 * 2 + 5 * 4) / question.costs.device.memory_bytes_per_ms

@@ -110,9 +110,17 @@ def test_answers_hold_generators(answer):
             assert own.peak_memory_bytes <= 2e9
             simulation, step = own.simulation, own.planned.step
             assert {span.task.module for span in simulation.spans} == set(problem.spec.modules)
-            generated = sorted(slot for replica in step.microbatches[IMAGE] for slots in replica for slot in slots)
+            generated = sorted(
+                batch_index
+                for replica in step.microbatches[IMAGE]
+                for batch_indices in replica
+                for batch_index in batch_indices
+            )
             assert generated == np.flatnonzero(own.sizes.tokens[IMAGE]).tolist()
-            assert all(step.places[IMAGE, slot][1] == step.places[LANGUAGE_MODEL, slot][1] for slot in generated)
+            assert all(
+                step.places[IMAGE, batch_index][1] == step.places[LANGUAGE_MODEL, batch_index][1]
+                for batch_index in generated
+            )
 
 
 def test_generators_are_printed_and_drawn(answer):
@@ -200,9 +208,9 @@ def test_a_generator_gets_the_hidden_states_of_all_tokens_of_its_samples():
     plan, costs = candidate.plan(spec), analytic_costs(spec, PLAIN)
     tokens = {"vision": [4, 900, 0], LANGUAGE_MODEL: [10, 20, 400], IMAGE: [5000, 0, 7]}
     sizes = SampleSizes.of_sequences({name: [[n] for n in own] for name, own in tokens.items()})
-    slots = {"vision": (0, 1), LANGUAGE_MODEL: (0, 1, 2), IMAGE: (0, 2)}
+    batch_indices = {"vision": (0, 1), LANGUAGE_MODEL: (0, 1, 2), IMAGE: (0, 2)}
     targets = {"vision": (LANGUAGE_MODEL,), LANGUAGE_MODEL: (IMAGE,)}
-    step = StepPlan((0, 1, 2), {name: ((own,),) for name, own in slots.items()}, targets)
+    step = StepPlan((0, 1, 2), {name: ((own,),) for name, own in batch_indices.items()}, targets)
     cost = StepCost(costs, plan, step, sizes)
     link = costs.device.link_bytes_per_ms([0, 1])
     forwards = {name: Task("fwd", name, 0, 0, 0) for name in plan.modules}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
@@ -172,7 +172,7 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     batch = draw_batch(problem, 1)
     few = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
     all_of_them = replace(planner, sizes=lambda _: batch)
-    whole = all_of_them.predict(all_of_them(Draw(tuple(range(16)))))
+    whole = all_of_them.predict(all_of_them(GlobalBatch(tuple(range(16)))))
     assert few.step_ms == pytest.approx(whole.step_ms)
     assert few.memory == whole.memory and few.flops_utilisation == pytest.approx(whole.flops_utilisation)
     assert len(few.simulation.busy_ms) <= len(whole.simulation.busy_ms)
@@ -226,7 +226,7 @@ def test_figures_of_answers_are_those_of_all_ranks():
     best = search_plans(problem).best
     batch = draw_batch(problem, 0)
     planner = replace(step_planner(problem, best.candidate), sizes=lambda _: batch)
-    whole = planner.predict(planner(Draw(tuple(range(12))))).simulation
+    whole = planner.predict(planner(GlobalBatch(tuple(range(12))))).simulation
     found = best.prediction.simulation
     assert found.busy_ms == pytest.approx(whole.busy_ms) and found.bubble_fraction == pytest.approx(
         whole.bubble_fraction
@@ -317,8 +317,8 @@ def test_a_sample_that_no_plan_has_room_for_gets_a_microbatch_of_its_own_and_the
     workloads = best.prediction.planned.workloads
     for name, limit in workloads.max_tokens.items():
         for replica in best.prediction.planned.step.microbatches[name]:
-            for slots in replica:
-                assert len(slots) == 1 or workloads.tokens[name][list(slots)].sum() <= limit
+            for batch_indices in replica:
+                assert len(batch_indices) == 1 or workloads.tokens[name][list(batch_indices)].sum() <= limit
     with pytest.raises(ValueError, match="fits"):  # the sampler's order keeps to no limit
         search_plans(replace(problem, method="contiguous", microbatch_size=8))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.planner.tables import plan_cells
@@ -47,9 +47,9 @@ def assert_same(few: Simulation, whole: Simulation, plan: ParallelPlan) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_report_of_condensed_ranks_is_that_of_all(layout: str, schedule: str):
     sizes = sizes_of(SAMPLES, 1)
-    planner, draw = planner_of(layout, schedule, sizes), Draw(tuple(range(SAMPLES)), epoch=2)
+    planner, draw = planner_of(layout, schedule, sizes), GlobalBatch(tuple(range(SAMPLES)), epoch=2)
     whole = planner.predict(planner(draw))
-    found = on_all_ranks(predict_arranged(planner, planner.condensed, planner.arrange_draw(draw)))
+    found = on_all_ranks(predict_arranged(planner, planner.condensed, planner.arrange_batch(draw)))
     assert found.planned.step == whole.planned.step and found.planned.step.epoch == 2
     assert_same(found.simulation, whole.simulation, planner.plan)
     assert found.memory == whole.memory and found.step_ms == whole.step_ms
@@ -60,9 +60,9 @@ def test_the_report_of_condensed_ranks_is_that_of_all(layout: str, schedule: str
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_samples_of_unknown_sizes_are_condensed_as_well(layout: str):
-    planner, draw = planner_of(layout, "eager", None), Draw(tuple(range(SAMPLES)))
+    planner, draw = planner_of(layout, "eager", None), GlobalBatch(tuple(range(SAMPLES)))
     assumed = SampleSizes.uniform({"vision": 64, LANGUAGE_MODEL: 200}, SAMPLES)
-    planned, arranged = planner(draw), planner.arrange_draw(draw)
+    planned, arranged = planner(draw), planner.arrange_batch(draw)
     whole = planner.predict(planned, assumed)
     found = on_all_ranks(predict_arranged(planner, planner.condensed, arranged, assumed))
     assert_same(found.simulation, whole.simulation, planner.plan)
@@ -74,8 +74,8 @@ def test_samples_of_unknown_sizes_are_condensed_as_well(layout: str):
 def test_limits_of_a_run_count_when_a_draw_is_arranged():
     sizes = sizes_of(SAMPLES, 1)
     planner = planner_of("a common divisor", "1f1b", sizes)
-    draw = Draw(tuple(range(SAMPLES)))
+    draw = GlobalBatch(tuple(range(SAMPLES)))
     limit = int(np.median(sizes.tokens[LANGUAGE_MODEL]))
-    few = replace(planner, limits={LANGUAGE_MODEL: limit}).arrange_draw(draw).step
-    own = planner.arrange_draw(replace(draw, limits={LANGUAGE_MODEL: limit})).step
-    assert few == own != planner.arrange_draw(draw).step
+    few = replace(planner, limits={LANGUAGE_MODEL: limit}).arrange_batch(draw).step
+    own = planner.arrange_batch(replace(draw, limits={LANGUAGE_MODEL: limit})).step
+    assert few == own != planner.arrange_batch(draw).step

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.steps.method_choice import CHOICES, KEEPING_LIMITS, MethodChoice, choose_method
 from hf_mmparallel.steps.step_planner import StepPlanner
@@ -29,7 +29,7 @@ def planner(packing: bool, size: int = 4, **settings: Any) -> StepPlanner:
 def simulated(own: StepPlanner, method: str, sizes: SampleSizes) -> float:
     """The step with all ranks, as the report has it."""
     own = replace(own, method=method, sizes=sizes.take)
-    return own.predict(own(Draw(tuple(range(sizes.num_samples))))).step_ms
+    return own.predict(own(GlobalBatch(tuple(range(sizes.num_samples))))).step_ms
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.schedules import SCHEDULES
 from hf_mmparallel.schedule import check_program
@@ -59,7 +59,7 @@ def test_a_rank_plans_what_the_plan_of_all_ranks_says(layouts, schedule, share, 
         memory_bytes=60 * 2**30,
         training=training,
     )
-    draw = Draw(tuple(range(64)), 0)
+    draw = GlobalBatch(tuple(range(64)), 0)
     whole = planner(draw)
     check_program(plan, whole.step, planner.groups, whole.program, training)
     for rank in range(plan.world_size):

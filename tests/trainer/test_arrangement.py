@@ -141,13 +141,17 @@ class Arranged:
     @classmethod
     def of(cls, step: StepPlan, workloads: Workloads) -> Arranged:
         lags = {
-            turn - step.places[name, slot][1]
+            turn - step.places[name, batch_index][1]
             for name, copies in step.microbatches.items()
             for copy in range(len(copies))
-            for slot, turn in (step.takers(name, copy, LM) if name != LM else {}).items()
+            for batch_index, turn in (step.consumer_turns(name, copy, LM) if name != LM else {}).items()
         }
         num_chunks = [len(chunks) for (name, _, _), chunks in step.chunks.items() if name != LM]
-        sums = [workloads.tokens[LM][list(slots)].sum() for replica in step.microbatches[LM] for slots in replica]
+        sums = [
+            workloads.tokens[LM][list(batch_indices)].sum()
+            for replica in step.microbatches[LM]
+            for batch_indices in replica
+        ]
         counts = [len(microbatches) for microbatches in step.microbatches[LM]]
         return cls(num_chunks, lags, counts, int(max(sums)), workloads.max_tokens.get(LM))
 

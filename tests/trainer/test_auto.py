@@ -23,8 +23,8 @@ from torch.utils.data import IterableDataset
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
-from hf_mmparallel.data.draws import Draw
 from hf_mmparallel.data.fingerprint import fingerprint
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.sample_sizes import size_source
@@ -131,10 +131,10 @@ def run_candidate(family: str, freeze: str, candidate: Candidate) -> dict[str, A
         collator = PackingCollator(collator, model)
     engine = ParallelEngine(model, problem.spec, planner.plan, World(), costs=problem.costs)
     dataset = tiny.make_dataset(family, SAMPLES)
-    source = StepDataset(Reader(dataset, collator), engine.keys, 0, cutter=engine.cutter)
-    planned = planner(Draw(tuple(range(SAMPLES))))
+    source = StepDataset(Reader(dataset, collator), engine.keys, 0, sharder=engine.sharder)
+    planned = planner(GlobalBatch(tuple(range(SAMPLES))))
     batch = source.read(planned.step)
-    mark = fingerprint(planned.step, planned.program, batch.cuts)
+    mark = fingerprint(planned.step, planned.program, batch.shardings)
     batch = replace(batch, program=planned.program, fingerprint=mark)
     totals = engine.train_step(batch, 0)
     held = {n: p for n, p in engine.module.named_parameters() if n in engine.shards and p.requires_grad}

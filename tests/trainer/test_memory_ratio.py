@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.cost import RankMemory, analytic_costs, find_device
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer import loaders, memory_ratio
@@ -54,17 +54,17 @@ def test_limits_follow_the_largest_ratio_of_a_few_steps(said: list[str]):
     own, measured = planner(), iter([9000.0, 110.0, 150.0, 120.0, 1.0])
     ratio = MemoryRatio(own, TYPICAL, lambda: next(measured))
     for position in (8, 16, 24, 32):
-        assert ratio.limits_of(Draw((0,), 0, position)) is None
+        assert ratio.limits_of(GlobalBatch((0,), 0, position)) is None
         ratio.saw_step(engine_of(100.0))  # the first step is not measured
     assert ratio.learned == (1.5, 0, 32)
     assert len(said) == 1 and said[0].startswith("Ranks need 1.50 times the memory that is predicted")
     ratio.saw_step(engine_of(100.0))
-    limits = ratio.limits_of(Draw((0,), 0, 40))
+    limits = ratio.limits_of(GlobalBatch((0,), 0, 40))
     assert limits is not None and own.limits is not None
     assert all(limits[name] < own.limits[name] for name in own.limits)
     again = MemoryRatio(own, TYPICAL, lambda: None, ratio.learned)
-    assert again.limits_of(Draw((0,), 0, 32)) is None
-    assert again.limits_of(Draw((0,), 0, 40)) == again.limits_of(Draw((0,), 1, 8)) == limits
+    assert again.limits_of(GlobalBatch((0,), 0, 32)) is None
+    assert again.limits_of(GlobalBatch((0,), 0, 40)) == again.limits_of(GlobalBatch((0,), 1, 8)) == limits
 
 
 def test_less_than_predicted_makes_microbatches_larger_within_reason():
@@ -72,7 +72,7 @@ def test_less_than_predicted_makes_microbatches_larger_within_reason():
     ratio = MemoryRatio(own, TYPICAL, lambda: 1.0)
     for _ in range(4):
         ratio.saw_step(engine_of(100.0))
-    limits = ratio.limits_of(Draw((0,), 0, 8))
+    limits = ratio.limits_of(GlobalBatch((0,), 0, 8))
     assert ratio.learned is not None and ratio.learned[0] == 0.5
     assert limits is not None and own.limits is not None
     assert all(limits[name] > own.limits[name] for name in own.limits)
@@ -83,7 +83,7 @@ def test_the_cpu_counts_nothing():
     ratio = MemoryRatio(planner(), TYPICAL, lambda: None)
     for _ in range(4):
         ratio.saw_step(engine_of(100.0))
-    assert ratio.learned is None and ratio.limits_of(Draw((0,), 0, 8)) is None
+    assert ratio.learned is None and ratio.limits_of(GlobalBatch((0,), 0, 8)) is None
 
 
 def learning_run(folder: str, checkpoint: str | None = None, **arguments: Any) -> tuple[runs.Run, list[Any], Any]:

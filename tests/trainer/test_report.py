@@ -18,7 +18,7 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.data.draws import Draw
+from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Simulation
@@ -31,7 +31,7 @@ from hf_mmparallel.trainer.model_card import plan_section
 from hf_mmparallel.trainer.packing_choice import RowChoice
 from hf_mmparallel.trainer.start_prediction import StepReport
 from hf_mmparallel.trainer.start_report import PlanReport, arrangement_lines, settings_without_effect, size_origin
-from hf_mmparallel.trainer.training_sizes import TrainingSizes, representative_draw
+from hf_mmparallel.trainer.training_sizes import TrainingSizes, representative_batch
 from tests.plan.specs import model_spec
 from tests.trainer.contexts import arguments, context
 
@@ -75,7 +75,7 @@ def test_the_report_has_the_step_that_the_choice_compared():
     planner = StepPlanner(costs, plan, sync_groups(spec, plan), 4, sizes=sizes.take)
     choice = choose_method(planner, [sizes])
     chosen = replace(planner, method=choice.method)
-    told = start_prediction._costed(chosen, chosen.arrange_draw(Draw(tuple(range(32)))))
+    told = start_prediction._costed(chosen, chosen.arrange_batch(GlobalBatch(tuple(range(32)))))
     assert told.step_ms == pytest.approx(choice.step_ms[choice.method])
     assert told.step_ms > told.simulation.iteration_ms
 
@@ -134,7 +134,7 @@ class Numbers(IterableDataset):
 
 def test_the_prediction_is_for_samples_from_all_over_the_dataset():
     def drawn(dataset: Any, source: Any, **changes: Any) -> tuple[int, ...]:
-        return representative_draw(dataset, source, 4, arguments(**changes)).samples
+        return representative_batch(dataset, source, 4, arguments(**changes)).samples
 
     def sizes(indices: Sequence[int]) -> SampleSizes:
         if 33 in indices:

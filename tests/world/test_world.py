@@ -201,8 +201,8 @@ def over_nccl() -> tuple[bool, list[str], list[tuple[str, bool]]]:
         setattr(dist, name, recorded)
     agreement = SampleAgreement(True, world)
     batch: Any = type("Batch", (), {"bad": {1: None}, "digest": 7})
-    batch.drawn = type("Draw", (), {"samples": [4, 5]})
-    assert agreement._bad_slots(batch) == [1]
+    batch.planned_for = type("GlobalBatch", (), {"samples": [4, 5]})
+    assert agreement._bad_batch_indices(batch) == [1]
     agreement._compare(batch)
     world.all_gather(1)
     world.broadcast(1)

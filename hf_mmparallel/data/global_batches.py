@@ -14,7 +14,7 @@ from .bad_samples import BadSample
 
 
 @dataclass(frozen=True)
-class Draw:
+class GlobalBatch:
     """
     The samples of one global batch.
 
@@ -23,7 +23,7 @@ class Draw:
         epoch (`int`, *optional*, defaults to 0): The epoch of the samples.
         position (`int`, *optional*, defaults to 0): Number of samples drawn in the epoch, including these.
         sizes (`SampleSizes`, *optional*): Sizes of the samples, if measured during drawing.
-        bad (`Mapping[int, BadSample]`, *optional*): Slot -> its sample, if it could not be measured.
+        bad (`Mapping[int, BadSample]`, *optional*): Batch index -> its sample, if it could not be measured.
         limits (`Mapping[str, int]`, *optional*): Module -> maximum tokens per microbatch, overrides the planner's.
     """
 
@@ -34,26 +34,26 @@ class Draw:
     bad: Mapping[int, BadSample] = field(default_factory=dict, compare=False)
     limits: Mapping[str, int] | None = field(default=None, compare=False)
 
-    def without(self, slots: Collection[int]) -> Draw:
-        """The draw without the samples at some slots, which still count as drawn."""
-        kept = [slot for slot in range(len(self.samples)) if slot not in slots]
+    def without(self, batch_indices: Collection[int]) -> GlobalBatch:
+        """The global batch without the samples at some batch indices, which still count as drawn."""
+        kept = [batch_index for batch_index in range(len(self.samples)) if batch_index not in batch_indices]
         return replace(
             self,
-            samples=tuple(self.samples[slot] for slot in kept),
+            samples=tuple(self.samples[batch_index] for batch_index in kept),
             sizes=None if self.sizes is None else self.sizes.take(kept),
-            bad={new: self.bad[slot] for new, slot in enumerate(kept) if slot in self.bad},
+            bad={new: self.bad[batch_index] for new, batch_index in enumerate(kept) if batch_index in self.bad},
         )
 
 
-class DrawSampler:
+class GlobalBatchSampler:
     """
-    A batch sampler that yields a [`Draw`] for each global batch of an epoch.
+    A batch sampler that yields a [`GlobalBatch`] for each global batch of an epoch.
 
     Args:
         sampler (`Iterable[int]`):
             Dataset indices of an epoch, the same on all ranks. Its `set_epoch`, if any, sets the epoch.
         batch_size (`int`): Samples per global batch.
-        drop_last (`bool`, *optional*, defaults to `False`): Whether an incomplete last draw is dropped.
+        drop_last (`bool`, *optional*, defaults to `False`): Whether an incomplete last global batch is dropped.
     """
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool = False):
@@ -61,12 +61,12 @@ class DrawSampler:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.epoch = 0
-        self.limits_of: Callable[[Draw], Mapping[str, int] | None] | None = None
-        """Draw -> limits that override the planner's; called when a draw is yielded."""
+        self.limits_of: Callable[[GlobalBatch], Mapping[str, int] | None] | None = None
+        """GlobalBatch -> limits that override the planner's; called when a global batch is yielded."""
         self._resumed: tuple[int, int, int] | None = None
 
     @property
-    def batch_sampler(self) -> DrawSampler:
+    def batch_sampler(self) -> GlobalBatchSampler:
         """`self`, since `Trainer._run_epoch` calls `batch_sampler.set_epoch`."""
         return self
 
@@ -75,47 +75,48 @@ class DrawSampler:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
-    def resume(self, epoch: int, position: int, num_draws: int, batch_size: int | None = None) -> None:
+    def resume(self, epoch: int, position: int, num_batches: int, batch_size: int | None = None) -> None:
         """
-        Continues an epoch after some of its samples; the size of draws may have changed.
+        Continues an epoch after some of its samples; the size of global batches may have changed.
 
         Args:
             epoch (`int`): The epoch.
             position (`int`): Number of its samples that were drawn.
-            num_draws (`int`): Number of empty draws in their place, which the Trainer skips.
-            batch_size (`int`, *optional*): Size of draws at the start of the epoch, on which its order depends.
+            num_batches (`int`): Number of empty global batches in their place, which the Trainer skips.
+            batch_size (`int`, *optional*):
+                Size of global batches at the start of the epoch, on which its order depends.
         """
-        self._resumed = epoch, position, num_draws
+        self._resumed = epoch, position, num_batches
         if batch_size is not None and isinstance(self.sampler, LengthGroups):
             self.sampler.batch_sizes[epoch] = batch_size
 
-    def num_draws(self, num_samples: int) -> int:
-        """Number of draws for a number of samples."""
+    def num_batches(self, num_samples: int) -> int:
+        """Number of global batches for a number of samples."""
         return num_samples // self.batch_size if self.drop_last else -(-num_samples // self.batch_size)
 
     def __len__(self) -> int:
-        return self.num_draws(len(self.sampler))
+        return self.num_batches(len(self.sampler))
 
-    def __iter__(self) -> Iterator[Draw]:
-        return map(self.with_limits, self.draws())
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        return map(self.with_limits, self.global_batches())
 
-    def with_limits(self, draw: Draw) -> Draw:
-        """The draw with the limits of its microbatches, if they override the planner's."""
-        limits = None if self.limits_of is None else self.limits_of(draw)
-        return draw if limits is None else replace(draw, limits=limits)
+    def with_limits(self, global_batch: GlobalBatch) -> GlobalBatch:
+        """The global batch with the limits of its microbatches, if they override the planner's."""
+        limits = None if self.limits_of is None else self.limits_of(global_batch)
+        return global_batch if limits is None else replace(global_batch, limits=limits)
 
-    def draws(self) -> Iterator[Draw]:
-        """The draws of the epoch."""
+    def global_batches(self) -> Iterator[GlobalBatch]:
+        """The global batches of the epoch."""
         position = 0
         if self._resumed is not None and self._resumed[0] == self.epoch:
-            _, position, num_draws = self._resumed
-            yield from [Draw((), self.epoch, position)] * num_draws
+            _, position, num_batches = self._resumed
+            yield from [GlobalBatch((), self.epoch, position)] * num_batches
         indices = itertools.islice(self.sampler, position, None)
         while samples := tuple(itertools.islice(indices, self.batch_size)):
             if self.drop_last and len(samples) < self.batch_size:
                 return
             position += len(samples)
-            yield Draw(samples, self.epoch, position)
+            yield GlobalBatch(samples, self.epoch, position)
 
 
 class LengthGroups:

@@ -1,4 +1,4 @@
-"""Sizes of samples measured during drawing: each rank measures a part of each draw, and the parts are exchanged."""
+"""Sizes of samples, measured batch by batch: each rank measures a part of each global batch, and all exchange them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers.utils import logging
 
 from ..plan import SampleSizes
 from .bad_samples import BadSample, stored_row
-from .draws import Draw, DrawSampler
+from .global_batches import GlobalBatch, GlobalBatchSampler
 from .image_sizes import UnknownSizeError
 from .size_sources import KnownSizes, measure_samples
 
 logger = logging.get_logger(__name__)
 
-_WORKERS, _AHEAD = 2, 4  # measuring processes per rank, and draws that each of them prefetches
+_WORKERS, _AHEAD = 2, 4  # measuring processes per rank, and global batches that each of them prefetches
 _MIN_SAVED = 256  # samples that are worth a write to the cache
 _GROWTH = 8  # the cache file grows by at least an eighth of its samples at a time
 
@@ -32,16 +32,16 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class DrawPart:
+class BatchPart:
     """
-    The part of a draw that one rank measures.
+    The part of a global batch that one rank measures.
 
     Args:
-        draw (`Draw`): The draw.
+        global_batch (`GlobalBatch`): The global batch.
         indices (`tuple[int, ...]`): Dataset indices that this rank measures.
     """
 
-    draw: Draw
+    global_batch: GlobalBatch
     indices: tuple[int, ...]
 
 
@@ -51,15 +51,16 @@ class MeasuredPart:
     The measurements of one rank.
 
     Args:
-        draw (`Draw`): The draw.
+        global_batch (`GlobalBatch`): The global batch.
         indices (`tuple[int, ...]`): Dataset indices of the samples that were measured.
         sizes (`SampleSizes`, *optional*): Their sizes; `None` if there are none.
         unknown (`tuple[int, ...]`): Dataset indices of samples of unknown size.
         bad (`dict[int, BadSample]`): Dataset index -> the sample, if it could not be measured.
-        checksum (`int`, *optional*, defaults to 0): Checksum of the samples of the draw, compared by the ranks.
+        checksum (`int`, *optional*, defaults to 0):
+            Checksum of the samples of the global batch, compared by the ranks.
     """
 
-    draw: Draw
+    global_batch: GlobalBatch
     indices: tuple[int, ...]
     sizes: SampleSizes | None
     unknown: tuple[int, ...]
@@ -69,7 +70,7 @@ class MeasuredPart:
 
 class PartReader(Dataset):
     """
-    Measures parts of draws.
+    Measures parts of global batches.
 
     Args:
         source (`Callable[[Sequence[int]], SampleSizes]`): The size source.
@@ -80,7 +81,7 @@ class PartReader(Dataset):
         self.source = source
         self.dataset = dataset
 
-    def __getitems__(self, part: DrawPart) -> MeasuredPart:
+    def __getitems__(self, part: BatchPart) -> MeasuredPart:
         unknown, bad = [], {}
         errors = measure_samples(self.source, part.indices)
         for index, error in errors.items():
@@ -91,19 +92,19 @@ class PartReader(Dataset):
                 bad[index] = BadSample.of(index, error, stored_row(self.dataset, index))
         measured = [index for index in part.indices if index not in errors]
         sizes = self.source(measured) if measured else None
-        return MeasuredPart(part.draw, tuple(measured), sizes, tuple(unknown), bad)
+        return MeasuredPart(part.global_batch, tuple(measured), sizes, tuple(unknown), bad)
 
 
-class SizedDraws(DrawSampler):
+class MeasuredBatchSampler(GlobalBatchSampler):
     """
-    Draws with the sizes of their samples, the same on all ranks.
+    Global batches with the sizes of their samples, the same on all ranks.
 
-    Each rank measures an equal part of the samples of a draw whose sizes are unknown, ahead in worker processes if the
-    loader has some. The parts are exchanged when the draw is yielded. Sizes are stored for later epochs, 16 bytes per
-    sample and module.
+    Each rank measures an equal part of the samples of a global batch whose sizes are unknown, ahead in worker
+    processes if the loader has some. The parts are exchanged when the global batch is yielded. Sizes are stored for
+    later epochs, 16 bytes per sample and module.
 
     Args:
-        draws ([`DrawSampler`]): The draws.
+        global_batches ([`GlobalBatchSampler`]): The global batches.
         source (`Callable[[Sequence[int]], SampleSizes]`): The size source, the same on all ranks.
         dataset: The dataset.
         unknown (`SampleSizes`): The size of one sample, used for samples of unknown size.
@@ -118,7 +119,7 @@ class SizedDraws(DrawSampler):
 
     def __init__(
         self,
-        draws: DrawSampler,
+        global_batches: GlobalBatchSampler,
         source: Any,
         dataset: Any,
         unknown: SampleSizes,
@@ -129,7 +130,7 @@ class SizedDraws(DrawSampler):
         context: Any = None,
         keeps: bool = False,
     ):
-        super().__init__(draws.sampler, draws.batch_size, draws.drop_last)
+        super().__init__(global_batches.sampler, global_batches.batch_size, global_batches.drop_last)
         self.known = KnownSizes(len(source), list(unknown.tokens))
         self.unknown = unknown
         self.exchange = exchange
@@ -149,32 +150,32 @@ class SizedDraws(DrawSampler):
             generator=torch.Generator(),  # the default would draw from the global generator
         )
 
-    def __iter__(self) -> Iterator[Draw]:
-        # Lazy until the first draw: loaders create iterators that they do not use, and samplers count epochs.
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        # Lazy until the first global batch: loaders create iterators that they do not use, and samplers count epochs.
         try:
             for part in self._loader:
                 yield self.with_limits(self._sized(part))
         finally:
             self._keep(1)
 
-    def parts(self) -> Iterator[DrawPart]:
-        """This rank's part of each draw."""
-        for draw in self.draws():
-            mine = np.asarray(draw.samples, dtype=np.int64)[self.rank :: self.world_size]
-            yield DrawPart(draw, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
+    def parts(self) -> Iterator[BatchPart]:
+        """This rank's part of each global batch."""
+        for global_batch in self.global_batches():
+            mine = np.asarray(global_batch.samples, dtype=np.int64)[self.rank :: self.world_size]
+            yield BatchPart(global_batch, tuple(np.unique(mine[~self.known.are_known(mine)]).tolist()))
 
-    def _sized(self, part: MeasuredPart) -> Draw:
+    def _sized(self, part: MeasuredPart) -> GlobalBatch:
         """
-        Exchanges the measurements of a draw; returns the draw with the sizes of its samples.
+        Exchanges the measurements of a global batch; returns the global batch with the sizes of its samples.
 
         Raises:
             `RuntimeError`: On all ranks, if they drew different samples.
         """
-        draw, bad = part.draw, {}
-        if not draw.samples:  # a step that a resumed run skips
-            return draw
-        checksum = zlib.crc32(np.asarray(draw.samples, dtype=np.int64).tobytes())
-        parts = self.exchange(replace(part, draw=Draw(()), checksum=checksum))
+        global_batch, bad = part.global_batch, {}
+        if not global_batch.samples:  # a step that a resumed run skips
+            return global_batch
+        checksum = zlib.crc32(np.asarray(global_batch.samples, dtype=np.int64).tobytes())
+        parts = self.exchange(replace(part, global_batch=GlobalBatch(()), checksum=checksum))
         if len({part.checksum for part in parts}) > 1:
             table = ", ".join(f"rank {rank}: {part.checksum:08x}" for rank, part in enumerate(parts))
             raise RuntimeError(
@@ -194,8 +195,10 @@ class SizedDraws(DrawSampler):
                 self.known.put(part.unknown, self.unknown.take(np.zeros(len(part.unknown), np.int64)))
             bad |= part.bad
         self._keep(max(_MIN_SAVED, self._kept // _GROWTH))
-        slots = {slot: bad[index] for slot, index in enumerate(draw.samples) if index in bad}
-        return replace(draw, sizes=self.known.sizes.take(draw.samples), bad=slots)
+        batch_indices = {
+            batch_index: bad[index] for batch_index, index in enumerate(global_batch.samples) if index in bad
+        }
+        return replace(global_batch, sizes=self.known.sizes.take(global_batch.samples), bad=batch_indices)
 
     def _keep(self, at_least: int) -> None:
         """Writes new measurements to the cache, if there are at least `at_least`."""
@@ -210,14 +213,14 @@ class SizedDraws(DrawSampler):
 class _Parts:
     """The batch sampler of the loader that measures."""
 
-    def __init__(self, draws: SizedDraws):
-        self.draws = draws
+    def __init__(self, global_batches: MeasuredBatchSampler):
+        self.global_batches = global_batches
 
     def __len__(self) -> int:
-        return len(self.draws)
+        return len(self.global_batches)
 
-    def __iter__(self) -> Iterator[DrawPart]:
-        return self.draws.parts()
+    def __iter__(self) -> Iterator[BatchPart]:
+        return self.global_batches.parts()
 
 
 def _as_is(part: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
-from ..plan.step_plan import Slots
+from ..plan.step_plan import BatchIndices
 from .colocated_modules import ColocatedModules, colocated_encoders, colocated_generators, cut, microbatch_counts
 from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
@@ -365,8 +365,8 @@ class Batch:
         result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
         return result
 
-    def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[Slots, ...], ...]]:
-        """Module -> replica -> microbatch -> slots, of encoders and the language model."""
+    def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
+        """Module -> replica -> microbatch -> batch indices, of encoders and the language model."""
         counts, replica, result = placement.counts, placement.replica, {}
         for colocated, encoder, chosen in zip(self.encoders, placement.encoder, placement.copy, strict=True):
             result.update(dict.fromkeys(colocated.modules, colocated.microbatches(chosen, encoder, counts)))
