@@ -217,7 +217,7 @@ class ParallelPlan:
         replicas: dict[str, list[tuple[Stage, ...]]] = {name: [()] * m.dp_size for name, m in self.modules.items()}
         for name, replica in members:
             replicas[name][replica] = self.modules[name].replicas[replica]
-            modules = {name: replace(module, replicas=tuple(replicas[name])) for name, module in self.modules.items()}
+        modules = {name: replace(module, replicas=tuple(replicas[name])) for name, module in self.modules.items()}
         return replace(self, modules=modules)
 
     def stage(self, module: str, replica: int, index: int) -> Stage:
