@@ -161,7 +161,7 @@ class _SplitRow:
         length: int,
         block: int,
     ) -> _SplitRow:
-        """Distributes the blocks of the segments that are split if a rank has `length` tokens."""
+        """Distributes the blocks of split segments, for `length` tokens per rank."""
         cut = (segments.length > length) | (work[0] > work[0].sum() / num_ranks)
         place = np.zeros(len(cut), dtype=np.int64)
         place[cut] = np.cumsum(segments.length[cut]) - segments.length[cut]
