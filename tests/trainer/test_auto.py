@@ -90,7 +90,7 @@ def layouts_of(own: options.ModuleOptions, num_ranks: int) -> Iterator[Layout]:
 def candidates(problem: PlanningProblem) -> list[Candidate]:
     """Every combination of layouts and placements that a search can return."""
     world, found = problem.num_ranks, []
-    with mock.patch.object(options, "_MIN_ROW_TOKENS", 4):
+    with mock.patch.object(options, "_MIN_TOKENS_PER_CP_RANK", 4):
         space = CandidateSpace(problem)
         names = list(space.options)
         for hosts in space.placements():
