@@ -16,7 +16,7 @@ examples:
   hf-mmparallel plan --model ./my-vlm --module vision:dp=2,freeze=tower --module language_model:pp=2,tp=2 \\
       --global-batch-size 64 --microbatch-size 2 --dry-run
 
-Without sizes of modules, or with some of them and --gpus, the best plan is searched; given sizes are kept.
+Without sizes of modules, or with some of them and --gpus, the best plan is searched for; given sizes are kept.
 
 settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_size` and so on):
   dp, pp, tp          data-parallel replicas, pipeline stages, tensor-parallel size
