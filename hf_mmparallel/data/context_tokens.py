@@ -34,10 +34,10 @@ class ContextSharding:
         assignment ([`ContextAssignment`]): The cp rank of each token.
         words (`torch.Tensor` of shape `[1, length]`): The mask words of the row, on the CPU.
         order (`torch.Tensor` of shape `[cp_size, tokens]`): int64: the tokens of each cp rank, -1 for padding.
-            owners (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
-        Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
+        owners (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
+            Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
             placeholders of the modality on that rank.
-            rows (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
+        rows (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
         token_dims (`Mapping[str, int]`): Batch entry -> its token dimension.
         filler (`int`): The id of padding tokens, which is not a placeholder.
     """

@@ -17,6 +17,7 @@ from ..cost import CostModel, analytic_costs, find_device
 from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
 from ..data.loader import StepBatch, keys_of_rank, stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
+from ..modeling.dtypes import cast_values
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
 from ..plan import (
     LANGUAGE_MODEL,
@@ -155,8 +156,8 @@ class ParallelEngine(nn.Module):
             sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
             has_shardings=self.sharder is not None,
         )
-        self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
-        self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
+        self.settings: Mapping[str, ModulePlugin] = {}  # module -> its settings, saved with the plan
+        self.cast_to: torch.dtype | None = None  # see `cast`
         self.step_index = 0
         self.last_result: StepResult | None = None
         self.asked_s = 0.0  # when the Trainer asked for the batch of the last step
@@ -172,6 +173,14 @@ class ParallelEngine(nn.Module):
             "A model under a plan has no forward of its own, each rank holds a part. Use `trainer.gather_model()` on "
             "all ranks for a whole model."
         )
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Casts this rank's part of the model for good, and widens the dtypes in which tensors are sent if needed."""
+        cast_values(self.module, dtype)
+        self.cast_to = dtype
+        self.executor.payloads.widen(dtype)
+        for stage in self.stages.values():
+            stage.widen(dtype)
 
     def _shard_layers(self) -> None:
         """Applies tensor parallelism to the stages of this rank."""
@@ -223,10 +232,10 @@ class ParallelEngine(nn.Module):
         return torch.random.fork_rng(devices=(self.device,), device_type=self.device.type)
 
     def _seed_task(self, task: Task) -> None:
-        """Gives dropout a seed that depends on the step, the task and the tokens, equal on tensor-parallel ranks."""
+        """Gives dropout a seed that depends on the step, the task and the tokens, equal in a tp group."""
         if self.module.training:
-            row = self.plan.stage(task.module, task.replica, task.stage).cp_rank_of(self.rank)
-            seed = stable_seed(self.seed, self.step_index, task.key, *([row] if row else []))
+            cp_rank = self.plan.stage(*task.stage_key).cp_rank_of(self.rank)
+            seed = stable_seed(self.seed, self.step_index, task.key, *([cp_rank] if cp_rank else []))
             torch.manual_seed(seed)
 
     @property
@@ -236,7 +245,7 @@ class ParallelEngine(nn.Module):
         return {name: every - own for name, own in self.encoder_inputs.items()}
 
     def keys(self, step: StepPlan) -> Mapping[tuple[str, int, int, int], tuple[int, ...]]:
-        """The chunks that this rank works on."""
+        """(module, replica, microbatch, chunk) -> batch indices, for the chunks of this rank."""
         return keys_of_rank(self.plan, step, self.rank)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
@@ -245,11 +254,11 @@ class ParallelEngine(nn.Module):
         return self.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
     def first_rank(self, task: Task) -> int:
-        """The rank that speaks for the mesh of a task's stage."""
+        """The rank that reports for a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
 
     def leads_cp_rank(self, task: Task) -> bool:
-        """Whether this rank speaks for its row of the mesh of a task's stage, whose tokens no other row has."""
+        """Whether this rank reports for its cp rank of a task's stage, whose tokens no other cp rank has."""
         stage = self.plan.stage(task.module, task.replica, task.stage)
         return stage.ranks[stage.cp_rank_of(self.rank)][0] == self.rank
 

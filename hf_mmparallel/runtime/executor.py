@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.loader import StepBatch
-from ..plan import ModelSpec, ParallelPlan
+from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
-from ..schedule.actions import Action, Message, StageKey, Task
+from ..schedule.actions import Action, Message, Task
 from ..schedule.lowering import receive_ahead
 from ..world import ACTIVITY
 from .message_queues import Incoming, MessageQueues

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..modeling.dtensors import local
-from ..plan.ownership import StageKey
+from ..plan import StageKey
 from .groups import ProcessGroups
 from .sharded_model import ShardedModel
 

@@ -12,8 +12,8 @@ from ..data.context_tokens import WORDS, BatchKey, ContextSharding
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage
-from ..schedule.actions import StageKey, Task
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey
+from ..schedule.actions import Task
 from .feature_tokens import FeatureOrder, FeatureOwners
 
 
@@ -27,7 +27,7 @@ class StepInputs:
         spec (`ModelSpec`): The model.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
-        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are sharding over cp ranks.
+        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are sharded over cp ranks.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class StepInputs:
         return self._owners[key]
 
     def _sharding(self, task: Task) -> ContextSharding | None:
-        """How the tokens of a task are sharding over its cp ranks; `None` for one cp rank."""
+        """How the tokens of a task are sharded over its cp ranks; `None` for one cp rank."""
         return self._shardings.get(_batch_key(task))
 
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, StepPlan, SyncGroup
+from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .action_lists import ProgramActions
-from .actions import Action, DeadlockError, Message, ProgramError, StageKey, Task
+from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import TaskGraph, build_graph
 from .program import Program
 from .proof import Proof

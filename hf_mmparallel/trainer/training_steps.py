@@ -94,11 +94,10 @@ class TrainingSteps:
             batch ([`StepBatch`]): The batch, on this rank's device.
             index (`int`): Steps before it.
         """
-        with shared_failure("training step"):
-            self.totals = self.engine.train_step(batch, index)
-            self._targets.saw(self.totals.num_targets, is_first=not index)
-            if self.memory_ratio is not None:
-                self.memory_ratio.saw_step(self.engine)
+        self.totals = self.engine.train_step(batch, index)
+        self._targets.saw(self.totals.num_targets, is_first=not index)
+        if self.memory_ratio is not None:
+            self.memory_ratio.saw_step(self.engine)
         self.finite.loss(index + 1, self.totals.mean_loss)
         return self.totals
 
