@@ -1,4 +1,4 @@
-"""Which ranks hold which slice of a parameter: gradient sums, the gradient norm, saving and loading read this."""
+"""The ranks that hold each slice of a parameter; gradient sums, the gradient norm, saving and loading depend on it."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Cut:
     Args:
         axis (`str`): The axis of parallelism that cuts: `"tp"`, `"ep"` (experts) or `"dp"` (ZeRO).
         dim (`int`, *optional*): The dimension that is cut; `None` for the flattened tensor.
-        index (`int`): The part.
-        num_parts (`int`): How many there are.
+        index (`int`): Index of the part.
+        num_parts (`int`): Number of parts.
         num_blocks (`int`, *optional*, defaults to 1):
             Equal blocks of the dimension that are each cut, such as gate and up matrices in one tensor.
     """

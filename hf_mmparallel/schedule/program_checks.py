@@ -30,7 +30,8 @@ def check_program(
 
     Raises:
         `ProgramError`: If an action is missing, duplicated or misplaced, or sends and receives are in different
-        orders. `DeadlockError`: If ranks wait for each other; the message has the action that each rank waits at.
+            orders.
+        `DeadlockError`: If ranks wait for each other; the message has the action that each rank waits at.
     """
     verify(plan, build_graph(plan, step, training), groups if training else (), program)
 

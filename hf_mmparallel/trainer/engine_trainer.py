@@ -191,7 +191,7 @@ class EngineTrainer(Trainer):
     def _pack(self, wanted: bool) -> None:
         """Wraps the collator in one that packs, if that is wanted."""
         if wanted and isinstance(self.data_collator, DefaultCollator):
-            self.data_collator.marks_tokens = True  # so that padding can be told from tokens
+            self.data_collator.marks_tokens = True  # so that padding differs from tokens
         if wanted and not isinstance(self.data_collator, PackingCollator):
             self.data_collator = PackingCollator(self.data_collator, self.model)
 

@@ -210,9 +210,8 @@ def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: 
 
 
 def test_a_bfloat16_model_is_evaluated_in_float16():
-    given = {"fp16_full_eval": True}
-    wanted, rounded = bfloat16_logits(Trainer, **given), bfloat16_logits(Trainer)
-    logits = run_distributed(bfloat16_logits, 3, MultimodalParallelTrainer, STAGES, **given)[0]
+    wanted, rounded = bfloat16_logits(Trainer, fp16_full_eval=True), bfloat16_logits(Trainer)
+    logits = run_distributed(bfloat16_logits, 3, MultimodalParallelTrainer, STAGES, fp16_full_eval=True)[0]
     assert logits.shape == wanted.shape
     assert (logits - wanted).abs().max() < 0.1 * (rounded - wanted).abs().max()
 
