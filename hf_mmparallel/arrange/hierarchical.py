@@ -15,7 +15,7 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices
-from .assigned_batch import Batch, Placement
+from .assigned_batch import Batch, SamplePlacement
 from .contiguous import num_microbatches
 from .greedy import CapacityError
 from .length_arrangement import arrange_by_length
@@ -24,7 +24,7 @@ from .microbatch_sizes import Sizes
 _LANGUAGE_EVEN = 0.5  # weight of the language model in exchanges, relative to encoders
 
 
-def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = False) -> Placement:
+def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = False) -> SamplePlacement:
     """
     Splits a batch into microbatches.
 
