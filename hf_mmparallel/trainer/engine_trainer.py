@@ -234,6 +234,6 @@ class EngineTrainer(Trainer):
     def _evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
         """The batches of a loader on this rank's device, without samples that can't be read."""
         batches = iter(dataloader)
-        while (batch := self._evaluation_samples.settle(next(batches, None), dataloader.dataset)) is not None:
+        while (batch := self._evaluation_samples.agree(next(batches, None), dataloader.dataset)) is not None:
             yield self._on_device(batch)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

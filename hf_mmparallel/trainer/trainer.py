@@ -149,7 +149,7 @@ class MultimodalParallelTrainer(EngineTrainer):
                     logs.update(callback.parallel_metrics())
             if self._steps.samples.skip and not {"loss", "train_loss"}.isdisjoint(logs):
                 logs["parallel/skipped_samples"] = self._steps.samples.num_skipped
-            self._steps.finite.settle()
+            self._steps.finite.check_norm()
         super().log(logs, start_time)
 
     # Data

@@ -78,7 +78,7 @@ class TrainingSteps:
             engine.asked_s = time.perf_counter()
             batch = next(batches, None)
             engine.data_ms = 1e3 * (time.perf_counter() - engine.asked_s)
-            batch = self.samples.settle(batch, dataset)
+            batch = self.samples.agree(batch, dataset)
         if batch is None:
             return None
         self.progress.step(batch.planned_for)
