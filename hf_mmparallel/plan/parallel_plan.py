@@ -11,18 +11,10 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from .assignments import ASSIGNMENTS
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
 
-ASSIGNMENTS = (
-    "hierarchical",
-    "tapered",
-    "entrain",
-    "contiguous",
-    "batch_rebalance",
-    "disttrain",
-    "sub_microbatches",
-)
 LANGUAGE_MODEL = "language_model"
 StageKey = tuple[str, int, int]  # module, replica, stage
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
@@ -297,7 +289,7 @@ class ParallelPlan:
         count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
         method = data.get("microbatch_assignment")
         if method is not None:
-            reject_unknown_keys("`microbatch_assignment`", [method], ASSIGNMENTS)
+            reject_unknown_keys("`microbatch_assignment`", [method], list(ASSIGNMENTS))
         return cls(_sources_first(modules, edges), edges, schedule, count, method)
 
     def to_json(self) -> str:

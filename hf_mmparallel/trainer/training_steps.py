@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..data.loader import StepBatch, StepDataset
+from ..plan.assignments import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine, StepTotals
-from ..steps.method_choice import KEEPING_LIMITS
 from ..world import ACTIVITY, shared_failure
 from .agreement import SampleAgreement, TargetCount
 from .arguments import MultimodalTrainingArguments
