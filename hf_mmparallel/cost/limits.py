@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, SampleSizes, StepPlan
+from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
 from ..schedule import GradientFlow, in_flight_1f1b, in_flight_eager, stage_depths
-from ..schedule.actions import StageKey
 from .activations import grouped_copies
 from .devices import Hardware
 from .layers import CostModel

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, SampleSizes, StepPlan
-from ..schedule.actions import StageKey
+from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
 from .activations import grouped_copies
 from .layers import CostModel
 from .row_sizes import ChunkKey, chunk_sizes

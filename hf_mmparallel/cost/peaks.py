@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, SampleSizes, StepPlan
+from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
 from ..schedule import Span, Task, build_graph
-from ..schedule.actions import StageKey
 from .layers import CostModel
 from .memory import activation_sizes, sample_features
 from .stage_memory import stage_memories

@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, Stage, stage_holds
-from ..schedule.actions import StageKey
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, Stage, StageKey, stage_holds
 from .activations import (
     DTYPE_BYTES,
     FULL,

@@ -10,8 +10,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage
-from ..schedule.actions import StageKey
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, Stage, StageKey
 from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements
 from .layers import CostModel, LayerCost, Polynomial

@@ -16,6 +16,7 @@ from .reading import read_count, read_flag, read_list, read_mapping, read_name, 
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
 
 LANGUAGE_MODEL = "language_model"
+StageKey = tuple[str, int, int]  # module, replica, stage
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
 PARTLY = "partly"  # `trainable` in a plan file, for a stage with trained and frozen parameters
@@ -27,11 +28,12 @@ class ContextSettings:
     How the tokens of a row are distributed over the cp ranks of a mesh.
 
     Args:
-        method (`str`, *optional*, defaults to `"lpt"`): How blocks are assigned to ranks: by attention work, the
-        heaviest first (`"lpt"`), or one of the baselines `"zigzag"`, `"contiguous"` and `"random"`.
-        mode (`str`, *optional*, defaults to `"auto"`): `"row"` gathers the keys and values of the whole row,
-        `"segments"` keeps samples that fit on one rank whole and gathers keys and values of the others only,
-        `"auto"` chooses the mode that is predicted to be faster.
+        method (`str`, *optional*, defaults to `"lpt"`):
+            How blocks are assigned to ranks: by attention work, the heaviest first (`"lpt"`), or one of the baselines
+            `"zigzag"`, `"contiguous"` and `"random"`.
+        mode (`str`, *optional*, defaults to `"auto"`):
+            `"row"` gathers the keys and values of the whole row, `"segments"` keeps samples that fit on one rank whole
+            and gathers keys and values of the others only, `"auto"` chooses the mode that is predicted to be faster.
         block (`int`, *optional*, defaults to 128): Tokens per block; the kernels are tuned for 128.
     """
 
@@ -215,7 +217,7 @@ class ParallelPlan:
     def stage(self, module: str, replica: int, index: int) -> Stage:
         return self.modules[module].replicas[replica][index]
 
-    def stages_of_rank(self, rank: int) -> list[tuple[str, int, int]]:
+    def stages_of_rank(self, rank: int) -> list[StageKey]:
         """(module, replica, stage) of each stage that `rank` belongs to."""
         return [
             (name, replica, index)

@@ -18,6 +18,7 @@ from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_wind
 from ..data.loader import StepBatch, keys_of_rank
 from ..data.randomness import stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
+from ..modeling.dtypes import cast_values
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
 from ..plan import (
     LANGUAGE_MODEL,
@@ -118,8 +119,8 @@ class ParallelEngine(nn.Module):
         self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
         self._load(load)
         self._prepare_steps()
-        self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
-        self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
+        self.settings: Mapping[str, ModulePlugin] = {}  # module -> its settings, saved with the plan
+        self.cast_to: torch.dtype | None = None  # see `cast`
         self.planner: StepPlanner | None = None  # of the training steps
         # Of the last step, for callbacks.
         self.step_index = 0
@@ -132,7 +133,7 @@ class ParallelEngine(nn.Module):
         self.current_workloads: Workloads | None = None
 
     def _context_sharder(self, model: PreTrainedModel) -> ContextSharder | None:
-        """What shards the tokens of the language model's microbatches; `None` without context parallelism."""
+        """The sharder of the language model's microbatches; `None` without context parallelism."""
         if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
             return None
         media = frozenset().union(*self.encoder_inputs.values())
@@ -188,6 +189,14 @@ class ParallelEngine(nn.Module):
             "all ranks for a whole model."
         )
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Casts this rank's part of the model for good, and widens the dtypes in which tensors are sent if needed."""
+        cast_values(self.module, dtype)
+        self.cast_to = dtype
+        self.executor.payloads.widen(dtype)
+        for stage in self.stages.values():
+            stage.widen(dtype)
+
     def _shard_layers(self) -> None:
         """Applies tensor parallelism to the stages of this rank."""
         for module, replica, index in self.stages:
@@ -239,9 +248,9 @@ class ParallelEngine(nn.Module):
         return torch.random.fork_rng(devices=(self.device,), device_type=self.device.type)
 
     def _seed_task(self, task: Task) -> None:
-        """Gives dropout a seed that depends on the step, the task and the tokens, equal on tensor-parallel ranks."""
+        """Gives dropout a seed that depends on the step, the task and the tokens, equal in a tp group."""
         if self.module.training:
-            cp_rank = self.plan.stage(task.module, task.replica, task.stage).cp_rank_of(self.rank)
+            cp_rank = self.plan.stage(*task.stage_key).cp_rank_of(self.rank)
             seed = stable_seed(self.seed, self.step_index, task.key, *([cp_rank] if cp_rank else []))
             torch.manual_seed(seed)
 
@@ -252,7 +261,7 @@ class ParallelEngine(nn.Module):
         return {name: every - own for name, own in self.encoder_inputs.items()}
 
     def keys(self, step: StepPlan) -> Mapping[tuple[str, int, int, int], tuple[int, ...]]:
-        """The chunks that this rank works on."""
+        """(module, replica, microbatch, chunk) -> batch indices, for the chunks of this rank."""
         return keys_of_rank(self.plan, step, self.rank)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
@@ -261,7 +270,7 @@ class ParallelEngine(nn.Module):
         return self.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
     def first_rank(self, task: Task) -> int:
-        """The rank that speaks for the mesh of a task's stage."""
+        """The rank that reports for a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
 
     def leads_cp_rank(self, task: Task) -> bool:
