@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..plan.schedules import SCHEDULES
 from ..planner.argument_types import above_zero, positive
 
 PLAN_EXAMPLES = """\
@@ -223,7 +224,7 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--schedule",
-        choices=("1f1b", "eager", "gpipe", "encoders_first"),
+        choices=SCHEDULES,
         help="order of forwards and backwards (searched, else 1f1b)",
     )
     group.add_argument(
