@@ -20,8 +20,9 @@ from rich.table import Table
 from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
+from hf_mmparallel.plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
 from hf_mmparallel.steps.condensed import predict_condensed
-from hf_mmparallel.steps.method_choice import CHOICES, KEEPING_LIMITS, choose_method
+from hf_mmparallel.steps.method_choice import choose_method
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")
@@ -69,7 +70,7 @@ def compare_modes(dataset: str, model: str, batch: int, replicas: int, num_batch
         for size in MICROBATCHES:
             planner = planner_of(dataset, model, mode, size, replicas)
             choice = choose_method(planner, [shape.draw(batch, _CHOSEN_BY)])
-            steps = {method: _mean(planner, method, batches) for method in CHOICES}
+            steps = {method: _mean(planner, method, batches) for method in ASSIGNMENT_CANDIDATES}
             rows.append(
                 {
                     "dataset": dataset,
@@ -127,7 +128,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def modes_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for each case, steps in ms."""
-    table = Table("dataset", "model", "rows", "microbatch", *CHOICES, "chosen", "/ best baseline", "predicted")
+    table = Table(
+        "dataset", "model", "rows", "microbatch", *ASSIGNMENT_CANDIDATES, "chosen", "/ best baseline", "predicted"
+    )
     table.title = (
         "The arrangement that is chosen by itself, and all others: step in ms (tokens computed over real ones)"
     )
@@ -135,7 +138,7 @@ def modes_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             *(str(row[key]) for key in ("dataset", "model", "mode", "microbatch_size")),
-            *(f"{row['step_ms'][name]:.0f} ({row['padding'][name]:.2f})" for name in CHOICES),
+            *(f"{row['step_ms'][name]:.0f} ({row['padding'][name]:.2f})" for name in ASSIGNMENT_CANDIDATES),
             row["chosen"],
             f"{over_best(row, row['chosen']):.3f}",
             f"{row['predicted_ms']:.0f}",

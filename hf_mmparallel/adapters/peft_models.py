@@ -67,13 +67,13 @@ def unwrap_peft_model(model: Any) -> tuple[Any, Adapter]:
 
     Args:
         model (`PeftModel` or `PreTrainedModel`):
-        A model with adapters from `get_peft_model` or `add_adapter`. It can't be used afterwards.
+            A model with adapters from `get_peft_model` or `add_adapter`. It can't be used afterwards.
 
     Returns:
         `tuple[PreTrainedModel, Adapter]`: The base model with LoRA layers, and the adapter.
 
-        Raises:
-            `ValueError`: For adapters that a plan can't lay out. The model is then unchanged.
+    Raises:
+        `ValueError`: For adapters that a plan can't lay out. The model is then unchanged.
     """
     config, name = _only_adapter(model)
     base = base_model_of(model)

@@ -29,7 +29,7 @@ _HEAVIEST = 16  # number of heaviest samples of a replica that are considered on
 
 
 @dataclass(frozen=True)
-class Placement:
+class SamplePlacement:
     """
     Assignment of samples to replicas and microbatches.
 
@@ -164,7 +164,9 @@ class Batch:
                 heaviest[name] = times
         return best_count(self.pipeline, self.mean_ms, count, heaviest) if heaviest else count
 
-    def placed(self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]) -> Placement:
+    def placed(
+        self, bins: NDArray, microbatch: NDArray, counts: NDArray, wanted: Mapping[int, Sizes]
+    ) -> SamplePlacement:
         """
         Assigns the work of encoders and generators to their microbatches and replicas.
 
@@ -187,7 +189,7 @@ class Batch:
         for colocated in self.generators:  # checks that the language model's microbatches fit
             turn = colocated.turn(self.replica, microbatch, counts)
             colocated.copies(self.replica, turn, most, self.capacity(list(colocated.modules), per_copy=True))
-        return Placement(counts, self.replica, microbatch, encoder, copies)
+        return SamplePlacement(counts, self.replica, microbatch, encoder, copies)
 
     def divide(self, sizes: Sizes, language_weight: float, spread: bool) -> tuple[NDArray, NDArray]:
         """
@@ -365,7 +367,7 @@ class Batch:
         result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
         return result
 
-    def microbatches(self, placement: Placement) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
+    def microbatches(self, placement: SamplePlacement) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
         """Module -> replica -> microbatch -> batch indices, of encoders and the language model."""
         counts, replica, result = placement.counts, placement.replica, {}
         for colocated, encoder, chosen in zip(self.encoders, placement.encoder, placement.copy, strict=True):

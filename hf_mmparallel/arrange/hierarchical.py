@@ -15,7 +15,7 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, Workloads
 from ..plan.step_plan import BatchIndices
-from .assigned_batch import Batch, Placement
+from .assigned_batch import Batch, SamplePlacement
 from .contiguous import num_microbatches
 from .greedy import CapacityError
 from .length_arrangement import arrange_by_length
@@ -24,7 +24,7 @@ from .microbatch_sizes import Sizes
 _LANGUAGE_EVEN = 0.5  # weight of the language model in exchanges, relative to encoders
 
 
-def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = False) -> Placement:
+def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = False) -> SamplePlacement:
     """
     Splits a batch into microbatches.
 
@@ -86,8 +86,8 @@ def hierarchical(
         encoders and the language model. A sample is in its microbatch of the language model or the one before in
         every encoder that has work for it.
 
-        A sample with more tokens than the limit of a microbatch gets a microbatch of its own. If replicas share
-        encoder replicas such that the encoder's limit can't hold, only that of the language model does.
+    A sample with more tokens than the limit of a microbatch gets a microbatch of its own. If replicas share encoder
+    replicas such that the encoder's limit can't hold, only that of the language model does.
     """
     count = num_microbatches(workloads.num_samples, microbatch_size, plan.modules[LANGUAGE_MODEL].dp_size)
     batch = Batch(plan, workloads, count)

@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL
-from .assigned_batch import Batch, Placement
+from .assigned_batch import Batch, SamplePlacement
 from .lengths import NUM_ORDERS, group_by_length, possible_orders
 from .microbatch_sizes import Sizes
 
 
-def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) -> Placement:
+def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) -> SamplePlacement:
     """
     See [`arrange_batch`]: language model microbatches are formed first, each of samples of similar length, and
     encoders process samples a microbatch earlier if that balances them.
@@ -52,7 +52,7 @@ def microbatch_ms(batch: Batch, module: str, microbatch: NDArray, count: int) ->
     return times.reshape(-1, count)
 
 
-def estimates_ms(batch: Batch, placements: Sequence[Placement]) -> NDArray:
+def estimates_ms(batch: Batch, placements: Sequence[SamplePlacement]) -> NDArray:
     """
     Estimated step times `[placements]`: those of the slowest replica, see [`Pipeline`]. All placements have the same
     replicas.

@@ -22,11 +22,12 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     "hierarchical": hierarchical,
     "tapered": tapered,
     "entrain": entrain,
-    "contiguous": contiguous,
     "batch_rebalance": batch_rebalance,
     "disttrain": disttrain,
+    "contiguous": contiguous,
     "sub_microbatches": sub_microbatches,
 }
+"""Name in [`ASSIGNMENTS`] -> function."""
 
 
 def arrange_step(

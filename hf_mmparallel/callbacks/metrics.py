@@ -67,8 +67,9 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
 
     Args:
         windows (`Sequence[RankWindow]`): One for each rank.
-        core_per_rank (`bool`): Whether each rank has a device or a core of its own; otherwise ranks share cores and
-            idle time is not measurable.
+        core_per_rank (`bool`):
+            Whether each rank has a device or a core of its own; otherwise ranks share cores and idle time is not
+            measurable.
 
     Returns:
         `dict[str, float]`: `parallel/tokens_per_second/<module>`, `parallel/bubble_fraction`, and

@@ -9,10 +9,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StepPlan, SyncGroup
+from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
-from ..schedule.actions import Message, StageKey
+from ..schedule.actions import Message
 from .activations import DTYPE_BYTES, FULL, parameter_shares
 from .collectives import all_reduce
 from .layers import CostModel

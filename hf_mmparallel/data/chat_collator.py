@@ -37,7 +37,7 @@ class ChatCollator:
 
     Args:
         processor ([`~transformers.ProcessorMixin`]):
-        A processor with a chat template, a fast tokenizer and an image processor.
+            A processor with a chat template, a fast tokenizer and an image processor.
         max_length (`int`, *optional*): Longest sample in tokens.
         on_too_long (`str`, *optional*, defaults to `"raise"`):
             `"raise"`, or `"truncate"` to drop tokens at the end; truncating image placeholders raises an error.
@@ -99,7 +99,7 @@ class ChatCollator:
 
         Args:
             entries (`Collection[str]`, *optional*):
-            Names of the floating-point entries to leave out; by default all except token fields.
+                Names of the floating-point entries to leave out; by default all except token fields.
 
         Returns:
             [`ChatCollator`]: The collator; `self` if pixels are not among `entries`.

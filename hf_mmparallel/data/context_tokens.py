@@ -34,10 +34,10 @@ class ContextSharding:
         assignment ([`ContextAssignment`]): The cp rank of each token.
         words (`torch.Tensor` of shape `[1, length]`): The mask words of the row, on the CPU.
         order (`torch.Tensor` of shape `[cp_size, tokens]`): int64: the tokens of each cp rank, -1 for padding.
-            owners (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
-        Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
+        owners (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
+            Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
             placeholders of the modality on that rank.
-            rows (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
+        rows (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
         token_dims (`Mapping[str, int]`): Batch entry -> its token dimension.
         filler (`int`): The id of padding tokens, which is not a placeholder.
     """
@@ -50,19 +50,19 @@ class ContextSharding:
     token_dims: Mapping[str, int]
     filler: int
 
-    def local(self, batch: Mapping[str, Any], row: int) -> dict[str, Any]:
+    def local(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
         """
         The tokens of a cp rank in a batch, without the mask words. Labels become `shift_labels`, since the next token
         may be on another rank.
 
         Args:
             batch (`Mapping[str, Any]`): The batch.
-            row (`int`): The cp rank.
+            cp_rank (`int`): The cp rank.
         """
         fields = {name: value for name, value in batch.items() if name not in (WORDS, "labels")}
         if "labels" in batch and "shift_labels" not in batch:
             fields["shift_labels"] = nn.functional.pad(batch["labels"], (0, 1), value=IGNORE_INDEX)[..., 1:]
-        tokens = self.order[row].to(batch["input_ids"].device)
+        tokens = self.order[cp_rank].to(batch["input_ids"].device)
         paddings = {"input_ids": self.filler, "shift_labels": IGNORE_INDEX}
         dims = {**self.token_dims, "shift_labels": 1}
         return {
@@ -70,16 +70,16 @@ class ContextSharding:
             for name, value in fields.items()
         }
 
-    def shard(self, row: int, group: Any, device: torch.device) -> SequenceShard:
+    def shard(self, cp_rank: int, group: Any, device: torch.device) -> SequenceShard:
         """
         The shard of the attention on a cp rank.
 
         Args:
-            row (`int`): The cp rank, which is this rank's index in `group`.
+            cp_rank (`int`): The cp rank, which is this rank's index in `group`.
             group (`torch.distributed.ProcessGroup`): The ranks that share the tokens.
             device (`torch.device`): The device of the attention.
         """
-        return shard_row(self.words, self.assignment, row, group, device)
+        return shard_row(self.words, self.assignment, cp_rank, group, device)
 
 
 def _select_tokens(value: Tensor, dim: int, tokens: Tensor, padding: int) -> Tensor:

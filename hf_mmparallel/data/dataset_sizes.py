@@ -64,9 +64,9 @@ def measure_dataset(
         columns (`str` or `Mapping[str, str]`, *optional*): As the Trainer's `token_columns`.
         processor (`Callable[[], ProcessorMixin]`, *optional*):
             Loads the model's processor; only called for conversations. Raises `OSError` or `ValueError` without one.
-        split (`str`, *optional*): Which split; `train`, or the only one, when left out.
-        num_samples (`int`, *optional*, defaults to 4096): How many samples are drawn, if there are more.
-        seed (`int`, *optional*, defaults to 0): Of the draw.
+        split (`str`, *optional*): The split; `train`, or the only one, when left out.
+        num_samples (`int`, *optional*, defaults to 4096): Number of samples that are drawn, if there are more.
+        seed (`int`, *optional*, defaults to 0): Seed of the drawing.
 
     Raises:
         `ValueError`: For a dataset that can't be read, or whose columns do not say how large samples are.

@@ -53,7 +53,7 @@ class DefaultCollator(PretokenizedCollator):
             `dict[str, Any]`: The batch. If `marks_tokens`, `attention_mask` is always in it.
 
         Raises:
-            What the stock collator raises, for samples that don't have one label for each of their `input_ids`.
+            `Exception`: Any error of the stock collator, which collates samples without a label for each token.
         """
         kept = [_without(sample, self._left_out) for sample in samples]
         names = [{name for name, value in sample.items() if value is not None} for sample in kept]

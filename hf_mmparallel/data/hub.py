@@ -12,8 +12,8 @@ def check_hub(kind: str, name: str, subject: str, remedy: str) -> None:
     Args:
         kind (`str`): `"model"` or `"dataset"`.
         name (`str`): Its id.
-        subject (`str`): What the message begins with, such as ``"Dataset `a/b`"``.
-        remedy (`str`): What to give instead, if the Hub can't be reached.
+        subject (`str`): Start of the message, such as ``"Dataset `a/b`"``.
+        remedy (`str`): The remedy if the Hub can't be reached.
     """
     from huggingface_hub import HfApi, is_offline_mode, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError

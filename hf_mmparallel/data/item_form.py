@@ -72,7 +72,7 @@ def _whole(model: Any) -> Any:
 
 
 def _names(part: ModulePart, modality: str) -> list[str]:
-    """What an encoder reads of a batch besides tokens, the required entry first."""
+    """Batch entries that an encoder reads besides tokens, the required one first."""
     return [entry for entry in part.input_names(modality) if entry not in TOKEN_FIELDS]
 
 

@@ -52,7 +52,7 @@ def measure_layers(
         spec ([`ModelSpec`]): The same model.
         dataset: The training dataset, or the [`StreamWindow`] of a stream, of which the first samples are looked at.
         collator (`Callable[[list], Mapping[str, Any]]`): Collates its samples.
-        source (`Callable[[Sequence[int]], SampleSizes]` or `None`): What [`size_source`] made for the dataset.
+        source (`Callable[[Sequence[int]], SampleSizes]` or `None`): The result of [`size_source`] for the dataset.
 
     Returns:
         `dict[str, LayerTokens]`: Encoder -> its tokens; without encoders that could not be measured, of which a row is

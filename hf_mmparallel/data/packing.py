@@ -95,7 +95,7 @@ class PackingCollator:
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         """
         Args:
-            samples (`Sequence`): What the wrapped collator takes.
+            samples (`Sequence`): Samples for the wrapped collator.
 
         Returns:
             `dict[str, Any]`: Fields of tokens of shape `(1, length)` (position ids `(axes, 1, length)` of models with

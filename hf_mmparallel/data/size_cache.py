@@ -30,7 +30,7 @@ class SizeCache:
 
     Args:
         folder (`str` or `Path`): Where the file is.
-        key (`str`): What tells dataset, processor and settings apart.
+        key (`str`): Identifies dataset, processor and settings.
         num_samples (`int`): Samples of the dataset.
     """
 
@@ -47,7 +47,7 @@ class SizeCache:
 
         Args:
             view (`datasets.Dataset`): The columns that are read.
-            measure ([`SampleMeasure`]): What measures them.
+            measure ([`SampleMeasure`]): The measure of the samples.
         """
         from datasets.fingerprint import Hasher
 

@@ -39,7 +39,7 @@ class SampleMeasure(Protocol):
     def counts_rows(self) -> bool: ...
 
     def reads(self, present: Sequence[str]) -> list[str]:
-        """Those of the columns that it reads."""
+        """The columns that it reads."""
         ...
 
     def __call__(self, sample: Any) -> Lengths: ...
@@ -50,7 +50,7 @@ class SampleMeasure(Protocol):
 
         Args:
             read (`Callable[[int], Any]`): Index -> sample.
-            indices (`Sequence[int]`): Which samples.
+            indices (`Sequence[int]`): Dataset indices of the samples.
         """
         ...
 

@@ -109,7 +109,7 @@ def spread(num_samples: int, count: int) -> list[int]:
 
     Args:
         num_samples (`int`): Samples of the dataset.
-        count (`int`): How many are wanted at most.
+        count (`int`): Maximum number of samples.
     """
     few = np.arange(num_samples)
     if num_samples > NUM_SPREAD >= count:
@@ -196,7 +196,7 @@ def measure_samples(sizes: Callable[[Sequence[int]], SampleSizes], indices: Sequ
 
     Args:
         sizes (`Callable[[Sequence[int]], SampleSizes]`): Dataset indices -> sizes.
-        indices (`Sequence[int]`): Which samples.
+        indices (`Sequence[int]`): Dataset indices of the samples.
 
     Returns:
         `dict[int, Exception]`: Index -> why a sample can't be measured.

@@ -51,13 +51,13 @@ def entered_shape(skeleton: Any, module: str, modality: str, inputs: Mapping[str
     The input shape of the first layer of an encoder.
 
     Args:
-        skeleton: What [`make_skeleton`] gave.
+        skeleton: The result of [`make_skeleton`].
         module (`str`): The encoder.
         modality (`str`): One of its modalities.
         inputs (`Mapping[str, Any]`): The entries of a batch that its features are made of.
 
     Raises:
-        Whatever the encoder raises for inputs that it can't take.
+        `Exception`: Any error of the encoder for inputs that it does not support.
     """
     part = module_parts(skeleton)[module]
     layer = layers_of(skeleton, find_stack(skeleton, part.tower))[0]

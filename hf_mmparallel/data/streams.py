@@ -205,7 +205,7 @@ class StreamSizes:
             Names of a sample's fields -> how such samples are measured, `None` where nothing says it.
         modules (`Sequence[str]`): Modules of the model.
         counts_rows (`bool`, *optional*, defaults to `True`): Whether lengths in encoders are rows of features.
-        layers (`Mapping[str, LayerTokens]`, *optional*): What the encoders' layers see of these rows.
+        layers (`Mapping[str, LayerTokens]`, *optional*): Tokens in the encoders' layers by feature tokens.
     """
 
     is_table = False

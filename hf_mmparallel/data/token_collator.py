@@ -34,7 +34,7 @@ class PretokenizedCollator:
 
     Args:
         pad_token_id (`int`, *optional*, defaults to 0):
-        Padding of `input_ids`; labels are padded with -100, other token fields with 0.
+            Padding of `input_ids`; labels are padded with -100, other token fields with 0.
         padding_side (`str`, *optional*, defaults to `"right"`): `"right"` or `"left"`.
         pad_to_multiple_of (`int`, *optional*): Pads the length up to a multiple of this.
         stacked (`Collection[str]`, *optional*):

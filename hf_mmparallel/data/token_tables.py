@@ -19,7 +19,7 @@ def token_lengths(table: Any, measure: TokenMeasure) -> dict[str, Ragged] | None
 
     Args:
         table (`pyarrow.Table`): Rows with `input_ids`, and what else the measure reads.
-        measure ([`TokenMeasure`]): Which tokens are placeholders.
+        measure ([`TokenMeasure`]): The measure, which knows the placeholder tokens.
 
     Returns:
         `dict[str, Ragged]` or `None`: Module -> lengths; `None` where `input_ids` or `attention_mask` are no lists of

@@ -38,7 +38,7 @@ def unpack(packed: tuple[bytes, Tensor]) -> Any:
     The object that was packed. Its tensors are views of the one that has their bytes.
 
     Args:
-        packed (`tuple[bytes, torch.Tensor]`): What [`pack`] returned.
+        packed (`tuple[bytes, torch.Tensor]`): The result of [`pack`].
     """
     content, buffer = packed
     return _Unpacker(io.BytesIO(content), buffer).load()

@@ -99,6 +99,10 @@ class ModuleStage:
         """Dtype of the hidden states that are sent between the stages of this module."""
         return hidden_dtype(self.spec, self.module)
 
+    def widen(self, dtype: torch.dtype) -> None:
+        """Makes `input_dtype` also represent the values of `dtype`, to which the model was cast."""
+        self.input_dtype = torch.promote_types(self.input_dtype, dtype)
+
     @property
     def own_layers(self) -> dict[int, nn.Module]:
         """Index in the module -> layer, for the layers of this stage."""

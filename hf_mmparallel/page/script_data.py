@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..drawing.timeline import COLORS, rank_ranges
-from ..plan import ParallelPlan
+from ..plan import ParallelPlan, StageKey
 from ..schedule import Simulation, Task
-from ..schedule.actions import StageKey
 from .content import MemoryCurves
 
 # Memory is quantized to this share of the highest value.

@@ -1,4 +1,4 @@
-"""Which ranks hold which slice of a parameter: gradient sums, the gradient norm, saving and loading read this."""
+"""The ranks that hold each slice of a parameter; gradient sums, the gradient norm, saving and loading depend on it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .model_spec import ModelSpec, ModuleSpec, ParameterSpec
-from .parallel_plan import ParallelPlan, Stage
-
-StageKey = tuple[str, int, int]  # module, replica, stage
+from .parallel_plan import ParallelPlan, Stage, StageKey
 
 
 def stage_holds(layers: tuple[int, int], num_layers: int, layer: int) -> bool:
@@ -63,8 +61,8 @@ class Cut:
     Args:
         axis (`str`): The axis of parallelism that cuts: `"tp"`, `"ep"` (experts) or `"dp"` (ZeRO).
         dim (`int`, *optional*): The dimension that is cut; `None` for the flattened tensor.
-        index (`int`): The part.
-        num_parts (`int`): How many there are.
+        index (`int`): Index of the part.
+        num_parts (`int`): Number of parts.
         num_blocks (`int`, *optional*, defaults to 1):
             Equal blocks of the dimension that are each cut, such as gate and up matrices in one tensor.
     """
@@ -185,7 +183,7 @@ def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, t
         ranges = tuple(stage.layers for stage in stages)
         if ranges not in known:
             known[ranges] = [
-                next(index for index, own in enumerate(ranges) if stage_holds(own, num_layers, layer))
+                next(index for index, range_ in enumerate(ranges) if stage_holds(range_, num_layers, layer))
                 for layer in layers
             ]
         replicas.append(known[ranges])
@@ -207,9 +205,8 @@ def _tp_columns(
         uses (`Sequence[tuple[str, Sequence[int]]]`): Modules that use it, with the stage of each replica.
     """
     keys = dict.fromkeys((name, replica, index) for name, table in uses for replica, index in enumerate(table))
-    grids = [plan.stage(*key).ranks for key in keys]
-    tp_size = len(grids[0][0])
-    return tuple(keys), [tuple(sorted({group[t] for grid in grids for group in grid})) for t in range(tp_size)]
+    tp_groups = [tp_group for key in keys for tp_group in plan.stage(*key).ranks]
+    return tuple(keys), [tuple(sorted({ranks[t] for ranks in tp_groups})) for t in range(len(tp_groups[0]))]
 
 
 @dataclass(frozen=True)

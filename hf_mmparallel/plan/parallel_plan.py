@@ -11,19 +11,12 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from .assignments import ASSIGNMENTS
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
 
-ASSIGNMENTS = (
-    "hierarchical",
-    "tapered",
-    "entrain",
-    "contiguous",
-    "batch_rebalance",
-    "disttrain",
-    "sub_microbatches",
-)
 LANGUAGE_MODEL = "language_model"
+StageKey = tuple[str, int, int]  # module, replica, stage
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
 PARTLY = "partly"  # `trainable` in a plan file, for a stage with trained and frozen parameters
@@ -35,11 +28,12 @@ class ContextSettings:
     How the tokens of a row are distributed over the cp ranks of a mesh.
 
     Args:
-        method (`str`, *optional*, defaults to `"lpt"`): How blocks are assigned to ranks: by attention work, the
-        heaviest first (`"lpt"`), or one of the baselines `"zigzag"`, `"contiguous"` and `"random"`.
-        mode (`str`, *optional*, defaults to `"auto"`): `"row"` gathers the keys and values of the whole row,
-        `"segments"` keeps samples that fit on one rank whole and gathers keys and values of the others only,
-        `"auto"` chooses the mode that is predicted to be faster.
+        method (`str`, *optional*, defaults to `"lpt"`):
+            How blocks are assigned to ranks: by attention work, the heaviest first (`"lpt"`), or one of the baselines
+            `"zigzag"`, `"contiguous"` and `"random"`.
+        mode (`str`, *optional*, defaults to `"auto"`):
+            `"row"` gathers the keys and values of the whole row, `"segments"` keeps samples that fit on one rank whole
+            and gathers keys and values of the others only, `"auto"` chooses the mode that is predicted to be faster.
         block (`int`, *optional*, defaults to 128): Tokens per block; the kernels are tuned for 128.
     """
 
@@ -217,13 +211,13 @@ class ParallelPlan:
         replicas: dict[str, list[tuple[Stage, ...]]] = {name: [()] * m.dp_size for name, m in self.modules.items()}
         for name, replica in members:
             replicas[name][replica] = self.modules[name].replicas[replica]
-            modules = {name: replace(module, replicas=tuple(replicas[name])) for name, module in self.modules.items()}
+        modules = {name: replace(module, replicas=tuple(replicas[name])) for name, module in self.modules.items()}
         return replace(self, modules=modules)
 
     def stage(self, module: str, replica: int, index: int) -> Stage:
         return self.modules[module].replicas[replica][index]
 
-    def stages_of_rank(self, rank: int) -> list[tuple[str, int, int]]:
+    def stages_of_rank(self, rank: int) -> list[StageKey]:
         """(module, replica, stage) of each stage that `rank` belongs to."""
         return [
             (name, replica, index)
@@ -295,7 +289,7 @@ class ParallelPlan:
         count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
         method = data.get("microbatch_assignment")
         if method is not None:
-            reject_unknown_keys("`microbatch_assignment`", [method], ASSIGNMENTS)
+            reject_unknown_keys("`microbatch_assignment`", [method], list(ASSIGNMENTS))
         return cls(_sources_first(modules, edges), edges, schedule, count, method)
 
     def to_json(self) -> str:

@@ -46,8 +46,8 @@ class ModulePlugin:
         cp_mode (`str`, *optional*, defaults to `"auto"`):
             `"row"` gathers all keys and values, `"segments"` only those of samples that are split over ranks; `"auto"`
             chooses the mode that is predicted to be faster.
-            cp_block (`int`, *optional*, defaults to 128): Tokens per block, the unit that is assigned to a rank.
-            layers_per_stage (`list[int]`, *optional*): Number of layers of each stage; split evenly by default.
+        cp_block (`int`, *optional*, defaults to 128): Tokens per block, the unit that is assigned to a rank.
+        layers_per_stage (`list[int]`, *optional*): Number of layers of each stage; split evenly by default.
         freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
             `True` freezes the module with its projector, `"tower"` everything but the projector; other strings are
             regular expressions, searched for in parameter names.

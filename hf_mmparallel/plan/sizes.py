@@ -22,9 +22,9 @@ class SampleSizes:
         squares (`Mapping[str, np.ndarray]`):
             Module -> float64 `[samples]`: sum of the squared lengths of the sample's attention sequences (its images,
             for example).
-            known (`bool`, *optional*, defaults to `True`):
-                Whether the sizes were measured. Otherwise all samples count the same, and any sample may have inputs
-                for each module.
+        known (`bool`, *optional*, defaults to `True`):
+            Whether the sizes were measured. Otherwise all samples count the same, and any sample may have inputs for
+            each module.
     """
 
     tokens: Mapping[str, np.ndarray]
@@ -87,7 +87,7 @@ class Workloads:
         forward_ms (`Mapping[str, np.ndarray]`):
             Module -> float64 `[samples]`: forward time of each sample through the whole module on one rank; 0 if the
             sample has no input for the module. Such samples are in no microbatch of an encoder.
-            backward_ratio (`Mapping[str, float]`): Module -> backward time / forward time, 0 without a backward.
+        backward_ratio (`Mapping[str, float]`): Module -> backward time / forward time, 0 without a backward.
         tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
         max_tokens (`Mapping[str, int]`):
             Module -> maximum tokens per microbatch, from the user's setting or the memory limit; no limit for modules
@@ -129,7 +129,7 @@ class Workloads:
 
         Args:
             module (`str`): The module.
-            batch_indices (`np.ndarray` of shape `[n]`): BatchIndices of the samples.
+            batch_indices (`np.ndarray` of shape `[n]`): Batch indices of the samples.
             microbatch (`np.ndarray` of shape `[n]`): Microbatch of each sample.
             count (`int`): Number of microbatches.
 

@@ -207,12 +207,12 @@ class StepPlan:
         [`~StepPlan.consumer_turns`] for many replicas at once.
 
         Args:
-            given ([`SampleLocations`]): BatchIndices of the producer.
+            given ([`SampleLocations`]): Replica and microbatch of the producer's batch indices.
             target (`str`): The consumer.
 
         Returns:
-            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Indices of the batch indices that `target` consumes and, for
-            each of them, its turn and the number of turns.
+            `tuple[np.ndarray, np.ndarray, np.ndarray]`: Positions in `given` of the samples that `target` consumes,
+            and for each of them its turn and the number of turns.
         """
         consumers, indices = (location[given.batch_indices] for location in self.locations[target])
         used = np.flatnonzero(consumers >= 0)

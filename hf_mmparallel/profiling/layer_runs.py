@@ -208,8 +208,8 @@ class ModuleRuns:
         Inputs of about `tokens` tokens in `sequences` sequences. An encoder with items of fixed size gets the number
         of items that is closest to `tokens`.
 
-            Raises:
-                `ValueError`: If no inputs can be made.
+        Raises:
+            `ValueError`: If no inputs can be made.
         """
         key = (tokens, sequences)
         if key not in self._known:

@@ -1,4 +1,4 @@
-"""What counted costs rest on, measured on a device: launches, and the shares of its peaks that kernels reach."""
+"""Constants of the analytic costs, measured on a device: launch time, fractions of its peaks that kernels reach."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float
 
     Args:
         device (`torch.device`): `cuda` or `cpu`.
-        dtype (`torch.dtype`): What matrices are multiplied in.
+        dtype (`torch.dtype`): Dtype of matrix products.
         budget_s (`float`, *optional*, defaults to 2): Seconds for each of them, at most.
 
     Returns:

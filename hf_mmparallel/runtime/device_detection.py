@@ -1,4 +1,4 @@
-"""Which device the ranks have: recognised by what the driver reports, or measured."""
+"""The device of the ranks: recognised by the properties that the driver reports, or measured."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from .timing import run_seconds
 logger = get_logger(__name__)
 
 MEASURED = "measured"
-"""How the `source` of a device begins whose numbers were measured."""
+"""Start of the `source` of a device with measured numbers."""
 _GIB = 2**30
 _BUDGET_S = 2.0  # of all measurements together, about
 _PRODUCT_SHARE = 0.8  # of the peak that a large matrix product reaches (8192 x 8192 on an H200: 0.78 to 0.80)
 _LONGEST_SIDE = 8192
-_RUNS = 3  # of what is timed, with the one that does not count
+_RUNS = 3  # of each timed function, including the one that does not count
 _COPY_BYTES = 2**28
 _TIMED = {
     "bfloat16": (torch.bfloat16, "ieee"),
@@ -47,7 +47,7 @@ _DEFAULTS: Mapping[str, Callable[[Hardware], float]] = {
     "collective_latency_us": lambda device: device.link_latency_us,
     "node_collective_latency_us": lambda device: device.node_link_latency_us,
 }
-"""What of a device may be left out -> what counts in its place."""
+"""Optional field of a device -> its default."""
 
 
 def known_device(device: torch.device) -> Hardware | None:
@@ -61,7 +61,7 @@ def known_device(device: torch.device) -> Hardware | None:
 
 
 def reported_name(device: torch.device) -> str:
-    """What the driver calls a device."""
+    """The name of a device by its driver."""
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else str(device.type)
 
 

@@ -122,7 +122,7 @@ def load_earlier_optimizer(
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, new or used.
         model (`nn.Module`): The pruned model of this rank.
-        folder (`str` or `Path`): What was written.
+        folder (`str` or `Path`): The checkpoint.
         world ([`World`]): The ranks.
 
     Raises:

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from ..cost import CostModel, analytic_costs, find_device
 from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
-from ..data.loader import StepBatch, keys_of_rank, stable_seed
+from ..data.loader import StepBatch, keys_of_rank
+from ..data.randomness import stable_seed
 from ..modeling import module_parts, prepare_stages, token_loss
+from ..modeling.dtypes import cast_values
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
 from ..plan import (
     LANGUAGE_MODEL,
@@ -95,83 +97,105 @@ class ParallelEngine(nn.Module):
         costs: CostModel | None = None,
     ):
         super().__init__()
-        spec = with_tp_dims(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
-        self.spec = spec
+        self.spec = with_tp_dims(model, spec, {name: module.tp_size for name, module in plan.modules.items()})
         self.plan = plan
         self.world = world
-        self.device = device = world.device
-        self.seed = seed
+        self.device = world.device
         self.rank = world.rank
-        self.sync_groups = sync_groups(spec, plan)
-        self.sharded = ShardedModel(model, spec, plan, world)
+        self.seed = seed
+        self.label_smoothing = label_smoothing
+        self.costs = costs or analytic_costs(self.spec, find_device("cpu"))
+        # Of the whole model, which the next lines take apart.
+        self.encoder_inputs = _encoder_inputs(model)
+        self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
+        self.sharder = self._context_sharder(model)
+        # Groups are made in one order on all ranks, before anything communicates.
+        self.sync_groups = sync_groups(self.spec, plan)
+        self.sharded = ShardedModel(model, self.spec, plan, world)
         self.shards = self.sharded.shards
         self.groups = ProcessGroups(plan, self.sync_groups, world)
-        self.encoder_inputs = _encoder_inputs(model)
-        self.costs = costs or analytic_costs(spec, find_device("cpu"))
-        self.sharder = None
-        if plan.modules[LANGUAGE_MODEL].cp_size > 1:
-            media = frozenset().union(*self.encoder_inputs.values())
-            windows = layer_windows(model.config.get_text_config(), spec.language_model.num_layers)
-            self.sharder = ContextSharder(
-                plan, self.rank, spec.placeholders, media, layer_costs(self.costs, plan), windows
-            )
-        self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
-        self.stages = prepare_stages(model, spec, plan, self.rank, device)
+        self.stages = prepare_stages(model, self.spec, plan, self.rank, self.device)
         self.module: Any = model
-        self.partial: set[str] = set()
+        self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
+        self._load(load)
+        self._prepare_steps()
+        self.settings: Mapping[str, ModulePlugin] = {}  # module -> its settings, saved with the plan
+        self.cast_to: torch.dtype | None = None  # see `cast`
+        self.planner: StepPlanner | None = None  # of the training steps
+        # Of the last step, for callbacks.
+        self.step_index = 0
+        self.last_result: StepResult | None = None
+        self.asked_s = 0.0  # when the Trainer asked for its batch
+        self.data_ms = 0.0  # how long this rank waited for it
+        self.account: MemoryAccount | None = None
+        self.current_step: StepPlan | None = None
+        self.current_sizes: SampleSizes | None = None
+        self.current_workloads: Workloads | None = None
+
+    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder | None:
+        """The sharder of the language model's microbatches; `None` without context parallelism."""
+        if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
+            return None
+        media = frozenset().union(*self.encoder_inputs.values())
+        windows = layer_windows(model.config.get_text_config(), self.spec.language_model.num_layers)
+        costs = layer_costs(self.costs, self.plan)
+        return ContextSharder(self.plan, self.rank, self.spec.placeholders, media, costs, windows)
+
+    def _load(self, load: Callable[[PreTrainedModel], None] | None) -> None:
+        """Moves this rank's weights to its device, each sharded over its tp group."""
         if load is None:
-            self.module.to(device)
+            self.module.to(self.device)
             self._shard_layers()
         else:
             self._shard_layers()  # on the meta device, so that a rank reads its shards only
-            load(model)
-            self.module.to(device)
+            load(self.module)
+            self.module.to(self.device)
+
+    def _prepare_steps(self) -> None:
+        """The executor, the gradient sums and the checks of steps, for parameters that stay the same objects."""
         self.executor = Executor(
-            plan,
-            spec,
+            self.plan,
+            self.spec,
             self.stages,
-            DistributedTransport(world, self.groups.channels),
+            DistributedTransport(self.world, self.groups.channels),
             self.groups.by_ranks,
-            lambda logits, labels, shifted: token_loss(model, logits, labels, label_smoothing, shifted),
-            device,
+            lambda logits, labels, shifted: token_loss(self.module, logits, labels, self.label_smoothing, shifted),
+            self.device,
         )
-        self.executor.before_forward = self._seed_task
         named = dict(self.module.named_parameters())
-        self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks)
-        self.sync.before_sum = self._before_sum
-        self.executor.on_sync = self.sync.start
-        replicated = replicated_parameters(self.sharded, self.stages, self.groups, self.partial)
-        self._equal_gradients = EqualGradients(replicated)
-        self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named, label_smoothing)
         self.trained = [p for p in named.values() if p.requires_grad]
         self.counted = [
             named[name]
             for name, shards in self.shards.items()
             if shards.owned_by(self.rank) and named[name].requires_grad
         ]
+        replicated = replicated_parameters(self.sharded, self.stages, self.groups, self.partial)
+        self._equal_gradients = EqualGradients(replicated)
+        self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named)
+        self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks)
+        self.executor.before_forward = self._seed_task
+        self.executor.on_sync = self.sync.start
+        self.sync.before_sum = self._before_sum
         self._check_step = StepCheck(
-            world,
-            num_replicas=plan.modules[LANGUAGE_MODEL].dp_size,
+            self.world,
+            num_replicas=self.plan.modules[LANGUAGE_MODEL].dp_size,
             sums=stable_seed(*((group.ranks, group.stages, group.parameters) for group in self.sync_groups)),
             has_shardings=self.sharder is not None,
         )
-        self.settings: Mapping[str, ModulePlugin] = {}  # of modules, which are saved with the plan
-        self.cast_to: torch.dtype | None = None  # by an evaluation in half precision, for good
-        self.step_index = 0
-        self.last_result: StepResult | None = None
-        self.asked_s = 0.0  # when the Trainer asked for the batch of the last step
-        self.data_ms = 0.0  # how long this rank waited for it
-        self.planner: StepPlanner | None = None  # of the training steps
-        self.account: MemoryAccount | None = None
-        self.current_step: StepPlan | None = None
-        self.current_sizes: SampleSizes | None = None
-        self.current_workloads: Workloads | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
             "A model under a plan has no forward of its own, each rank holds a part. Use `trainer.gather_model()` on "
             "all ranks for a whole model."
         )
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Casts this rank's part of the model for good, and widens the dtypes in which tensors are sent if needed."""
+        cast_values(self.module, dtype)
+        self.cast_to = dtype
+        self.executor.payloads.widen(dtype)
+        for stage in self.stages.values():
+            stage.widen(dtype)
 
     def _shard_layers(self) -> None:
         """Applies tensor parallelism to the stages of this rank."""
@@ -190,8 +214,9 @@ class ParallelEngine(nn.Module):
         )
 
     def _first_step_check(
-        self, replicated: Sequence[ReplicatedParameters], named: Mapping[str, nn.Parameter], label_smoothing: float
+        self, replicated: Sequence[ReplicatedParameters], named: Mapping[str, nn.Parameter]
     ) -> FirstStepCheck:
+        """What compares copies of parameters, their gradients and the loss with the model's own in the first step."""
         copies = [
             (group.ranks, self.groups.by_ranks[group.ranks], {name: named[name] for name in group.parameters})
             for group in self.sync_groups
@@ -208,7 +233,7 @@ class ParallelEngine(nn.Module):
             for key, stage in self.stages.items()
             if has_loss and stage.module == LANGUAGE_MODEL and stage.is_last
         }
-        return FirstStepCheck(replicated, copies, frozen, stages, bool(label_smoothing), self.world)
+        return FirstStepCheck(replicated, copies, frozen, stages, bool(self.label_smoothing), self.world)
 
     def _before_sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes the gradients of this rank ready to be added to those of others."""
@@ -223,10 +248,10 @@ class ParallelEngine(nn.Module):
         return torch.random.fork_rng(devices=(self.device,), device_type=self.device.type)
 
     def _seed_task(self, task: Task) -> None:
-        """Gives dropout a seed that depends on the step, the task and the tokens, equal on tensor-parallel ranks."""
+        """Gives dropout a seed that depends on the step, the task and the tokens, equal in a tp group."""
         if self.module.training:
-            row = self.plan.stage(task.module, task.replica, task.stage).cp_rank_of(self.rank)
-            seed = stable_seed(self.seed, self.step_index, task.key, *([row] if row else []))
+            cp_rank = self.plan.stage(*task.stage_key).cp_rank_of(self.rank)
+            seed = stable_seed(self.seed, self.step_index, task.key, *([cp_rank] if cp_rank else []))
             torch.manual_seed(seed)
 
     @property
@@ -236,7 +261,7 @@ class ParallelEngine(nn.Module):
         return {name: every - own for name, own in self.encoder_inputs.items()}
 
     def keys(self, step: StepPlan) -> Mapping[tuple[str, int, int, int], tuple[int, ...]]:
-        """The chunks that this rank works on."""
+        """(module, replica, microbatch, chunk) -> batch indices, for the chunks of this rank."""
         return keys_of_rank(self.plan, step, self.rank)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
@@ -245,11 +270,11 @@ class ParallelEngine(nn.Module):
         return self.current_step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
     def first_rank(self, task: Task) -> int:
-        """The rank that speaks for the mesh of a task's stage."""
+        """The rank that reports for a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
 
     def leads_cp_rank(self, task: Task) -> bool:
-        """Whether this rank speaks for its row of the mesh of a task's stage, whose tokens no other row has."""
+        """Whether this rank is the first of its tp group in a task's stage, and so reports for its cp rank."""
         stage = self.plan.stage(task.module, task.replica, task.stage)
         return stage.ranks[stage.cp_rank_of(self.rank)][0] == self.rank
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.loader import StepBatch
-from ..plan import ModelSpec, ParallelPlan
+from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
-from ..schedule.actions import Action, Message, StageKey, Task
+from ..schedule.actions import Action, Message, Task
 from ..schedule.lowering import receive_ahead
 from ..world import ACTIVITY
 from .message_queues import Incoming, MessageQueues
@@ -37,9 +37,9 @@ class _RunningTask:
     A task between its forward and its backward.
 
     Args:
-        outputs (`list[torch.Tensor]`): What other tasks receive.
-        losses (`list[torch.Tensor]`): Losses of which the backward starts here; at most one.
-        inputs (`dict[str, torch.Tensor]`): Module that computed it -> what the task received, a leaf of its graph.
+        outputs (`list[torch.Tensor]`): The tensors that other tasks receive.
+        losses (`list[torch.Tensor]`): The loss whose backward starts here, if there is one.
+        inputs (`dict[str, torch.Tensor]`): Producer module -> the tokens that the task received, a leaf of its graph.
     """
 
     outputs: list[Tensor]
@@ -143,7 +143,7 @@ class _Step:
     The state of one step on one rank.
 
     Args:
-        executor ([`Executor`]): What runs it.
+        executor ([`Executor`]): The executor that runs it.
         program (`Program`): The program of the step.
         batch (`StepBatch`): Its inputs.
     """
@@ -156,7 +156,7 @@ class _Step:
         self.queues = MessageQueues(executor.transport, executor.groups, executor.device)
         self.result = StepResult()
         self.running: dict[tuple, _RunningTask] = {}
-        self.gradients: dict[tuple, dict[str, Tensor]] = {}  # task -> module that computed an input -> its gradient
+        self.gradients: dict[tuple, dict[str, Tensor]] = {}  # task -> producer module -> gradient
 
     def receive(self, message: Message) -> None:
         """Posts the receives of a message."""
@@ -169,7 +169,7 @@ class _Step:
         self.queues.receive(message, payload, self.messages.routes(message, task, num_tokens))
 
     def send(self, message: Message) -> None:
-        """Sends what a task computed to one of its consumers, or the gradient of an input to one of its producers."""
+        """Sends outputs of a task to one of its consumers, or the gradient of an input to one of its producers."""
         payload, task = self.messages.payload(message), message.source
         if message.kind == "act":
             outputs = payload.select_outputs(self.running[task.key].outputs)
@@ -209,8 +209,8 @@ class _Step:
         self, task: Task, needs_graph: bool
     ) -> tuple[dict[str, Tensor], dict[str, list[Tensor | None]]]:
         """
-        What a task received from each module: all tokens in one leaf of its graph, and cut into the tensors of that
-        module, `None` for those that enter other stages.
+        Producer module -> all tokens that a task received from it, a leaf of its graph; and producer module -> these
+        tokens as views for each tensor of that module, `None` for tensors that enter other stages.
         """
         leaves: dict[str, Tensor] = {}
         received: dict[str, list[Tensor | None]] = {}
@@ -227,8 +227,8 @@ class _Step:
         return leaves, received
 
     def leaf(self, payload: Payload, messages: Sequence[Incoming], num_tokens: int) -> Tensor:
-        """The tokens of activations from one module, `[num_tokens, width]`."""
-        gathered = [found for incoming in messages for found in self.queues.gather(incoming)]
+        """The tokens `[num_tokens, width]` that a task received from one module."""
+        gathered = [pair for incoming in messages for pair in self.queues.gather(incoming)]
         if len(gathered) == 1 and gathered[0][1] is None:
             return gathered[0][0]
         leaf = self.queues.zeros(num_tokens, payload)
@@ -238,7 +238,7 @@ class _Step:
         return leaf
 
     def losses(self, task: Task, logits: Tensor) -> list[Tensor]:
-        """The loss of a stage's logits, which are handed to whoever collects them; none without labels."""
+        """Passes a stage's logits to `on_logits`, and returns their loss; empty without labels."""
         batch = self.inputs.batch(task)
         if self.executor.on_logits is not None:
             whole = self.inputs.gather_tokens(task, logits.detach())
@@ -254,7 +254,7 @@ class _Step:
         return [loss]
 
     def backward(self, task: Task) -> None:
-        """Runs the backward of a chunk's forward and stores the gradients of what it received."""
+        """Runs the backward of a chunk's forward and stores the gradients of the received tokens."""
         running = self.running.pop(task.key)
         gradients = self.output_gradients(task, running.outputs)
         ends = [(loss, None) for loss in running.losses] + list(zip(running.outputs, gradients, strict=True))
@@ -269,7 +269,7 @@ class _Step:
         }
 
     def output_gradients(self, task: Task, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient of each output of a task: the sum of what its consumers sent back."""
+        """The gradient of each output of a task: the sum of those that its consumers returned."""
         result: list[Tensor | None] = [None] * len(outputs)
         for payload, messages in _by_payload(self.queues.arrived(task)):
             crossed = payload.select_outputs(outputs)
@@ -286,7 +286,7 @@ class _Step:
         return [torch.zeros_like(out) if g is None else g for out, g in zip(outputs, result, strict=True)]
 
     def release(self, task: Task) -> None:
-        """Frees what a task keeps for its messages, once the last one is on its way."""
+        """Frees the tensors of a task that only its messages needed, once the last one is sent."""
         if task.kind == "bwd":
             del self.gradients[task.key]
         elif not self.program.has_backward(task):
@@ -294,7 +294,7 @@ class _Step:
 
 
 def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incoming]]]:
-    """Messages that carry tokens of the same tensors, with what one of them carries, in one order on all ranks."""
+    """Groups messages with tokens of the same tensors, in one order on all ranks; each with one of its payloads."""
     groups: dict[tuple, list[Incoming]] = {}
     for incoming in messages:
         groups.setdefault(incoming.payload.key, []).append(incoming)

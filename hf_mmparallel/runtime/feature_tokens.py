@@ -1,4 +1,4 @@
-"""Where the tokens of features are: their order in a task, the cp rank that has each, and its place there."""
+"""The order of feature tokens in a task, the cp rank that has each, and its index there."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class FeatureOrder:
 
 class FeatureOwners:
     """
-    The cp rank that has each token of a task's features, and the token's place among those of that cp rank, where
-    features lie one behind the other.
+    The cp rank that has each token of a task's features, and the index of the token among those of that cp rank, where
+    features are concatenated.
 
     Args:
         order ([`FeatureOrder`]): The tokens of the features, on all cp ranks.
         owners (`Sequence[tuple[torch.Tensor, torch.Tensor]]`, *optional*):
-            For each feature, int64 `[tokens]` cp rank of each token and int64 `[tokens]` place among the tokens of the
-            feature there; left out where one cp rank has all.
+            For each feature, int64 `[tokens]` cp rank of each token and int64 `[tokens]` index among the tokens of the
+            feature there; left out if one cp rank has all.
         cp_size (`int`, *optional*, defaults to 1): Number of cp ranks.
 
     Attributes:
@@ -79,8 +79,8 @@ class FeatureOwners:
             samples (`Sequence[int]`): Batch indices of the samples.
 
         Returns:
-            `tuple[torch.Tensor | None, torch.Tensor]`: int64 `[num_tokens]` cp rank of each token, `None` where one
-            has all, and int64 `[num_tokens]` place there.
+            `tuple[torch.Tensor | None, torch.Tensor]`: int64 `[num_tokens]` cp rank of each token, `None` if one
+            has all, and int64 `[num_tokens]` index there.
         """
         positions = self.order.positions(samples)
         if self.cp_ranks is None or self.places is None:

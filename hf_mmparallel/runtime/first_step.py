@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..modeling import token_loss
 from ..modeling.dtensors import local
 from ..modeling.stages import ModuleStage
-from ..schedule.actions import StageKey
+from ..plan import StageKey
 from ..world import World
 from .replicated import ReplicatedParameters
 from .step_result import StepResult

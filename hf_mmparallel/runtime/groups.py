@@ -32,7 +32,7 @@ def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
 
 
 def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int]]:
-    """The pairs between two rows of ranks, both ways: part `i` joins source `i mod a` and target `i`."""
+    """The pairs of ranks between two tp groups, both ways: slice `i` goes from source `i mod a` to target `i`."""
     result = set()
     for index, target in enumerate(targets):
         source = sources[index % len(sources)]
@@ -42,9 +42,11 @@ def _pairs(sources: Sequence[int], targets: Sequence[int]) -> set[tuple[int, int
 
 
 def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
-    """The groups of ranks that share a row of tokens and hold the same shards, in the order of their parts of it."""
-    columns = [c for module in plan.modules.values() for _, _, stage in module.stages() for c in stage.cp_groups]
-    return list(dict.fromkeys(column for column in columns if len(column) > 1))
+    """The cp groups of several ranks, which share the tokens of a row and have the same shards."""
+    groups = [
+        ranks for module in plan.modules.values() for _, _, stage in module.stages() for ranks in stage.cp_groups
+    ]
+    return list(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1))
 
 
 def tp_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
@@ -58,7 +60,7 @@ class ProcessGroups:
     The groups that a rank uses. Creating one is collective: every rank of the world makes the same calls.
 
     The ranks of a group have the order in which the plan writes them, also where that is not ascending: the index of a
-    rank in a tp group says which shard and which part of a message it has.
+    rank in a tp group says which shard and which slice of a message it has.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -72,9 +74,9 @@ class ProcessGroups:
         self.by_ranks: dict[tuple[int, ...], Any] = {}
         of_tp = tp_groups(plan)
         for ranks in dict.fromkeys((*of_tp, *context_groups(plan), *(group.ranks for group in sync))):
-            made = world.new_group(ranks)
+            group = world.new_group(ranks)
             if rank in ranks:
-                self.by_ranks[ranks] = made
+                self.by_ranks[ranks] = group
         for ranks in of_tp:
             if rank in ranks:
                 self.tp_meshes[ranks] = DeviceMesh.from_group(
@@ -86,9 +88,9 @@ class ProcessGroups:
         self.channels: dict[tuple[int, int], Any] = {}
         if world.on_device:
             for pair in talking_pairs(plan):
-                made = world.new_group(pair)
+                group = world.new_group(pair)
                 if rank in pair:
-                    self.channels[pair] = made
+                    self.channels[pair] = group
             self._connect(world)
 
     def _connect(self, world: World) -> None:

@@ -75,7 +75,7 @@ def measured_links(hardware: Hardware, world: World) -> Hardware:
         return hardware
     found = link_constants(world)
     inside = found.get("link_gb_per_s", hardware.link_gb_per_s)
-    if "node_size" not in found:  # one node, to which no other one is asked for
+    if "node_size" not in found:  # one node: no link to others is needed
         found |= {"node_size": world.size, "network_cards": world.size, "node_link_gb_per_s": inside}
     return replace(hardware, **{**found, "link_gb_per_s": max(inside, found["node_link_gb_per_s"])})
 

@@ -1,4 +1,4 @@
-"""The messages of one rank on their way: posted receives, started sends, and what stays on the rank."""
+"""The messages of one rank in flight: posted receives, started sends, and slices that stay on the rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _ReceivedSlice:
 
     Args:
         slice ([`Slice`]): The slice.
-        index (`torch.Tensor`, *optional*): Places of its tokens among those of the task; `None` for tokens in order.
-        buffer (`torch.Tensor`, *optional*): Where it arrives; `None` for what stays on this rank.
+        index (`torch.Tensor`, *optional*): Indices of its tokens among those of the task; `None` for tokens in order.
+        buffer (`torch.Tensor`, *optional*): Receive buffer; `None` for a slice that stays on this rank.
     """
 
     slice: Slice
@@ -40,14 +40,16 @@ class Incoming:
 
     Args:
         message (`Message`): The message.
-        payload ([`Payload`]): What it carries.
-        routes (`list[tuple[Route, torch.Tensor | None]]`): The routes of it that end on this rank.
+        payload ([`Payload`]): Its payload.
+        routes (`list[tuple[Route, torch.Tensor | None]]`): Its routes that end on this rank.
+        slices (`list[list[_ReceivedSlice]]`): The slices of each route that arrive on this rank.
+        handles (`list[Handle]`): The receives that are posted.
     """
 
     message: Message
     payload: Payload
     routes: Sequence[IndexedRoute]
-    slices: list[list[_ReceivedSlice]] = field(default_factory=list)  # of each route
+    slices: list[list[_ReceivedSlice]] = field(default_factory=list)
     handles: list[Handle] = field(default_factory=list)
 
 
@@ -58,7 +60,7 @@ class MessageQueues:
     Args:
         transport (`Transport`): Carries messages to other ranks.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
-        device (`torch.device`): Where tensors are.
+        device (`torch.device`): Device of the buffers.
     """
 
     def __init__(self, transport: Transport, groups: Mapping[tuple[int, ...], Any], device: torch.device):
@@ -105,14 +107,14 @@ class MessageQueues:
 
     def arrived(self, task: Task) -> list[Incoming]:
         """
-        The messages to a task, in one order on all of its ranks: receives are posted in another order on each, the
-        collectives that follow must not be.
+        The messages to a task, in the same order on all of its ranks, as the collectives that follow need; ranks may
+        post receives in different orders.
         """
         return sorted(self._received.pop(task, ()), key=lambda incoming: incoming.message)
 
     def gather(self, incoming: Incoming) -> list[tuple[Tensor, Tensor | None]]:
         """
-        All tokens of an activation that come to this cp rank.
+        All tokens of an activation that this cp rank receives.
 
         Args:
             incoming ([`Incoming`]): The message.
@@ -124,7 +126,7 @@ class MessageQueues:
         result = []
         for (route, index), arriving in zip(incoming.routes, incoming.slices, strict=True):
             if route.num_tokens:
-                tensors = [self._tensor(incoming, own) for own in arriving]
+                tensors = [self._tensor(incoming, received) for received in arriving]
                 result.append((self._gathered(route, incoming.payload, tensors), index))
         return result
 
@@ -142,7 +144,7 @@ class MessageQueues:
 
     def sum_gradients(self, messages: Sequence[Incoming], num_tokens: int, tp_group: tuple[int, ...]) -> Tensor:
         """
-        The gradient of what a task has sent, as the sum of what its consumers sent back.
+        The gradient of outputs of a task: the sum of the gradients that its consumers returned.
 
         Args:
             messages (`Sequence[Incoming]`): Gradients of the same outputs, at least one.
@@ -152,19 +154,21 @@ class MessageQueues:
         total = self.zeros(num_tokens, messages[0].payload)
         for incoming in messages:
             for arriving in incoming.slices:
-                for own in arriving:
-                    tokens = self._tensor(incoming, own)
-                    if own.index is None:
-                        total[own.slice.start : own.slice.stop] += tokens
+                for received in arriving:
+                    tokens = self._tensor(incoming, received)
+                    if received.index is None:
+                        total[received.slice.start : received.slice.stop] += tokens
                     else:
-                        total.index_add_(0, own.index.to(total.device), tokens)
+                        total.index_add_(0, received.index.to(total.device), tokens)
         if num_tokens and len(tp_group) > 1:
             dist.all_reduce(total, group=self.groups[tp_group])
         return total
 
-    def _tensor(self, incoming: Incoming, own: _ReceivedSlice) -> Tensor:
+    def _tensor(self, incoming: Incoming, received: _ReceivedSlice) -> Tensor:
         """The tokens of a slice that has arrived."""
-        return self._staying.pop((incoming.message, own.slice)) if own.buffer is None else own.buffer
+        if received.buffer is not None:
+            return received.buffer
+        return self._staying.pop((incoming.message, received.slice))
 
     # Sending
 
@@ -174,7 +178,7 @@ class MessageQueues:
 
         Args:
             message (`Message`): The message.
-            payload ([`Payload`]): What it carries.
+            payload ([`Payload`]): Its payload.
             routes (`Sequence[tuple[Route, torch.Tensor | None]]`): The routes of it that begin on this rank.
             tokens (`torch.Tensor` of shape `[num_tokens, width]`): All tokens of the payload on this rank.
         """
@@ -192,19 +196,19 @@ class MessageQueues:
         self._drop_completed()
 
     def _drop_completed(self) -> None:
-        """Frees the buffers of completed sends; tasks without a backward have no later wait that would."""
+        """Frees the buffers of completed sends, also of tasks without a backward, which waits for the others."""
         for task, handles in list(self._sent.items()):
             self._sent[task] = [handle for handle in handles if not handle.is_completed()]
             if not self._sent[task]:
                 del self._sent[task]
 
     def wait_for_sends(self, task: Task) -> None:
-        """Waits until what a task sends has left."""
+        """Waits for the sends of a task."""
         for handle in self._sent.pop(task, ()):
             handle.wait()
 
     def finish(self) -> None:
-        """Waits for the sends that are still on their way."""
+        """Waits for all sends in flight."""
         for task in list(self._sent):
             self.wait_for_sends(task)
 

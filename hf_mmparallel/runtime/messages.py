@@ -1,4 +1,4 @@
-"""The messages of one step: which tokens of a task they carry between this rank and others."""
+"""The messages of one step: the tokens of a task that each exchanges between this rank and others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepMessages:
     Layouts of the messages of one step on one rank, derived from the payloads and this rank's inputs.
 
     Args:
-        payloads ([`Payloads`]): What crosses each edge.
+        payloads ([`Payloads`]): The payloads of the plan.
         inputs ([`StepInputs`]): The inputs of the step.
     """
 
@@ -36,11 +36,11 @@ class StepMessages:
         Args:
             message (`Message`): The message.
             task (`Task`): The end of the message whose task this rank runs.
-            num_tokens (`int`): Tokens that the task has of the payload on this rank.
+            num_tokens (`int`): Number of tokens of the payload that the task has on this rank.
 
         Returns:
-            `list[tuple[Route, torch.Tensor | None]]`: The routes, each with the places of its tokens among those that
-            the task has on this rank, `None` for all of them in order.
+            `list[tuple[Route, torch.Tensor | None]]`: The routes, each with the indices of its tokens among those
+            that the task has on this rank, `None` for all of them in order.
         """
         payload, rank = self.payload(message), self.inputs.rank
         is_producer = task.key == ends_of(message)[0].key
@@ -58,22 +58,22 @@ class StepMessages:
         self, message: Message, features: tuple[FeatureSpec, ...], is_producer: bool
     ) -> tuple[torch.Tensor, list[Route]]:
         """
-        All routes of features, and the place of each token of the message at the end that this rank runs.
+        The index of each token of a message at the end that this rank runs, and all routes of the message.
 
-        The other end may be a task of other ranks only: of it nothing has to be known if it has a single cp rank, and
-        otherwise this rank knows how its tokens are cut.
+        The other end may be a task of other ranks only. With a single cp rank nothing about it is needed; otherwise
+        this rank has the sharding of its tokens.
         """
         payload, (producer, consumer) = self.payload(message), ends_of(message)
         here, there = (producer, consumer) if is_producer else (consumer, producer)
         shared = set(self.inputs.samples(consumer))
         samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
-        own, places = self.inputs.feature_owners(here, features).select(samples)
-        other = None
+        cp_ranks, places = self.inputs.feature_owners(here, features).select(samples)
+        other_cp_ranks = None
         if len(self.inputs.stage(there).ranks) > 1:
-            other, _ = self.inputs.feature_owners(there, features).select(samples)
-        computed_on, needed_on = (own, other) if is_producer else (other, own)
+            other_cp_ranks, _ = self.inputs.feature_owners(there, features).select(samples)
+        ends = (cp_ranks, other_cp_ranks) if is_producer else (other_cp_ranks, cp_ranks)
         meshes = payload.producer_mesh, payload.consumer_mesh
-        return places, feature_routes(len(places), *meshes, computed_on, needed_on)
+        return places, feature_routes(len(places), *meshes, *ends)
 
     def shapes(self, payload: Payload, task: Task) -> list[torch.Size]:
         """Shapes of the tensors of a payload that enter a task on this rank."""

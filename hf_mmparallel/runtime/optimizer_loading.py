@@ -21,7 +21,7 @@ from ..world import World
 from .optimizer_names import STATE, cant_be_cut, named_groups, rank_local_suffix, settings_of
 from .optimizers import whole_parameter
 
-# Where `state_dict` of bitsandbytes puts what FSDP must not see.
+# Key under which `state_dict` of bitsandbytes hides entries from FSDP.
 _WRAPPED = "__bnb_optimizer_quant_state__"
 
 
@@ -33,13 +33,13 @@ def load_optimizer(
     world: World,
 ) -> None:
     """
-    Reads into every rank's optimizer what `save_optimizer` wrote under any layout, or the stock Trainer, bit by bit.
-    Called by all ranks.
+    Reads a checkpoint of `save_optimizer` under any layout, or of the stock Trainer, into the optimizer of every rank
+    without a change of any bit. Collective.
 
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, new or used.
         model (`nn.Module`): The pruned model of this rank.
-        folder (`str` or `Path`): What was written.
+        folder (`str` or `Path`): The checkpoint.
         groups (`Sequence[Sequence[str]]`): The trained parameters of the whole model, in the stock Trainer's groups.
         world ([`World`]): The ranks.
 

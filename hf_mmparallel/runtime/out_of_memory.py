@@ -1,4 +1,4 @@
-"""What a device that runs out of memory was computing, what was predicted for it, and what to set."""
+"""Error messages for a device that runs out of memory: its computation, the prediction, and settings that help."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _STEPPING = "_hf_mmparallel_stepping"
 @dataclass(frozen=True)
 class MemoryAccount:
     """
-    What is known of the memory of one rank in a step.
+    The facts about the memory of one rank in a step that an error message needs.
 
     Args:
         plan (`ParallelPlan`): The layout.
         rank (`int`): The rank.
         step (`StepPlan`): The arrangement.
-        sizes (`SampleSizes`, *optional*): Of its samples, where they are known.
-        workloads (`Workloads`, *optional*): What they were arranged by.
-        planner ([`StepPlanner`], *optional*): What planned it, if it is a training step.
+        sizes (`SampleSizes`, *optional*): Sizes of its samples, if known.
+        workloads (`Workloads`, *optional*): Workloads by which they were arranged.
+        planner ([`StepPlanner`], *optional*): Planner of the step, if it is a training step.
     """
 
     plan: ParallelPlan
@@ -41,12 +41,12 @@ class MemoryAccount:
 
     def sentence(self, action: Action, error: BaseException, device: torch.device) -> str:
         """
-        What all ranks are told.
+        The error message for all ranks.
 
         Args:
-            action (`Action`): What this rank was doing.
-            error (`Exception`): What the allocator raised.
-            device (`torch.device`): Where it computes.
+            action (`Action`): The action that this rank ran.
+            error (`Exception`): The error of the allocator.
+            device (`torch.device`): The device that is full.
         """
         said = f"Rank {self.rank} ran out of memory in {self._where(action)}: {_reason(error)}."
         predicted = self.predicted()
@@ -58,12 +58,12 @@ class MemoryAccount:
 
     def optimizer_sentence(self, optimizer: torch.optim.Optimizer, error: BaseException, device: torch.device) -> str:
         """
-        What all ranks are told where the step of the optimizer does not fit.
+        The error message for all ranks if the step of the optimizer does not fit.
 
         Args:
-            optimizer (`torch.optim.Optimizer`): This rank's.
-            error (`Exception`): What the allocator raised.
-            device (`torch.device`): Where it computes.
+            optimizer (`torch.optim.Optimizer`): This rank's optimizer.
+            error (`Exception`): The error of the allocator.
+            device (`torch.device`): The device that is full.
         """
         held = [f"`{name}` (layers {first}-{stop - 1})" for name, (first, stop) in self._stages()]
         said = (
@@ -126,7 +126,7 @@ class MemoryAccount:
         return "" if memory_bytes is None else f", where microbatches are made to fit {memory_bytes / GIB:.4g} GiB"
 
     def _remedy(self, task: Task | None, predicted: RankMemory | None) -> str:
-        """What to set."""
+        """Settings that need less memory, as a sentence."""
         smaller = "lower `per_device_train_batch_size` for smaller microbatches"
         if predicted is not None:
             smaller += f' or set `memory_limit_gib` below {predicted.total_gib:.3g} or to "auto"'
@@ -142,11 +142,11 @@ def told_in_optimizer(
     device: torch.device,
 ) -> Iterator[None]:
     """
-    A block in which an optimizer steps; where its step runs out of memory, the error says so.
+    A block in which an optimizer steps; if the step runs out of memory, the error names the optimizer.
 
     Args:
         optimizer (`Callable`): Returns this rank's optimizer, once there is one.
-        account (`Callable`): Returns what is known of the last step's memory.
+        account (`Callable`): Returns the account of the last step.
         device (`torch.device`): Where it computes.
     """
     try:
@@ -170,7 +170,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _held_text(optimizer: torch.optim.Optimizer) -> str:
-    """What an optimizer's parameters, their gradients and its state take on this rank."""
+    """Memory of an optimizer's parameters, their gradients and its state on this rank, as text."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""What crosses an edge between two stages, as data: of a pipeline, or of the graph of modules."""
+"""Payloads: the tensors that cross an edge between two stages, of a pipeline or of the graph of modules, as data."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..modeling.dtypes import activation_dtype, hidden_dtype
-from ..plan import FeatureSpec, ModelSpec, ParallelPlan
-from ..schedule.actions import Message, StageKey, Task
+from ..plan import FeatureSpec, ModelSpec, ParallelPlan, StageKey
+from ..schedule.actions import Message, Task
 from ..schedule.graph import GradientFlow
 from .routes import Mesh
 
@@ -18,21 +18,22 @@ from .routes import Mesh
 @dataclass(frozen=True)
 class Payload:
     """
-    What a stage hands to another one in the forward; the gradient has the same shape and takes the same way back.
+    The tensors that a stage passes to another one in the forward; their gradients have the same shapes and take the
+    same way back.
 
     Args:
         producer (`tuple[str, int, int]`): (module, replica, stage) that computes it.
         consumer (`tuple[str, int, int]`): (module, replica, stage) that it enters.
         producer_mesh (`Mesh`): Ranks of the producer.
         consumer_mesh (`Mesh`): Ranks of the consumer.
-        width (`int`): Values of a token.
-        dtype (`torch.dtype`): Of its values between ranks.
+        width (`int`): Number of values per token.
+        dtype (`torch.dtype`): Dtype in which they are sent.
         needs_grad (`bool`): Whether the producer needs its gradient.
         features (`tuple[FeatureSpec, ...]`, *optional*):
-            The features of the producer's module that enter the consumer; `None` for hidden states.
+            Features of the producer's module that enter the consumer; `None` for hidden states.
         outputs (`tuple[int, ...]`, *optional*):
-            Their places among all features of the producer's module; `None` for hidden states, which are all outputs.
-        num_outputs (`int`, *optional*, defaults to 0): Features of the producer's module.
+            Their indices among all features of the producer's module; `None` for hidden states, which are all outputs.
+        num_outputs (`int`, *optional*, defaults to 0): Number of features of the producer's module.
     """
 
     producer: StageKey
@@ -48,24 +49,24 @@ class Payload:
 
     @property
     def key(self) -> tuple:
-        """Equal for payloads that carry the same tensors of a module to another one, or to other replicas of it."""
+        """Equal for payloads with the same tensors of a module for another one, whatever the replicas."""
         return self.producer[0], self.consumer[0], self.outputs
 
     def select_outputs(self, outputs: Sequence[Any]) -> list[Any]:
-        """Those outputs of the producer that cross the edge."""
-        return list(outputs) if self.outputs is None else [outputs[place] for place in self.outputs]
+        """The outputs of the producer that cross the edge."""
+        return list(outputs) if self.outputs is None else [outputs[index] for index in self.outputs]
 
     def place_tensors(self, tensors: Sequence[Any]) -> list[Any]:
-        """The tensors that crossed at their places among the producer's outputs, `None` for those that did not."""
+        """All outputs of the producer: the tensors that crossed the edge, and `None` for the others."""
         if self.outputs is None:
             return list(tensors)
-        found = dict(zip(self.outputs, tensors, strict=True))
-        return [found.get(place) for place in range(self.num_outputs)]
+        crossed = dict(zip(self.outputs, tensors, strict=True))
+        return [crossed.get(index) for index in range(self.num_outputs)]
 
 
 class Payloads:
     """
-    The payloads of a plan, each made when it is first asked for.
+    The payloads of a plan, each computed on first access.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -81,12 +82,17 @@ class Payloads:
         self._known: dict[tuple[StageKey, StageKey], Payload] = {}
 
     def of(self, message: Message) -> Payload:
-        """What a message carries, or whose gradient."""
+        """The payload of an activation, or that of which a message has the gradient."""
         producer, consumer = ends_of(message)
         ends = producer.stage_key, consumer.stage_key
         if ends not in self._known:
             self._known[ends] = self._payload(*ends)
         return self._known[ends]
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Makes all payloads also represent the values of `dtype`, to which the model was cast."""
+        self._dtypes = {ends: torch.promote_types(known, dtype) for ends, known in self._dtypes.items()}
+        self._known.clear()
 
     def _payload(self, producer: StageKey, consumer: StageKey) -> Payload:
         source, target = producer[0], consumer[0]
@@ -95,7 +101,7 @@ class Payloads:
         specs = self.spec.modules[source].features
         if source != target:
             outputs = self.plan.edge_stages(self._edges[source, target], consumer[1])[consumer[2]]
-            features = tuple(specs[place] for place in outputs)
+            features = tuple(specs[index] for index in outputs)
         return Payload(
             producer,
             consumer,
@@ -120,8 +126,8 @@ def wire_dtype(spec: ModelSpec, producer: str, consumer: str) -> torch.dtype:
     """
     Dtype of the values that go from one module to another, or between the stages of one.
 
-    It holds all values that the producer computes and all that the consumer computes with, so that nothing is rounded
-    that one process does not round; dtypes of other modules have no part in it.
+    It represents all values that the producer computes and that the consumer computes with, so that nothing is rounded
+    that one process does not round. It does not depend on other modules.
 
     Args:
         spec (`ModelSpec`): The model.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..modeling.dtensors import local
-from ..plan.ownership import StageKey
+from ..plan import StageKey
 from .groups import ProcessGroups
 from .sharded_model import ShardedModel
 
@@ -39,7 +39,7 @@ def replicated_parameters(
     sharded: ShardedModel, stages: Collection[StageKey], groups: ProcessGroups, partial: Collection[str]
 ) -> list[ReplicatedParameters]:
     """
-    What the tp groups that this rank is in hold whole on each of their ranks.
+    The parameters that each rank of a tp group holds whole, for the tp groups of this rank.
 
     Args:
         sharded ([`ShardedModel`]): The model.

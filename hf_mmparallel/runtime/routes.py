@@ -1,5 +1,5 @@
 """
-Which tokens of a message go from which rank to which: the change of layout between two meshes, as pure functions.
+The ranks between which each token of a message is sent: the change of layout between two meshes, as pure functions.
 
 A stage runs on a mesh of cp x tp ranks: each cp rank has tokens of its own, which all ranks of its tp group hold. A
 message is a set of routes, one for each pair of a cp rank of the producer and a cp rank of the consumer. Hidden states
@@ -33,7 +33,7 @@ class Slice:
         producer (`int`): Global rank that computes them.
         consumer (`int`): Global rank that receives them in the forward.
         start (`int`): The first token.
-        stop (`int`): The one after the last.
+        stop (`int`): One past the last token.
     """
 
     producer: int
@@ -72,7 +72,7 @@ class Route:
         consumers (`tuple[int, ...]`): Global ranks of the consumer's tp group.
         num_tokens (`int`): Number of tokens.
         tokens (`torch.Tensor` of shape `[num_tokens]`, *optional*):
-            int64, ascending: which tokens of the message; `None` for all of them.
+            int64, ascending: indices of its tokens in the message; `None` for all of them.
     """
 
     producers: tuple[int, ...]
@@ -101,9 +101,9 @@ def feature_routes(
         producer (`Mesh`): Ranks of the stage that computes them.
         consumer (`Mesh`): Ranks of the stage that they enter.
         computed_on (`torch.Tensor` of shape `[num_tokens]`, *optional*):
-            int64: the producer's cp rank that computes each token; not for a single cp rank.
+            int64: the producer's cp rank that computes each token; `None` for a single cp rank.
         needed_on (`torch.Tensor` of shape `[num_tokens]`, *optional*):
-            int64: the consumer's cp rank that needs each token; not for a single cp rank.
+            int64: the consumer's cp rank that needs each token; `None` for a single cp rank.
     """
     if len(producer) == len(consumer) == 1:
         return [Route(producer[0], consumer[0], num_tokens)]
@@ -126,7 +126,7 @@ def select(tokens: Tensor, index: Tensor | None) -> Tensor:
 
 
 def compose(outer: Tensor | None, inner: Tensor | None) -> Tensor | None:
-    """`outer[inner]`, where no index stands for all tokens in order."""
+    """`outer[inner]`, where `None` means all tokens in order."""
     if outer is None or inner is None:
         return inner if outer is None else outer
     return outer[inner]

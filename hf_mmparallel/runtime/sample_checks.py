@@ -1,4 +1,4 @@
-"""Checks of the user's data that only a step can make: placeholders, media and labels agree."""
+"""Checks of the user's data that only a step can make: whether placeholders, media and labels match."""
 
 from __future__ import annotations
 

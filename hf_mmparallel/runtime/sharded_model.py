@@ -193,7 +193,7 @@ class ShardedModel:
         Only what this rank holds is read, a shard of it where the parameter is sharded. Adapters are left as they are.
 
         Args:
-            folder (`str` or `Path`): What [`ShardedModel.save_model`] or `save_pretrained` wrote.
+            folder (`str` or `Path`): A folder written by [`~ShardedModel.save_model`] or `save_pretrained`.
 
         Raises:
             `ValueError`: On all ranks, if the checkpoint belongs to another model.
@@ -228,7 +228,7 @@ class ShardedModel:
         Reads what [`ShardedModel.save_adapters`] wrote under any layout into the live model, in place.
 
         Args:
-            folder (`str` or `Path`): What was written.
+            folder (`str` or `Path`): The folder of the adapters.
             adapter ([`Adapter`]): The adapter.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What the tasks of one step work on, on one rank: samples, batches, feature tokens of each sample."""
+"""The inputs of the tasks of one step on one rank: samples, batches, feature tokens of each sample."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..data.context_tokens import WORDS, BatchKey, ContextSharding
 from ..data.loader import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
-from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage
-from ..schedule.actions import StageKey, Task
+from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey
+from ..schedule.actions import Task
 from .feature_tokens import FeatureOrder, FeatureOwners
 
 
 class StepInputs:
     """
-    The inputs of the tasks of one step, as one rank sees them.
+    The inputs of the tasks of one step on one rank.
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -27,7 +27,7 @@ class StepInputs:
         spec (`ModelSpec`): The model.
         stages (`Mapping[StageKey, ModuleStage]`): The stages of this rank.
         groups (`Mapping[tuple[int, ...], ProcessGroup]`): Ranks -> their group.
-        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are sharding over cp ranks.
+        batch (`StepBatch`): The step, the inputs of this rank's chunks, and how tokens are sharded over cp ranks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StepInputs:
         return self.stage(task).cp_rank_of(self.rank)
 
     def tp_group(self, task: Task) -> tuple[int, ...]:
-        """The ranks that hold the same tokens of a task as this rank."""
+        """The tp group of this rank in the mesh of a task, whose ranks have the same tokens."""
         return self.stage(task).ranks[self.cp_rank(task)]
 
     def is_last(self, task: Task) -> bool:
@@ -68,7 +68,7 @@ class StepInputs:
         return task.stage == len(self.plan.modules[task.module].replicas[task.replica]) - 1
 
     def makes_logits(self, task: Task) -> bool:
-        """Whether the first output of the task's stage are logits, of which there is a loss."""
+        """Whether the first output of the task's stage is logits, from which a loss is computed."""
         is_sink = all(edge.source != task.module for edge in self.plan.edges)
         return self.is_last(task) and (task.module == LANGUAGE_MODEL or is_sink)
 
@@ -77,11 +77,11 @@ class StepInputs:
         return self.step.chunks[task.module, task.replica, task.microbatch][task.chunk]
 
     def whole_batch(self, task: Task) -> Mapping[str, Any]:
-        """The inputs of a task of this rank, those of all cp ranks."""
+        """The inputs of a task of this rank, with the tokens of all cp ranks."""
         return self._batches[_batch_key(task)]
 
     def batch(self, task: Task) -> Mapping[str, Any]:
-        """The inputs of a task on this rank: the tokens of its cp rank."""
+        """The inputs of a task of this rank, with the tokens of its cp rank."""
         sharding = self._sharding(task)
         if sharding is None:
             return self.whole_batch(task)
@@ -95,7 +95,7 @@ class StepInputs:
     def forward_batch(self, task: Task, has_input_grad: bool) -> Mapping[str, Any]:
         """
         [`~StepInputs.batch`] for the forward of a task. If any cp rank needs the gradient of an input, all of them run
-        the backward of the attention, also those without a feature token.
+        the backward of the attention, including those without a feature token.
         """
         batch = self.batch(task)
         words = batch.get(WORDS)
@@ -126,7 +126,7 @@ class StepInputs:
 
     def feature_owners(self, task: Task, features: tuple[FeatureSpec, ...]) -> FeatureOwners:
         """
-        Where the tokens of features are in a task that computes them or that they enter.
+        The cp rank and index of each feature token in a task that computes the features or that they enter.
 
         Args:
             task (`Task`): A task of this rank, or one whose tokens are sharded.
@@ -144,7 +144,7 @@ class StepInputs:
         return self._owners[key]
 
     def _sharding(self, task: Task) -> ContextSharding | None:
-        """How the tokens of a task are sharding over its cp ranks; `None` for one cp rank."""
+        """How the tokens of a task are sharded over its cp ranks; `None` for one cp rank."""
         return self._shardings.get(_batch_key(task))
 
 

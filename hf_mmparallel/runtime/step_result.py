@@ -1,4 +1,4 @@
-"""What one step leaves on a rank: losses, times, work."""
+"""The results of one step on a rank: losses, times, work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TimedTask:
 @dataclass
 class StepResult:
     """
-    What one step left on this rank.
+    The results of one step on this rank.
 
     Args:
         losses (`dict[Task, tuple[Tensor, Tensor]]`):

@@ -15,14 +15,14 @@ def run_seconds(
     run: Callable[[], Any], device: torch.device, end: float = 0.0, least: int = 2, most: int | None = None
 ) -> list[float]:
     """
-    Seconds of some runs, one after the other, each waited for. One before them is not counted: it loads libraries.
+    Seconds of consecutive runs, each until the device is done. A first run, which loads libraries, is not counted.
 
     Args:
-        run (`Callable`): What is timed.
-        device (`torch.device`): What it runs on.
-        end (`float`, *optional*): When no further run begins, by `time.perf_counter`.
-        least (`int`, *optional*, defaults to 2): Runs that count, whatever the time.
-        most (`int`, *optional*): Runs that count, at most.
+        run (`Callable`): The function to time.
+        device (`torch.device`): The device that it uses.
+        end (`float`, *optional*): Time of `time.perf_counter` after which no further run begins.
+        least (`int`, *optional*, defaults to 2): Minimum number of runs.
+        most (`int`, *optional*): Maximum number of runs.
     """
     times: list[float] = []
     while len(times) < 1 + least or (time.perf_counter() < end and (most is None or len(times) < 1 + most)):
@@ -35,7 +35,7 @@ def run_seconds(
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device has done what it was given."""
+    """Waits until a device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

@@ -1,4 +1,4 @@
-"""What a step computes on, in the units of the cost model: tokens of a module's layers, and squares of sequences."""
+"""The work of a step in the units of the cost model: tokens in a module's layers, and squared lengths of sequences."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, ModuleWork]) -
     Args:
         inputs ([`StepInputs`]): The inputs of the step.
         task (`Task`): The forward.
-        work (`dict[str, ModuleWork]`): Module -> what is added to.
+        work (`dict[str, ModuleWork]`): Module -> its sums, which grow.
     """
     if inputs.stage(task).all_ranks[0] != inputs.rank:
         return nullcontext()
-    found, spec = work.setdefault(task.module, ModuleWork()), inputs.spec.modules[task.module]
+    sums, spec = work.setdefault(task.module, ModuleWork()), inputs.spec.modules[task.module]
     if task.module != LANGUAGE_MODEL:
-        return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, found)
+        return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, sums)
     if task.stage == 0:
-        found.add(*language_work(inputs.whole_batch(task), spec.windows))
+        sums.add(*language_work(inputs.whole_batch(task), spec.windows))
     return nullcontext()
 
 
@@ -106,7 +106,7 @@ def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: Modu
     Args:
         layers (`Mapping[int, nn.Module]`): The layers of the stage by their index in the encoder.
         num_layers (`int`): The layers of the whole encoder.
-        work ([`ModuleWork`]): What is added to.
+        work ([`ModuleWork`]): The sums, which grow.
     """
 
     def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

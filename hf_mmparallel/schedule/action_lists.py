@@ -36,8 +36,8 @@ class PartActions:
         codes (`np.ndarray`): The codes of all lists.
         list_of (`Mapping[int, int]`): Rank -> index of its list, which several ranks may share.
         sums (`Mapping[int, Mapping[int, Sequence[int]]]`, *optional*):
-        Rank -> index of a gradient sum in `codes` -> the gradient sums that replace it in the rank's list; itself
-        when left out.
+            Rank -> index of a gradient sum in `codes` -> the gradient sums that replace it in the rank's list; the sum
+            itself when left out.
     """
 
     graph: TaskGraph
@@ -160,8 +160,8 @@ class TaskTimes(Mapping[Task, tuple[float, float]]):
     Task -> its start and end, for the tasks of several graphs.
 
     Args:
-        parts (`Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]`): Graphs, each with the starts and ends
-        of its tasks.
+        parts (`Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]`):
+            Graphs, each with the starts and ends of its tasks.
     """
 
     def __init__(self, parts: Iterable[tuple[TaskGraph, Sequence[float], Sequence[float]]]):

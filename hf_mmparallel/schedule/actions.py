@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from ..plan import StageKey
+
 Kind = Literal["fwd", "bwd"]
 Op = Literal["fwd", "bwd", "send", "recv", "sync"]
 TaskKey = tuple[str, int, int, int, int]
-StageKey = tuple[str, int, int]
 
 _TASK = re.compile(r"(fwd|bwd) (\S+)\.r(\d+)\.s(\d+) mb(\d+)\.c(\d+)")
 

@@ -9,8 +9,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import Edge, ParallelPlan, StepPlan
-from .actions import Message, StageKey, Task
+from ..plan import Edge, ParallelPlan, StageKey, StepPlan
+from .actions import Message, Task
 
 
 class GradientFlow:
@@ -260,7 +260,7 @@ class _Forwards:
         first (`np.ndarray` of shape `[chunks]`): Index of the chunk's first task in the graph.
         count (`np.ndarray` of shape `[chunks]`): Number of stages of the chunk's replica.
         replica (`np.ndarray` of shape `[chunks]`): Replica of the chunk.
-        batch_indices (`np.ndarray`): BatchIndices of all chunks.
+        batch_indices (`np.ndarray`): Batch indices of all chunks.
         chunk_of (`np.ndarray`): Chunk of each batch index.
     """
 

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..plan import ParallelPlan, StepPlan, SyncGroup
+from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .action_lists import PartActions, ProgramActions, TaskTimes
-from .actions import Action, StageKey
+from .actions import Action
 from .graph import StageRanks, TaskGraph, build_graph
 from .parts import Part, condense
 from .policies import in_flight_limits, may_alternate

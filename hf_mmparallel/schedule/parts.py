@@ -16,9 +16,8 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..plan import ModulePlan, ParallelPlan, Stage, StepPlan, SyncGroup
+from ..plan import ModulePlan, ParallelPlan, Stage, StageKey, StepPlan, SyncGroup
 from .action_lists import PartActions, ProgramActions
-from .actions import StageKey
 from .program import Program
 
 Member = tuple[str, int]
@@ -31,7 +30,7 @@ class Part:
 
     Args:
         plan (`ParallelPlan`):
-        The stages of these replicas only, with one rank for all ranks that run the same list, numbered from 0.
+            The stages of these replicas only, with one rank for all ranks that run the same list, numbered from 0.
         whole_plan (`ParallelPlan`): The stages of these replicas only, with all ranks and their original numbers.
         step (`StepPlan`): The microbatches of these replicas only.
         groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.

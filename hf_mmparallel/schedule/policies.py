@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, StepPlan
+from ..plan import ParallelPlan, StageKey, StepPlan
 from ..plan.step_plan import SampleLocations
-from .actions import StageKey
 
 
 def task_phases(plan: ParallelPlan) -> dict[tuple[str, str], int]:

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, StepPlan, SyncGroup
+from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .action_lists import ProgramActions
-from .actions import Action, DeadlockError, Message, ProgramError, StageKey, Task
+from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import TaskGraph, build_graph
 from .program import Program
 from .proof import Proof
@@ -30,7 +30,8 @@ def check_program(
 
     Raises:
         `ProgramError`: If an action is missing, duplicated or misplaced, or sends and receives are in different
-        orders. `DeadlockError`: If ranks wait for each other; the message has the action that each rank waits at.
+            orders.
+        `DeadlockError`: If ranks wait for each other; the message has the action that each rank waits at.
     """
     verify(plan, build_graph(plan, step, training), groups if training else (), program)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ParallelPlan, StepPlan, SyncGroup
-from .actions import StageKey
+from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .graph import TaskGraph, build_graph
 from .lowering import last_backwards
 from .parts import Condensed

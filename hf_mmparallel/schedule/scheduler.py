@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from ..plan import ParallelPlan
-from .actions import StageKey, Task
+from ..plan import ParallelPlan, StageKey
+from .actions import Task
 from .graph import TaskCounts, TaskGraph
 from .policies import task_phases
 from .windows import Windows

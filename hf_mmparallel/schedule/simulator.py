@@ -9,8 +9,8 @@ from itertools import chain
 
 import numpy as np
 
-from ..plan import ParallelPlan
-from .actions import Action, DeadlockError, Message, StageKey, Task
+from ..plan import ParallelPlan, StageKey
+from .actions import Action, DeadlockError, Message, Task
 from .program import Program
 from .program_checks import waiting_table
 from .scheduler import Cost, default_cost

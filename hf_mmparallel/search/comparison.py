@@ -14,9 +14,8 @@ from ..cost.layers import LayersWithoutSums
 from ..cost.run_log import KINDS, Kind, LoggedWindow, TaskGroup, tasks_of
 from ..cost.stage_times import StageCost, stage_costs
 from ..drawing.workload_chart import number_text
-from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
+from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, Workloads
 from ..schedule import Task, simulate
-from ..schedule.actions import StageKey
 from ..steps.step_planner import PlannedStep, Prediction, StepPlanner
 
 _GROUPS = 4  # groups of the tasks of one kind of stage, by size

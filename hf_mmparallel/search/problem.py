@@ -9,9 +9,9 @@ import numpy as np
 
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
+from ..plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.schedules import SCHEDULES, Schedule
-from ..steps.method_choice import CHOICES, KEEPING_LIMITS
 from ..steps.step_planner import Prediction
 
 
@@ -189,7 +189,7 @@ class PlanningProblem:
         if self.method is not None:
             return (self.method,)
         equal = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
-        return ("contiguous",) if equal else CHOICES if self.memory_bytes is None else KEEPING_LIMITS
+        return ("contiguous",) if equal else ASSIGNMENT_CANDIDATES if self.memory_bytes is None else KEEPING_LIMITS
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:

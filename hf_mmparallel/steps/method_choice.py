@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 
 from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
+from ..plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
 from .condensed import iteration_ms
 from .step_planner import StepPlanner
 
-KEEPING_LIMITS = ("hierarchical", "tapered")
-"""Arrangements whose microbatches respect token and memory limits."""
-CHOICES = (*KEEPING_LIMITS, "entrain", "batch_rebalance", "disttrain", "contiguous")
-"""Candidates, in the order of preference among equals."""
-DEFAULT_METHOD = CHOICES[0]
+DEFAULT_METHOD = ASSIGNMENT_CANDIDATES[0]
 """Used without a prediction, if sizes of samples are unknown."""
 
 AS_FAST = 0.001
@@ -53,7 +50,7 @@ class MethodChoice:
 def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> MethodChoice:
     """
     The arrangement with the shortest predicted step. If microbatches have a token or memory limit, only arrangements
-    that respect it are compared. Among equally fast ones the first of [`CHOICES`] is chosen.
+    that respect it are compared. Among equally fast ones the first of [`ASSIGNMENT_CANDIDATES`] is chosen.
 
     Args:
         planner ([`StepPlanner`]): The step planner; its arrangement is ignored.
@@ -65,7 +62,7 @@ def choose_method(planner: StepPlanner, batches: Sequence[SampleSizes]) -> Metho
     has_limit = planner.max_tokens is not None or planner.memory_bytes is not None
     step_ms: dict[str, float] = {}
     update_ms = optimizer_ms(planner.costs, planner.plan) if planner.training else 0.0
-    for method in KEEPING_LIMITS if has_limit else CHOICES:
+    for method in KEEPING_LIMITS if has_limit else ASSIGNMENT_CANDIDATES:
         tried = planner.with_method(method)
         arranged = (tried.arrange(range(batch.num_samples), batch) for batch in batches)
         times = [iteration_ms(tried, step) + update_ms for step in arranged]

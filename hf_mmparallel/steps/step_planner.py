@@ -11,9 +11,8 @@ from ..arrange import arrange_step
 from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, model_flops
 from ..cost.optimizer import optimizer_ms
 from ..cost.stage_times import StageCost, stage_costs
-from ..plan import ParallelPlan, SampleSizes, StepPlan, SyncGroup, Workloads
+from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads
 from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
-from ..schedule.actions import StageKey
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 

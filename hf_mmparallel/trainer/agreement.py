@@ -76,13 +76,13 @@ class SampleAgreement:
         self._reported: set[str] = set()
         self._compared: StepDataset | None = None
 
-    def settle(self, batch: StepBatch | None, dataset: StepDataset) -> StepBatch | None:
+    def agree(self, batch: StepBatch | None, dataset: StepDataset) -> StepBatch | None:
         """
-        A batch without bad samples.
+        Returns a batch without bad samples, the same on every rank.
 
         Collective if `skip`: the ranks combine their bitmaps of bad samples, and while there are any the step is
-        planned and read again without them. Collective for a stream, of which all ranks must read the same, and for
-        the first batch of any other dataset, of whose samples some are compared.
+        planned and read again without them. Collective for streams, whose rows the ranks compare, and for the first
+        batch of any other dataset, of which the ranks compare some samples.
 
         Args:
             batch (`StepBatch` or `None`): Item of the loader, `None` at its end.

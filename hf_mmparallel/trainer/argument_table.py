@@ -35,7 +35,7 @@ class Refused:
     Args:
         is_refused (`Callable[[Any], bool]`): Whether a value is one of them.
         reason (`str`): Why it can't hold.
-        remedy (`str`): What to do instead.
+        remedy (`str`): The alternative.
         read_by (`str`, *optional*): Qualified name of a function that reads the other values.
     """
 

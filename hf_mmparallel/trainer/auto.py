@@ -51,7 +51,7 @@ class FoundPlan:
         plan (`ParallelPlan`): The plan.
         global_batch_size (`int`): Samples of an optimizer step.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica.
-        method (`str`, *optional*): How batches are arranged; `None` for what the arguments say.
+        method (`str`, *optional*): Arrangement of batches; `None` for that of the arguments.
     """
 
     plan: ParallelPlan

@@ -20,8 +20,8 @@ from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.calibration import Calibration, costs_from, read_costs
 from ..cost.profile import LayerProfile
-from ..data.loader import seeded
 from ..data.packing import ATTENTION
+from ..data.randomness import seeded
 from ..modeling import build_model_spec
 from ..modeling.checkpointing import Recomputation, enable_checkpointing
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned

@@ -191,7 +191,7 @@ class EngineTrainer(Trainer):
     def _pack(self, wanted: bool) -> None:
         """Wraps the collator in one that packs, if that is wanted."""
         if wanted and isinstance(self.data_collator, DefaultCollator):
-            self.data_collator.marks_tokens = True  # so that padding can be told from tokens
+            self.data_collator.marks_tokens = True  # so that padding differs from tokens
         if wanted and not isinstance(self.data_collator, PackingCollator):
             self.data_collator = PackingCollator(self.data_collator, self.model)
 
@@ -234,6 +234,6 @@ class EngineTrainer(Trainer):
     def _evaluation_batches(self, dataloader: Any) -> Iterator[StepBatch]:
         """The batches of a loader on this rank's device, without samples that can't be read."""
         batches = iter(dataloader)
-        while (batch := self._evaluation_samples.settle(next(batches, None), dataloader.dataset)) is not None:
+        while (batch := self._evaluation_samples.agree(next(batches, None), dataloader.dataset)) is not None:
             yield self._on_device(batch)
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

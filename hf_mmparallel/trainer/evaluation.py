@@ -15,7 +15,6 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 from ..data.context_tokens import WORDS
 from ..data.loader import StepBatch
 from ..data.packing import unpack
-from ..modeling.dtypes import cast_values
 from ..modeling.loss import IGNORE_INDEX
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
@@ -101,8 +100,7 @@ def cast_for_evaluation(engine: ParallelEngine, args: TrainingArguments) -> None
     """Casts this rank's part of the model as `fp16_full_eval` and `bf16_full_eval` ask, for good."""
     dtype = full_eval_dtype(args)
     if dtype is not None:
-        cast_values(engine.module, dtype)
-        engine.cast_to = dtype
+        engine.cast(dtype)
 
 
 def check_full_precision(engine: ParallelEngine) -> None:

@@ -27,17 +27,17 @@ class FiniteCheck:
 
     def loss(self, step: int, value: float) -> None:
         """Checks a loss."""
-        self.settle()
+        self.check_norm()
         if not math.isfinite(value):
             shown = " The log leaves it out (`logging_nan_inf_filter`)." if self.filtered else ""
             self._found(step, f"The loss of step {step} is {value}.{shown}")
 
     def norm(self, step: int, value: torch.Tensor) -> None:
-        """Keeps a norm for later: reading it now would wait for the device."""
+        """Records a norm, which is checked later: reading it now would wait for the device."""
         self._norm = step, value
 
-    def settle(self) -> None:
-        """Checks the norm of the last step."""
+    def check_norm(self) -> None:
+        """Checks the recorded norm of the last step, if it is not checked yet."""
         if self._norm is not None:
             step, value = self._norm[0], float(self._norm[1])
             self._norm = None

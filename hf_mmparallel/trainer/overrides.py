@@ -26,7 +26,7 @@ class Extends:
 
     Args:
         reason (`str`): The work of the inherited method.
-        remedy (`str`): What to do instead of replacing it.
+        remedy (`str`): The alternative to replacing it.
     """
 
     reason: str
@@ -40,7 +40,7 @@ class NeverCalled:
 
     Args:
         reason (`str`): Why.
-        remedy (`str`): What to do instead.
+        remedy (`str`): The alternative.
     """
 
     reason: str
@@ -227,7 +227,7 @@ def check_assignment(cls: type, name: str, method: Any) -> None:
     Args:
         cls (`type`): The class of the Trainer.
         name (`str`): The attribute that is set.
-        method (`Any`): What it is set to.
+        method (`Any`): The new value.
 
     Raises:
         `ValueError`: As [`check_overrides`].

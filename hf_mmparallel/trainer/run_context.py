@@ -1,4 +1,4 @@
-"""What a run is made of, for the parts of the Trainer that need no Trainer."""
+"""The parts of a run that code below the Trainer needs."""
 
 from __future__ import annotations
 

@@ -12,10 +12,11 @@ from ..data.global_batches import GlobalBatch
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
+from ..plan.assignments import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine
 from ..schedule import Simulation
 from ..steps.condensed import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
-from ..steps.method_choice import KEEPING_LIMITS, MethodChoice, choose_method
+from ..steps.method_choice import MethodChoice, choose_method
 from ..steps.step_planner import PlannedStep, StepPlanner
 from .loaders import base_planner, training_planner
 from .oversized_samples import LargeSamples

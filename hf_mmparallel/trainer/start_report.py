@@ -15,11 +15,11 @@ from ..data.streams import is_stream
 from ..drawing.timeline import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan
+from ..plan.assignments import KEEPING_LIMITS
 from ..planner.tables import plan_table, range_text
 from ..runtime.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
 from ..search.split import split_stability, too_small
-from ..steps.method_choice import KEEPING_LIMITS
 from ..steps.step_planner import StepPlanner
 from .arguments import AUTO, MultimodalTrainingArguments
 from .model_card import SCHEDULE, WORKLOADS

@@ -149,7 +149,7 @@ class MultimodalParallelTrainer(EngineTrainer):
                     logs.update(callback.parallel_metrics())
             if self._steps.samples.skip and not {"loss", "train_loss"}.isdisjoint(logs):
                 logs["parallel/skipped_samples"] = self._steps.samples.num_skipped
-            self._steps.finite.settle()
+            self._steps.finite.check_norm()
         super().log(logs, start_time)
 
     # Data
@@ -246,7 +246,8 @@ class MultimodalParallelTrainer(EngineTrainer):
         """Runs a global batch on the stages of all ranks; the loss is the mean over its target tokens."""
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        totals = self._steps.run(self._on_device(inputs), self.state.global_step)
+        with shared_failure("training step"):
+            totals = self._steps.run(self._on_device(inputs), self.state.global_step)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()

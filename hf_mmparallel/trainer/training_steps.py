@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..data.loader import StepBatch, StepDataset
+from ..plan.assignments import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine, StepTotals
-from ..steps.method_choice import KEEPING_LIMITS
 from ..world import ACTIVITY, shared_failure
 from .agreement import SampleAgreement, TargetCount
 from .arguments import MultimodalTrainingArguments
@@ -78,7 +78,7 @@ class TrainingSteps:
             engine.asked_s = time.perf_counter()
             batch = next(batches, None)
             engine.data_ms = 1e3 * (time.perf_counter() - engine.asked_s)
-            batch = self.samples.settle(batch, dataset)
+            batch = self.samples.agree(batch, dataset)
         if batch is None:
             return None
         self.progress.step(batch.planned_for)
@@ -94,11 +94,10 @@ class TrainingSteps:
             batch ([`StepBatch`]): The batch, on this rank's device.
             index (`int`): Steps before it.
         """
-        with shared_failure("training step"):
-            self.totals = self.engine.train_step(batch, index)
-            self._targets.saw(self.totals.num_targets, is_first=not index)
-            if self.memory_ratio is not None:
-                self.memory_ratio.saw_step(self.engine)
+        self.totals = self.engine.train_step(batch, index)
+        self._targets.saw(self.totals.num_targets, is_first=not index)
+        if self.memory_ratio is not None:
+            self.memory_ratio.saw_step(self.engine)
         self.finite.loss(index + 1, self.totals.mean_loss)
         return self.totals
 

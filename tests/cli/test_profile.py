@@ -47,7 +47,9 @@ def steady(monkeypatch):
 
     def point(chunk: Chunk) -> MeasuredPoint:
         ms = 0.1 + 1e-3 * chunk.tokens + 1e-6 * chunk.tokens**2 / chunk.sequences
-        return MeasuredPoint(chunk.tokens, chunk.sequences, ms, 2 * ms, ms, chunk.kept[True], chunk.kept[False])
+        return MeasuredPoint(
+            chunk.tokens, chunk.sequences, ms, 2 * ms, ms, chunk.saved_bytes[True], chunk.saved_bytes[False]
+        )
 
     monkeypatch.setattr(Chunk, "point", property(point))
     monkeypatch.setattr(Chunk, "seconds", 0.0)

@@ -105,7 +105,7 @@ def test_features_go_where_their_placeholders_are(case):
     ids, words = batch["input_ids"][0], batch["attention_words"][0]
     locals_ = rows_of(cut, batch)
     for modality, token in (("image", IMAGE), ("video", VIDEO)):
-        owners, places = cut.holders[modality]
+        owners, places = cut.owners[modality]
         wanted = ((ids == token) & (words != 0)).nonzero()[:, 0]
         assert len(owners) == len(places) == len(wanted) == sum(cut.rows[modality])
         seen = {}

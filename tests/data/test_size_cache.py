@@ -243,7 +243,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
 
 
 def test_a_folder_keeps_the_files_that_were_written_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(size_cache, "_MOST_FILES", 3)
+    monkeypatch.setattr(size_cache, "_MAX_FILES", 3)
     now = time.time()
     for number in range(5):
         cache = SizeCache(tmp_path, f"key{number}", 10)

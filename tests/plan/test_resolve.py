@@ -51,6 +51,15 @@ def test_ranks_go_by_module_then_replica_then_stage_then_tensor():
     assert plan.edges == (Edge("vision", LANGUAGE_MODEL, (0,)),)
 
 
+@pytest.mark.parametrize("members", [(), (("vision", 1),), (("vision", 0), (LANGUAGE_MODEL, 1))])
+def test_a_part_of_a_plan_has_the_stages_of_its_replicas_only(members: tuple[tuple[str, int], ...]):
+    plan = resolve({"dp_size": 2}, {"dp_size": 2, "pp_size": 2})
+    part = plan.part(members)
+    for name, module in plan.modules.items():
+        for replica, stages in enumerate(module.replicas):
+            assert part.modules[name].replicas[replica] == (stages if (name, replica) in members else ())
+
+
 def test_a_stage_has_a_row_of_ranks_for_each_part_of_the_tokens():
     plan = resolve({}, {"dp_size": 2, "cp_size": 2, "tp_size": 2, "cp_method": "zigzag"}, world_size=9)
     assert rows(plan, LANGUAGE_MODEL) == [[((0, 4), ((1, 2), (3, 4)))], [((0, 4), ((5, 6), (7, 8)))]]

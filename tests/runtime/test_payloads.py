@@ -171,6 +171,23 @@ def test_a_projector_in_float32_widens_its_features_and_nothing_else():
     assert wire_dtype(spec, "vision", "vision") == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("weights", "cast_to", "expected"),
+    [
+        ("bfloat16", torch.float16, torch.float32),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+        ("float32", torch.float16, torch.float32),
+    ],
+)
+def test_payloads_of_a_cast_model_represent_what_it_computes(weights, cast_to, expected):
+    payloads = Payloads(graph_plan(), graph_spec(vision=weights, language_model=weights))
+    messages = act("vision", 1, LANGUAGE_MODEL, 0), act("vision", 0, "vision", 1)
+    before = [payloads.of(message).dtype for message in messages]
+    payloads.widen(cast_to)
+    assert before == [getattr(torch, weights)] * 2
+    assert [payloads.of(message).dtype for message in messages] == [expected] * 2
+
+
 @pytest.mark.parametrize("matrices", ["float8_e4m3fn", "bfloat16"])
 def test_hidden_states_of_eight_bit_weights_have_the_dtype_of_the_rest(matrices):
     spec = with_dtypes(model_spec(), matrices, "bfloat16")

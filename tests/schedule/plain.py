@@ -13,9 +13,8 @@ from math import ceil
 
 import numpy as np
 
-from hf_mmparallel.plan import ParallelPlan, StepPlan, SyncGroup
+from hf_mmparallel.plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from hf_mmparallel.schedule import Action, Message, Program, Task
-from hf_mmparallel.schedule.actions import StageKey
 from hf_mmparallel.schedule.policies import task_phases
 from hf_mmparallel.schedule.scheduler import Timeline
 

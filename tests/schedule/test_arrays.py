@@ -115,7 +115,7 @@ def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, 
     times_ms, caps = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
     expected = order_tasks(case.plan, graph, times_ms, caps, alternate)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(windows, "_FEWEST_TASKS", 1)
+        patch.setattr(windows, "_MIN_TASKS", 1)
         found = scheduler._in_windows(case.plan, graph, times_ms, caps, alternate)
     possible = case.plan.schedule in ("1f1b", "eager") and min(times_ms, default=0) > 0
     assert (found is not None) == possible if kind == "even" else True

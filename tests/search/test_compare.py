@@ -13,6 +13,7 @@ from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
+from hf_mmparallel.plan.assignments import KEEPING_LIMITS
 from hf_mmparallel.search.compare import (
     DISTTRAIN,
     RATIO,
@@ -32,7 +33,6 @@ from hf_mmparallel.search.problem import PlanningProblem, draw_batch
 from hf_mmparallel.search.ratio import RatioLayouts
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.single_layout import SingleLayouts, even_layers
-from hf_mmparallel.steps.method_choice import KEEPING_LIMITS
 from hf_mmparallel.steps.step_planner import StepPlanner
 
 from ..cost.models import LAYERS, model

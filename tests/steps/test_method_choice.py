@@ -11,7 +11,8 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.steps.method_choice import CHOICES, KEEPING_LIMITS, MethodChoice, choose_method
+from hf_mmparallel.plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
+from hf_mmparallel.steps.method_choice import MethodChoice, choose_method
 from hf_mmparallel.steps.step_planner import StepPlanner
 
 SPEC = PUBLISHED_MODELS["llama3-1b"].spec
@@ -37,7 +38,7 @@ def simulated(own: StepPlanner, method: str, sizes: SampleSizes) -> float:
 def test_the_choice_is_at_least_as_good_as_every_other(packing: bool, size: int):
     own = planner(packing, size)
     choice = choose_method(own, BATCHES[:1])
-    steps = {method: simulated(own, method, BATCHES[0]) for method in CHOICES}
+    steps = {method: simulated(own, method, BATCHES[0]) for method in ASSIGNMENT_CANDIDATES}
     assert choice.step_ms == pytest.approx(steps)
     assert steps[choice.method] <= min(steps.values()) * (1 + 1e-6)
     assert choice_repeats(own, choice)

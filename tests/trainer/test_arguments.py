@@ -163,7 +163,7 @@ def test_a_layout_does_not_share_memory_with_what_was_given():
         ({"parallel": ["vision"]}, r"must be a dict of modules"),
         ({"global_batch_size": 0}, r"`global_batch_size=0` must be at least 1"),
         ({"parallel": "autos"}, r"`parallel='autos'` is neither .* a dict, or \"auto\""),
-        ({"parallel": {"auto": True, "plan": 3}}, r"`plan=3` is no plan"),
+        ({"parallel": {"auto": True, "plan": 3}}, r"`plan=3` is not a plan"),
         (
             {"parallel": {"auto": True, "num_microbatches": 3}},
             r"`num_microbatches` is given, but `auto=True`",

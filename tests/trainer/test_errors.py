@@ -292,7 +292,7 @@ def a_sample_cannot_be_read(rank: int | None, workers: int = 0) -> None:
 def test_a_sample_that_cannot_be_read_ends_all_ranks(rank: int | None, workers: int):
     errors = assert_ranks_raise(a_sample_cannot_be_read, 3, rank, workers, match=r"images/5.png is truncated")
     if rank is not None:
-        assert all(f"Rank {rank} met it. Remove it" in error for error in errors)
+        assert all(f"It failed on rank {rank}. Remove it" in error for error in errors)
         assert all(f"rank {rank}: BadSampleError" in error for other, error in enumerate(errors) if other != rank)
 
 

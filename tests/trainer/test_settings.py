@@ -23,6 +23,7 @@ pytestmark = pytest.mark.distributed
 
 VISION, LM = "vision", "language_model"
 APART = {LM: {}}
+STAGES = {VISION: {}, LM: {"pp_size": 2}}
 SHARDED = {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "colocate_with": VISION}}
 
 
@@ -32,7 +33,9 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
-def make(cls: type, parallel: dict[str, Any] | None = None, eval_dataset: Any = None, **given: Any) -> Any:
+def make(
+    cls: type, parallel: dict[str, Any] | None = None, eval_dataset: Any = None, dtype: Any = None, **given: Any
+) -> Any:
     """A Trainer of either kind: the stock one without a layout."""
     torch.set_num_threads(1)
     runs.draw_nothing()
@@ -43,7 +46,7 @@ def make(cls: type, parallel: dict[str, Any] | None = None, eval_dataset: Any = 
         sizes = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
         args = MultimodalTrainingArguments(parallel=parallel, ddp_backend="gloo", **{**sizes, **given})
     data = tiny.make_dataset("llava", runs.SAMPLES)
-    model = tiny.FAMILIES["llava"]()
+    model = tiny.FAMILIES["llava"]().to(dtype=dtype)
     return cls(model, args, tiny.collate("llava"), data, data[:5] if eval_dataset is None else eval_dataset)
 
 
@@ -196,6 +199,21 @@ def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: s
         assert (found["before"], found["after"]) == ({torch.float32}, {dtype})
         assert found["unowned"] <= 4
         assert found["again"].startswith(f"`{setting}=True` has cast the weights to `{dtype}` in an evaluation")
+
+
+def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> Any:
+    """Logits of a sample with an image by a model with bfloat16 weights, on the first rank."""
+    trainer = make(cls, parallel, dtype=torch.bfloat16, **HALF, **given)
+    predictions = trainer.predict(tiny.make_dataset("llava", 1)).predictions
+    logits = predictions[0] if isinstance(predictions, tuple) else predictions  # the stock Trainer also has features
+    return None if logits is None else torch.from_numpy(logits).float()
+
+
+def test_a_bfloat16_model_is_evaluated_in_float16():
+    wanted, rounded = bfloat16_logits(Trainer, fp16_full_eval=True), bfloat16_logits(Trainer)
+    logits = run_distributed(bfloat16_logits, 3, MultimodalParallelTrainer, STAGES, fp16_full_eval=True)[0]
+    assert logits.shape == wanted.shape
+    assert (logits - wanted).abs().max() < 0.1 * (rounded - wanted).abs().max()
 
 
 def test_the_cache_is_emptied_every_so_many_steps(ranks: list[dict[str, Any]]):

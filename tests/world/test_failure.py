@@ -180,7 +180,7 @@ def test_an_error_of_ones_own_stays_what_it_is_and_is_told_once():
     assert zero[2:4] == ["RemoteRankError: Another rank failed first: rank 1: OSError: third", "ValueError: fourth"]
     assert one[2:4] == ["OSError: third", "RemoteRankError: Another rank failed first: rank 0: ValueError: fourth"]
     lost = (
-        r"RemoteRankError: Rank [01] lost its connection to another rank, and all ranks give signs of life: Connection"
+        r"RemoteRankError: Rank [01] lost its connection to another rank, but all ranks give signs of life: Connection"
     )
     assert re.match(lost, zero[4]) and re.match(lost, one[4])
     assert re.search(r"closed by peer\nWhere the ranks are:\n  ranks 0-1: `a block`, for \d s$", zero[4]), zero[4]

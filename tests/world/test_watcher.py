@@ -134,7 +134,7 @@ def test_a_thread_that_cannot_start_leaves_no_watcher_behind(monkeypatch: pytest
 
     monkeypatch.setattr(lone._threads[0], "start", cannot_start)
     monkeypatch.setattr(lone, "linger", lambda: None)
-    with pytest.raises(RuntimeError, match="can't start new thread"), failure._known_to_all(lone):
+    with pytest.raises(RuntimeError, match="can't start new thread"), failure._report_to_ranks(lone):
         pytest.fail("the block must not run")
     assert failure._watchers == []
 
@@ -164,6 +164,6 @@ def test_collectives_are_ended_once_another_rank_has_failed(clock: Clock):
 def test_whatever_ended_collectives_raise_is_the_failure_of_the_other_rank(error: Exception | None):
     ended = Watcher(CountingStore(), 0, 2)
     ended.failure, ended.aborted = Failure(1, "rank 1 failed"), True
-    with pytest.raises(RemoteRankError, match="^rank 1 failed$"), failure._known_to_all(ended):
+    with pytest.raises(RemoteRankError, match="^rank 1 failed$"), failure._report_to_ranks(ended):
         if error is not None:
             raise error

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainerCallback
 
-from hf_mmparallel.data import drawn_sizes
+from hf_mmparallel.data import measured_batches
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from tests import tiny
 from tests.distributed import assert_ranks_raise, run_distributed
@@ -153,5 +153,5 @@ def test_a_resumed_run_arranges_as_the_first(tmp_path: Path):
 
 def test_the_median_sample():
     sizes = SampleSizes.of_sequences({LANGUAGE_MODEL: [[5], [1], [9], [7]], "vision": [[1], [2], [3], [4]]})
-    median = drawn_sizes.median_of(sizes, LANGUAGE_MODEL)
+    median = measured_batches.median_of(sizes, LANGUAGE_MODEL)
     assert median.tokens[LANGUAGE_MODEL].tolist() == [7] and median.tokens["vision"].tolist() == [4]
