@@ -51,7 +51,7 @@ from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
 from hf_mmparallel.data.fingerprint import fingerprint
-from hf_mmparallel.data.loader import Reader, StepDataset
+from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -76,7 +76,7 @@ from hf_mmparallel.schedule import (
     schedule_tasks,
     simulate,
 )
-from hf_mmparallel.schedule.policies import may_alternate
+from hf_mmparallel.schedule.in_flight import may_alternate
 from hf_mmparallel.world import World
 
 GOAL_STD, GOAL_BOUND = 10.6, 1.03

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperModel
 
 from hf_mmparallel import MultimodalModel
-from hf_mmparallel.data.loader import StepBatch
+from hf_mmparallel.data.step_dataset import StepBatch
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.runtime.transport import DistributedTransport
 from hf_mmparallel.schedule import Task

@@ -24,7 +24,7 @@ from hf_mmparallel.cost import CostModel, Hardware, StepCost, analytic_costs, ba
 from hf_mmparallel.cost.profile import LayerProfile, measured_costs
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
+from hf_mmparallel.data.step_dataset import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, sync_groups
 from hf_mmparallel.plan.resolve import check_plan

@@ -42,8 +42,8 @@ from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step, num_microbatches
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.media import readers
+from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
 

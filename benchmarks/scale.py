@@ -34,7 +34,7 @@ from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import analytic_costs, batch_workloads, find_device
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.loader import keys_of_rank
+from hf_mmparallel.data.step_dataset import keys_of_rank
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Program
 from hf_mmparallel.steps.step_planner import StepPlanner

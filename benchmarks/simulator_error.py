@@ -33,7 +33,7 @@ from rich.table import Table
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data.fingerprint import fingerprint
-from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
+from hf_mmparallel.data.step_dataset import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_mmparallel.data.fingerprint import fingerprint
-from hf_mmparallel.data.loader import StepBatch
+from hf_mmparallel.data.step_dataset import StepBatch
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import build_program
 

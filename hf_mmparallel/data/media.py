@@ -13,7 +13,7 @@ from transformers.utils import logging
 from transformers.utils.import_utils import is_datasets_available
 
 from ..plan import ModelSpec
-from .loader import Reader
+from .step_dataset import Reader
 from .streams import StreamWindow
 
 MEDIA_FEATURES = frozenset({"Image", "Audio", "Video"})

@@ -16,10 +16,10 @@ from ..plan import LANGUAGE_MODEL, ModelSpec
 from .chat_collator import ChatCollator
 from .defaults import default_collator
 from .image_sizes import UnknownSizeError
-from .loader import seeded
 from .size_cache import SizeCache
 from .size_measures import ChatMeasure, ColumnMeasure, FunctionMeasure, Lengths, OrOne, SampleMeasure, TokenMeasure
 from .size_sources import ConcatSizes, LazySizes, Ragged, SubsetSizes, TableSizes
+from .step_dataset import seeded
 from .streams import StreamSizes, StreamWindow, is_stream
 from .token_tables import token_lengths
 

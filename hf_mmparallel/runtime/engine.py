@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from ..cost import CostModel, analytic_costs, find_device
 from ..data.context_tokens import WORDS, ContextSharder, layer_costs, layer_windows
-from ..data.loader import StepBatch, keys_of_rank
 from ..data.randomness import stable_seed
+from ..data.step_dataset import StepBatch, keys_of_rank
 from ..modeling import module_parts, prepare_stages, token_loss
 from ..modeling.dtypes import cast_values
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data.loader import StepBatch
+from ..data.step_dataset import StepBatch
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
 from ..schedule.actions import Action, Message, Task

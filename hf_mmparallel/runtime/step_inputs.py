@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..data.context_tokens import WORDS, BatchKey, ContextSharding
-from ..data.loader import StepBatch
+from ..data.step_dataset import StepBatch
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey

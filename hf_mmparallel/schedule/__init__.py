@@ -6,9 +6,9 @@ Pure functions of `plan` and numbers; may be imported by all code that plans, ru
 
 from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
+from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
 from .lowering import build_program, condensed_program, lower, receive_ahead
 from .parts import Condensed, Part, condense, condensed_ranks
-from .policies import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
 from .program import Program
 from .program_checks import check_program
 from .replay import Replay, simulate_parts

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .graph import TaskGraph, build_graph
+from .in_flight import in_flight_limits, may_alternate
 from .lowering import last_backwards
 from .parts import Condensed
-from .policies import in_flight_limits, may_alternate
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 from .simulator import Simulation, Span, SumSpan
 

@@ -16,7 +16,7 @@ from scipy.sparse.csgraph import connected_components
 from ..plan import ParallelPlan, StageKey
 from .actions import Task
 from .graph import TaskCounts, TaskGraph
-from .policies import task_phases
+from .in_flight import task_phases
 from .windows import Windows
 
 Cost = Callable[[Task], float]

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from ..data.bad_samples import BadSample, BadSampleError
 from ..data.global_batches import GlobalBatch
-from ..data.loader import StepBatch, StepDataset
+from ..data.step_dataset import StepBatch, StepDataset
 from ..world import World
 from .start_checks import check_output_dir
 

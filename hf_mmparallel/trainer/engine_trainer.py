@@ -16,8 +16,8 @@ from transformers.utils.import_utils import is_datasets_available
 
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
 from ..data.defaults import DefaultCollator
-from ..data.loader import StepBatch
 from ..data.packing import PackingCollator
+from ..data.step_dataset import StepBatch
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime.engine import ParallelEngine

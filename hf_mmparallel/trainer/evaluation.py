@@ -13,8 +13,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from ..data.context_tokens import WORDS
-from ..data.loader import StepBatch
 from ..data.packing import unpack
+from ..data.step_dataset import StepBatch
 from ..modeling.loss import IGNORE_INDEX
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task

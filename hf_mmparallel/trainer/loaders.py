@@ -14,9 +14,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import seed_worker
 
 from ..data.global_batches import GlobalBatchSampler, LengthGroups
-from ..data.loader import StepDataset, as_is, keys_of_rank
 from ..data.measured_batches import MeasuredBatchSampler
 from ..data.media import readers
+from ..data.step_dataset import StepDataset, as_is, keys_of_rank
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.engine import ParallelEngine

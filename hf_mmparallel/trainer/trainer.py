@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ro
 
 from .._files import readable
 from ..callbacks import PredictionCallback
-from ..data.loader import StepBatch
+from ..data.step_dataset import StepBatch
 from ..plan import save_layout
 from ..runtime import optimizer_checkpoint
 from ..runtime.atomic import atomic_folder, save_errors, sync_file

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..data.loader import StepBatch, StepDataset
+from ..data.step_dataset import StepBatch, StepDataset
 from ..plan.assignments import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine, StepTotals
 from ..world import ACTIVITY, shared_failure

@@ -13,8 +13,8 @@ from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.media import readers
+from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner

@@ -21,7 +21,7 @@ from hf_mmparallel.data.context_tokens import (
     layer_windows,
     shard_row,
 )
-from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
+from hf_mmparallel.data.step_dataset import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, resolve_plan
 from tests.plan.specs import model_spec

@@ -14,8 +14,8 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data import ChatCollator, PackingCollator, PretokenizedCollator
-from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.data.media import readers
+from hf_mmparallel.data.step_dataset import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from tests import tiny
 from tests.plan.specs import model_spec, vision_spec

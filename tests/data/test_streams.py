@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.bad_samples import BadSampleError
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
-from hf_mmparallel.data.loader import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.sample_sizes import size_source
+from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_mmparallel.data.context_tokens import ContextSharder
-from hf_mmparallel.data.loader import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.data.packing import PackingCollator
+from hf_mmparallel.data.step_dataset import Reader, StepDataset, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups

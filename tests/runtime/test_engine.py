@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.composed.multimodal_model import MultimodalModel
-from hf_mmparallel.data.loader import Reader, StepDataset
+from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.data.context_tokens import ContextSharder
-from hf_mmparallel.data.loader import StepBatch, keys_of_rank
+from hf_mmparallel.data.step_dataset import StepBatch, keys_of_rank
 from hf_mmparallel.kernels.bitfield_attention import encode_words
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,

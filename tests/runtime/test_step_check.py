@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data.fingerprint import StepFingerprint, fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.loader import Reader, StepDataset
+from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.runtime.engine import ParallelEngine

@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_mmparallel.plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from hf_mmparallel.schedule import Action, Message, Program, Task
-from hf_mmparallel.schedule.policies import task_phases
+from hf_mmparallel.schedule.in_flight import task_phases
 from hf_mmparallel.schedule.scheduler import Timeline
 
 

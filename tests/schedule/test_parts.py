@@ -28,7 +28,7 @@ from hf_mmparallel.schedule import (
     schedule_tasks,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
-from hf_mmparallel.schedule.policies import may_alternate
+from hf_mmparallel.schedule.in_flight import may_alternate
 from hf_mmparallel.schedule.program_checks import verify
 from tests.plan.specs import model_spec
 from tests.schedule.builders import cases, make_plan, make_step

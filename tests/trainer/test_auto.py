@@ -25,9 +25,9 @@ from hf_mmparallel.adapters.adapter import add_adapters
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device
 from hf_mmparallel.data.fingerprint import fingerprint
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.data.loader import Reader, StepDataset
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.sample_sizes import size_source
+from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.loader import Reader, StepBatch, StepDataset
+from hf_mmparallel.data.step_dataset import Reader, StepBatch, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.runtime.engine import ParallelEngine

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
-from hf_mmparallel.data.loader import (
+from hf_mmparallel.data.step_dataset import (
     Reader,
     StepBatch,
     StepDataset,
