@@ -1,5 +1,7 @@
 """The pages: links lead somewhere, Python examples compile, commands name files and targets that exist."""
 
+import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -51,3 +53,16 @@ def test_commands_name_what_exists(page):
 def test_the_makefile_runs_files_that_exist():
     paths = re.findall(r"\b(?:examples|benchmarks|tests)/[\w./-]+\.(?:py|yaml)\b", (ROOT / "Makefile").read_text())
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "CONTRIBUTING.md"], ids=lambda page: page.name
+)
+def test_python_examples_import_names_that_exist(page):
+    """Those of CONTRIBUTING import the code that they add, see `test_contributing.py`."""
+    for block in _blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_mmparallel"):
+                module = importlib.import_module(str(node.module))
+                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert missing == [], f"{page.name} imports {missing} from {node.module}"

@@ -300,9 +300,9 @@ def sub_microbatches(
 
     According to Entrain (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
     stay inside of it. Their number and the rule are not described; here there are `num_parts`, and samples go largest
-    first to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's microbatch `k
-    * num_parts + s`. DIP also colocates the modules and runs all encoder forwards first, which is up to the plan and
-    its schedule.
+    first to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's microbatch
+    `k * num_parts + s`. DIP also colocates the modules and runs all encoder forwards first, which is up to the plan
+    and its schedule.
 
     Args:
         plan (`ParallelPlan`): The plan.

@@ -104,7 +104,7 @@ def distribute(workloads: ArrayLike, num_ranks: int, method: Method = "lpt", see
         `ValueError`: For an unknown method or less than one rank.
     """
     if num_ranks < 1:
-        raise ValueError(f"`num_ranks={num_ranks}` can't have blocks. Use 1 or more.")
+        raise ValueError(f"`num_ranks={num_ranks}`: blocks need at least one rank. Use 1 or more.")
     work = np.asarray(workloads, dtype=np.float64)
     work = np.append(work, np.zeros(-len(work) % num_ranks))
     share = len(work) // num_ranks

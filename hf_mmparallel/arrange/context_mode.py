@@ -91,8 +91,8 @@ def assign_context(
     All ranks that call it with the same arguments get the same result.
 
     Args:
-        first (array of shape `[num_tokens]`, integers): The first position that each token sees. Positions in between
-            that it does not see are ignored.
+        first (array of shape `[num_tokens]`, integers): The first position that each token sees. Gaps between it and
+            the last one count as seen.
         last (array of shape `[num_tokens]`, integers): The last position that each token sees; less than `first` for a
             token that sees nothing, such as padding.
         num_ranks (`int`): Number of ranks.

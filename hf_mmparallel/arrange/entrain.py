@@ -43,8 +43,7 @@ def entrain(
 
     Returns:
         `dict[str, tuple[tuple[tuple[int, ...], ...], ...]]`: Module -> replica -> microbatch -> its batch indices, for
-            encoders
-        and the language model.
+        encoders and the language model.
     """
     language = np.asarray(workloads.forward_ms[LANGUAGE_MODEL], dtype=float)
     encoder = np.zeros(len(language))

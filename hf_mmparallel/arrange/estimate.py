@@ -157,7 +157,7 @@ class Pipeline:
 @lru_cache(maxsize=64)
 def _waits(pipeline: Pipeline, count: int) -> tuple[NDArray, NDArray]:
     """
-    The time_steps, and the stages that each stage waits for in each of them `[num_time_steps, num_waits, stages]`:
+    The time steps, and the stages that each stage waits for in each of them `[num_time_steps, num_waits, stages]`:
     itself, and its neighbors on the path of the microbatch.
     """
     time_steps, stages = pipeline.time_steps(count), np.arange(len(pipeline.depth))

@@ -32,8 +32,7 @@ def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
 
     Returns:
         `numpy.ndarray`: int64 `[num_bins, places]`, each bin's items in ascending order; empty places contain the
-            number
-        of items.
+        number of items.
     """
     counts = np.bincount(bins, minlength=num_bins)
     items = stable_order(bins, num_bins)

@@ -86,8 +86,8 @@ def hierarchical(
         encoders and the language model. A sample is in its microbatch of the language model or the one before in
         every encoder that has work for it.
 
-        A sample with more tokens than the limit of a microbatch gets a microbatch of its own. If replicas share
-        encoder replicas such that the encoder's limit can't hold, only that of the language model does.
+    A sample with more tokens than the limit of a microbatch gets a microbatch of its own. If replicas share encoder
+    replicas such that the encoder's limit can't hold, only that of the language model does.
     """
     count = num_microbatches(workloads.num_samples, microbatch_size, plan.modules[LANGUAGE_MODEL].dp_size)
     batch = Batch(plan, workloads, count)

@@ -54,7 +54,7 @@ def group_by_length(
 
 
 def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None) -> list[int]:
-    """End of each group of samples in decreasing order, for the minimum ratio of cost to size."""
+    """End of each group of samples in decreasing order, for the smallest maximum ratio of cost to size."""
     costs, wanted, count = row_ms.tolist(), sizes.tolist(), len(row_ms)
     most = [len(costs)] * len(costs) if limit is None else (limit // np.maximum(tokens, 1)).astype(int).tolist()
 

@@ -18,7 +18,7 @@ from .estimate import Pipeline
 LARGEST = 1.35  # maximum size relative to the mean, so that memory stays close to that of equal sizes
 _SMALLEST = 0.05  # minimum size relative to the mean, even for tiny samples: an empty microbatch has no use
 _STEP = 0.05  # quantum of the logarithm of a module's share of the work
-_SMOOTH, _EQUAL = 2e-4, 1e-3  # penalties for changes between microbatches, and for deferred work, relative to the time
+_CHANGE_PENALTY, _DEFERRAL_PENALTY = 2e-4, 1e-3  # of changed sizes and of deferred work, relative to the time
 _WORTH = 0.01  # minimum relative gain of unequal sizes, or of fewer microbatches
 _FEWER = (0.75, 0.5, 0.375, 0.25)
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -153,7 +153,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     whole = np.zeros((2, num_variables))
     whole[0, :count] = whole[1, count : 2 * count] = 1.0
     objective = np.zeros(num_variables)
-    objective[end], objective[change:other], objective[other:] = 1.0, _SMOOTH, _EQUAL
+    objective[end], objective[change:other], objective[other:] = 1.0, _CHANGE_PENALTY, _DEFERRAL_PENALTY
     lowest, highest = np.zeros(num_variables), np.full(num_variables, np.inf)
     lowest[: 2 * count], highest[: 2 * count] = smallest, largest
     solution = linprog(

@@ -6,13 +6,14 @@ Attention stays within a segment, so the segments of a row may come in any order
     [ split segments, their blocks distributed over all ranks | bin of one rank | bin of the next | ... ]
 
 A segment is split if it is longer than a rank's tokens or has more work than the mean rank. All others are whole in
-one bin. Only if no assignment fits the capacities (with some padding, if allowed), bins exceed their ends, by one
+one bin. Only if no assignment fits the capacities (with some padding, if allowed) do bins run over their ends, by one
 segment at each of the `num_ranks - 1` boundaries, which is then gathered as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,14 +24,6 @@ from .segment_bins import GOOD, SegmentBins
 
 _MANY_SEGMENTS = 1024  # larger numbers are bundled with their neighbors to keep the search fast
 _CORRECTIONS = 10
-
-
-@dataclass(frozen=True)
-class _Segments:
-    """Start and length `[num_segments]` of parts of a row that do not attend to each other."""
-
-    start: NDArray
-    length: NDArray
 
 
 def independent_segments(segment_ids: ArrayLike) -> tuple[NDArray, NDArray]:
@@ -81,50 +74,85 @@ def assign_segments(
     """
     first, last, ids = np.asarray(first), np.asarray(last), np.asarray(segment_ids)
     least = padded_length(len(first), num_ranks, block) // num_ranks
-    segments = _segments_of(ids)
     lengths = range(least, least + max(int(max_padding * least), 0) + 1, block)
-    work = _segment_work(first, last, segments, block)
-    split_rows = (_SplitRow.of(first, last, segments, work, num_ranks, length, block) for length in lengths)
+    row = _SegmentedRow.of(first, last, ids, block)
+    split_rows = (_SplitRow.of(row, num_ranks, length) for length in lengths)
     divided = ((split_row, split_row.bins.divide()) for split_row in split_rows)
     split_row, owner = shortest = next(divided)
     if not split_row.bins.fit(owner):
         split_row, owner = next(
             ((split_row, owner) for split_row, owner in divided if split_row.bins.fit(owner)), shortest
         )
-    exact = split_row.exchanged if split_row.bins.fit(owner) else split_row.assignment
-    assignment = exact(first, last, owner)
+    assignment = split_row.exchanged(owner) if split_row.bins.fit(owner) else split_row.assignment(owner)
     if assignment.gathered.size < assignment.blocks.size:
         return assignment
     return assign_rows(first, last, num_ranks, block)
 
 
-def _segments_of(ids: NDArray) -> _Segments:
-    """All segments; bundles of short neighbors if there are very many."""
-    start, length = independent_segments(ids)
-    seen = ids[start] > 0
-    if len(start) > _MANY_SEGMENTS:
-        size = -(-len(ids) // _MANY_SEGMENTS)
-        bundle = (start + length - 1) // size
-        short = (start // size == bundle) & seen
-        begins = np.ones(len(start), dtype=bool)
-        begins[1:] = ~(short[1:] & short[:-1] & (bundle[1:] == bundle[:-1]))
-        heads = np.flatnonzero(begins)
-        start, length, seen = start[heads], np.add.reduceat(length, heads), seen[heads]
-    return _Segments(start[seen], length[seen])
+@dataclass(frozen=True)
+class _SegmentedRow:
+    """
+    A row of tokens with its segments, which do not attend to each other.
 
+    Args:
+        first, last (`numpy.ndarray` of shape `[num_tokens]`): The first and the last position that each token sees.
+        start, length (`numpy.ndarray` of shape `[num_segments]`): Start and length of each segment.
+        block (`int`): Tokens of a block.
+    """
 
-def _segment_work(first: NDArray, last: NDArray, segments: _Segments, block: int) -> NDArray:
-    """Work `[3, num_segments]` of each segment by its start position, see [`SegmentBins`]."""
-    # Each segment on separate blocks, shifted from the first token of a block to the last.
-    size = -(-segments.length // block) + 1
-    head = np.cumsum(size) - size
-    everything = np.ones(len(size), dtype=bool)
-    work = np.zeros((3, len(size)))
-    for row, offset in zip(work, (0, min(1, block - 1), block - 1), strict=True):
-        layout = _sources(segments, head * block + offset, everything, int(size.sum()) * block)
-        if len(head):
-            row[:] = np.add.reduceat(_work_in_place(first, last, layout, block), head)
-    return work
+    first: NDArray
+    last: NDArray
+    start: NDArray
+    length: NDArray
+    block: int
+
+    @classmethod
+    def of(cls, first: NDArray, last: NDArray, ids: NDArray, block: int) -> _SegmentedRow:
+        """Finds all segments; bundles short neighbors if there are very many."""
+        start, length = independent_segments(ids)
+        seen = ids[start] > 0
+        if len(start) > _MANY_SEGMENTS:
+            size = -(-len(ids) // _MANY_SEGMENTS)
+            bundle = (start + length - 1) // size
+            short = (start // size == bundle) & seen
+            begins = np.ones(len(start), dtype=bool)
+            begins[1:] = ~(short[1:] & short[:-1] & (bundle[1:] == bundle[:-1]))
+            heads = np.flatnonzero(begins)
+            start, length, seen = start[heads], np.add.reduceat(length, heads), seen[heads]
+        return cls(first, last, start[seen], length[seen], block)
+
+    @cached_property
+    def work(self) -> NDArray:
+        """Work `[3, num_segments]` of each segment by its start position, see [`SegmentBins`]."""
+        # Each segment on separate blocks, shifted from the first token of a block to the last.
+        block = self.block
+        size = -(-self.length // block) + 1
+        head = np.cumsum(size) - size
+        everything = np.ones(len(size), dtype=bool)
+        work = np.zeros((3, len(size)))
+        for row, offset in zip(work, (0, min(1, block - 1), block - 1), strict=True):
+            layout = self.layout(head * block + offset, everything, int(size.sum()) * block)
+            if len(head):
+                row[:] = np.add.reduceat(self.block_work(layout), head)
+        return work
+
+    def layout(self, place: NDArray, which: NDArray, length: int) -> NDArray:
+        """Index into the row for each of `length` positions of a new one, -1 for empty positions."""
+        sizes = self.length[which]
+        inside = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        layout = np.full(length, -1, dtype=np.int64)
+        layout[np.repeat(place[which], sizes) + inside] = np.repeat(self.start[which], sizes) + inside
+        return layout
+
+    def block_work(self, layout: NDArray) -> NDArray:
+        """Work of each block of a new row."""
+        if not len(self.first):
+            return np.zeros(len(layout) // self.block)
+        source = np.maximum(layout, 0)
+        shift = np.arange(len(layout)) - source
+        used = layout >= 0
+        first, last = np.where(used, self.first[source] + shift, 1), np.where(used, self.last[source] + shift, 0)
+        return block_workloads(first, last, self.block)
 
 
 @dataclass(frozen=True)
@@ -133,7 +161,7 @@ class _SplitRow:
     The new row for one number of tokens per rank, before whole segments are assigned.
 
     Args:
-        segments (`_Segments`): All segments.
+        row (`_SegmentedRow`): The row.
         whole (`numpy.ndarray`): Indices of the segments that are not split.
         place (`numpy.ndarray` of shape `[num_segments]`): Start of the split segments.
         rank_of_block (`numpy.ndarray` of shape `[num_blocks]`): Rank of each block.
@@ -142,7 +170,7 @@ class _SplitRow:
         bins (`SegmentBins`): Bins for the segments that are not split.
     """
 
-    segments: _Segments
+    row: _SegmentedRow
     whole: NDArray
     place: NDArray
     rank_of_block: NDArray
@@ -151,23 +179,15 @@ class _SplitRow:
     bins: SegmentBins
 
     @classmethod
-    def of(
-        cls,
-        first: NDArray,
-        last: NDArray,
-        segments: _Segments,
-        work: NDArray,
-        num_ranks: int,
-        length: int,
-        block: int,
-    ) -> _SplitRow:
-        """Distributes the blocks of the segments that are split if a rank has `length` tokens."""
-        cut = (segments.length > length) | (work[0] > work[0].sum() / num_ranks)
+    def of(cls, row: _SegmentedRow, num_ranks: int, length: int) -> _SplitRow:
+        """Distributes the blocks of split segments, for `length` tokens per rank."""
+        block, work = row.block, row.work
+        cut = (row.length > length) | (work[0] > work[0].sum() / num_ranks)
         place = np.zeros(len(cut), dtype=np.int64)
-        place[cut] = np.cumsum(segments.length[cut]) - segments.length[cut]
-        start = int(segments.length[cut].sum())
+        place[cut] = np.cumsum(row.length[cut]) - row.length[cut]
+        start = int(row.length[cut].sum())
         num_cut = -(-start // block)
-        cut_work = _work_in_place(first, last, _sources(segments, place, cut, num_cut * block), block)
+        cut_work = row.block_work(row.layout(place, cut, num_cut * block))
         distributed = distribute(cut_work, num_ranks)
         rank_of_block = np.empty(num_ranks * length // block, dtype=np.int64)
         rank_of_block[distributed] = np.arange(num_ranks)[:, None]  # overwritten below from `num_cut` on
@@ -181,31 +201,31 @@ class _SplitRow:
         offset = np.zeros(num_ranks, dtype=np.int64)
         offset[head] = start % block
         whole = np.flatnonzero(~cut)
-        bins = SegmentBins(segments.length[whole], work[:, whole], capacity, loads, offset, block, 1 + PARTIAL_COST)
-        return cls(segments, whole, place, rank_of_block, ranks, start, bins)
+        bins = SegmentBins(row.length[whole], work[:, whole], capacity, loads, offset, block, 1 + PARTIAL_COST)
+        return cls(row, whole, place, rank_of_block, ranks, start, bins)
 
-    def assignment(self, first: NDArray, last: NDArray, owner: NDArray) -> ContextAssignment:
+    def assignment(self, owner: NDArray) -> ContextAssignment:
         """The resulting assignment."""
         place = self._places(owner)
         everything = np.ones(len(place), dtype=bool)
-        block, num_ranks = self.bins.block, self.bins.num_ranks
-        layout = _sources(self.segments, place, everything, len(self.rank_of_block) * block)
-        left = np.ones(len(first), dtype=bool)
+        block, num_ranks = self.row.block, self.bins.num_ranks
+        layout = self.row.layout(place, everything, len(self.rank_of_block) * block)
+        left = np.ones(len(self.row.first), dtype=bool)
         left[layout[layout >= 0]] = False
         padding, free = np.flatnonzero(left), np.flatnonzero(layout < 0)
         layout[free[: len(padding)]] = padding
 
         blocks = np.argsort(self.rank_of_block, kind="stable").reshape(num_ranks, -1)
         gathered = _gathered(self._needed_elsewhere(place)[blocks])
-        work = _work_in_place(first, last, layout, block)[blocks].sum(axis=1)
-        return ContextAssignment(layout, blocks, gathered, work, len(first), block, "segments")
+        work = self.row.block_work(layout)[blocks].sum(axis=1)
+        return ContextAssignment(layout, blocks, gathered, work, len(self.row.first), block, "segments")
 
-    def exchanged(self, first: NDArray, last: NDArray, owner: NDArray) -> ContextAssignment:
+    def exchanged(self, owner: NDArray) -> ContextAssignment:
         """The best of several assignments, each after exchanges corrected by the actual work of the one before."""
         bins, ranks, assignments = self.bins, range(self.bins.num_ranks), []
         for _ in range(_CORRECTIONS):
             owner = bins.exchange(owner)
-            assignments.append(self.assignment(first, last, owner))
+            assignments.append(self.assignment(owner))
             if assignments[-1].imbalance <= 1 + GOOD:
                 break
             # The work of images, for example, depends on their position within blocks, which bins do not know.
@@ -242,33 +262,14 @@ class _SplitRow:
 
     def _needed_elsewhere(self, place: NDArray) -> NDArray:
         """Which blocks have tokens of a segment that spans ranks."""
-        block = self.bins.block
-        head, tail = place // block, (place + self.segments.length - 1) // block
+        block = self.row.block
+        head, tail = place // block, (place + self.row.length - 1) // block
         changes = np.cumsum(np.diff(self.rank_of_block, prepend=self.rank_of_block[:1]) != 0)
         spans = changes[head] != changes[tail]
         marks = np.zeros(len(self.rank_of_block) + 1, dtype=np.int64)
         np.add.at(marks, head[spans], 1)
         np.add.at(marks, tail[spans] + 1, -1)
         return np.cumsum(marks)[:-1] > 0
-
-
-def _sources(segments: _Segments, place: NDArray, which: NDArray, length: int) -> NDArray:
-    """Index into the row for each position of the new one, -1 for empty positions."""
-    sizes = segments.length[which]
-    inside = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    layout = np.full(length, -1, dtype=np.int64)
-    layout[np.repeat(place[which], sizes) + inside] = np.repeat(segments.start[which], sizes) + inside
-    return layout
-
-
-def _work_in_place(first: NDArray, last: NDArray, layout: NDArray, block: int) -> NDArray:
-    """Work of each block of the new row."""
-    source = np.maximum(layout, 0)
-    shift = np.arange(len(layout)) - source
-    used = layout >= 0
-    if not len(first):
-        return np.zeros(len(layout) // block)
-    return block_workloads(np.where(used, first[source] + shift, 1), np.where(used, last[source] + shift, 0), block)
 
 
 def _gathered(needed: NDArray) -> NDArray:

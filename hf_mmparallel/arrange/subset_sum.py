@@ -40,8 +40,8 @@ def subset_sums(weights: NDArray, max_sums: int, extra: NDArray | None = None) -
 
     If a list exceeds `max_sums`, its sums are put into `max_sums` cells of equal width, with one sum per cell, which
     is the exact sum of its subset. With `n` items and cells of width `q = total / (max_sums - 1)`, every reachable sum
-    has one in the list at a distance of at most `q max(0, n - log2(max_sums))`. All sums are present if `2^n <=
-    max_sums`, and if the weights are integers with a total below `max_sums`.
+    has one in the list at a distance of at most `q max(0, n - log2(max_sums))`. All sums are present if
+    `2^n <= max_sums`, and if the weights are integers with a total below `max_sums`.
 
     Args:
         weights (`numpy.ndarray` of shape `[num_sets, num_items]`):

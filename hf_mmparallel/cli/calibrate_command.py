@@ -34,8 +34,8 @@ def add_calibrate_parser(commands: Any) -> None:
         "calibrate",
         help="correct costs by the logs of runs, for `--profile` of the other commands",
         description="Fits factors of the forward and backward times of each module, of kernel launches, and of "
-        "activation memory to measured runs. Half of the logged windows are fitted and the others for evaluation; "
-        "then all are fitted. Needs no GPU and no model.",
+        "activation memory to measured runs. Half of the logged windows are fitted and the others used for "
+        "evaluation; then all are fitted. Needs no GPU and no model.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

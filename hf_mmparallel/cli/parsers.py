@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ..plan.schedules import SCHEDULES
 from ..planner.argument_types import above_zero, positive
 
 PLAN_EXAMPLES = """\
@@ -16,7 +17,7 @@ examples:
   hf-mmparallel plan --model ./my-vlm --module vision:dp=2,freeze=tower --module language_model:pp=2,tp=2 \\
       --global-batch-size 64 --microbatch-size 2 --dry-run
 
-Without sizes of modules, or with some of them and --gpus, the best plan is searched; given sizes are kept.
+Without sizes of modules, or with some of them and --gpus, the best plan is searched for; given sizes are kept.
 
 settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_size` and so on):
   dp, pp, tp          data-parallel replicas, pipeline stages, tensor-parallel size
@@ -223,7 +224,7 @@ def _add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--schedule",
-        choices=("1f1b", "eager", "gpipe", "encoders_first"),
+        choices=SCHEDULES,
         help="order of forwards and backwards (searched, else 1f1b)",
     )
     group.add_argument(

@@ -43,7 +43,7 @@ class Matrix:
 
     Args:
         name (`str`): Name without suffixes of adapters and without `weight`.
-        shape (`tuple[int, int]`): Output and input features.
+        shape (`tuple[int, int]`): Rows and columns: output and input features, or the reverse if stored transposed.
         copies (`float`): Active experts of a token.
         num_elements (`int`): Elements of all experts.
         trained (`bool`): Whether the matrix itself gets a gradient.
@@ -147,7 +147,7 @@ class LayerShape:
 
     @cached_property
     def feed_forwards(self) -> list[tuple[Matrix, ...]]:
-        """The matrices of each feed-forward block, grouped by expert; the down projection is last."""
+        """The matrices of each feed-forward block, grouped by submodule; the down projection is last."""
         groups: dict[str, list[Matrix]] = {}
         for matrix in self.matrices:
             if matrix not in self.attention:

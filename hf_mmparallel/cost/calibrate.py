@@ -227,8 +227,8 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
     """
     Selects the correction with the fewest coefficients whose cross-validated error is about as low as that of larger
     ones: one factor; one more for launches, or a constant per layer; a separate factor for squared lengths. Starts
-    with the launch factor if launches are predicted to take longer than the compute of some tasks. `None` without any
-    times.
+    with both a factor of compute and one of launches if launches are predicted to take longer than the compute of some
+    tasks. `None` without any times.
     """
     windows = [
         rows[(rows[:, _MEASURED] > rows[:, _RECOMPUTED]) & (rows[:, [_TOKENS, _SQUARES]].sum(axis=1) > 0)]

@@ -53,7 +53,7 @@ class Polynomial:
 @dataclass(frozen=True)
 class LayerCost:
     """
-    Cost of a layer on one rank of a tp group; which of its weights are trained is applied later.
+    Cost of a layer on one rank of a tp group, for any choice of trained weights.
 
     Args:
         forward (`Polynomial`): Milliseconds of the forward.

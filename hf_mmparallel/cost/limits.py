@@ -104,7 +104,7 @@ def _check_free(plan: ParallelPlan, free: dict[int, float], memory_bytes: float)
 
 
 class _MemoryDemands:
-    """Memory demand of stages per microbatch, in proportion to the work of a replica."""
+    """Memory demand of stages for a microbatch, relative to a microbatch with all work of a replica."""
 
     def __init__(self, costs: CostModel, plan: ParallelPlan, sizes: SampleSizes):
         self.plan = plan
@@ -116,8 +116,8 @@ class _MemoryDemands:
 
     def of_stage(self, key: StageKey, memory: StageMemory, in_flight: float) -> tuple[float, float, NDArray]:
         """
-        Bytes that grow with the microbatch, constant bytes, and both for the transient memory of each case `[cases,
-        2]`.
+        Bytes that grow with the microbatch, constant bytes, and both `[cases, 2]` for the transient memory of each
+        case.
         """
         name, replica, stage = key
         scale = np.array([self.squares[name], self.tokens[name]]) / memory.cp_size

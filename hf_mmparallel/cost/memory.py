@@ -106,7 +106,7 @@ class StepUse:
     def _features(self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> tuple[dict, dict]:
         """
         (encoder, replica of the consumer) -> bytes of the features in the consumer's largest microbatch, and
-        (encoder, replica) -> bytes of all features of the encoder.
+        (encoder, replica) -> bytes of all features that this replica sends.
         """
         received: dict[tuple[str, int], float] = {}
         sent: dict[tuple[str, int], float] = {}

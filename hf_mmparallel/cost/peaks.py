@@ -27,8 +27,8 @@ def memory_timeline(
     A chunk has saved activations from its forward to the end of its backward; a running task counts with its peak.
     Gradients exist from the first backward of a stage on, the buffers of their all-reduces from the last one on, and
     float32 copies of narrower gradients at the end, for the gradient norm. Features stay on the encoder's ranks until
-    they are sent, which includes those of deferred samples, and longer if the encoder's backward needs them; then they
-    are on the consumer's ranks.
+    they are sent, which is later for deferred samples, and longer if the encoder's backward needs them; from then on
+    they are also on the consumer's ranks.
 
     Args:
         costs (`CostModel`): Memory of layers.
@@ -39,8 +39,7 @@ def memory_timeline(
 
     Returns:
         `dict[int, tuple[np.ndarray, np.ndarray]]`: Rank -> times in ms `[changes]`, in order, and the bytes
-            `[changes]`
-        from each of them until the next one.
+        `[changes]` from each of them until the next one.
     """
     timeline = _MemoryEvents(costs, plan, step, sizes, spans)
     timeline.add_activations(with_gradients=True)

@@ -183,7 +183,7 @@ def module_digests(spec: ModelSpec) -> dict[str, str]:
 
 
 def append_line(path: Path, entry: RunHeader | LoggedWindow) -> None:
-    """Appends a line to a log, with numbers of six digits."""
+    """Appends a line to a log, with numbers rounded to six significant digits."""
     kind = "run" if isinstance(entry, RunHeader) else "window"
     data = {"type": kind, **({"version": LOG_VERSION} if kind == "run" else {}), **asdict(entry)}
     with path.open("a") as file:
@@ -201,7 +201,7 @@ def _rounded(value: Any) -> Any:
 
 def read_run_log(path: str | Path) -> list[RunLog]:
     """
-    Reads a log, which has several runs if they were resumed or repeated in the same folder.
+    Reads a log, which has several runs if a run was resumed or repeated in the same folder.
 
     Args:
         path (`str` or `Path`): A `trainer_log.jsonl`.

@@ -80,7 +80,8 @@ class StageMemory:
         backward (`np.ndarray` of shape `[entries, 3]`): Bytes in a backward besides saved activations.
         gradients (`np.ndarray` of shape `[entries]`): Bytes of the gradients that the first backward allocates.
         largest (`np.ndarray` of shape `[entries]`):
-            Bytes of the largest gradient, which each backward allocates in its compute dtype and accumulation dtype.
+            Bytes of the largest gradient, which each backward allocates in its own dtype and in the accumulation
+            dtype.
         input_bytes (`float`): Bytes of the inputs per token.
         cp_size (`int`): Context-parallel size.
         bucket_bytes (`float`): Bytes of the bucket of gradient all-reduces.

@@ -21,7 +21,7 @@ _GATHERS_BACKWARD = 2.0  # keys and values are gathered again, and their gradien
 def data_gradients(spec: ModelSpec) -> dict[str, tuple[bool, ...]]:
     """
     Module -> for each layer from -1 to `num_layers`, whether the gradient of its input is needed: if anything before
-    it is trainable, in its module or in a producer of its inputs (Cornstarch, section 4.3).
+    it is trainable, in its module or in a producer whose features enter at or before it (Cornstarch, section 4.3).
     """
     needed: dict[str, tuple[bool, ...]] = {}
     has_gradient: dict[str, bool] = {}

@@ -158,7 +158,7 @@ def solve(settings: Settings, inputs: Inputs) -> Answer:
         layouts = "; ".join(f"{name}: {module.layout}" for name, module in draft.modules.items())
         raise ValueError(
             f"`--gpus {settings.gpus}`: the plan has {draft.world_size} ranks ({layouts}). Change the sizes, leave "
-            f"some of them out to have them searched, or use `--gpus {draft.world_size}`."
+            f"some of them out to search for them, or use `--gpus {draft.world_size}`."
         )
     return predict_plan(settings, inputs, costs, draft)
 
@@ -177,7 +177,7 @@ def _draft(settings: Settings, costs: CostModel) -> ParallelPlan | None:
 
 
 def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
-    """Searches the best plan for a number of ranks."""
+    """Searches for the best plan for a number of ranks."""
     from ..search.search import search_plans
 
     assert settings.gpus is not None

@@ -65,8 +65,8 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         "  schedule: 1f1b, eager (forwards ahead as far as memory goes), gpipe or encoders_first.",
         "  replicas: the replicas of a module, each a list of stages.",
         "  layers: the first layer of a stage and the one after its last; consecutive within a replica.",
-        "  ranks: a list of tp groups; a tp group shares the matrices; the groups are cp ranks, which share "
-        "the tokens (language_model only).",
+        "  ranks: a list of tp groups, one for each cp rank: a tp group shares the matrices, and cp ranks share the "
+        "tokens (language_model only).",
         "    All stages of a module have as many tp groups and ranks; ranks are numbered from 0 without gaps.",
         "  activation_checkpointing: true recomputes activations in the backward.",
         "num_microbatches and trainable follow from the batch sizes and from what is frozen.",

@@ -97,8 +97,8 @@ def parse_generator(text: str, spec: ModelSpec) -> tuple[ModuleSpec, int]:
         text (`str`): The value of `--generator`.
         spec (`ModelSpec`): The model that it belongs to.
 
-        Returns:
-            The module, and its tokens per sample.
+    Returns:
+        The module, and its tokens per sample.
 
     Raises:
         `ValueError`: If a size is missing or not a number, or the model has a module of this name.

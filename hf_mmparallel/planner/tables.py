@@ -60,6 +60,7 @@ def plan_table(
     A row for each stage of each module; replicas and equal neighbors are merged.
 
     Args:
+        plan (`ParallelPlan`): The plan.
         spec (`ModelSpec`, *optional*): The model, for numbers of parameters.
         simulation (`Simulation`): The simulation, for microbatches in flight.
         memory (`Mapping[int, RankMemory]`, *optional*): Rank -> its memory; that of the fullest rank is shown.

@@ -61,7 +61,7 @@ class EstimatedCandidate:
         return (tuple(sorted(self.colocated_with.items())), tuple(kinds))
 
     def memory_bytes(self, problem: PlanningProblem) -> float:
-        """EstimatedCandidate peak memory of the fullest rank."""
+        """Estimated peak memory of the fullest rank."""
         return float(estimated_peak_bytes(problem, self.estimates, self.colocated_with, self.num_microbatches))
 
 
@@ -69,7 +69,7 @@ def estimated_peak_bytes(
     problem: PlanningProblem, estimates: Mapping, colocated_with: Mapping[str, str], num_microbatches: int
 ) -> NDArray:
     """
-    EstimatedCandidate memory of the fullest rank: the maximum of first stages, with the microbatches in flight of
+    Estimated memory of the fullest rank: the maximum of first stages, with the microbatches in flight of
     1F1B, and of last stages, which have the logits.
 
     Args:

@@ -61,10 +61,10 @@ class LayoutTable:
         min_compute_ms (`np.ndarray`):
             Lower bound of the compute time of the slowest rank, with perfectly even microbatches without padding.
         mean_ms (`np.ndarray`): Mean compute time of a rank, without padding.
-        state_bytes, last_state_bytes (`np.ndarray`): EstimatedCandidate bytes of the first and of the last stage
-            besides activations.
-        running_bytes, last_running_bytes (`np.ndarray`): EstimatedCandidate transient bytes of a task on these stages.
-        saved_bytes (`np.ndarray`): EstimatedCandidate activations of a microbatch on a stage.
+        state_bytes, last_state_bytes (`np.ndarray`): Estimated bytes of the first and of the last stage besides
+            activations.
+        running_bytes, last_running_bytes (`np.ndarray`): Estimated transient bytes of a task on these stages.
+        saved_bytes (`np.ndarray`): Estimated bytes of the activations of a microbatch on a stage.
         mean_bytes (`np.ndarray`):
             State, and activations of one microbatch without padding, averaged over the stages.
     """
@@ -287,7 +287,7 @@ def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
 
     Args:
         group, score (`np.ndarray` of shape `[n]`): Group and score of each entry.
-        count (`int`): Number of entries per group.
+        count (`int`): Maximum number of entries per group.
     """
     order = np.lexsort((score, group))
     ordered = group[order]

@@ -90,8 +90,8 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
         problem ([`PlanningProblem`]): The planning problem.
         result ([`SearchResult`]): The result of our search.
 
-        Returns:
-            `tuple[ComparedPlan, ...]`: One plan per baseline. It exceeds the memory only if all of its kind do.
+    Returns:
+        `tuple[ComparedPlan, ...]`: One plan per baseline. It exceeds the memory only if all of its kind do.
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
     judge = _BaselineEvaluator(replace(problem, fixed={}, method="contiguous"), batches)

@@ -103,7 +103,7 @@ def _mean_busy_and_idle_ms(plan: RankedPlan) -> tuple[float, float]:
 
 
 def least_memory_bytes(problem: PlanningProblem) -> float | None:
-    """EstimatedCandidate memory of the smallest layout on its fullest rank; `None` if no layout uses all ranks."""
+    """Estimated memory of the smallest layout on its fullest rank; `None` if no layout uses all ranks."""
     unlimited = replace(problem, memory_bytes=None)
     return min((candidate.memory_bytes(unlimited) for candidate in CandidateSpace(unlimited)), default=None)
 
@@ -117,7 +117,7 @@ def no_plan_error(problem: PlanningProblem) -> ValueError:
             f"{name} {size}={value}" for name, sizes in problem.fixed.items() for size, value in sizes.items()
         )
         return ValueError(
-            f"No layout of the model has {what} with a global batch of {problem.global_batch_size} samples"
+            f"No layout of the model uses {what} with a global batch of {problem.global_batch_size} samples"
             + (f" and the fixed sizes ({fixed})" if fixed else "")
             + ". Numbers of replicas divide the global batch, and tensor-parallel sizes the heads: change the number "
             "of ranks, the global batch or the sizes."
@@ -126,9 +126,9 @@ def no_plan_error(problem: PlanningProblem) -> ValueError:
     if missing <= 0:  # an average microbatch fits
         return ValueError(
             f"No plan for {what} fits every batch: the smallest layout needs about {smallest / GIB:.3g} of "
-            f"{problem.memory_bytes / GIB:.3g} GiB for an average microbatch, but the largest sample or the transient "
-            "memory of a task pushes it over that. Leave the microbatch size open or make it smaller, shorten the "
-            "samples, use more ranks, or devices with more memory."
+            f"{problem.memory_bytes / GIB:.3g} GiB for an average microbatch, but more than that with the largest "
+            "sample and the transient memory of its task. Leave the microbatch size open or make it smaller, shorten "
+            "the samples, use more ranks, or devices with more memory."
         )
     return ValueError(
         f"No plan for {what} fits: the smallest layout needs about {smallest / GIB:.3g} GiB on its fullest rank, "

@@ -22,7 +22,7 @@ from .partition import partition_all
 from .problem import Layout, PlanningProblem
 
 _MIN_TOKENS_PER_CP_RANK = 1024
-"""Minimum tokens per sample and CP rank."""
+"""Minimum mean tokens of a sample per cp rank; smaller samples exclude a context-parallel size."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class ModuleOptions:
 
     def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False) -> Any:
         """
-        EstimatedCandidate bytes of the first or the last stage besides activations.
+        Estimated bytes of the first or the last stage besides activations.
 
         Args:
             kind (`ParallelConfig`): The configuration.
@@ -212,7 +212,7 @@ class ModuleOptions:
         return (self._memory(kind, 0, 1), inner), (self._memory(kind, last - 1, last), inner)
 
     def running_bytes(self, kind: ParallelConfig, num_samples: float) -> tuple[float, float]:
-        """EstimatedCandidate transient bytes of a task on the first and on the last stage."""
+        """Estimated transient bytes of a task on the first and on the last stage."""
         chunk = self._chunk_sizes(kind, num_samples) / np.array([kind.cp_size, kind.cp_size, 1.0])
         chunk[2] = 1.0
         first, last = (max(float((memory.transient @ chunk).max()) for memory in pair) for pair in self._ends(kind))

@@ -46,7 +46,7 @@ class Partitions:
 
     costs_ms: NDArray
     slowest_stages_ms: NDArray
-    _found: dict[int, Partition] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[int, Partition] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def max_stages(self) -> int:
@@ -67,11 +67,11 @@ class Partitions:
             `ValueError`: If there are fewer layers than stages.
         """
         _check_stages(num_stages, self.max_stages)
-        if num_stages not in self._found:
+        if num_stages not in self._known:
             slowest_stage_ms = float(self.slowest_stages_ms[num_stages - 1])
             layers = _evenest_layers(_prefix(self.costs_ms), num_stages, slowest_stage_ms * _SAME)
-            self._found[num_stages] = Partition(layers, slowest_stage_ms)
-        return self._found[num_stages]
+            self._known[num_stages] = Partition(layers, slowest_stage_ms)
+        return self._known[num_stages]
 
 
 def partition_all(costs_ms: ArrayLike, max_stages: int) -> Partitions:

@@ -19,10 +19,10 @@ _RUNNERS_UP = 3
 
 def search_plans(problem: PlanningProblem) -> SearchResult:
     """
-    Searches the plan with the fastest predicted training step.
+    Searches for the plan with the fastest predicted training step.
 
-    Every layout of every module, placement and number of microbatches gets a closed-form estimate of Entrain
-    (algorithm 3, which contains Cornstarch's algorithm 1). A slice is then simulated (as few replicas as possible,
+    Every layout of every module, placement and number of microbatches gets a closed-form estimate (Entrain,
+    algorithm 3, which contains Cornstarch's algorithm 1). A slice is then simulated (as few replicas as possible,
     with their part of a real batch) for the best candidates of diverse families, for more candidates with the best
     placement, and for some that may exceed the memory; the fastest of these are simulated with all replicas. On up to
     8 ranks, and if at most 1,024 other candidates have a lower bound below the best step time, all of these are

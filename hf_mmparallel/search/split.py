@@ -19,8 +19,8 @@ def split_stability(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes) ->
         plan (`ParallelPlan`): The plan.
         sizes (`SampleSizes`): Sizes of samples of the dataset.
 
-        Returns:
-            `StabilityReport` or `None`: `None` if there is no split: modules share ranks, or have one rank each.
+    Returns:
+        `StabilityReport` or `None`: `None` if there is no split: modules share ranks, or have one rank each.
     """
     if shares_ranks(plan) or not sizes.num_samples:
         return None

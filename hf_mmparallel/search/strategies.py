@@ -166,7 +166,7 @@ class Strategies:
     def bound_ms(self) -> NDArray:
         """
         `[strategies]`: closed-form lower bound of the step time of all layouts within the limit; infinite if none
-            fits.
+        fits.
 
         A stage time `t` needs `ranks * max(least, pass / t)` of each module. For every set of modules that are fixed
         at their minimum, the others share the remaining ranks; the worst set has the modules with the shortest stages.

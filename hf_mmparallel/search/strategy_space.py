@@ -85,7 +85,7 @@ class StrategySpace:
 
     def __post_init__(self) -> None:
         if LANGUAGE_MODEL not in self.modules:
-            raise ValueError(f"There is no `{LANGUAGE_MODEL}` among {list(self.modules)}. Name one module like this.")
+            raise ValueError(f"There is no `{LANGUAGE_MODEL}` among {list(self.modules)}. Give one module this name.")
         if self.global_batch_size % self.microbatch_size:
             raise ValueError(
                 f"`global_batch_size={self.global_batch_size}` is not a multiple of "

@@ -244,7 +244,7 @@ def test_auto_keeps_to_what_is_set_and_shares_ranks_where_that_needs_it():
 @pytest.mark.distributed
 def test_what_can_not_be_found_is_said_on_every_rank():
     fixed = {"auto": True, "modules": {LANGUAGE_MODEL: {"tp_size": 3}}}
-    errors = assert_ranks_raise(runs.make_trainer, 2, "llava", fixed, match="No layout of the model has 2 x cpu")
+    errors = assert_ranks_raise(runs.make_trainer, 2, "llava", fixed, match="No layout of the model uses 2 x cpu")
     assert len(set(errors)) == 1 and "language_model tp_size=3" in errors[0]
 
 
