@@ -147,7 +147,7 @@ def modes_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def modes_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What the goals compare."""
+    """The figures that the goals are compared with."""
     return [
         f"{mode} rows, {own['num_cases']} cases: the chosen arrangement takes {own['fastest_over_best_baseline']:.3f} "
         f"to {own['slowest_over_best_baseline']:.3f} of the best baseline's step (at most 1 wanted); its prediction "

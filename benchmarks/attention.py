@@ -135,7 +135,7 @@ def timings(shapes: Shapes, length: int, repeats: int) -> dict[str, dict[str, li
 
 
 def memory_mib(name: str, which: str, length: int, quick: bool) -> float:
-    """What a fresh process needs beyond its inputs, mask included, at its peak."""
+    """Peak memory of a fresh process beyond its inputs, mask included."""
     command = [sys.executable, __file__, "--measure", name, which, str(length), *["--quick"] * quick]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(common.ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
@@ -145,7 +145,7 @@ def memory_mib(name: str, which: str, length: int, quick: bool) -> float:
 
 
 def measure(name: str, which: str, shapes: Shapes, length: int) -> None:
-    """Prints the peak of this process, in MiB above what it holds before the mask is there."""
+    """Prints the peak memory of this process, in MiB above its memory before the mask is made."""
     tiny = Shapes(lengths=(64,), sample_tokens=(20, 40), image_tokens=8, text_tokens=(4, 4))
     run(contestant(name, packed_words(tiny, 64)), which, draw(tiny, 64))  # libraries load and threads start
     words, inputs = packed_words(shapes, length), draw(shapes, length)

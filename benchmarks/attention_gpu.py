@@ -60,7 +60,7 @@ FLEX_GOALS = {"forward": 1.2, "backward": 1.1}
 
 
 def ceilings(settings: Settings) -> dict[str, float]:
-    """What this device reaches on a square matrix product and on a copy."""
+    """Attained rates of this device for a square matrix product and for a copy."""
     side = settings.ceiling
     a, b = (torch.randn(side, side, dtype=settings.dtype, device=settings.device) for _ in range(2))
     product_ms = _twice(lambda: a @ b, settings)[0]
@@ -137,7 +137,7 @@ def _sentence(row: dict[str, Any]) -> str:
 
 
 def plans(settings: Settings) -> list[dict[str, Any]]:
-    """How long a mask takes to compile, once for all layers of a microbatch, and FlexAttention's block mask."""
+    """Time to compile a mask, once for all layers of a microbatch, and FlexAttention's block mask."""
     rows = []
     for length in settings.lengths:
         for name in ("causal", "embedded", "packed"):
@@ -154,7 +154,7 @@ def plans(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _builds(settings: Settings, problem: Problem) -> dict[str, Callable[[], Any]]:
-    """What compiles the mask of a problem, by name."""
+    """Functions that compile the mask of a problem, by name."""
     tuning = settings.tunings(problem.shape.head_dim)["portable"]
     blocks, heads = (tuning.block_q, tuning.block_k), problem.shape.heads
     builds: dict[str, Callable[[], Any]] = {
@@ -220,7 +220,7 @@ def _time_tile(settings: Settings, problems: list[Problem], tuning: Tuning, kern
 
 
 def goals(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
-    """What the timed rows say about the goals."""
+    """The timed rows compared with the goals."""
     found = []
     for row in rows:
         form = row["contestant"].partition(",")[0]
@@ -240,7 +240,7 @@ def goals(rows: list[dict[str, Any]], device: str) -> list[dict[str, Any]]:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What a number means nothing without: the device, versions, the commit."""
+    """Conditions of a measurement: the device, versions, the commit."""
     import triton
 
     def git(*words: str) -> str:

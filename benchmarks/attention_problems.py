@@ -1,4 +1,4 @@
-"""What the attention benchmark runs on a device: sizes, masks, inputs, the kernels, their peers, and timing."""
+"""Problems of the attention benchmark on a device: sizes, masks, inputs, kernels, their peers, and timing."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ def flex_rule(problem: Problem) -> Callable[..., Tensor]:
 
 
 def sdpa_peer(problem: Problem, backend: str) -> Peer:
-    """One backend of torch's own attention; only for full and causal masks."""
+    """One backend of torch's attention; only for full and causal masks."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     causal, gqa = problem.name == "causal", problem.shape.heads != problem.shape.kv_heads
@@ -299,7 +299,7 @@ def time_ms(function: Callable[[], Any], quick: bool = False) -> float:
 @dataclass(frozen=True)
 class Settings:
     """
-    How large the benchmark is; the dry run has a small one.
+    Sizes of the benchmark; those of the dry run are small.
 
     Args:
         device (`str`): `"cuda"` or `"cpu"`.
@@ -378,7 +378,7 @@ TINY = Settings(
 
 
 def error_of(got: Tensor, want: Tensor) -> float:
-    """`|got - want| / |want|` over what is finite; infinite where the finite parts differ, or something is NaN."""
+    """`|got - want| / |want|` over finite values; infinite if the finite positions differ, or a value is NaN."""
     finite = torch.isfinite(want)
     if bool(got.isnan().any()) or not torch.equal(torch.isfinite(got), finite):
         return float("inf")

@@ -1,4 +1,4 @@
-"""What `docs/benchmarks.md` says of the bounds of arrangements and of their steps on ranks; see `pages.py`."""
+"""Sentences of `docs/benchmarks.md` on the bounds of arrangements and on their steps on ranks; see `pages.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of a pipeline is compared with: batches that could be divided at will, and the busiest stage alone."""
+"""Bounds of a pipeline step: batches that could be divided at will, and the busiest stage alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scipy.sparse import coo_matrix
 @dataclass(frozen=True)
 class StageWork:
     """
-    What a stage has to do for a whole batch.
+    Work of a stage for a whole batch.
 
     Args:
         forward_ms (`float`): All forwards together.
@@ -44,7 +44,7 @@ def divisible_ms(stages: Sequence[StageWork], num_microbatches: int) -> float:
     The step of a batch of samples that are all alike and may be divided over the microbatches at will, under 1F1B: a
     linear program over the share of each microbatch in both modules and the start of each task.
 
-    Equal shares are not the optimum, as a pipeline fills and drains sooner with small microbatches at its ends. A
+    Equal shares are not the optimum, because small microbatches at both ends shorten warm-up and drain. A
     sample is computed by the language model in the encoder's microbatch or in the next one.
 
     It is exact for such a batch without deferral. Real samples can be faster: those with much text first keep the
@@ -58,7 +58,7 @@ def divisible_ms(stages: Sequence[StageWork], num_microbatches: int) -> float:
 
 
 def busiest_ms(stages: Sequence[StageWork]) -> float:
-    """What the busiest stage has to do, without filling and draining: no step is shorter."""
+    """Work of the busiest stage, without warm-up and drain: no step is shorter."""
     return max(stage.total_ms for stage in stages)
 
 

@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Listed:
-    """A layout of all modules with the closed form of its step, and what its slowest rank computes at least."""
+    """A layout of all modules with the closed form of its step, and a lower bound of its slowest rank."""
 
     closed_form_ms: float
     least_ms: float
@@ -59,7 +59,7 @@ class Listed:
 @dataclass(frozen=True)
 class BruteForce:
     """
-    What simulating everything gives.
+    Result of simulating everything.
 
     Args:
         candidate (`Candidate`, *optional*): The fastest layout that fits all batches; `None` if none does.
@@ -142,16 +142,16 @@ class Layouts:
                     yield listed
 
     def _listed(self, sizes: Mapping[str, Sizes], hosts: Mapping[str, str], count: int) -> Listed | None:
-        """The closed form of a layout, `None` for one that holds more than the memory on average over its ranks."""
+        """The closed form of a layout, `None` if its mean memory over the ranks exceeds the limit."""
         held = [self.mean_bytes(name, own, count) for name, own in sizes.items()]
         limit = self.problem.memory_bytes
         if limit is not None and (sum(held) if hosts else max(held)) > limit:
             return None
         slowest, through, sums = zip(*(self.times(name, own, count) for name, own in sizes.items()), strict=True)
         mean = [whole / own.pp for whole, own in zip(through, sizes.values(), strict=True)]
-        bottleneck = sum(slowest) if hosts else max(slowest)
+        slowest_ms = sum(slowest) if hosts else max(slowest)
         least = count * max(*slowest, sum(mean) if hosts else 0.0)
-        closed_form = sum(through) + (count - 1) * bottleneck + (sum(sums) if hosts else max(sums))
+        closed_form = sum(through) + (count - 1) * slowest_ms + (sum(sums) if hosts else max(sums))
         return Listed(closed_form, least, sizes, hosts, count)
 
     def _layer_ms(self, name: str, sizes: Sizes, count: int) -> np.ndarray:
@@ -256,7 +256,7 @@ def brute_force(problem: PlanningProblem, limit_s: float = float("inf")) -> Brut
 @dataclass(frozen=True)
 class BruteOrders:
     """
-    What simulating the fastest layouts with every schedule and arrangement gives.
+    Result of simulating the fastest layouts with every schedule and arrangement.
 
     Args:
         candidate (`Candidate`, *optional*): The fastest that fits all batches; `None` if none does.

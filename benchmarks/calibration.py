@@ -115,7 +115,7 @@ JUDGED = (
 @dataclass(frozen=True)
 class Sizes:
     """
-    How much is run.
+    Sizes of the benchmark.
 
     Args:
         batch (`int`): Samples of a global batch.
@@ -244,7 +244,7 @@ def measured_links(repeats: int = 5) -> dict[str, float]:
 
 
 def run_ranks(options: argparse.Namespace, shapes: common.Shapes, sizes: Sizes) -> None:
-    """What the ranks run; rank 0 writes the result."""
+    """The function of the ranks; rank 0 writes the result."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     dist.init_process_group("gloo")

@@ -27,7 +27,7 @@ def calibration() -> str:
 
 
 def quotes_of_calibration() -> Iterator[str]:
-    """What is said of all judged plans together."""
+    """Sentences about all judged plans together."""
     found = result("calibration")
     errors = found["errors"]
     for name, when in (("before", "before"), ("with one factor", "one_factor"), ("calibrated", "after")):

@@ -1,4 +1,4 @@
-"""What the benchmarks share: a small model and its data, ranks, the machine's description, results."""
+"""Shared code of the benchmarks: a small model and its data, ranks, a description of the machine, results."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def machine(shapes: Shapes, load_before: Sequence[float]) -> dict[str, Any]:
-    """What a number means nothing without: the machine, its load, versions, the commit, the shapes."""
+    """Conditions of a measurement: the machine, its load, versions, the commit, the shapes."""
     commit = _git("rev-parse", "--short", "HEAD")
     others = (":(exclude)benchmarks/results", ":(exclude)docs", ":(exclude)README.md")  # written by benchmarks
     changed = bool(_git("status", "--porcelain", "--untracked-files=no", "--", ".", *others))
@@ -258,7 +258,7 @@ def measured(function: Callable[[], Any], repeats: int) -> dict[str, float]:
 
 
 def report(name: str, tables: Sequence[Table], notes: Sequence[str], result: dict[str, Any], folder: Path) -> None:
-    """Prints the tables, the notes and one JSON line, and keeps the JSON in `folder`."""
+    """Prints the tables, the notes and one JSON line, and writes the JSON to `folder`."""
     console = Console(width=118)
     for table in tables:
         console.print(table)

@@ -158,7 +158,7 @@ def capped_lpt(work: NDArray, num_ranks: int) -> NDArray:
 
 
 def ptrr(visited: NDArray, num_ranks: int) -> NDArray:
-    """Torch's own balancer, from a block mask with these numbers of blocks."""
+    """Torch's balancer, from a block mask with these numbers of blocks."""
     counts = torch.from_numpy(visited).to(torch.int32)[None, None]
     indices = torch.zeros(1, 1, len(visited), len(visited), dtype=torch.int32)
     mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=BLOCK, compute_q_blocks=False)
@@ -205,7 +205,7 @@ def balance_of_rows(rows: Rows, kinds: Sequence[str]) -> Iterator[dict[str, Any]
 
 
 def balance_of_segments(rows: Rows, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The same for whole segments, with what is gathered and padded as shares of the row."""
+    """The same for whole segments, with gathered and padding tokens as shares of the row."""
     for kind in kinds:
         for length in rows.lengths:
             work, pairs, total, gathered, padding, whole = [], [], [], [], [], 0
@@ -322,7 +322,7 @@ def times(rows: Rows) -> dict[str, dict[str, float]]:
 
 
 def block_mask_agrees(rows: Rows) -> bool:
-    """Whether torch's own mask of a packed row has the blocks that are counted here."""
+    """Whether torch's mask of a packed row has the blocks that are counted here."""
     row = make_row("packed images", 4096, 0, rows)
     first, last = torch.from_numpy(row.first), torch.from_numpy(row.last)
     mask = create_block_mask(lambda b, h, q, k: (first[q] <= k) & (k <= last[q]), 1, 1, 4096, 4096, "cpu", BLOCK)
@@ -331,7 +331,7 @@ def block_mask_agrees(rows: Rows) -> bool:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What is printed."""
+    """The printed table and notes."""
 
     def cells(values: dict[str, float]) -> str:
         return f"{values['mean']:.4f} / {values['worst']:.4f}"

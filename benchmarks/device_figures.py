@@ -1,4 +1,4 @@
-"""The table of `docs/devices.md`, made from the package's own table of devices, see `pages.py`."""
+"""The table of `docs/devices.md`, made from the package's table of devices, see `pages.py`."""
 
 from __future__ import annotations
 

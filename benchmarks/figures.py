@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @cache
 def result(name: str) -> dict[str, Any]:
-    """A kept result."""
+    """A result in `benchmarks/results`."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -105,7 +105,7 @@ BATCHES = ("512 over 4", "1,920 over 120", "1,920 over 120, single samples")
 
 
 def measured() -> str:
-    """What README shows."""
+    """The table of README."""
     simulator, trainer = result("simulator_error"), result("trainer_overhead")["one_process"]["ours"]["ratio"]
     forward, both = (attention(16384, which) for which in ("forward", "forward + backward"))
     same_plan = steps(chart_net(), "disttrain", "hierarchical"), steps(chart_net(), "disttrain", "tapered, eager")
@@ -279,7 +279,7 @@ def context_parallel() -> str:
 
 
 def context_parallel_papers() -> str:
-    """The papers' masks: what is counted here, and what the first version of Cornstarch measured of the time."""
+    """The papers' masks: work as counted here, and times as measured in the first version of Cornstarch."""
     rows = []
     for method, words in WAYS.items():
         cells = []
@@ -415,7 +415,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def quotes_of_benchmarks() -> Iterator[str]:
-    """What `docs/benchmarks.md` says outside of its tables."""
+    """Sentences of `docs/benchmarks.md` outside of its tables."""
     rounds = result("trainer_overhead")["one_process"]["ours"]["ratio"]
     yield f"its rounds range from {ratio(rounds['min'])} to {ratio(rounds['max'])}"
     real = result("simulator_error")["real"]
@@ -462,7 +462,7 @@ def quotes_of_benchmarks() -> Iterator[str]:
 
 
 def rows_of_microbatch_balance() -> Iterator[str]:
-    """The rows of the table of arrangements in `docs/benchmarks.md`, and what is said of them."""
+    """The rows of the table of arrangements in `docs/benchmarks.md`, and the sentences about them."""
     for case in result("microbatch_balance")["simulated"]:
         found = case["arrangements"]
         order, own_plan = found["disttrain"], found["disttrain, its own plan"]["iteration_ms"]
@@ -490,7 +490,7 @@ def rows_of_microbatch_balance() -> Iterator[str]:
 
 
 def quotes_of_entrain() -> Iterator[str]:
-    """What is said of Entrain's algorithm, of its deferral, and of DIP."""
+    """Sentences about Entrain's algorithm, its deferral, and DIP."""
 
     def both(value: Callable[[dict[str, Any]], float], digits: int) -> str:
         return " and ".join(f"{value(case):.{digits}f}" for case in chart_net())

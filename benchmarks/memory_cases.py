@@ -142,7 +142,7 @@ _LAYOUTS = ({}, {"pp_size": 2}, {"tp_size": 2}, {"dp_size": 2})
 
 
 def random_cases(count: int, seed: int) -> list[Case]:
-    """Plans drawn from what the named ones have, in other combinations."""
+    """Random combinations of the properties of the named plans."""
     rng = random.Random(seed)
     cases = []
     while len(cases) < count:

@@ -153,7 +153,7 @@ class PeakMemory(TrainerCallback):
 
 
 def text_tokens(case: Case, rng: random.Random) -> int:
-    """Of a sample, as `Case.lengths` says."""
+    """Tokens of a sample, by `Case.lengths`."""
     if case.lengths == "even":
         return 120
     return rng.randint(20, 200) if case.lengths == "uneven" else round(16 * 32 ** rng.random())
@@ -228,7 +228,7 @@ def measure(case: Case, shrink: bool) -> list[dict[str, Any]]:
 
 
 def run_ranks(options: argparse.Namespace) -> None:
-    """What the ranks run; rank 0 writes the result."""
+    """The function of the ranks; rank 0 writes the result."""
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     report.gantt_png = report.balance_png = lambda *args, **kwargs: None  # type: ignore[assignment]
@@ -267,7 +267,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def error(found: dict[str, float]) -> float:
-    """How far the prediction is above the measured peak, as a share of it."""
+    """Excess of the prediction over the measured peak, as a share of the peak."""
     return found["predicted"] / found["peak"] - 1
 
 

@@ -1,5 +1,5 @@
 """
-All arrangements of the same global batches: how even microbatches are, how long a step takes, how much it keeps.
+All arrangements of the same global batches: balance of microbatches, time of a step, saved activations.
 
 In the simulator, with packed rows: batches of 512 samples with the sizes of four published datasets, Qwen2.5-VL's
 encoder with Llama 3, four replicas with eight stages each, 32 microbatches, task times from operation counts. Each
@@ -135,7 +135,7 @@ OWN_PLAN = (
 @dataclass(frozen=True)
 class Sizes:
     """
-    How much is simulated and run.
+    Sizes of the simulations and runs.
 
     Args:
         batch (`int`): Samples of a global batch.
@@ -163,7 +163,7 @@ QUICK = Sizes(batch=64, replicas=2, num_batches=1, num_judged=1, slept=16, step_
 
 
 def make_plan(model: str, stages: tuple[int, int], replicas: int, schedule: str, colocated: bool) -> ParallelPlan:
-    """Encoder and language model on ranks of their own, or on the same; one rank stands for two of a stage."""
+    """Encoder and language model on disjoint or shared ranks; one rank represents the two of a stage."""
     sizes = {
         VISION: ModulePlugin(dp_size=replicas, pp_size=stages[0]),
         LANGUAGE_MODEL: ModulePlugin(dp_size=replicas, pp_size=stages[1], colocate_with=VISION if colocated else None),
@@ -186,7 +186,7 @@ class TaskTimes:
 
 
 def stage_work(plan: ParallelPlan, workloads: Workloads) -> list[StageWork]:
-    """What the stages of a replica have to do if replicas share a batch evenly."""
+    """Work of the stages of a replica if replicas share a batch evenly."""
     found = []
     for index, (name, module) in enumerate(plan.modules.items()):
         total = float(workloads.forward_ms[name].sum()) / module.dp_size / TP_SIZE
@@ -298,7 +298,7 @@ def _as_many_each(plan: ParallelPlan, workloads: Workloads) -> StepPlan:
 
 
 def bounds_of(works: list[StageWork], num_microbatches: int, colocated: bool) -> dict[str, float]:
-    """What a step is compared with; for stages on shared ranks only what each rank has to do."""
+    """Bounds of a step; for stages on shared ranks only the work of each rank."""
     if colocated:
         half = len(works) // 2
         pairs = zip(works[:half], works[half:], strict=True)
@@ -346,7 +346,7 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
 
 
 def run_ranks(options: argparse.Namespace, sizes: Sizes) -> None:
-    """What the ranks run; rank 0 writes the result."""
+    """The function of the ranks; rank 0 writes the result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = tiny_model([VISION]).train()
@@ -412,7 +412,7 @@ def slept_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def notes_of(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What the goals compare."""
+    """The figures that the goals are compared with."""
     notes = []
     for result in results:
         rows = result["arrangements"]
@@ -455,7 +455,7 @@ def notes_of(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def simulated_in_processes(function: Callable, names: Sequence[tuple[str, str]], sizes: Sizes) -> list:
-    """What a function of a dataset, a model and sizes returns for each of `names`."""
+    """Results of a function of a dataset, a model and sizes for each of `names`."""
     with ProcessPoolExecutor(min(len(names), len(os.sched_getaffinity(0))), get_context("spawn")) as pool:
         return list(pool.map(function, *zip(*names, strict=True), [sizes] * len(names)))
 

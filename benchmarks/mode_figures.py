@@ -33,7 +33,7 @@ def _over_best(row: dict[str, Any], method: str) -> float:
 
 
 def quotes_of_modes() -> Iterator[str]:
-    """What is said of padded and packed rows."""
+    """Sentences about padded and packed rows."""
     summary = result("microbatch_balance_modes")["summary"]
     for mode, own in summary.items():
         saved = [1 - own[f"{which}_over_best_baseline"] for which in ("slowest", "fastest")]

@@ -34,7 +34,7 @@ def peaks(cases: Sequence[Case], name: str) -> str:
 
 
 def papers_arrangement() -> str:
-    """What the arrangements reach of Entrain's claims, by simulation."""
+    """Entrain's claims and the simulated results of the arrangements."""
     chart_net, every = simulated("synthchartnet"), simulated()
     exceeded = "exceeded, by other means"
     faster = {name: spread(steps(every, OWN_PLAN, name), ratio) for name in ("hierarchical", "tapered, eager")}
@@ -125,7 +125,7 @@ def papers_masks() -> str:
 
 
 def quotes_of_papers() -> Iterator[str]:
-    """What `docs/papers.md` says outside of its tables of results."""
+    """Sentences of `docs/papers.md` outside of its tables of results."""
     planner = result("planner")["parts"]
     mean = planner["frozen"]["mean_improvement"]
     yield (

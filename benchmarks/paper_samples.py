@@ -42,7 +42,7 @@ EMBEDDINGS = "language_model.embed_tokens.weight"
 @dataclass(frozen=True)
 class Stated:
     """
-    What Entrain says of a dataset, with Qwen2.5-VL's encoder and Llama 3 of 1b or 3b parameters.
+    Entrain's figures for a dataset, with Qwen2.5-VL's encoder and Llama 3 of 1b or 3b parameters.
 
     Args:
         splits (`Mapping[str, tuple[int, int]]`):

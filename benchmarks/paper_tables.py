@@ -1,5 +1,5 @@
 """
-The tables of Cornstarch and DistTrain that a planner can be held against, as printed.
+The tables of Cornstarch and DistTrain for comparison with the planner, as printed.
 
 Cornstarch has two versions with models, samples and runs of their own: tables 1 to 11 of the first, and tables 1 and 2
 of the second, which Cornstarch's chapter of the dissertation repeats as its tables 3.1 and 3.2 without a difference.
@@ -34,7 +34,7 @@ SECOND = "Cornstarch, second version"
 @dataclass(frozen=True)
 class PublishedRun:
     """
-    What a paper says of its runs.
+    The runs of a paper.
 
     Args:
         num_microbatches (`int`): Of one iteration.
@@ -123,7 +123,7 @@ class StageCounts:
 @dataclass(frozen=True)
 class ColocationThroughput:
     """
-    One row of the tables that compare encoders on the same stages with encoders on stages of their own.
+    One row of the tables that compare encoders on the same stages with encoders on separate stages.
 
     Args:
         source (`str`): Paper and table.

@@ -66,7 +66,7 @@ USABLE = 0.9  # of a device's memory
 
 
 def timed(run: Callable[[], Any], repeats: int) -> tuple[list[Any], dict[str, Any]]:
-    """What some calls return, and their seconds: by the clock, and of the processor, which others disturb less."""
+    """Result of some calls, and their seconds: wall time, and CPU time, which other programs disturb less."""
     found, clock, processor = [], [], []
     for _ in range(repeats):
         start, busy = time.perf_counter(), time.process_time()
@@ -284,7 +284,7 @@ def profiled(arguments: list[str], folder: str) -> Path:
 
 
 def run_ranks(options: argparse.Namespace, sizes: plans.Sizes, shapes: common.Shapes) -> None:
-    """What the ranks run; rank 0 writes the result."""
+    """The function of the ranks; rank 0 writes the result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     result = plans.real_plans(shapes, sizes, options.profile) if options.profile else plans.slept_plans(sizes)

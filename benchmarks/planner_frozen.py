@@ -1,4 +1,4 @@
-"""Iteration times with and without knowledge of what is frozen, for the nine models of Cornstarch's table 2."""
+"""Iteration times with and without knowledge of frozen modules, for the nine models of Cornstarch's table 2."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ScaledLayers:
 
 @dataclass(frozen=True)
 class ThreeForwards:
-    """What a layer costs for who only looks at forwards: two more of them for its backward."""
+    """Cost of a layer as estimated from forwards only: the backward counts as two more of them."""
 
     layers: LayerCosts
 
@@ -115,7 +115,7 @@ def printed_costs(name: str, counted: CostModel) -> CostModel:
 
 
 def as_trained(costs: CostModel) -> CostModel:
-    """The costs for who does not know what is frozen."""
+    """The costs as estimated without knowledge of frozen modules."""
     return replace(costs, spec=all_trained(costs.spec), layers=ThreeForwards(costs.layers))
 
 
@@ -166,7 +166,7 @@ def six_stages(costs: CostModel, known: CostModel, recomputed: bool) -> dict[str
 
 
 class ColocatedEncoders(CandidateSpace):
-    """Encoders together on ranks of their own, as in the paper's table."""
+    """Encoders together on separate ranks, as in the paper's table."""
 
     def placements(self) -> list[dict[str, str]]:
         return [{AUDIO: VISION}]
@@ -246,7 +246,7 @@ SETTINGS = (
 
 
 def paper_row(name: str) -> dict[str, Any]:
-    """What the table says."""
+    """The sentence about the table."""
     aware, unaware = ROWS[name][True], ROWS[name][False]
     counts = language_stages(name[2])
     stages = {rule: [NUM_STAGES - counts[row], counts[row]] for rule, row in (("aware", aware), ("unaware", unaware))}

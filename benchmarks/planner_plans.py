@@ -42,7 +42,7 @@ PROBED, CALM = 4, 1.05
 @dataclass(frozen=True)
 class Sizes:
     """
-    How much is run.
+    Sizes of the benchmark.
 
     Args:
         plans (`int`): Random plans of each kind.
@@ -90,7 +90,7 @@ def random_candidate(rng: random.Random, spec: ModelSpec, num_ranks: int, batch:
 
 
 def _random_hosts(rng: random.Random, spec: ModelSpec) -> dict[str, str]:
-    """Encoders on the ranks of the language model, together, or on ranks of their own."""
+    """Encoders on the ranks of the language model, together, or on separate ranks."""
     encoders = list(spec.encoders)
     if len(encoders) > 1 and rng.random() < 0.3:
         return dict.fromkeys(encoders[1:], encoders[0])
@@ -281,7 +281,7 @@ def _row(plan: str, predicted_ms: float, times_ms: list[float], slower: list[flo
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How well predictions order and hit what was measured."""
+    """Rank correlation and errors of predictions."""
     predicted, measured = (np.array([row[key] for row in rows]) for key in ("predicted_ms", "measured_ms"))
     errors = np.abs(predicted / measured - 1)
     correlation = np.corrcoef(rankdata(predicted), rankdata(measured))[0, 1]

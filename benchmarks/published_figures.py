@@ -14,7 +14,7 @@ CHECKED = {"original": "original", "copy": "a copy", "unread": "nothing"}
 
 
 def published_runs() -> str:
-    """How far off predictions are, study by study."""
+    """Prediction errors, study by study."""
     rows = []
     for own in result("published_runs")["studies"].values():
         counts = f"{len(own['runs'])} / {own['num_judged']}"
@@ -81,7 +81,7 @@ def _order_quotes() -> Iterator[str]:
 
 
 def _ceiling_quotes() -> Iterator[str]:
-    """Which published MFU a plan reaches."""
+    """Published MFU that plans reach."""
     studies = result("published_runs")["studies"].values()
     ratios = {
         kind: sorted(own["best_plans"][kind]["mfu"] / own["best_mfu"] for own in studies)
@@ -101,7 +101,7 @@ def _ceiling_quotes() -> Iterator[str]:
 
 
 def quotes_of_planner() -> Iterator[str]:
-    """What is said of all studies together."""
+    """Sentences about all studies together."""
     found = result("published_runs")
     median, largest = (percent(found[key]) for key in ("median_error", "largest_error"))
     studies = found["studies"].values()

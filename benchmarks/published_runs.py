@@ -27,7 +27,7 @@ QUICK_TASKS = 3000
 
 
 def run_record(run: Run) -> dict[str, Any]:
-    """A run with what is predicted for it."""
+    """A run with its prediction."""
     predicted = predicted_ms(run)
     return {
         "name": run.name,
@@ -42,7 +42,7 @@ def run_record(run: Run) -> dict[str, Any]:
 
 
 def rank_correlation(runs: list[dict[str, Any]], quantity: str) -> float:
-    """Spearman's, of what is predicted and what was measured."""
+    """Spearman's rank correlation of predictions and measurements."""
     predicted, measured = ([run[f"{kind}_{quantity}"] for run in runs] for kind in ("predicted", "measured"))
     found: Any = spearmanr(predicted, measured)
     return round(float(found[0]), 3)
@@ -61,7 +61,7 @@ def how_far_off(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
-    """How far off the predictions of a study are, and those without what is assumed of it alone."""
+    """Prediction errors of a study, with and without the assumptions that are specific to it."""
     own = [run for run in runs if run["dtype"] != "float8"]
     return {
         "study": study.data["study"],

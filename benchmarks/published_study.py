@@ -73,7 +73,7 @@ class Run:
 
     @property
     def step_ms(self) -> float:
-        """As measured."""
+        """The measured time."""
         values = self.values
         if "step_s" in values:
             return 1e3 * values["step_s"]
@@ -225,7 +225,7 @@ def published_flops(run: Run) -> float:
 
 
 def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
-    """What the planner predicts a step to take."""
+    """Predicted time of a step."""
     costs = costs_of(run, changes)
     answers = [
         (_sharded(run, costs, again).step_ms if run.is_sharded else planned(run, costs, again).step_ms)

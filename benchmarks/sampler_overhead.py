@@ -1,5 +1,5 @@
 """
-What arranging global batches costs, whether it hides behind the step, and how fast the loader of steps reads.
+Time to arrange global batches, its overlap with the step, and the speed of the loader of steps.
 
 Arranging: SynthChartNet's published sizes, Qwen2.5-VL's encoder with Llama 3b. `arrange` is the arrangement alone,
 from workloads to microbatches; `step` adds the sizes and workloads before it and the `StepPlan` after it; `program`
@@ -81,7 +81,7 @@ class Batch:
 @dataclass(frozen=True)
 class Sizes:
     """
-    How much is measured.
+    Sizes of the measurement.
 
     Args:
         batches (`tuple[Batch, ...]`): What is arranged; the loop takes the first.
@@ -174,7 +174,7 @@ def nothing(samples: Sequence[Any]) -> dict[str, Any]:
 
 
 def hiding(sizes: Sizes) -> list[dict[str, Any]]:
-    """What a loop waits for planned steps, with and without a worker."""
+    """Time that a loop waits for planned steps, with and without a worker."""
     batch, results = sizes.batches[0], []
     for method in ARRANGEMENTS:
         planner = make_planner(batch, method)
@@ -197,7 +197,7 @@ def hiding(sizes: Sizes) -> list[dict[str, Any]]:
 @dataclass(frozen=True)
 class Charts:
     """
-    What is read.
+    The dataset of the loaders.
 
     Args:
         dataset (`datasets.Dataset`): The charts.
@@ -208,7 +208,7 @@ class Charts:
     collator: ChatCollator
 
     def stock(self, workers: int) -> DataLoader:
-        """Torch's own loader of whole samples."""
+        """Torch's loader of whole samples."""
         return DataLoader(
             self.dataset, MICROBATCH, collate_fn=self.collator, num_workers=workers, persistent_workers=workers > 0
         )
@@ -270,7 +270,7 @@ def reading(sizes: Sizes) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What is printed."""
+    """The printed table and notes."""
     parts = ("arrange", "step", "program")
     title = "Planning: processor time (and time by the clock) in ms"
     arranged = Table("batch", "microbatches", "method", *parts, "goal of arrange", title=title)

@@ -1,5 +1,5 @@
 """
-What a rank does to plan one step, for up to 10,240 ranks and 102,400 samples.
+Work of a rank to plan one step, for up to 10,240 ranks and 102,400 samples.
 
 SynthChartNet's published sizes, Qwen2.5-VL's encoder with Llama 3b. Ranks: replicas of the language model on 8 ranks
 each, with two encoder replicas beside each, 16 samples to a replica in 8 microbatches. Batch: 320 ranks. `arrange` is
@@ -49,7 +49,7 @@ GOAL_MS = {"step": 300.0, "sync_groups": 1000.0}
 @dataclass(frozen=True)
 class Sizes:
     """
-    How much is measured.
+    Sizes of the measurement.
 
     Args:
         replicas (`tuple[int, ...]`): Replicas of the language model; ten ranks for each.
@@ -141,12 +141,12 @@ def measurements(sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def divided(replicas: int) -> tuple[ModulePlugin, ModulePlugin]:
-    """A language model with two encoder replicas for each of its own."""
+    """A language model with two encoder replicas for each of its replicas."""
     return replace(REPLICA, dp_size=replicas), ModulePlugin(dp_size=2 * replicas)
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """What is printed."""
+    """The printed table and notes."""
     times = ("arrange", "program", "rest", "step", "sync_groups")
     table = Table("", "ranks", "samples", "microbatches", "ranks planned", "tasks", *times, "first")
     for row in rows:

@@ -6,7 +6,7 @@ from figures import ms, result, table
 
 
 def scale() -> str:
-    """What a rank plans for a step, and what that takes."""
+    """Size and time of the plan of a step on one rank."""
     rows = []
     for row in result("scale")["rows"]:
         counts = [f"{row[key]:,}" for key in ("ranks", "samples", "microbatches", "planned_ranks", "planned_tasks")]

@@ -9,7 +9,7 @@ from figures import percent, result, table
 
 
 def search_quality() -> str:
-    """How the search compares with brute force, by the kind of model and the number of GPUs."""
+    """Comparison of the search with brute force, by the kind of model and the number of GPUs."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in result("search_quality")["cases"]:
         kind = "text" if row["case"].startswith("-") else "an encoder"
@@ -38,7 +38,7 @@ def quotes_of_planner() -> Iterator[str]:
 
 
 def quotes_of_plans() -> Iterator[str]:
-    """How far off the predictions of the plans with real computation are."""
+    """Prediction errors of the plans with real computation."""
     real = result("planner")["parts"]["real"]
     longer = {plan["plan"]: plan["measured_ms"] / plan["predicted_ms"] - 1 for plan in real["plans"]}
     tensor = sorted(value for plan, value in longer.items() if "tp 2" in plan)

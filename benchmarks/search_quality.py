@@ -68,7 +68,7 @@ class Case:
         return f"{self.model}{frozen} {self.dtype}, {self.num_ranks} {self.device}, {self.batch} x {self.samples}"
 
     def problem(self) -> PlanningProblem:
-        """What the planner is asked."""
+        """A question to the planner."""
         spec = self._spec()
         if self.samples.isdigit():
             sizes = SampleSizes.uniform({LANGUAGE_MODEL: int(self.samples)}, self.batch)

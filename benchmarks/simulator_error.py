@@ -106,7 +106,7 @@ class MeasuredTask:
 
 
 def rows_of(task: Task, inputs: Mapping[str, torch.Tensor]) -> int:
-    """What a task's time depends on: images of an encoder, tokens with padding of the language model."""
+    """Size of a task, on which its time depends: images of an encoder, tokens with padding of the language model."""
     if task.module == "language_model":
         return inputs["input_ids"].numel()
     return len(inputs.get("pixel_values", ()))
@@ -224,7 +224,7 @@ def error(predicted_ms: float, measured_ms: float) -> float:
 
 
 def run_ranks(options: argparse.Namespace, shapes: common.Shapes) -> None:
-    """What the ranks run; rank 0 writes the result."""
+    """The function of the ranks; rank 0 writes the result."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if options.case == REAL:

@@ -1,5 +1,5 @@
 """
-How long it takes to know the sizes of the samples of a large dataset.
+Time to measure the sizes of the samples of a large dataset.
 
 Token ids: a dataset of tokenised samples on disk, whose tokens and placeholders are counted in its Arrow columns; the
 same again, from the cache; and a sample by itself, as each was counted before.
@@ -171,7 +171,7 @@ def first_steps(sizes: Sizes, parallel: str, folder: Path) -> dict[str, float]:
 
 
 def runs(sizes: Sizes, quick: list[str]) -> Iterator[dict[str, Any]]:
-    """What ranks take of a set that they see for the first time, and of the same one again."""
+    """Times of ranks with a dataset for the first time, and with the same dataset again."""
     for parallel in LAYOUTS:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             files = Path(folder) / "charts"
@@ -205,7 +205,7 @@ def one_conversation(sizes: Sizes, spec: Any, folder: Path) -> dict[str, Any]:
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
-    """What is printed."""
+    """The printed table and notes."""
     ids = result["token_ids"]
     counted = Table("samples", "seconds", "again", "us a sample", "us one by one", title="Token ids in Arrow columns")
     keys = ("seconds", "cached_seconds", "microseconds_a_sample", "microseconds_one_by_one")

@@ -50,7 +50,7 @@ GOAL, FLOOR = 1.00, 0.97
 @dataclass(frozen=True)
 class Speed:
     """
-    How fast a run was.
+    Speed of a run.
 
     Args:
         rate (`float`): Samples per second.
@@ -136,7 +136,7 @@ def run_engine(shapes: common.Shapes, num_steps: int) -> Speed:
 
 
 def take_turns(runs: dict[str, Callable[[], Speed]], repeats: int) -> dict[str, list[Speed]]:
-    """Runs every variant once a round, in an order that is drawn; the first round is a warm-up."""
+    """Runs every variant once per round, in random order; the first round is a warm-up."""
     rng = random.Random(0)
     values: dict[str, list[Speed]] = {name: [] for name in runs}
     for number in range(repeats + 1):

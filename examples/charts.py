@@ -126,7 +126,7 @@ class Chart:
 
     @property
     def drawn(self) -> str:
-        """What the picture shows, in two words."""
+        """The content of the picture in two words."""
         return f"{self.colour} {KINDS[self.kind]}"
 
     @classmethod
@@ -161,7 +161,7 @@ def _heavy_tailed(rng: np.random.Generator, least: int, median: int, most: int) 
 
 @cache
 def _figure() -> Figure:
-    """The figure that all charts of a process are drawn in, one pixel a unit."""
+    """The figure for all charts of a process, with one pixel per unit."""
     figure = Figure(dpi=72)
     FigureCanvasAgg(figure)
     return figure
@@ -226,7 +226,7 @@ def _draw_rows(axes: Axes, chart: Chart, ticks: bool) -> None:
 
 
 def _answer(task: str, chart: Chart) -> str:
-    """What is asked for."""
+    """The expected answer."""
     answers = {"table": chart.table, "rows": str(len(chart.values)), "highest": str(max(chart.values))}
     return answers.get(task, chart.drawn)
 

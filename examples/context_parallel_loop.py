@@ -1,5 +1,5 @@
 """
-A training loop of one's own, in which several ranks share each packed row (context parallelism).
+A custom training loop in which several ranks share the tokens of each packed row (context parallelism).
 
 Every rank holds the whole model and a part of the tokens of each row; `"bitfield"` attention sees the keys and values
 of all of them. The losses are those of one process, whatever the number of ranks:
@@ -29,7 +29,7 @@ VOCABULARY = 64
 
 
 def packed_row(generator: torch.Generator, num_samples: int) -> dict[str, Tensor]:
-    """One row `[1, T]` of samples of many lengths, each of which counts in steps of its own."""
+    """One row `[1, T]` of samples of many lengths, each of which counts with its own increment."""
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))

@@ -42,7 +42,7 @@ SENTENCES = (
 
 
 def build_processor(patch_size: int) -> LlavaProcessor:
-    """A `LlavaProcessor` of its own for this data: 8x8 images, one token a word."""
+    """A `LlavaProcessor` for this data: 8x8 images, one token per word."""
     texts = [*SENTENCES, *(text for forms in QUESTIONS.values() for text in forms), "digits :"]
     words = sorted({word for text in texts for word in text.split()})
     numbers = [str(number) for number in range(MAX_DIGITS + 1)]

@@ -63,7 +63,7 @@ FOUR_RANKS = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 
 @dataclass
 class ScriptArguments:
-    """What is trained and on how much."""
+    """The model and the amount of data."""
 
     num_train_samples: int = field(default=32 * 100, metadata={"help": "Charts to train on."})
     num_eval_samples: int = field(default=300, metadata={"help": "Held-out charts."})
@@ -140,7 +140,7 @@ class AnswersRight:
 
 
 def balance_lines(assignment: str, log_history: list[dict[str, float]]) -> list[str]:
-    """How even the microbatches of the run were, from its log; nothing without a plan, where there are none."""
+    """Balance of the microbatches of the run, from its log; empty without a plan."""
     logged = [entry for entry in log_history if "parallel/deferred_fraction" in entry]
     if not logged:
         return []

@@ -57,7 +57,7 @@ FOUR_RANKS = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 
 @dataclass
 class ScriptArguments:
-    """What is trained and on how much."""
+    """The model and the amount of data."""
 
     num_train_samples: int = field(default=64 * 450, metadata={"help": "Questions to train on; each is seen once."})
     num_eval_samples: int = field(default=300, metadata={"help": "Questions about held-out images."})

@@ -47,7 +47,7 @@ DEFAULTS = {
 
 @dataclass
 class ScriptArguments:
-    """What is trained and on how much."""
+    """The model and the amount of data."""
 
     packing: bool = field(default=True, metadata={"help": "One row a batch; otherwise one row a sample, padded."})
     num_train_samples: int = field(default=32 * 600, metadata={"help": "Questions to train on; each is seen once."})

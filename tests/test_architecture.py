@@ -189,7 +189,7 @@ def test_a_wrong_import_is_found(tmp_path, file, line, complaint):
 def test_allowed_imports_pass(tmp_path):
     files = {
         "plan/a.py": "import yaml\nfrom . import b\nfrom .b import c",
-        "search/a.py": "import torch\nfrom ..cost import x\nfrom .. import _environment",
+        "search/a.py": "import numpy\nfrom ..cost import x\nfrom .. import _environment",
         "trainer/a.py": "from ..callbacks import x\nimport hf_mmparallel.runtime.engine",
     }
     assert violations(_tree(tmp_path, files)) == []
