@@ -46,7 +46,9 @@ def make(
         sizes = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
         args = MultimodalTrainingArguments(parallel=parallel, ddp_backend="gloo", **{**sizes, **given})
     data = tiny.make_dataset("llava", runs.SAMPLES)
-    model = tiny.FAMILIES["llava"]().to(dtype=dtype)
+    model: Any = tiny.FAMILIES["llava"]()
+    if dtype is not None:
+        model.to(dtype)
     return cls(model, args, tiny.collate("llava"), data, data[:5] if eval_dataset is None else eval_dataset)
 
 
@@ -75,7 +77,7 @@ class StockOverriding(Overriding, Trainer):
     pass
 
 
-HALF = {"per_device_eval_batch_size": 1, "max_steps": 1}
+HALF: dict[str, Any] = {"per_device_eval_batch_size": 1, "max_steps": 1}
 UNSEEDED = {"accelerator_config": {"use_seedable_sampler": False}, "max_steps": 5}  # three steps an epoch
 RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
 
@@ -203,7 +205,7 @@ def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: s
 
 def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> Any:
     """Logits of a sample with an image by a model with bfloat16 weights, on the first rank."""
-    trainer = make(cls, parallel, dtype=torch.bfloat16, **HALF, **given)
+    trainer = make(cls, parallel, None, torch.bfloat16, **HALF, **given)
     predictions = trainer.predict(tiny.make_dataset("llava", 1)).predictions
     logits = predictions[0] if isinstance(predictions, tuple) else predictions  # the stock Trainer also has features
     return None if logits is None else torch.from_numpy(logits).float()
