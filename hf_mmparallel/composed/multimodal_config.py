@@ -70,7 +70,7 @@ class EncoderSettings:
 @dataclass
 class MultimodalCallbacks:
     """
-    Functions that run between the modules of a [`MultimodalModel`] (papers/000, section 5.1). They are not saved with
+    Functions that run between the modules of a [`MultimodalModel`] (Cornstarch, section 5.1). They are not saved with
     the model; pass them to `from_pretrained` again.
 
     Args:
