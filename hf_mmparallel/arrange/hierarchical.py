@@ -46,10 +46,10 @@ def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = 
         return arrange_by_length(batch, counts, taper, spread)
     bins, microbatch = np.zeros((2, len(batch.replica)), np.int64)
     wanted = {}
-    for size in np.unique(counts).tolist():
-        part, chosen = batch.part(np.flatnonzero(counts == size))
-        wanted[size] = part.sizes(size) if taper else Sizes.even(size)
-        bins[chosen], microbatch[chosen] = part.divide(wanted[size], 1.0 if taper else _LANGUAGE_EVEN, spread)
+    for num in np.unique(counts).tolist():
+        part, chosen = batch.part(np.flatnonzero(counts == num))
+        wanted[num] = part.sizes(num) if taper else Sizes.even(num)
+        bins[chosen], microbatch[chosen] = part.divide(wanted[num], 1.0 if taper else _LANGUAGE_EVEN, spread)
     return batch.placed(bins, microbatch, counts, wanted)
 
 
@@ -93,6 +93,7 @@ def hierarchical(
     batch = Batch(plan, workloads, count)
     count = batch.best_count(count)
     count = max(count, int(batch.fewest.max())) if (batch.counts(count) < batch.fewest).any() else count
+    # Where limits do not hold: first another order of microbatches, then more of them, at last no limits of encoders.
     while True:
         for spread in (False, True):
             with suppress(CapacityError):

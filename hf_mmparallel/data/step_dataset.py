@@ -163,6 +163,7 @@ class StepDataset(Dataset):
         return self.readers if isinstance(self.readers, Reader) else self.readers[module]
 
     def __len__(self) -> int:
+        """Number of samples, although an item is the step of a global batch: the batch sampler is not asked by it."""
         return len(self.reader(LANGUAGE_MODEL).dataset)
 
     def __getitems__(self, global_batch: GlobalBatch) -> StepBatch | None:

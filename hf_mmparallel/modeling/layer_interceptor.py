@@ -83,6 +83,11 @@ class LayerInterceptor:
         return hook
 
     def _after(self, index: int):
+        """
+        Gives the hidden state that entered also as the output of the layer before, for models that select outputs of
+        layers as features.
+        """
+
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any):
             run = self.run
             if run is None or run.hidden is None or index != run.first - 1:

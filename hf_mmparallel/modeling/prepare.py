@@ -53,7 +53,7 @@ def prepare_stages(
     for name, module in spec.modules.items():
         keep = {layer for (owner, _, _), stage in owned.items() if owner == name for layer in range(*stage.layers)}
         replace_layers(model, module.stack, keep)
-        if keep and plan.modules[name].activation_checkpointing:
+        if keep and plan.modules[name].activation_checkpointing:  # of all layers; the Trainer's settings come later
             enable_checkpointing(model, module.tower, module.stack)
     return {key: ModuleStage(model, spec, key[0], stage.layers, parts) for key, stage in owned.items()}
 

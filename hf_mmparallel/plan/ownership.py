@@ -82,7 +82,7 @@ class Shard:
     Args:
         cuts (`tuple[Cut, ...]`): Each cuts what the ones before leave; empty for the whole parameter.
         holders (`tuple[int, ...]`): The ranks that hold equal copies and sum their gradients, in ascending order.
-        owner (`int`): The one of them that writes the slice and counts it in the gradient norm.
+        owner (`int`): The holder that counts the slice in the gradient norm.
     """
 
     cuts: tuple[Cut, ...]

@@ -202,6 +202,7 @@ class _Step:
                 losses = self.losses(task, outputs[0])
                 outputs = outputs[1:]
         check_feature_tokens(self.inputs, task, outputs)
+        # Its backward needs the graph, its sends the outputs; the backward deletes the entry, or `release` without one.
         if needs_graph or outputs or not self.inputs.makes_logits(task):
             self.running[task.key] = _RunningTask(outputs, losses, leaves)
 

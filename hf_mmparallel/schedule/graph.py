@@ -17,8 +17,8 @@ class GradientFlow:
     """
     The stages of a plan that run backwards, and the inputs whose gradients they compute.
 
-    A stage computes the gradient of an input iff a trainable parameter lies before that input (papers: Cornstarch,
-    section 4.3). The answers are per stage; a single chunk can need less, such as a sample without images on a frozen
+    A stage computes the gradient of an input iff a trainable parameter lies before that input (Cornstarch, section
+    4.3). The answers are per stage; a single chunk can need less, such as a sample without images on a frozen
     language model behind a trainable encoder. [`Program.has_backward`] is exact per chunk.
 
     Args:
@@ -27,29 +27,21 @@ class GradientFlow:
 
     def __init__(self, plan: ParallelPlan):
         self._backward: dict[StageKey, bool] = {}
-        self._features: dict[str, bool] = {}
+        features: dict[str, bool] = {}  # of a module for others, which need a gradient
         for name, module in plan.modules.items():
             replicas = [(replica, module.replicas[replica]) for replica in module.with_stages]
             for replica, stages in replicas:
                 entry_stages = {
                     index
                     for edge in plan.edges
-                    if edge.target == name and self._features[edge.source]
+                    if edge.target == name and features[edge.source]
                     for index in plan.edge_stages(edge, replica)
                 }
                 has_backward = False
                 for index, stage in enumerate(stages):
                     has_backward = has_backward or index in entry_stages or stage.trainable
                     self._backward[name, replica, index] = has_backward
-            self._features[name] = any(self._backward[name, replica, len(stages) - 1] for replica, stages in replicas)
-
-    def hidden_needs_grad(self, module: str, replica: int, stage: int) -> bool:
-        """Whether the stage sends a gradient to the stage before it."""
-        return stage > 0 and self._backward[module, replica, stage - 1]
-
-    def feature_needs_grad(self, module: str) -> bool:
-        """Whether the outputs of `module` for other modules, such as the features of an encoder, need a gradient."""
-        return self._features[module]
+            features[name] = any(self._backward[name, replica, len(stages) - 1] for replica, stages in replicas)
 
     def has_backward(self, module: str, replica: int, stage: int) -> bool:
         """Whether the stage runs backwards: it is trainable, or one of its inputs needs a gradient."""

@@ -165,7 +165,9 @@ def _receives(
     queue = _receive_queues(ranks, graph, message, rank)
     by_queue = np.lexsort((order[message], queue))
     sent, event, queue = order[message[by_queue]], needed[message[by_queue]], queue[by_queue]
-    # The least event from each receive to the end of its queue, and its index; later queues have larger keys.
+    # The least event from each receive to the end of its queue, and its index. Queue, event and index are packed into
+    # one integer each, so that a running minimum from the end does it: later queues have larger keys. The product of
+    # the three ranges stays below 2**63 for a million receives of a million tasks in a million queues.
     count = len(queue)
     span = int(needed.max(initial=0)) + 1
     key = ((queue * span + event) * count + np.arange(count))[::-1]

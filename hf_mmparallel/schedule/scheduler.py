@@ -146,6 +146,7 @@ class _Simulation:
                 return None
             assert running, "limits below those of `in_flight_1f1b` deadlock"
             dirty: set[int] = set()
+            # Ends that only rounding tells apart are one event, so that all ranks continue with the same tasks.
             limit = running[0][0] * (1 + 1e-12) + 1e-9
             while running and running[0][0] <= limit:
                 now, index = pop(running)

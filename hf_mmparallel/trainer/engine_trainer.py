@@ -131,7 +131,7 @@ class EngineTrainer(Trainer):
         self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")
-        self._method = DEFAULT_METHOD  # rank 0's counts, if the arguments name no arrangement
+        self._method = DEFAULT_METHOD  # if the arguments name no arrangement; the value of rank 0 decides
 
     def _report(self) -> None:
         """Prints the plan and the search for it."""

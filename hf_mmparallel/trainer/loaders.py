@@ -91,12 +91,13 @@ class StepLoaders:
         planner = training_planner(base, self.args, shared.source, agreed)
         if shared.typical is not None:
             planner = planner.with_limits(shared.typical)
-        memory_ratio, steps = self._memory_ratio(planner, shared, learned), planner
-        if shared.is_measured_by_batch:
-            global_batches, steps = self._sized(dataset, global_batches, shared), replace(planner, sizes=None)
+        memory_ratio, loader_planner = self._memory_ratio(planner, shared, learned), planner
+        if shared.is_measured_by_batch:  # global batches then bring their sizes, and workers need no source of them
+            global_batches = self._sized(dataset, global_batches, shared)
+            loader_planner = replace(planner, sizes=None)
         if memory_ratio is not None:
             global_batches.limits_of = memory_ratio.limits_of
-        return TrainingLoader(self._loader(dataset, global_batches, steps, "Training"), planner, memory_ratio)
+        return TrainingLoader(self._loader(dataset, global_batches, loader_planner, "Training"), planner, memory_ratio)
 
     def evaluation(self, dataset: Any, sampler_of: SamplerOf, description: str) -> DataLoader:
         """
@@ -111,6 +112,7 @@ class StepLoaders:
         plan = self.engine.plan
         depth = max(len(stages) for module in plan.modules.values() for stages in module.replicas)
         size = self.args.per_device_eval_batch_size
+        # With twice as many microbatches as stages the pipeline idles for about a third of the time.
         count = size * plan.modules[LANGUAGE_MODEL].dp_size * max(2 * depth, plan.num_microbatches)
         dataset = self._windowed(dataset, drop_last=False)
         if isinstance(dataset, StreamWindow):

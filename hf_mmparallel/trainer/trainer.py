@@ -156,7 +156,7 @@ class MultimodalParallelTrainer(EngineTrainer):
 
     @planned
     def get_train_dataloader(self) -> DataLoader:
-        """Its items are steps of all ranks."""
+        """Its items are steps of all ranks, whose planner the engine gets. Collective."""
         made = self._loaders.training(
             self._get_train_sampler, self.training_sizes, self._method, self._steps.learned_ratio
         )
