@@ -340,6 +340,7 @@ def _set_up(rank: int, job: _Job) -> None:
         world_size=job.world_size,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
     )
+    dist.barrier()  # a rank that returns at once would leave while others still connect
 
 
 def _tear_down() -> None:

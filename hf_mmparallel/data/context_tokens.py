@@ -37,7 +37,7 @@ class ContextSharding:
         owners (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`):
             Modality -> for each of its placeholder tokens, its int64 cp rank and its int64 index among the
             placeholders of the modality on that rank.
-        rows (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
+        num_tokens (`Mapping[str, list[int]]`): Modality -> number of placeholder tokens of each sample.
         token_dims (`Mapping[str, int]`): Batch entry -> its token dimension.
         filler (`int`): The id of padding tokens, which is not a placeholder.
     """
@@ -46,7 +46,7 @@ class ContextSharding:
     words: Tensor
     order: Tensor
     owners: Mapping[str, tuple[Tensor, Tensor]]
-    rows: Mapping[str, list[int]]
+    num_tokens: Mapping[str, list[int]]
     token_dims: Mapping[str, int]
     filler: int
 
@@ -164,12 +164,12 @@ class ContextSharder:
         }
         filler = next(token for token in count() if token not in self.placeholders.values())
         segments = decode_words(words[0]).segment
-        owners, rows = {}, {}
+        owners, num_tokens = {}, {}
         for modality, token in self.placeholders.items():
             wanted = (row == token) & (segments > 0)
             owners[modality] = _owners_of(wanted, order)
-            rows[modality] = segments[wanted].bincount(minlength=int(segments.max()) + 1)[1:].tolist()
-        return ContextSharding(assignment, words, order, owners, rows, dims, filler)
+            num_tokens[modality] = segments[wanted].bincount(minlength=int(segments.max()) + 1)[1:].tolist()
+        return ContextSharding(assignment, words, order, owners, num_tokens, dims, filler)
 
     def _assign(self, words: Tensor, cp_size: int) -> ContextAssignment:
         """Assigns tokens to cp ranks; without costs `"auto"` gathers the whole row."""

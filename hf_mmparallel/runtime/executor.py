@@ -202,7 +202,7 @@ class _Step:
                 losses = self.losses(task, outputs[0])
                 outputs = outputs[1:]
         check_feature_tokens(self.inputs, task, outputs)
-        # Its backward needs the graph, its sends the outputs; the backward deletes the entry, or `release` without one.
+        # Its backward needs the graph, its sends the outputs; the backward deletes the entry, else `release`.
         if needs_graph or outputs or not self.inputs.makes_logits(task):
             self.running[task.key] = _RunningTask(outputs, losses, leaves)
 
@@ -298,7 +298,7 @@ def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incomi
     """Groups messages with tokens of the same tensors, in one order on all ranks; each with one of its payloads."""
     groups: dict[tuple, list[Incoming]] = {}
     for incoming in messages:
-        groups.setdefault(incoming.payload.key, []).append(incoming)
+        groups.setdefault(incoming.payload.tensors_key, []).append(incoming)
     return [(group[0].payload, group) for group in groups.values()]
 
 

@@ -48,7 +48,7 @@ class Payload:
     num_outputs: int = 0
 
     @property
-    def key(self) -> tuple:
+    def tensors_key(self) -> tuple:
         """Equal for payloads with the same tensors of a module for another one, whatever the replicas."""
         return self.producer[0], self.consumer[0], self.outputs
 

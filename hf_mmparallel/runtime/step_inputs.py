@@ -118,7 +118,7 @@ class StepInputs:
         """Modality -> feature tokens of each sample of a task of this rank, or of one whose tokens are sharded."""
         sharding = self._sharding(task)
         if sharding is not None:
-            return sharding.rows
+            return sharding.num_tokens
         key = _batch_key(task)
         if key not in self._num_tokens:
             self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec)

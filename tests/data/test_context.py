@@ -107,7 +107,7 @@ def test_features_go_where_their_placeholders_are(case):
     for modality, token in (("image", IMAGE), ("video", VIDEO)):
         owners, places = cut.owners[modality]
         wanted = ((ids == token) & (words != 0)).nonzero()[:, 0]
-        assert len(owners) == len(places) == len(wanted) == sum(cut.rows[modality])
+        assert len(owners) == len(places) == len(wanted) == sum(cut.num_tokens[modality])
         seen = {}
         for row, (local, order) in enumerate(zip(locals_, cut.order, strict=True)):
             real = (order >= 0) & (words[order.clamp_min(0)] != 0)
@@ -116,7 +116,7 @@ def test_features_go_where_their_placeholders_are(case):
         found = [seen[row, place] for row, place in zip(owners.tolist(), places.tolist(), strict=True)]
         assert found == wanted.tolist() and len(seen) == len(wanted)
         samples = (words[wanted] & 0xFFFF).tolist()
-        assert cut.rows[modality] == [samples.count(i + 1) for i in range(len(cut.rows[modality]))]
+        assert cut.num_tokens[modality] == [samples.count(i + 1) for i in range(len(cut.num_tokens[modality]))]
 
 
 def test_labels_that_are_shifted_already_are_not_shifted_again():
