@@ -46,7 +46,7 @@ from hf_mmparallel.callbacks import PredictionCallback
 from hf_mmparallel.cost.calibrate import calibrate_logs
 from hf_mmparallel.cost.calibration import uncalibrated
 from hf_mmparallel.cost.run_log import RUN_LOG, LoggedWindow, tasks_of
-from hf_mmparallel.runtime.links import link_constants
+from hf_mmparallel.profiling.links import link_constants
 from hf_mmparallel.search.comparison import StepComparer, kind_of
 from hf_mmparallel.steps.step_planner import Prediction
 from hf_mmparallel.world import World

@@ -1,4 +1,4 @@
-"""Clocks: the host's, and that of a CUDA stream."""
+"""Clocks: the host's, that of a CUDA stream, and that of a step."""
 
 from __future__ import annotations
 
@@ -52,3 +52,23 @@ class CudaClock:
 def clock_of(device: torch.device, now: Callable[[], float] = time.perf_counter) -> Clock:
     """The clock of work on a device: of its stream for CUDA, otherwise of the host."""
     return CudaClock() if device.type == "cuda" else HostClock(now)
+
+
+class StepClock:
+    """
+    Marks of time in a step: of the host's clock, or events on the stream where work is queued ahead of the device.
+
+    Args:
+        device (`torch.device`): Where stages compute.
+    """
+
+    def __init__(self, device: torch.device):
+        self.clock = clock_of(device)
+        self.start = self.clock.mark()
+
+    def mark(self) -> Any:
+        return self.clock.mark()
+
+    def ms(self, mark: Any) -> float:
+        """Milliseconds from the start to a mark."""
+        return self.clock.ms(self.start, mark)

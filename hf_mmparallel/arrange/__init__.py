@@ -5,12 +5,12 @@ Pure functions of numbers on top of `plan`; imported by everything that plans or
 """
 
 from .balance import Balance, compare_with_contiguous, measured_balance, step_balance
-from .blocks import BLOCK, block_counts, block_workloads, distribute
-from .context import ContextAssignment, assign_rows, padded_length
-from .context_mode import ContextCosts, assign_context, choose_faster
 from .contiguous import num_microbatches
 from .methods import ARRANGEMENTS, Arrangement, Microbatches, arrange_step, contiguous_step
-from .segments import assign_segments, independent_segments
+from .tokens.assignment import ContextAssignment, assign_rows, padded_length
+from .tokens.blocks import BLOCK, block_counts, block_workloads, distribute
+from .tokens.modes import ContextCosts, assign_context, choose_faster
+from .tokens.segments import assign_segments, independent_segments
 
 __all__ = [
     "ARRANGEMENTS",

@@ -11,7 +11,7 @@ from typing import Any
 from ..arrange.balance import excess
 from ..cost import training_flops
 from ..plan import ModelSpec
-from ..runtime.device_detection import MEASURED, core_per_rank
+from ..profiling.device_detection import MEASURED, core_per_rank
 from ..runtime.step_result import StepResult
 from ..runtime.work import ModuleWork
 from .base import EngineCallback

@@ -19,7 +19,7 @@ from ..cost.calibration import profile_digest
 from ..cost.run_log import RUN_LOG, LoggedWindow, MemoryPeak, RunHeader, append_line, module_digests
 from ..cost.stage_memory import GIB
 from ..plan import ParallelPlan
-from ..runtime.device_detection import core_per_rank
+from ..profiling.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
 from ..search.comparison import (
     MeasuredStep,

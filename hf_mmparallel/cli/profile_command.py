@@ -87,8 +87,8 @@ def run_profile(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..planner.inputs import read_model
+    from ..profiling.device_constants import measured_constants
     from ..profiling.layer_profile import LENGTHS, ProfileSettings, profile_layers
-    from ..runtime.constants import measured_constants
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -130,7 +130,7 @@ def _links(device: str) -> dict[str, float] | None:
     import torch
     from accelerate import PartialState
 
-    from ..runtime.links import link_constants
+    from ..profiling.links import link_constants
     from ..world import World
 
     state = PartialState(cpu=device == "cpu")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..arrange import BLOCK, ContextAssignment, ContextCosts, assign_context
-from ..arrange.blocks import Method
-from ..arrange.context import Mode
+from ..arrange.tokens.assignment import Mode
+from ..arrange.tokens.blocks import Method
 from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence

@@ -4,7 +4,7 @@ Plans as data: the description of a model, the user's settings, and the assignme
 The bottom of the package, without torch; may be imported by everything.
 """
 
-from .model_spec import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, ParameterUse
+from .model_spec import LANGUAGE_MODEL, Edge, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, ParameterUse
 from .ownership import (
     Cut,
     ParameterShards,
@@ -16,7 +16,7 @@ from .ownership import (
     sync_groups,
     sync_groups_of,
 )
-from .parallel_plan import ContextSettings, Edge, ModulePlan, ParallelPlan, Stage, StageKey
+from .parallel_plan import ContextSettings, ModulePlan, ParallelPlan, Stage, StageKey
 from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
 from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
 from .sizes import SampleSizes, Workloads

@@ -8,7 +8,23 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from .parallel_plan import LANGUAGE_MODEL, Edge
+LANGUAGE_MODEL = "language_model"
+
+
+@dataclass(frozen=True)
+class Edge:
+    """
+    A boundary: feature `i` of module `source` enters module `target` at layer `layers[i]`.
+
+    Args:
+        source (`str`): The producer, such as an encoder.
+        target (`str`): The consumer of its features.
+        layers (`tuple[int, ...]`, *optional*, defaults to `(0,)`): The layer of `target` at which each feature enters.
+    """
+
+    source: str
+    target: str
+    layers: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from .assignments import ASSIGNMENTS
+from .model_spec import LANGUAGE_MODEL, Edge
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
 
-LANGUAGE_MODEL = "language_model"
 StageKey = tuple[str, int, int]  # module, replica, stage
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
@@ -137,22 +137,6 @@ class ModulePlan:
     def _stages(self) -> list[tuple[int, int, Stage]]:
         """[`~ModulePlan.stages`], cached since parts of a plan skip many replicas without stages."""
         return [(d, index, stage) for d in self.with_stages for index, stage in enumerate(self.replicas[d])]
-
-
-@dataclass(frozen=True)
-class Edge:
-    """
-    A boundary: feature `i` of module `source` enters module `target` at layer `layers[i]`.
-
-    Args:
-        source (`str`): The producer, such as an encoder.
-        target (`str`): The consumer of its features.
-        layers (`tuple[int, ...]`, *optional*, defaults to `(0,)`): The layer of `target` at which each feature enters.
-    """
-
-    source: str
-    target: str
-    layers: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)

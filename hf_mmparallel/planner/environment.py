@@ -21,7 +21,7 @@ def environment() -> dict[str, str]:
     import torch
 
     from .. import __version__
-    from ..runtime.device_detection import known_device
+    from ..profiling.device_detection import known_device
 
     entries = {"hf_mmparallel": __version__, "python": platform.python_version(), "platform": platform.platform()}
     for package in PACKAGES:

@@ -1,5 +1,5 @@
 """
-Measurement of the times and memory of a model's layers on one device.
+Measurements for the predictions: the device and its links, and the times and memory of a model's layers.
 
-Uses `modeling` and `cost`; imported by the command line.
+Uses `modeling`, `cost` and `world`; imported by the planner, the Trainer and the command line.
 """

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._clock import StepClock
 from ..data.step_dataset import StepBatch
 from ..plan import ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
@@ -24,7 +25,6 @@ from .routes import num_tokens_of
 from .sample_checks import check_feature_tokens, check_features_computed, check_labels
 from .step_inputs import StepInputs
 from .step_result import StepResult, TimedTask
-from .timing import StepClock
 from .transport import Transport
 from .work import counting_work
 

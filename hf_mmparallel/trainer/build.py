@@ -36,7 +36,7 @@ from ..plan import (
 )
 from ..plan.plugin import reject_unknown_keys
 from ..planner.possible_sizes import check_context, check_matrices
-from ..runtime.device_detection import device_of_ranks, tf32_is_on
+from ..profiling.device_detection import device_of_ranks, tf32_is_on
 from ..runtime.engine import ParallelEngine
 from ..world import World
 from .arguments import MultimodalTrainingArguments

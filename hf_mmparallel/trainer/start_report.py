@@ -17,7 +17,7 @@ from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan
 from ..plan.assignments import KEEPING_LIMITS
 from ..planner.tables import plan_table, range_text
-from ..runtime.device_detection import core_per_rank
+from ..profiling.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
 from ..search.split import split_stability, too_small
 from ..steps.step_planner import StepPlanner

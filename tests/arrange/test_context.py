@@ -19,7 +19,7 @@ from hf_mmparallel.arrange import (
     independent_segments,
     padded_length,
 )
-from hf_mmparallel.arrange.segment_bins import SegmentBins
+from hf_mmparallel.arrange.tokens.segment_bins import SegmentBins
 from hf_mmparallel.kernels.bitfield_attention.mask import BitfieldMask
 from hf_mmparallel.kernels.bitfield_attention.reference import dense_mask
 from hf_mmparallel.kernels.bitfield_attention.words import decode_words, encode_words

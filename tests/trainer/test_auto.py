@@ -38,7 +38,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
 )
 from hf_mmparallel.planner.possible_sizes import possible_sizes
-from hf_mmparallel.runtime.device_detection import products_in
+from hf_mmparallel.profiling.device_detection import products_in
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.search import options
 from hf_mmparallel.search.candidates import CandidateSpace

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from hf_mmparallel.cost import Hardware, find_device
 from hf_mmparallel.cost.devices import PEAK_OF_DTYPE
-from hf_mmparallel.runtime import device_detection as devices
-from hf_mmparallel.runtime.device_detection import (
+from hf_mmparallel.profiling import device_detection as devices
+from hf_mmparallel.profiling.device_detection import (
     device_of_ranks,
     known_device,
     measure_device,

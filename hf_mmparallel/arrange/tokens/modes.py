@@ -7,8 +7,8 @@ from typing import Literal
 
 from numpy.typing import ArrayLike
 
+from .assignment import ContextAssignment, Mode, assign_rows
 from .blocks import BLOCK, Method
-from .context import ContextAssignment, Mode, assign_rows
 from .segments import assign_segments
 
 _BACKWARD_FLOPS = 2.5  # of the forward: five matrix products instead of two

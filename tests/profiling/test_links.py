@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hf_mmparallel.cost import Hardware, find_device
-from hf_mmparallel.runtime import links
-from hf_mmparallel.runtime.links import link_constants, measured_links
+from hf_mmparallel.profiling import links
+from hf_mmparallel.profiling.links import link_constants, measured_links
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 

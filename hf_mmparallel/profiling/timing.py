@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from .._clock import clock_of
-
 
 def run_seconds(
     run: Callable[[], Any], device: torch.device, end: float = 0.0, least: int = 2, most: int | None = None
@@ -38,23 +36,3 @@ def synchronize(device: torch.device) -> None:
     """Waits until a device has finished all queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-class StepClock:
-    """
-    Marks of time in a step: of the host's clock, or events on the stream where work is queued ahead of the device.
-
-    Args:
-        device (`torch.device`): Where stages compute.
-    """
-
-    def __init__(self, device: torch.device):
-        self.clock = clock_of(device)
-        self.start = self.clock.mark()
-
-    def mark(self) -> Any:
-        return self.clock.mark()
-
-    def ms(self, mark: Any) -> float:
-        """Milliseconds from the start to a mark."""
-        return self.clock.ms(self.start, mark)

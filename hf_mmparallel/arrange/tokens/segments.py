@@ -18,8 +18,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .assignment import ContextAssignment, assign_rows, padded_length
 from .blocks import BLOCK, PARTIAL_COST, block_workloads, distribute
-from .context import ContextAssignment, assign_rows, padded_length
 from .segment_bins import GOOD, SegmentBins
 
 _MANY_SEGMENTS = 1024  # larger numbers are bundled with their neighbors to keep the search fast

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_mmparallel.cost import Hardware
-from hf_mmparallel.runtime.constants import measured_constants
+from hf_mmparallel.profiling.device_constants import measured_constants
 
 
 def test_constants_of_the_cpu_are_fields_of_a_device_and_shares():
