@@ -16,7 +16,7 @@ from .ownership import (
     sync_groups,
     sync_groups_of,
 )
-from .parallel_plan import ContextSettings, ModulePlan, ParallelPlan, Stage, StageKey
+from .parallel_plan import ContextSettings, ModulePlan, ParallelPlan, ShardingSettings, Stage, StageKey
 from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
 from .resolve import check_plan, check_trained, check_world_size, frozen_as_planned, plan_for_model, resolve_plan
 from .sizes import SampleSizes, Workloads
@@ -39,6 +39,7 @@ __all__ = [
     "ParameterUse",
     "SampleSizes",
     "Shard",
+    "ShardingSettings",
     "Stage",
     "StageKey",
     "StepPlan",

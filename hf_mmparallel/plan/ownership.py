@@ -81,13 +81,26 @@ class Shard:
 
     Args:
         cuts (`tuple[Cut, ...]`): Each cuts what the ones before leave; empty for the whole parameter.
-        holders (`tuple[int, ...]`): The ranks that hold equal copies and sum their gradients, in ascending order.
-        owner (`int`): The holder that counts the slice in the gradient norm.
+        holders (`tuple[int, ...]`): The ranks that compute with it and sum their gradients, in ascending order.
+        owner (`int`): The updater that counts the slice in the gradient norm.
+        updaters (`tuple[int, ...]`, *optional*):
+            The holders whose optimizers update it, in ascending order; all of them by default, one of each shard
+            group under ZeRO.
     """
 
     cuts: tuple[Cut, ...]
     holders: tuple[int, ...]
     owner: int
+    updaters: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if not self.updaters:
+            object.__setattr__(self, "updaters", self.holders)
+
+    @property
+    def zero_cut(self) -> Cut | None:
+        """The cut over data-parallel copies, if there is one; it is the last of all cuts."""
+        return self.cuts[-1] if self.cuts and self.cuts[-1].axis == "dp" else None
 
     def is_on(self, rank: int) -> bool:
         """Whether a rank holds a copy."""
@@ -140,9 +153,35 @@ class ParameterShards:
         """The shards that a rank holds a copy of."""
         return tuple(shard for shard in self.shards if shard.is_on(rank))
 
+    def updated_on(self, rank: int) -> tuple[Shard, ...]:
+        """The shards that a rank's optimizer updates."""
+        return tuple(shard for shard in self.shards if rank in shard.updaters)
+
     def owned_by(self, rank: int) -> tuple[Shard, ...]:
         """The shards that a rank writes and counts in the gradient norm."""
         return tuple(shard for shard in self.shards if shard.owner == rank)
+
+    def divided(self, shard_size: int | None) -> ParameterShards:
+        """
+        The same with the optimizer's work divided among the holders of each shard (ZeRO).
+
+        Args:
+            shard_size (`int`, *optional*):
+                Number of consecutive holders that divide a shard, which other such groups repeat. All holders by
+                default, and where their number is no multiple of it, as may be that of tied parameters.
+        """
+        result: list[Shard] = []
+        for shard in self.shards:
+            count = len(shard.holders)
+            size = shard_size if shard_size and count % shard_size == 0 else count
+            if size == 1:
+                result.append(shard)
+                continue
+            for index in range(size):
+                updaters = shard.holders[index::size]
+                cuts = (*shard.cuts, Cut("dp", None, index, size))
+                result.append(Shard(cuts, shard.holders, updaters[0], updaters))
+        return ParameterShards(self.stages, tuple(result))
 
 
 def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, ParameterShards]:
@@ -155,13 +194,15 @@ def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Parameter
         uses = [(name, stage_tables[name][layer]) for name, layer in spec.used_at[parameter.name]]
         # By identity: equal tables of a module are one object, and those of many replicas are long.
         layout = tuple(dict.fromkeys((name, id(table)) for name, table in uses))
-        key = (layout, parameter.tp_dim, parameter.tp_blocks)
+        sharding = plan.modules[spec.used_at[parameter.name][0][0]].sharding
+        shard_size = sharding.shard_size if sharding.zero_stage and parameter.trainable else 1
+        key = (layout, parameter.tp_dim, parameter.tp_blocks, shard_size)
         if key not in known:
             if layout not in columns:
                 columns[layout] = _tp_columns(plan, uses)
             stages, ranks = columns[layout]
             copies = [(_tp_cuts(parameter, index, len(ranks)), column) for index, column in enumerate(ranks)]
-            known[key] = ParameterShards.from_copies(stages, copies)
+            known[key] = ParameterShards.from_copies(stages, copies).divided(shard_size)
         result[parameter.name] = known[key]
     return result
 
@@ -218,11 +259,26 @@ class SyncGroup:
         ranks (`tuple[int, ...]`): The ranks.
         parameters (`tuple[str, ...]`): Names, in the order of the model.
         stages (`tuple[tuple[str, int, int], ...]`): (module, replica, stage) whose backwards must be done before.
+        shard_size (`int`, *optional*, defaults to 1):
+            Number of consecutive `ranks` that divide the sum of each parameter, since each of them updates a slice.
     """
 
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
     stages: tuple[StageKey, ...]
+    shard_size: int = 1
+
+    @property
+    def shard_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks that divide the sums; none where each rank gets all of them."""
+        size = self.shard_size
+        return tuple(self.ranks[i : i + size] for i in range(0, len(self.ranks), size)) if size > 1 else ()
+
+    @property
+    def replica_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The groups of ranks with the same slice of the sums; none where all of them are in one shard group."""
+        size = self.shard_size
+        return tuple(self.ranks[i::size] for i in range(size)) if 1 < size < len(self.ranks) else ()
 
 
 def sync_groups(spec: ModelSpec, plan: ParallelPlan) -> list[SyncGroup]:
@@ -246,12 +302,16 @@ def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str
         trained (`Mapping[str, ParameterShards]`): Parameter -> where it lives, in the order of the model.
         modules (`Sequence[str]`): In topological order.
     """
-    names: dict[tuple[tuple[StageKey, ...], tuple[int, ...]], list[str]] = {}
+    names: dict[tuple[tuple[StageKey, ...], tuple[int, ...], int], list[str]] = {}
     lists: dict[int, list[list[str]]] = {}  # of each object, which many parameters share
     for name, shards in trained.items():
         if id(shards) not in lists:
-            summed = dict.fromkeys(shard.holders for shard in shards.shards if len(shard.holders) > 1)
-            lists[id(shards)] = [names.setdefault((shards.stages, ranks), []) for ranks in summed]
+            summed = dict.fromkeys(
+                (shards.stages, shard.holders, shard.zero_cut.num_parts if shard.zero_cut else 1)
+                for shard in shards.shards
+                if len(shard.holders) > 1
+            )
+            lists[id(shards)] = [names.setdefault(key, []) for key in summed]
         for members in lists[id(shards)]:
             members.append(name)
     order = {name: number for number, name in enumerate(modules)}
@@ -259,5 +319,5 @@ def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str
     def first_stage(group: SyncGroup) -> tuple[int, int]:
         return min((order[name], index) for name, _, index in group.stages)
 
-    groups = [SyncGroup(ranks, tuple(members), stages) for (stages, ranks), members in names.items()]
+    groups = [SyncGroup(ranks, tuple(members), stages, size) for (stages, ranks, size), members in names.items()]
     return sorted(groups, key=first_stage, reverse=True)

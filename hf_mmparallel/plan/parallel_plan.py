@@ -43,6 +43,22 @@ class ContextSettings:
 
 
 @dataclass(frozen=True)
+class ShardingSettings:
+    """
+    What the data-parallel and context-parallel copies of a module divide among them (ZeRO).
+
+    Args:
+        zero_stage (`int`, *optional*, defaults to 0): 0 divides nothing, 1 the optimizer's state.
+        shard_size (`int`, *optional*):
+            Number of copies that divide it, such as those of a node; other groups of as many copies repeat it
+            (hybrid sharding). All copies by default.
+    """
+
+    zero_stage: int = 0
+    shard_size: int | None = None
+
+
+@dataclass(frozen=True)
 class Stage:
     """
     Consecutive layers of a module on one mesh of ranks.
@@ -89,11 +105,13 @@ class ModulePlan:
         replicas (`tuple[tuple[Stage, ...], ...]`): The stages of each replica.
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
         context (`ContextSettings`, *optional*): How tokens are distributed over cp ranks, if `cp_size` is above 1.
+        sharding (`ShardingSettings`, *optional*): What the copies divide among them.
     """
 
     replicas: tuple[tuple[Stage, ...], ...]
     activation_checkpointing: bool = False
     context: ContextSettings = ContextSettings()
+    sharding: ShardingSettings = ShardingSettings()
 
     @property
     def dp_size(self) -> int:
@@ -111,7 +129,8 @@ class ModulePlan:
     def layout(self) -> str:
         """The sizes as text: `dp 2 x pp 1 x tp 1`."""
         context = f" x cp {self.cp_size}" if self.cp_size > 1 else ""
-        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {self.tp_size}"
+        zero = f", ZeRO-{self.sharding.zero_stage}" if self.sharding.zero_stage else ""
+        return f"dp {self.dp_size} x pp {len(self.replicas[0])}{context} x tp {self.tp_size}{zero}"
 
     @property
     def num_layers(self) -> int:
@@ -231,6 +250,7 @@ class ParallelPlan:
                 name: {
                     "activation_checkpointing": module.activation_checkpointing,
                     **({"context": asdict(module.context)} if module.context != ContextSettings() else {}),
+                    **({"sharding": asdict(module.sharding)} if module.sharding != ShardingSettings() else {}),
                     "replicas": [
                         [
                             {
@@ -310,7 +330,7 @@ def write_data(path: str | Path, data: Mapping[str, Any]) -> None:
 def _read_module(data: Any, name: str) -> ModulePlan:
     """Reads the layout of one module."""
     what = f"Module `{name}` of the plan"
-    data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context"])
+    data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context", "sharding"])
     context = read_mapping(data.get("context", {}), f"`context` of `{name}`", (), ["method", "mode", "block"])
     for key, known in (("method", CONTEXT_METHODS), ("mode", CONTEXT_MODES)):
         reject_unknown_keys(f"`{key}` of `{name}`", [context[key]] if key in context else [], known)
@@ -322,7 +342,8 @@ def _read_module(data: Any, name: str) -> ModulePlan:
     if not replicas or not all(replicas):
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
     checkpointing = read_flag(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")
-    return ModulePlan(tuple(replicas), checkpointing, ContextSettings(**context))
+    sharding = read_mapping(data.get("sharding", {}), f"`sharding` of `{name}`", (), ["zero_stage", "shard_size"])
+    return ModulePlan(tuple(replicas), checkpointing, ContextSettings(**context), ShardingSettings(**sharding))
 
 
 def _read_stage(data: Any, what: str) -> Stage:

@@ -16,15 +16,17 @@ from .parallel_plan import (
     ContextSettings,
     ModulePlan,
     ParallelPlan,
+    ShardingSettings,
     write_data,
 )
 from .reading import plain_data, read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import SCHEDULES, Schedule
 
 AUTO = "auto"
+ZERO_STAGES = (0, 1)
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
-HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, "activation_checkpointing", "zero_stage")
+HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, "activation_checkpointing", "zero_stage", "shard_size")
 """Settings that a finished plan contains; the others are written beside the plan."""
 
 
@@ -59,7 +61,11 @@ class ModulePlugin:
         peft_config (*optional*): `peft` config, or its dict, of the adapters in this module.
         attn_implementation (`str`, *optional*): Attention function, set in this module's config.
         zero_stage (`int`, *optional*, defaults to 0):
-            Optimizer sharding over data-parallel copies. Only 0 is supported.
+            What the `dp_size * cp_size` copies of a parameter divide among them: nothing (0), or the optimizer's
+            state, its step and the sum of its gradients (1).
+        shard_size (`int`, *optional*):
+            Number of copies that divide it, such as those of a node; other groups of as many copies repeat it. All
+            copies by default.
         named (`frozenset[str]`, *optional*):
             Names of the settings that were given explicitly, also with their default value; filled by
             [`~ModulePlugin.from_dict`]. A search does not change them.
@@ -76,6 +82,7 @@ class ModulePlugin:
     peft_config: Any = None
     attn_implementation: str | None = None
     zero_stage: int = 0
+    shard_size: int | None = None
     cp_method: str = "lpt"
     cp_mode: str = "auto"
     cp_block: int = 128
@@ -99,11 +106,7 @@ class ModulePlugin:
         for name, known in (("cp_method", CONTEXT_METHODS), ("cp_mode", CONTEXT_MODES)):
             if getattr(self, name) not in known:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], known)
-        if self.zero_stage:
-            raise ValueError(
-                f"`zero_stage={self.zero_stage}`: optimizer sharding is not supported yet. Use `zero_stage=0`."
-            )
-
+        self._check_sharding()
         if self.cp_mode == "segments" and self.cp_method != "lpt":
             raise ValueError(
                 f"`cp_method={self.cp_method!r}` assigns blocks to ranks, but `cp_mode='segments'` assigns whole "
@@ -115,6 +118,18 @@ class ModulePlugin:
                 "or use a `cp_size` above 1."
             )
 
+    def _check_sharding(self) -> None:
+        """Raises `ValueError` for a ZeRO stage that is unknown, and a number of copies without one."""
+        if self.zero_stage not in ZERO_STAGES:
+            raise ValueError(
+                f"`zero_stage={self.zero_stage}` is not supported yet. Use one of {', '.join(map(str, ZERO_STAGES))}."
+            )
+        if self.shard_size is not None and not self.zero_stage:
+            raise ValueError(
+                f"`shard_size={self.shard_size}` has no effect with `zero_stage=0`. Leave it out, or use "
+                "`zero_stage=1`."
+            )
+
     def _check_types(self) -> None:
         """Raises `ValueError` for values of a wrong type and for invalid regular expressions."""
         if self.layers_per_stage is not None:
@@ -122,6 +137,8 @@ class ModulePlugin:
                 read_count(count, "An entry of `layers_per_stage`")
         read_flag(self.activation_checkpointing, "`activation_checkpointing`")
         read_count(self.zero_stage, "`zero_stage`")
+        if self.shard_size is not None:
+            read_count(self.shard_size, "`shard_size`", 1)
         for name in ("colocate_with", "attn_implementation"):
             if getattr(self, name) is not None:
                 read_name(getattr(self, name), f"`{name}`")
@@ -141,6 +158,11 @@ class ModulePlugin:
     def context(self) -> ContextSettings:
         """How tokens are distributed over cp ranks."""
         return ContextSettings(self.cp_method, self.cp_mode, self.cp_block)
+
+    @property
+    def sharding(self) -> ShardingSettings:
+        """What the copies of the module divide among them."""
+        return ShardingSettings(self.zero_stage, self.shard_size)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that were given explicitly or differ from their defaults, as plain data."""
@@ -166,6 +188,7 @@ class ModulePlugin:
             "layers_per_stage": [stage.num_layers for stage in plan.replicas[0]],
             "activation_checkpointing": plan.activation_checkpointing,
             **{f"cp_{key}": value for key, value in dataclasses.asdict(plan.context).items()},
+            **dataclasses.asdict(plan.sharding),
         }
         given = self.to_dict()
         if self.colocate_with is not None:

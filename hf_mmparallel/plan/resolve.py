@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .ownership import partly_frozen_stages, stage_parameters, trainable_stages
@@ -66,6 +66,17 @@ def _check_cp(spec: ModuleSpec, cp_size: int) -> None:
         raise ValueError(
             f"`cp_size={cp_size}` of `{spec.name}`: context parallelism is only supported for the language model. Use "
             "`cp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+        )
+
+
+def _check_sharding(name: str, module: ModulePlan) -> None:
+    shard_size, copies = module.sharding.shard_size, module.dp_size * module.cp_size
+    if shard_size is not None and copies % shard_size:
+        fits = [size for size in range(1, copies + 1) if copies % size == 0]
+        raise ValueError(
+            f"`shard_size={shard_size}` does not divide the {copies} copies of each parameter of `{name}` (`dp_size="
+            f"{module.dp_size}` x `cp_size={module.cp_size}`). Use one of {', '.join(map(str, fits))}, or leave it "
+            "out for all copies."
         )
 
 
@@ -136,7 +147,10 @@ def resolve_plan(
         if host is None:
             next_rank += plugin.num_ranks
         settings = plugins.get(name, plugin)
-        modules[name] = ModulePlan(tuple(replicas), settings.activation_checkpointing, settings.context)
+        modules[name] = ModulePlan(
+            tuple(replicas), settings.activation_checkpointing, settings.context, settings.sharding
+        )
+        _check_sharding(name, modules[name])
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches)
     if world_size is not None:
         check_world_size(plan, world_size)
@@ -194,8 +208,16 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             used.update(rank for stage in stages for rank in stage.all_ranks)
         _check_tp(spec.modules[name], module.tp_size)
         _check_cp(spec.modules[name], module.cp_size)
-        context = module.context  # validated by `ModulePlugin`
-        ModulePlugin(cp_size=module.cp_size, cp_method=context.method, cp_mode=context.mode, cp_block=context.block)
+        context = module.context  # validated by `ModulePlugin`, and `sharding`
+        ModulePlugin(
+            dp_size=module.dp_size,
+            cp_size=module.cp_size,
+            cp_method=context.method,
+            cp_mode=context.mode,
+            cp_block=context.block,
+            **asdict(module.sharding),
+        )
+        _check_sharding(name, module)
     gaps = sorted(set(range(plan.world_size)) - used)
     if gaps:
         raise ValueError(f"The plan gives rank {gaps[0]} nothing to do. Number its ranks from 0 without gaps.")

@@ -37,6 +37,7 @@ from .executor import Executor
 from .first_step import FirstStepCheck
 from .gradients import GradientSync, accumulate_in_float32, clip_gradients, gradient_norm, scale_gradients
 from .groups import ProcessGroups
+from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .replicated import EqualGradients, ReplicatedParameters, replicated_parameters
 from .sharded_model import ShardedModel
@@ -164,15 +165,17 @@ class ParallelEngine(nn.Module):
         )
         named = dict(self.module.named_parameters())
         self.trained = [p for p in named.values() if p.requires_grad]
+        self.slices = OptimizerSlices(self.sync_groups, named, self.rank, self.groups.by_ranks)
+        self.updated = [self.slices.updated(p) for p in self.trained]
         self.counted = [
-            named[name]
+            self.slices.updated(named[name])
             for name, shards in self.shards.items()
             if shards.owned_by(self.rank) and named[name].requires_grad
         ]
         replicated = replicated_parameters(self.sharded, self.stages, self.groups, self.partial)
         self._equal_gradients = EqualGradients(replicated)
         self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named)
-        self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks)
+        self.sync = GradientSync(self.sync_groups, named, self.rank, self.groups.by_ranks, self.slices)
         self.executor.before_forward = self._seed_task
         self.executor.on_sync = self.sync.start
         self.sync.before_sum = self._before_sum
@@ -308,7 +311,7 @@ class ParallelEngine(nn.Module):
             self._first_step = None
         self.last_result = result
         totals = self._totals(result, batch)
-        scale_gradients(self.trained, 1.0 / max(totals.num_targets, 1))
+        scale_gradients(self.updated, 1.0 / max(totals.num_targets, 1))
         return totals
 
     @torch.no_grad()
@@ -357,7 +360,7 @@ class ParallelEngine(nn.Module):
     def clip(self, max_norm: float) -> torch.Tensor:
         """Clips the gradient by its norm over all modules and returns the norm before."""
         norm = self.gradient_norm()
-        clip_gradients(self.trained, norm, max_norm)
+        clip_gradients(self.updated, norm, max_norm)
         return norm
 
 

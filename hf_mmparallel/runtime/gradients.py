@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from ..cost import GRADIENT_BUCKET_BYTES
 from ..modeling.dtensors import from_shard, local
 from ..plan import SyncGroup
 from ..world import World
+from .optimizer_slices import OptimizerSlices, buckets, by_slice, slice_of
 
 
 def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
@@ -45,20 +45,40 @@ def _change_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """
+    A gradient sum of this rank.
+
+    Args:
+        parameters (`list[nn.Parameter]`): Those of this rank.
+        group (`ProcessGroup`): All ranks of the sum.
+        shard_group (`ProcessGroup`, *optional*): The ranks that divide it, where the optimizer updates slices.
+        replica_group (`ProcessGroup`, *optional*): The ranks with the same slices, where there are several.
+    """
+
+    parameters: list[nn.Parameter]
+    group: dist.ProcessGroup
+    shard_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+
+
 @dataclass
 class _StartedSum:
-    """A sum in flight: its collectives, and how many ranks used each parameter."""
+    """A sum in flight: its collectives, how many ranks used each parameter, and the sums of slices by bucket."""
 
+    of: _Sum
     works: list[Any]
-    parameters: list[nn.Parameter]
     used: torch.Tensor
+    slices: list[tuple[list[nn.Parameter], torch.Tensor]]
 
 
 class GradientSync:
     """
     Sums the gradients of one step over the ranks that hold the same slice of a parameter.
 
-    Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. A
+    Gradients become views of buckets that are summed in place, so that only one bucket at a time exists twice. Where
+    the optimizer updates slices, the sum of a slice becomes its gradient, and the parameter has none any more. A
     parameter that none of the ranks used keeps `grad=None`, as on one process, so that the optimizer skips it.
 
     Args:
@@ -66,6 +86,7 @@ class GradientSync:
         parameters (`Mapping[str, nn.Parameter]`): The parameters of this rank.
         rank (`int`): This rank.
         process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
+        slices ([`OptimizerSlices`]): What this rank updates.
     """
 
     def __init__(
@@ -74,9 +95,19 @@ class GradientSync:
         parameters: Mapping[str, nn.Parameter],
         rank: int,
         process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        slices: OptimizerSlices,
     ):
-        self.groups = {
-            index: (process_groups[group.ranks], [parameters[name] for name in group.parameters])
+        def group_among(candidates: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
+            return next((process_groups[ranks] for ranks in candidates if rank in ranks), None)
+
+        self.slices = slices
+        self.sums = {
+            index: _Sum(
+                [parameters[name] for name in group.parameters],
+                process_groups[group.ranks],
+                group_among(group.shard_groups),
+                group_among(group.replica_groups),
+            )
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
@@ -85,42 +116,58 @@ class GradientSync:
 
     def start(self, index: int) -> None:
         """Starts the sum of group `index`; every rank of the group calls this in the program's order."""
-        group, parameters = self.groups[index]
-        self.before_sum(parameters)
-        device = local(parameters[0]).device
-        used = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
-        works: list[Any] = [dist.all_reduce(used, group=group, async_op=True)]
-        for bucket in _buckets(parameters):
-            works.append(dist.all_reduce(_flatten_gradients(bucket), group=group, async_op=True))
-        self._started.append(_StartedSum(works, parameters, used))
+        of = self.sums[index]
+        self.before_sum(of.parameters)
+        device = local(of.parameters[0]).device
+        used = torch.tensor([float(p.grad is not None) for p in of.parameters], device=device)
+        started = _StartedSum(of, [dist.all_reduce(used, group=of.group, async_op=True)], used, [])
+        for bucket in buckets(of.parameters, _gradient_dtype):
+            if of.shard_group is None:
+                started.works.append(dist.all_reduce(_flatten_gradients(bucket), group=of.group, async_op=True))
+            else:
+                started.works.append(self._reduce_scatter(bucket, of.shard_group, started))
+        self._started.append(started)
+
+    @torch.no_grad()
+    def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:
+        """Starts the sums of the slices of a bucket; what this rank does not update is freed."""
+        parts = by_slice(_gradients(bucket), dist.get_world_size(group))
+        for parameter in bucket:
+            parameter.grad = None
+        mine = torch.empty_like(parts[0])
+        started.slices.append((bucket, mine))
+        return dist.reduce_scatter_tensor(mine, parts.view(-1), group=group, async_op=True)
 
     def finish(self) -> None:
-        """Waits for all started sums, after which the gradients hold them."""
+        """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
         for started in self._started:
             for work in started.works:
                 work.wait()
-            for parameter, count in zip(started.parameters, started.used.tolist(), strict=True):
+            if started.of.replica_group is not None:
+                started.works = [
+                    dist.all_reduce(mine, group=started.of.replica_group, async_op=True) for _, mine in started.slices
+                ]
+        for started in self._started:
+            if started.of.replica_group is not None:
+                for work in started.works:
+                    work.wait()
+            for bucket, mine in started.slices:
+                self._assign(bucket, mine)
+            for parameter, count in zip(started.of.parameters, started.used.tolist(), strict=True):
                 if not count:
-                    parameter.grad = None
+                    self.slices.updated(parameter).grad = None
         self._started.clear()
 
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters whose gradients have one dtype and fit into a bucket; a larger one has its own."""
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(_gradient_dtype(parameter), []).append(parameter)
-    for dtype, members in by_dtype.items():
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for parameter in members:
-            num_bytes = local(parameter).numel() * dtype.itemsize
-            if bucket and size + num_bytes > GRADIENT_BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += num_bytes
-        yield bucket
+    def _assign(self, bucket: Sequence[nn.Parameter], sums: torch.Tensor) -> None:
+        """Makes the sums of a bucket's slices their gradients."""
+        start = 0
+        for parameter in bucket:
+            updated = self.slices.updated(parameter)
+            updated.grad_dtype = sums.dtype
+            updated.grad = sums[start : start + updated.numel()]
+            flat_slice = slice_of(updated)
+            assert flat_slice is not None
+            start += flat_slice.length(local(parameter).numel())
 
 
 def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
@@ -130,16 +177,21 @@ def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 @torch.no_grad()
 def _flatten_gradients(bucket: Sequence[nn.Parameter]) -> torch.Tensor:
     """One tensor with the gradients of a bucket, zeros where there is none; they become views of it."""
-    for parameter in bucket:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter))
-    gradients: list[Any] = [parameter.grad for parameter in bucket]
-    pieces = [local(gradient).reshape(-1) for gradient in gradients]
+    pieces = [gradient.reshape(-1) for gradient in _gradients(bucket)]
     flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    for parameter, gradient, view in zip(bucket, gradients, flat.split([p.numel() for p in pieces]), strict=True):
+    for parameter, view in zip(bucket, flat.split([p.numel() for p in pieces]), strict=True):
+        gradient: Any = parameter.grad
         view = view.view(local(gradient).shape)
         parameter.grad = from_shard(view, gradient) if isinstance(gradient, DTensor) else view
     return flat
+
+
+def _gradients(bucket: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients of a bucket on this rank, made of zeros where there is none."""
+    for parameter in bucket:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter))
+    return [local(parameter.grad) for parameter in bucket if parameter.grad is not None]
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Tensor) -> None:
@@ -155,7 +207,7 @@ def gradient_norm(counted: Sequence[nn.Parameter], world: World) -> torch.Tensor
 
     Args:
         counted (`Sequence[nn.Parameter]`):
-            The parameters (or shards) that this rank counts; over all ranks each element is counted once.
+            The parameters, shards or slices that this rank counts; over all ranks each element is counted once.
         world ([`World`]): All ranks.
 
     Returns:

@@ -73,7 +73,8 @@ class ProcessGroups:
         self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.by_ranks: dict[tuple[int, ...], Any] = {}
         of_tp = tp_groups(plan)
-        for ranks in dict.fromkeys((*of_tp, *context_groups(plan), *(group.ranks for group in sync))):
+        summing = (ranks for group in sync for ranks in (group.ranks, *group.shard_groups, *group.replica_groups))
+        for ranks in dict.fromkeys((*of_tp, *context_groups(plan), *summing)):
             group = world.new_group(ranks)
             if rank in ranks:
                 self.by_ranks[ranks] = group

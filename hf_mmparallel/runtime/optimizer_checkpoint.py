@@ -15,30 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 from torch.utils import serialization
 
-from ..modeling.dtensors import from_shard, is_on_mesh
+from ..modeling.dtensors import is_on_mesh
 from ..world import World
 from .optimizer_names import STATE, is_rank_local, named_groups, rank_local_suffix, settings_of
-from .optimizers import whole_parameter
+from .optimizer_slices import join, slice_of, whole_parameter
 from .sharded_model import ShardedModel
 
 # Ranks on several hosts write to one file, so that no two of them may share a page of it.
 _ALIGNMENT = 4096
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def _in_form_of(value: Any, parameter: torch.Tensor) -> Any:
-    """The state of a local shard as the `DTensor` that it is a shard of; other values unchanged."""
-    whole = whole_parameter(parameter)
-    if whole is parameter or not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape:
-        return value
-    return from_shard(value, whole)
 
 
 def _plain_value(value: Any, what: str) -> Any:
@@ -69,41 +60,53 @@ class _Collected:
     def __init__(self, optimizer: Any, sharded: ShardedModel):
         world = sharded.world
         self.owned = {name for name, shards in sharded.shards.items() if shards.owner == world.rank}
+        self.owners = {name: world.processes[shards.owner] for name, shards in sharded.shards.items()}
+        self.parameters: dict[str, torch.Tensor] = {}
         self.tensors: dict[str, dict[str, torch.Tensor]] = {}
         self.entries: dict[str, dict[str, Any]] = {}
         for names, group in zip(named_groups(sharded.model, optimizer), optimizer.param_groups, strict=True):
             settings = {key: _plain_value(value, key) for key, value in settings_of(group).items()}
             for name, parameter in zip(names, group["params"], strict=True):
-                owner = world.processes[sharded.shards[name].owner]
-                if name in self.owned or is_on_mesh(whole_parameter(parameter), owner):
+                if self._is_needed(name, parameter, sharded):
                     self._add(name, parameter, settings, optimizer.state.get(parameter, {}))
 
-    def _add(self, name: str, parameter: torch.Tensor, settings: dict[str, Any], state: Mapping[str, Any]) -> None:
-        whole = whole_parameter(parameter)
-        tensors, values = {}, {}
+    def _is_needed(self, name: str, entry: torch.Tensor, sharded: ShardedModel) -> bool:
+        """Whether this rank writes a parameter's state, or gives its shard or slice to the rank that does."""
+        flat_slice, whole = slice_of(entry), whole_parameter(entry)
+        if flat_slice is None:
+            return name in self.owned or is_on_mesh(whole, self.owners[name])
+        tp_group = sharded.tp_group_of_owner(name) if isinstance(whole, DTensor) else (sharded.shards[name].owner,)
+        processes = dist.get_process_group_ranks(flat_slice.group)
+        return any(sharded.world.processes[rank] in processes for rank in tp_group)
+
+    def _add(self, name: str, entry: torch.Tensor, settings: dict[str, Any], state: Mapping[str, Any]) -> None:
+        suffix = rank_local_suffix(entry)
+        whole_shape = tuple(whole_parameter(entry).shape)
+        tensors, values, kinds = {}, {}, {}
         for key, value in state.items():
-            value = _in_form_of(value, parameter)
             if not isinstance(value, torch.Tensor):
                 values[key] = _plain_value(value, key)
-            elif isinstance(whole, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
-                tensors[key + rank_local_suffix(whole)] = value.detach()
-            else:
-                tensors[key] = value.detach()
+                continue
+            shape = whole_shape if value.shape == entry.shape else tuple(value.shape)
+            if suffix and shape != whole_shape and value.numel() > 1 and not isinstance(value, DTensor):
+                key += suffix
+            tensors[key] = value.detach()
+            if name in self.owned or is_rank_local(key):
+                kinds[key] = (shape, value.dtype)
+        self.parameters[name] = entry
         self.tensors[name] = tensors
-        kinds = {
-            key: (tuple(tensor.shape), tensor.dtype)
-            for key, tensor in tensors.items()
-            if name in self.owned or is_rank_local(key)
-        }
         self.entries[name] = {"settings": settings, "tensors": kinds, "values": values}
 
     def whole_tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         """
-        Yields (key, whole tensor) of what this rank writes of a parameter. The ranks of a tp group pass their tensors
-        in one order, so each has to iterate to the end.
+        Yields (key, whole tensor) of what this rank writes of a parameter. The ranks of a tp group or shard group pass
+        their tensors in one order, so each has to iterate to the end.
         """
+        entry = self.parameters[name]
         for key, tensor in self.tensors[name].items():
-            value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            value = join(tensor, entry) if tensor.shape == entry.shape else tensor
+            if isinstance(value, DTensor) and is_on_mesh(value, self.owners[name]):
+                value = value.full_tensor()
             if is_rank_local(key) or name in self.owned:
                 yield key, value.cpu().contiguous()
 
@@ -115,8 +118,8 @@ def save_optimizer(
     Writes the state of every rank's optimizer to `optimizer.pt`. Called by all ranks.
 
     The stock Trainer can go on from it, unless parameters are grouped in another way than it would on the whole model,
-    or ranks have state of their own (8-bit optimizers under tensor parallelism). It then ends with "different number
-    of parameter groups", as there is an empty group more.
+    or ranks have state of their own (8-bit optimizers under tensor parallelism or ZeRO). It then ends with "different
+    number of parameter groups", as there is an empty group more.
 
     Args:
         optimizer (`torch.optim.Optimizer`): This rank's, with any tensors and numbers as state.

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .._files import reason_of
 from ..modeling.dtensors import from_shard, shard_as
 from ..world import World
 from .optimizer_names import STATE, cant_be_cut, named_groups, rank_local_suffix, settings_of
-from .optimizers import whole_parameter
+from .optimizer_slices import slice_of, whole_parameter
 
 # Key under which `state_dict` of bitsandbytes hides entries from FSDP.
 _WRAPPED = "__bnb_optimizer_quant_state__"
@@ -181,7 +182,7 @@ def _state_of(
     name: str, parameter: Any, saved: Mapping[str, Any], group: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
     """The state of one parameter on this rank."""
-    whole, suffix = whole_parameter(parameter), rank_local_suffix(whole_parameter(parameter))
+    whole, suffix = whole_parameter(parameter), rank_local_suffix(parameter)
     shapes = [value.shape for value in saved.values() if isinstance(value, torch.Tensor)]
     strange = [shape for shape in shapes if not _may_be_state(shape, whole.shape)]
     if strange and whole.shape not in shapes:
@@ -203,9 +204,14 @@ def _state_of(
 
 
 def _on_rank(value: torch.Tensor, parameter: Any, is_cut: bool, on_host: bool) -> torch.Tensor:
-    """A copy of a tensor of the file, or of this rank's shard of it."""
+    """A copy of a tensor of the file, or of this rank's shard or slice of it."""
     if not is_cut:
         return value.to("cpu" if on_host else parameter.device, copy=True)
     whole: Any = whole_parameter(parameter)
-    shard = shard_as(value, whole).to_local().clone(memory_format=torch.contiguous_format)
+    if isinstance(whole, DTensor):
+        value = shard_as(value, whole).to_local()
+    flat_slice = slice_of(parameter)
+    if flat_slice is not None:
+        value = flat_slice.of(value.contiguous())
+    shard = value.to(parameter.device, copy=True).contiguous()
     return from_shard(shard, whole) if whole is parameter else shard

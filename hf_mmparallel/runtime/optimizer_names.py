@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .optimizers import whole_parameter
+from .optimizer_slices import slice_of, whole_parameter
 
 STATE = "optimizer.pt"
 
@@ -26,20 +26,23 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_rank_local(key: str) -> bool:
-    """Whether an entry of the state is of use only to the same rank of a tp group of the same size."""
+    """Whether a key of the state is of use only to the same rank of a tp group or shard group of the same size."""
     return "@" in key
 
 
 def rank_local_suffix(parameter: torch.Tensor) -> str:
-    """Suffix of the entries of one rank of a tp group; empty for parameters that are not sharded."""
-    if not isinstance(parameter, DTensor):
-        return ""
-    return f"@{parameter.device_mesh.get_local_rank()}of{parameter.device_mesh.size()}"
+    """Suffix of the keys of one rank's state of an entry of an optimizer; empty for a whole parameter."""
+    whole, flat_slice, suffix = whole_parameter(parameter), slice_of(parameter), ""
+    if isinstance(whole, DTensor):
+        suffix += f"@{whole.device_mesh.get_local_rank()}of{whole.device_mesh.size()}"
+    if flat_slice is not None:
+        suffix += f"@zero{flat_slice.index}of{flat_slice.num_parts}"
+    return suffix
 
 
 def cant_be_cut(key: str, name: str) -> ValueError:
-    """The error for state that can only be read with the tensor-parallel size that it was saved with."""
+    """The error for state that can only be read with the sharding that it was saved with."""
     return ValueError(
         f"The optimizer's `{key}` of `{name}` is a rank's own tensor and can't be cut anew. Resume with the same "
-        f"tensor-parallel size."
+        f"`tp_size`, `zero_stage` and `shard_size`."
     )

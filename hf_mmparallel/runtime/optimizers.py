@@ -1,8 +1,9 @@
 """
 Optimizers on the parameters of one rank.
 
-A rank holds some of the model's parameters, and shards of some of these as `DTensor`s. Which optimizers give the same
-update then as on the whole model is found out by trying: a few steps on tensors of a few elements, before training.
+A rank holds some of the model's parameters, and shards of some of these as `DTensor`s; under ZeRO it updates slices of
+them. Which optimizers give the same update then as on the whole model is found out by trying: a few steps on tensors
+of a few elements, before training.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,16 +21,14 @@ from torch.distributed.tensor import DTensor, Shard
 from ..modeling.dtensors import local
 from ..world import World
 from .gradients import round_gradients
+from .optimizer_slices import OptimizerSlices, local_shard, slice_of, whole_parameter
 
 _NUM_STEPS = 2
 
 
-def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """The model's own parameter of an entry of an optimizer, which may be a rank's shard of it."""
-    return getattr(parameter, "sharded_parameter", parameter)
-
-
-def prepare_optimizer(optimizer: torch.optim.Optimizer, holds_all: bool, world: World) -> None:
+def prepare_optimizer(
+    optimizer: torch.optim.Optimizer, holds_all: bool, world: World, slices: OptimizerSlices | None = None
+) -> None:
     """
     Makes a new optimizer give this rank's parameters the update that they have on one process. Collective.
 
@@ -40,25 +39,44 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, holds_all: bool, world: 
         optimizer (`torch.optim.Optimizer`): This rank's, before its first step.
         holds_all (`bool`): Whether this rank holds all trained parameters of the model.
         world ([`World`]): The ranks.
+        slices ([`OptimizerSlices`], *optional*): The slices that it updates under ZeRO.
 
     Raises:
         `ValueError`: On all ranks, for an optimizer whose update would differ or fail.
     """
+    sliced: Mapping[nn.Parameter, nn.Parameter] = {} if slices is None else slices.by_parameter
     devices = sorted({p.device for p in _parameters(optimizer) if p.device.type != "cpu"}, key=str)
     device_type = devices[0].type if devices else "cuda"
 
     def probe() -> bool:
-        if not holds_all:
+        if not holds_all or sliced:
             _check_independence(optimizer)
-        return _needs_local_shards(optimizer)
+        _check_slices(optimizer, sliced)
+        return _needs_local_shards(optimizer, sliced)
 
     with torch.random.fork_rng([device.index for device in devices], device_type=device_type):
         on_shards = world.raise_together(probe)
-    if on_shards:
-        for group in optimizer.param_groups:
-            group["params"] = [_local_shard(parameter) for parameter in group["params"]]
+    for group in optimizer.param_groups:
+        for index, parameter in enumerate(group["params"]):
+            if parameter in sliced:
+                _replace(optimizer, group, index, sliced[parameter])
+            elif on_shards and isinstance(parameter, DTensor):
+                _replace(optimizer, group, index, local_shard(parameter))
     optimizer.register_step_pre_hook(_hand_over_gradients)
     optimizer.register_step_post_hook(_drop_handed_over)
+    if slices is not None:
+        optimizer.register_step_post_hook(slices.gather_weights)
+
+
+def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, entry: Any) -> None:
+    """Lets an optimizer update a shard or slice in place of the whole parameter, with its part of the state."""
+    parameter, flat_slice = group["params"][index], slice_of(entry)
+    group["params"][index] = entry
+    for key, value in optimizer.state.pop(parameter, {}).items():  # of optimizers that make it at once
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+            value = local(value) if flat_slice is None else flat_slice.of(local(value).contiguous())
+            value = value.clone()
+        optimizer.state[entry][key] = value
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
@@ -66,20 +84,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         yield from group["params"]
 
 
-def _local_shard(parameter: Any) -> Any:
-    """A plain parameter that shares the memory of a shard."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    values = parameter.to_local().detach()
-    assert values.is_contiguous(), "an optimizer would make a copy"
-    shard: Any = nn.Parameter(values)
-    shard.sharded_parameter = parameter
-    return shard
-
-
 def _hand_over_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for parameter in _parameters(optimizer):
         whole: Any = whole_parameter(parameter)
+        if slice_of(parameter) is not None:
+            round_gradients([parameter])
+            continue
         round_gradients([whole])
         if whole is not parameter:
             parameter.grad = None if whole.grad is None else local(whole.grad).contiguous()
@@ -111,12 +121,33 @@ def _check_independence(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _needs_local_shards(optimizer: torch.optim.Optimizer) -> bool:
+def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Raises `ValueError` if the update of a flattened part of a parameter is not that part of its update."""
+    for index, group in enumerate(optimizer.param_groups):
+        likes = {parameter.dim(): parameter for parameter in group["params"] if parameter in sliced}
+        for like in likes.values():
+            trial = _Trial([min(size, 4) for size in like.shape], like.device, 5)
+            want = _stepped(optimizer, index, [trial])
+            if isinstance(want, Exception):
+                continue  # it can't be judged by so small a tensor
+            flat = copy.copy(trial)
+            flat.value, flat.gradients = trial.value.flatten(), trial.gradients.flatten(1)
+            if not _steps_alike(optimizer, index, flat, want[0].flatten(), [(2, 0)]):
+                raise ValueError(
+                    f"`{_name(optimizer)}` can't be used with `zero_stage` above 0: each rank would update a slice of "
+                    "the flattened parameters, and its update of a slice is not that slice of its update. Use an "
+                    'optimizer that updates each element by itself, such as `optim="adamw_torch"`, or `zero_stage=0`.'
+                )
+
+
+def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.Parameter]) -> bool:
     """Whether the optimizer steps on shards only as plain tensors. Raises `ValueError` if it can't at all."""
     needed = False
     for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, Any] = {}
         for parameter in group["params"]:
+            if parameter in sliced:
+                continue
             mesh = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             kinds.setdefault((parameter.dim(), mesh), parameter)
         likes = list(kinds.values())
@@ -132,7 +163,7 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer) -> bool:
         ):
             continue
         if not all(
-            _is_elementwise(optimizer, index, trial, want, like)
+            _steps_alike(optimizer, index, trial, want, [(count, dim) for count, _, dim in _cuts(like)])
             for trial, want, like in zip(trials, alone, likes, strict=True)
         ):
             cause = f" ({_first_line(sharded)})" if isinstance(sharded, Exception) else ""
@@ -241,12 +272,21 @@ def _same_update(trial: _Trial, want: torch.Tensor, got: torch.Tensor, like: tor
     return torch.allclose(want - start, got - start, rtol=1e-3, atol=1e-5)
 
 
-def _is_elementwise(
-    optimizer: torch.optim.Optimizer, index: int, trial: _Trial, want: torch.Tensor, like: torch.Tensor
+def _steps_alike(
+    optimizer: torch.optim.Optimizer, index: int, trial: _Trial, want: torch.Tensor, cuts: Sequence[tuple[int, int]]
 ) -> bool:
-    """Whether the parts of a tensor, each stepped on its own, become the parts of the whole."""
+    """
+    Whether the parts of a tensor, each stepped on its own, become the parts of the whole.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): The optimizer.
+        index (`int`): Index of the parameter group with its settings.
+        trial (`_Trial`): The tensor.
+        want (`torch.Tensor`): What the steps make of the whole tensor.
+        cuts (`Sequence[tuple[int, int]]`): (number of parts, dimension) of each cut, one after the other.
+    """
     pieces = [(trial.value, trial.gradients, want)]
-    for count, _, dim in _cuts(like):
+    for count, dim in cuts:
         pieces = [
             part
             for value, gradients, end in pieces

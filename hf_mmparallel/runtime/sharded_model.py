@@ -71,6 +71,12 @@ class ShardedModel:
         """Whether this rank has a parameter, or a shard of it."""
         return bool(self.shards[name].on_rank(self.world.rank))
 
+    def tp_group_of_owner(self, name: str) -> tuple[int, ...]:
+        """The tp group with which the owner of a parameter holds it."""
+        shards = self.shards[name]
+        tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).ranks)
+        return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
+
     def save(self, folder: str | Path) -> None:
         """Writes the adapters if there are any, otherwise the model."""
         if self.adapter is not None:

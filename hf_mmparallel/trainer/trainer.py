@@ -125,7 +125,7 @@ class MultimodalParallelTrainer(EngineTrainer):
         if training and optimizer is not self._prepared_optimizer:
             with shared_failure("preparing the optimizer"):
                 mark_steps(optimizer)  # first, since what the others do to gradients takes memory too
-                prepare_optimizer(optimizer, self._engine.holds_all_trained, self.world)
+                prepare_optimizer(optimizer, self._engine.holds_all_trained, self.world, self._engine.slices)
             self._prepared_optimizer = optimizer
         return self._engine
 

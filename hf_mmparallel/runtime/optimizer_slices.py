@@ -1,0 +1,187 @@
+"""
+ZeRO-1: each rank's optimizer updates a slice of the parameters that several ranks hold.
+
+A slice is an equal part of the flattened values that a rank has of one parameter. Sums of gradients end on the rank
+that updates the slice. A step sends as many bytes as without: a reduce-scatter before it, an all-gather after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..cost import GRADIENT_BUCKET_BYTES
+from ..modeling.dtensors import from_shard, local
+from ..plan import SyncGroup
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """
+    Part `index` of `num_parts` of a flattened tensor. All parts but the last ones have the same number of elements.
+
+    Args:
+        index (`int`): Index of the part.
+        num_parts (`int`): Number of parts, one on each rank of a shard group.
+        group (`ProcessGroup`): The shard group.
+    """
+
+    index: int
+    num_parts: int
+    group: Any
+
+    def length(self, numel: int) -> int:
+        """Elements of a part of a tensor of `numel` elements, padding of the last parts included."""
+        return -(-numel // self.num_parts)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a contiguous tensor, one-dimensional; shares its memory."""
+        length = self.length(tensor.numel())
+        start = min(self.index * length, tensor.numel())
+        return tensor.view(-1)[start : start + length]
+
+    def whole(self, part: torch.Tensor, numel: int) -> torch.Tensor:
+        """The flattened tensor of `numel` elements, of which each rank of the group has its part. Collective."""
+        length = self.length(numel)
+        padded = part.new_zeros(length)
+        padded[: part.numel()] = part
+        gathered = part.new_empty(length * self.num_parts)
+        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        return gathered[:numel]
+
+
+def whole_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """The model's own parameter of an entry of an optimizer, which may be a rank's shard or slice of it."""
+    return getattr(parameter, "sharded_parameter", parameter)
+
+
+def slice_of(parameter: torch.Tensor) -> FlatSlice | None:
+    """The slice that an entry of an optimizer is of the model's parameter; `None` if it is no slice."""
+    return getattr(parameter, "flat_slice", None)
+
+
+def local_shard(parameter: torch.Tensor, flat_slice: FlatSlice | None = None) -> Any:
+    """A plain parameter that shares the memory of a rank's shard of a parameter, or of a slice of that."""
+    values = local(parameter).detach()
+    assert values.is_contiguous(), "an optimizer would make a copy"
+    shard: Any = nn.Parameter(values if flat_slice is None else flat_slice.of(values))
+    shard.sharded_parameter, shard.flat_slice = parameter, flat_slice
+    return shard
+
+
+def join(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """
+    State of an entry of an optimizer in the form of the model's parameter: a `DTensor`, or whole. Collective over the
+    shard group of a slice.
+
+    Args:
+        value (`torch.Tensor`): State with a value for each element of the entry.
+        parameter (`torch.Tensor`): The entry.
+    """
+    whole, flat_slice = whole_parameter(parameter), slice_of(parameter)
+    if flat_slice is not None:
+        like = local(whole)
+        value = flat_slice.whole(value, like.numel()).view(like.shape)
+    return from_shard(value, whole) if isinstance(whole, DTensor) and not isinstance(value, DTensor) else value
+
+
+class OptimizerSlices:
+    """
+    The slices that this rank's optimizer updates, and the gathering of weights after its step.
+
+    Args:
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums of the plan.
+        parameters (`Mapping[str, nn.Parameter]`): The parameters of this rank, by name.
+        rank (`int`): This rank.
+        process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
+    """
+
+    def __init__(
+        self,
+        sync_groups: Sequence[SyncGroup],
+        parameters: Mapping[str, nn.Parameter],
+        rank: int,
+        process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+    ):
+        self.groups: list[tuple[FlatSlice, list[nn.Parameter]]] = []
+        self.by_parameter: dict[nn.Parameter, nn.Parameter] = {}
+        for sync_group in sync_groups:
+            shard_group = next((ranks for ranks in sync_group.shard_groups if rank in ranks), None)
+            if shard_group is None:
+                continue
+            flat_slice = FlatSlice(shard_group.index(rank), len(shard_group), process_groups[shard_group])
+            members = [parameters[name] for name in sync_group.parameters]
+            self.groups.append((flat_slice, members))
+            self.by_parameter.update((member, local_shard(member, flat_slice)) for member in members)
+
+    def updated(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates of a parameter: its slice, or the parameter itself."""
+        return self.by_parameter.get(parameter, parameter)
+
+    @torch.no_grad()
+    def gather_weights(self, *_: Any) -> None:
+        """Copies the updated slices of all ranks into the parameters. Collective; called after each step."""
+        started: list[tuple[Any, torch.Tensor, FlatSlice, list[nn.Parameter]]] = []
+        for flat_slice, members in self.groups:
+            for bucket in buckets(members, lambda parameter: parameter.dtype):
+                slices = [padded(self.by_parameter[member], flat_slice, local(member).numel()) for member in bucket]
+                mine = slices[0] if len(slices) == 1 else torch.cat(slices)
+                gathered = mine.new_empty(flat_slice.num_parts, mine.numel())
+                work = dist.all_gather_into_tensor(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
+                started.append((work, gathered, flat_slice, bucket))
+        for work, gathered, flat_slice, bucket in started:
+            work.wait()
+            lengths = [flat_slice.length(local(member).numel()) for member in bucket]
+            for member, columns in zip(bucket, gathered.split(lengths, 1), strict=True):
+                values = local(member)
+                values.copy_(columns.reshape(-1)[: values.numel()].view(values.shape))
+
+
+def padded(part: torch.Tensor, flat_slice: FlatSlice, numel: int) -> torch.Tensor:
+    """A rank's part of a tensor of `numel` elements, with zeros up to the length of every part."""
+    missing = flat_slice.length(numel) - part.numel()
+    return torch.cat([part.detach(), part.new_zeros(missing)]) if missing else part.detach()
+
+
+def by_slice(tensors: Sequence[torch.Tensor], num_parts: int) -> torch.Tensor:
+    """Some tensors as a matrix of `num_parts` rows, row `i` with part `i` of each; zeros fill the last parts."""
+    columns = []
+    for tensor in tensors:
+        length = -(-tensor.numel() // num_parts)
+        flat = tensor.reshape(-1)
+        if length * num_parts > flat.numel():
+            flat = torch.cat([flat, flat.new_zeros(length * num_parts - flat.numel())])
+        columns.append(flat.view(num_parts, length))
+    return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, 1)
+
+
+def buckets(
+    parameters: Sequence[nn.Parameter], dtype_of: Callable[[nn.Parameter], torch.dtype]
+) -> Iterator[list[nn.Parameter]]:
+    """
+    Consecutive parameters whose tensors have one dtype and fit into a bucket; a larger one has its own.
+
+    Args:
+        parameters (`Sequence[nn.Parameter]`): The parameters.
+        dtype_of (`Callable`): Parameter -> dtype of what is sent of it.
+    """
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(dtype_of(parameter), []).append(parameter)
+    for dtype, members in by_dtype.items():
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in members:
+            num_bytes = local(parameter).numel() * dtype.itemsize
+            if bucket and size + num_bytes > GRADIENT_BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += num_bytes
+        yield bucket
