@@ -136,7 +136,7 @@ class GradientSync:
             parameter.grad = None
         mine = torch.empty_like(parts[0])
         started.slices.append((bucket, mine))
-        return dist.reduce_scatter_tensor(mine, parts.view(-1), group=group, async_op=True)
+        return dist.reduce_scatter_single(mine, parts.view(-1), group=group, async_op=True)
 
     def finish(self) -> None:
         """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""

@@ -52,7 +52,7 @@ class FlatSlice:
         padded = part.new_zeros(length)
         padded[: part.numel()] = part
         gathered = part.new_empty(length * self.num_parts)
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        dist.all_gather_single(gathered, padded, group=self.group)
         return gathered[:numel]
 
 
@@ -133,7 +133,7 @@ class OptimizerSlices:
                 slices = [padded(self.by_parameter[member], flat_slice, local(member).numel()) for member in bucket]
                 mine = slices[0] if len(slices) == 1 else torch.cat(slices)
                 gathered = mine.new_empty(flat_slice.num_parts, mine.numel())
-                work = dist.all_gather_into_tensor(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
+                work = dist.all_gather_single(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
                 started.append((work, gathered, flat_slice, bucket))
         for work, gathered, flat_slice, bucket in started:
             work.wait()

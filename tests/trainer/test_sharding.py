@@ -1,0 +1,79 @@
+"""Layouts whose copies divide the optimizer's state give the stock Trainer's losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, ShardingSettings, resolve_plan
+from tests import tiny
+from tests.distributed import run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+VISION, LM = "vision", "language_model"
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+ONE = {"zero_stage": 1}
+
+
+def _uneven() -> MultimodalParallelPlugin:
+    """Llava with one copy of the language model in one stage on rank 1, and one in two stages on ranks 2 and 3."""
+    spec = build_model_spec(tiny.FAMILIES["llava"]())
+    plan = resolve_plan(spec, {VISION: ModulePlugin(), LM: ModulePlugin(dp_size=2)})
+    (whole,), (other,) = plan.modules[LM].replicas
+    middle = whole.layers[1] // 2
+    halves = (replace(other, layers=(0, middle)), replace(other, layers=(middle, whole.layers[1]), ranks=((3,),)))
+    module = replace(plan.modules[LM], replicas=((whole,), halves), sharding=ShardingSettings(1))
+    return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: module}))
+
+
+LAYOUTS: dict[str, tuple[str, int, Any, dict[str, Any]]] = {
+    "dp": ("llava", 3, {LM: {"dp_size": 2, **ONE}}, ADAMW),
+    "dp of both": ("llava", 5, {VISION: {"dp_size": 2, **ONE}, LM: {"dp_size": 3, **ONE}}, ADAMW),
+    "dp in groups": ("llava", 5, {LM: {"dp_size": 4, **ONE, "shard_size": 2}}, ADAMW),
+    "dp and tp": ("llava", 5, {LM: {"dp_size": 2, "tp_size": 2, **ONE}}, ADAMW),
+    "dp and pp": ("llava", 5, {LM: {"dp_size": 2, "pp_size": 2, **ONE}}, ADAMW),
+    "dp and cp": ("llava", 5, {LM: {"dp_size": 2, "cp_size": 2, "cp_block": 16, **ONE}}, ADAMW),
+    "shared ranks": ("llava", 2, {VISION: {"dp_size": 2, **ONE}, LM: {"colocate_with": VISION, **ONE}}, ADAMW),
+    "frozen tower": ("llava", 4, {VISION: {"dp_size": 2, "freeze": "tower", **ONE}, LM: {"dp_size": 2}}, ADAMW),
+    "tied, dp and pp": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2, **ONE}}, ADAMW),
+    "tied, dp and pp, in groups": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2, **ONE, "shard_size": 2}}, ADAMW),
+    "norms of heads and experts": ("qwen3_vl_moe", 5, {LM: {"dp_size": 2, "tp_size": 2, **ONE}}, {}),
+    "uneven stages": ("llava", 4, _uneven, ADAMW),
+    "momentum": ("llava", 3, {LM: {"dp_size": 2, **ONE}}, {"optim_args": "momentum=0.9"}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_sharded_layout_equals_the_stock_trainer(name: str):
+    family, world_size, parallel, arguments = LAYOUTS[name]
+    parallel = parallel() if callable(parallel) else parallel
+    freeze = runs.frozen(parallel) if isinstance(parallel, dict) else {}
+    reference = runs.stock(family, freeze=freeze, **arguments)
+    ranks = run_distributed(runs.parallel_run, world_size, family, parallel, **arguments)
+    runs.assert_same_run(ranks[0], reference)
+    for rank in ranks:
+        assert rank.logs == ranks[0].logs
+
+
+def state_bytes(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[int, int]:
+    """Bytes of optimizer state on this rank after a step, and of the trained parameters that it holds."""
+    trainer = runs.make_trainer(family, parallel, max_steps=1, **arguments)
+    trainer.train()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    tensors = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
+    trained = [p for p in trainer.model.parameters() if p.requires_grad and p.untyped_storage().nbytes() > 4]
+    return sum(t.nbytes for t in tensors), sum(p.numel() * p.element_size() for p in trained)
+
+
+def test_state_is_divided_by_the_number_of_copies():
+    ranks = run_distributed(state_bytes, 4, "llama", {LM: {"dp_size": 4, **ONE}}, **ADAMW)
+    for state, weights in ranks:
+        assert state == pytest.approx(2 * weights / 4, rel=0.05)
+    assert sum(state for state, _ in ranks) == 2 * ranks[0][1]
