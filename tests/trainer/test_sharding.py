@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +78,36 @@ def test_state_is_divided_by_the_number_of_copies():
     for state, weights in ranks:
         assert state == pytest.approx(2 * weights / 4, rel=0.05)
     assert sum(state for state, _ in ranks) == 2 * ranks[0][1]
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, **ADAMW}
+
+
+def trained(
+    folder: Path, parallel: dict[str, Any] | None, checkpoint: Path | None = None, **arguments: Any
+) -> tuple[runs.Run, dict[str, torch.Tensor]]:
+    """A run on this rank that saves every two steps, and the weights that it ends with."""
+    trainer = runs.make_trainer("qwen2_vl", parallel, str(folder), **{**SAVING, **arguments})
+    run = runs.run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
+    return run, run.weights or {}
+
+
+GROUPED = {LM: {"dp_size": 4, "tp_size": 1, **ONE, "shard_size": 2}}
+BOTH = {VISION: {"dp_size": 2, **ONE}, LM: {"dp_size": 2, "tp_size": 2, **ONE}}
+
+
+def test_a_sharded_run_goes_on_under_any_layout_and_any_layout_under_a_sharded_one(tmp_path: Path):
+    straight, weights = run_distributed(trained, 6, tmp_path / "both", BOTH)[0]
+    checkpoint = tmp_path / "both" / "checkpoint-2"
+    again, resumed = run_distributed(trained, 6, tmp_path / "again", BOTH, checkpoint)[0]
+    assert again.logs == straight.logs and all(torch.equal(resumed[name], weights[name]) for name in weights)
+    others = {"grouped": (5, GROUPED), "unsharded": (3, {LM: {"tp_size": 2}}), "one": (1, None)}
+    for name, (world_size, parallel) in others.items():
+        other, _ = run_distributed(trained, world_size, tmp_path / name, parallel, checkpoint)[0]
+        runs.assert_same_run(other, straight, rtol=1e-4, atol=2e-5)
+    # `max_steps` shapes the schedule, so that a run to be continued is one of four steps as well.
+    for name, (world_size, parallel) in others.items():
+        run_distributed(trained, world_size, tmp_path / f"from {name}", parallel)
+        source = tmp_path / f"from {name}" / "checkpoint-2"
+        back, _ = run_distributed(trained, 6, tmp_path / f"back from {name}", BOTH, source)[0]
+        runs.assert_same_run(back, straight, rtol=1e-4, atol=2e-5)
