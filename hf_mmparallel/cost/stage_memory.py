@@ -39,7 +39,8 @@ class RankMemory:
         weights (`float`): Parameters, in the dtype of the model.
         gradients (`float`):
             Gradients of trainable parameters, in float32 at least, and the bucket of their all-reduce.
-        optimizer (`float`): AdamW state: two values per trainable parameter, in its dtype.
+        optimizer (`float`):
+            AdamW state: two values per trainable parameter, in its dtype; under ZeRO those of this rank's slices.
         activations (`float`): Saved activations of the microbatches in flight, transient memory of the running one,
             and the inputs of the step.
     """
@@ -225,8 +226,9 @@ def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage
     """Memory of a stage on each of its ranks."""
     grid = (len(stage.ranks), len(stage.ranks[0]))
     planned = plan.modules[module]
-    is_copied = planned.dp_size * grid[0] > 1
-    return _stage_memory(costs, module, stage.layers, grid, planned.activation_checkpointing, is_copied)
+    copies, sharding = planned.dp_size * grid[0], planned.sharding
+    shards = (sharding.shard_size or copies, sharding.shard_size is None) if sharding.zero_stage else (1, False)
+    return _stage_memory(costs, module, stage.layers, grid, planned.activation_checkpointing, copies > 1, shards)
 
 
 @lru_cache(maxsize=8192)
@@ -237,7 +239,16 @@ def _stage_memory(
     grid: tuple[int, int],
     checkpointing: bool,
     is_copied: bool,
+    shards: tuple[int, bool],
 ) -> StageMemory:
+    """
+    See [`stage_memory`].
+
+    Args:
+        shards (`tuple[int, bool]`):
+            Number of copies that divide the optimizer's state, and whether these are all, so that the ranks of a tp
+            group divide it, too, where they hold a parameter whole.
+    """
     part, (cp_size, tp_size) = costs.spec.modules[module], grid
     entries = _module_memory(costs, module, tp_size, checkpointing)
     places = [i for i in range(-1, part.num_layers + 1) if stage_holds(layers, part.num_layers, i)]
@@ -246,10 +257,10 @@ def _stage_memory(
         np.concatenate([table[[1 + index for index in places]], _array([entry])])
         for table, entry in zip((entries.saved, entries.forward, entries.backward), last, strict=True)
     )
-    weights = _weights(costs.spec, module, places, tp_size)
+    weights = _weights(costs.spec, module, places, tp_size, shards)
     trained = float(weights.gradients.sum())
     return StageMemory(
-        RankMemory(weights.total, trained, 2 * weights.trained),
+        RankMemory(weights.total, trained, 2 * weights.updated),
         saved,
         forward,
         backward,
@@ -265,18 +276,20 @@ def _stage_memory(
 @dataclass
 class _Weights:
     """
-    Weight and gradient bytes of a stage: gradients and largest gradient per layer, all weights, trained weights, and
-    gradients of tied weights.
+    Weight and gradient bytes of a stage: gradients and largest gradient per layer, all weights, trained weights that
+    this rank's optimizer updates, and gradients of tied weights.
     """
 
     gradients: NDArray
     largest: NDArray
     total: float = 0.0
-    trained: float = 0.0
+    updated: float = 0.0
     tied: float = 0.0
 
 
-def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) -> _Weights:
+def _weights(
+    spec: ModelSpec, module: str, places: Sequence[int], tp_size: int, shards: tuple[int, bool]
+) -> _Weights:
     result = _Weights(np.zeros(len(places)), np.zeros(len(places)))
     seen: set[str] = set()
     for row, index in reversed(list(enumerate(places))):  # a tied gradient is allocated by the first backward
@@ -293,7 +306,7 @@ def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) 
                 continue
             seen.add(p.name)
             result.total += num_bytes
-            result.trained += num_bytes * p.trainable
+            result.updated += num_bytes * p.trainable / (shards[0] * (tp_size if over_tp and shards[1] else 1))
             result.gradients[row] += gradient
             result.tied += gradient if over_tp or p.name in spec.tied else 0.0
     return result

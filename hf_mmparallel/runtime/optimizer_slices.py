@@ -7,6 +7,7 @@ that updates the slice. A step sends as many bytes as without: a reduce-scatter 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,7 @@ class OptimizerSlices:
     @torch.no_grad()
     def gather_weights(self, *_: Any) -> None:
         """Copies the updated slices of all ranks into the parameters. Collective; called after each step."""
-        started: list[tuple[Any, torch.Tensor, FlatSlice, list[nn.Parameter]]] = []
+        started: deque[tuple[Any, torch.Tensor, FlatSlice, list[nn.Parameter]]] = deque()
         for flat_slice, members in self.groups:
             for bucket in buckets(members, lambda parameter: parameter.dtype):
                 slices = [padded(self.by_parameter[member], flat_slice, local(member).numel()) for member in bucket]
@@ -135,12 +136,19 @@ class OptimizerSlices:
                 gathered = mine.new_empty(flat_slice.num_parts, mine.numel())
                 work = dist.all_gather_single(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
                 started.append((work, gathered, flat_slice, bucket))
-        for work, gathered, flat_slice, bucket in started:
-            work.wait()
-            lengths = [flat_slice.length(local(member).numel()) for member in bucket]
-            for member, columns in zip(bucket, gathered.split(lengths, 1), strict=True):
-                values = local(member)
-                values.copy_(columns.reshape(-1)[: values.numel()].view(values.shape))
+                if len(started) > 1:  # two buckets at a time
+                    _copy_gathered(*started.popleft())
+        while started:
+            _copy_gathered(*started.popleft())
+
+
+def _copy_gathered(work: Any, gathered: torch.Tensor, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> None:
+    """Waits for a bucket of weights, `[num_parts, elements of the slices]`, and copies it into the parameters."""
+    work.wait()
+    lengths = [flat_slice.length(local(member).numel()) for member in bucket]
+    for member, columns in zip(bucket, gathered.split(lengths, 1), strict=True):
+        values = local(member)
+        values.copy_(columns.reshape(-1)[: values.numel()].view(values.shape))
 
 
 def padded(part: torch.Tensor, flat_slice: FlatSlice, numel: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from hf_mmparallel.plan import (
     ModuleSpec,
     ParallelPlan,
     ParameterSpec,
+    ShardingSettings,
     Stage,
 )
 from hf_mmparallel.plan.parallel_plan import CONTEXT_METHODS
@@ -115,7 +116,9 @@ def specs_and_plans(draw) -> tuple[ModelSpec, ParallelPlan]:
                 stages.append(Stage(layers, grid, draw(st.booleans())))
             replicas.append(tuple(stages))
         context = ContextSettings(draw(st.sampled_from(CONTEXT_METHODS)), block=draw(st.sampled_from([16, 128])))
-        modules[name] = ModulePlan(tuple(replicas), draw(st.booleans()), context)
+        sizes = [n for n in range(1, 10) if len(replicas) * cp_size % n == 0]
+        sharding = draw(st.sampled_from([ShardingSettings(), *(ShardingSettings(1, n) for n in (None, *sizes))]))
+        modules[name] = ModulePlan(tuple(replicas), draw(st.booleans()), context, sharding)
     schedule = draw(st.sampled_from(["1f1b", "gpipe"]))
     edges = (Edge("vision", LANGUAGE_MODEL, (0,)),)
     return spec, ParallelPlan(modules, edges, schedule, draw(st.integers(1, 9)))

@@ -11,6 +11,7 @@ from hf_mmparallel.plan import (
     ModulePlugin,
     ParameterShards,
     Shard,
+    ShardingSettings,
     parameter_shards,
     resolve_plan,
     sync_groups,
@@ -45,6 +46,21 @@ def slices(spec, plan, name) -> dict[tuple[Cut, ...], list[int]]:
     return {cuts: list(dict.fromkeys(ranks)) for cuts, ranks in result.items()}
 
 
+def divided(expected, sharding) -> dict[tuple[Cut, ...], tuple[list[int], list[int]]]:
+    """Each slice -> the ranks that hold it and those that update it, where the copies divide the optimizer's state."""
+    result: dict[tuple[Cut, ...], tuple[list[int], list[int]]] = {}
+    for cuts, ranks in expected.items():
+        size = sharding.shard_size or len(ranks)
+        size = len(ranks) if len(ranks) % size else size
+        if not sharding.zero_stage or size == 1:
+            result[cuts] = ranks, sorted(ranks)
+            continue
+        groups = [sorted(ranks)[first : first + size] for first in range(0, len(ranks), size)]
+        for index in range(size):
+            result[*cuts, Cut("dp", None, index, size)] = sorted(ranks), [group[index] for group in groups]
+    return result
+
+
 @settings(deadline=None)
 @given(specs_and_plans())
 def test_shards_and_sync_groups_are_what_the_words_say(case):
@@ -56,19 +72,27 @@ def test_shards_and_sync_groups_are_what_the_words_say(case):
         keys = {key for key, _ in copies(spec, plan, name)}
         assert set(table[name].stages) == keys and len(table[name].stages) == len(keys)
         expected = slices(spec, plan, name)
-        assert [(s.cuts, s.holders, s.owner) for s in table[name].shards] == [
-            (cuts, tuple(sorted(ranks)), ranks[0]) for cuts, ranks in expected.items()
+        sharding = plan.modules[spec.used_at[name][0][0]].sharding
+        by_slice = divided(expected, sharding if parameter.trainable else ShardingSettings())
+        assert [(s.cuts, s.holders, s.updaters) for s in table[name].shards] == [
+            (cuts, tuple(sorted(ranks)), tuple(updaters)) for cuts, (ranks, updaters) in by_slice.items()
         ]
         assert table[name].owner == min(row[0] for _, row in copies(spec, plan, name))
         for rank in range(plan.world_size):
-            assert [s.cuts for s in table[name].on_rank(rank)] == [c for c, ranks in expected.items() if rank in ranks]
+            held = [cuts for cuts, (ranks, _) in by_slice.items() if rank in ranks]
+            assert [s.cuts for s in table[name].on_rank(rank)] == held
+            updated = [cuts for cuts, (_, updaters) in by_slice.items() if rank in updaters]
+            assert [s.cuts for s in table[name].updated_on(rank)] == updated
             owned = [s.cuts for s in table[name].owned_by(rank)]
-            assert owned == [cuts for cuts, ranks in expected.items() if rank == ranks[0]]
+            assert owned == [cuts for cuts in updated if by_slice[cuts][1][0] == rank]
         mine = [group for group in groups if name in group.parameters]
         summed = [tuple(sorted(r)) for r in expected.values() if len(r) > 1] if parameter.trainable else []
         assert sorted(group.ranks for group in mine) == sorted(summed)
         assert all(group.parameters.count(name) == 1 for group in mine)
         assert all(set(group.stages) == set(table[name].stages) for group in mine)
+        for group in mine:  # each of its slices is summed by the ranks that update it
+            ends = {tuple(s.updaters) for s in table[name].shards if s.holders == group.ranks}
+            assert ends == set(group.replica_groups or [(r,) for g in group.shard_groups for r in g] or [group.ranks])
     for group in groups:
         assert list(group.parameters) == [name for name in spec.parameters if name in group.parameters]
     assert len({(group.ranks, group.stages) for group in groups}) == len(groups)
