@@ -111,25 +111,32 @@ def measured() -> str:
     same_plan = steps(chart_net(), "disttrain", "hierarchical"), steps(chart_net(), "disttrain", "tapered, eager")
     lower = min(deviations("vision", "disttrain", "hierarchical"))
     rows = [
-        f"| predicted iteration time against measured, 2 ranks | {percent(simulator['real']['median_error'])} % off |",
-        "| predicted against measured, modelled durations on 4 and 8 ranks "
+        "| iteration time, real computation on 2 ranks | its prediction | measured "
+        f"| {percent(simulator['real']['median_error'])} % off |",
+        "| iteration time, modelled durations on 4 and 8 ranks | its prediction | measured "
         f"| {percent(simulator['modelled']['median_error'])} % off |",
-        f"| speed with every size 1 against the stock Trainer | {ratio(trainer['median'])} (rounds "
+        f"| speed with every size 1 | the stock Trainer | measured | {ratio(trainer['median'])} times (rounds "
         f"{ratio(trainer['min'])} to {ratio(trainer['max'])}, on a busy machine) |",
-        "| attention of 16k packed tokens with images against a dense mask, forward / with backward "
-        f"| {ratio(forward['times_faster'])} / {ratio(both['times_faster'])} times faster, "
-        f"{100 * forward['memory_share']:.0f} % / {100 * both['memory_share']:.0f} % of the memory |",
         *(
-            f"| samples arranged as the Trainer chooses against the best of three baselines, {mode} rows, same plans, "
-            f"simulated | step {ratio(1 / own['slowest_over_best_baseline'])} to "
+            f"| attention of 16k packed tokens with images, {which} | a dense mask | measured "
+            f"| {ratio(row['times_faster'])} times faster, {100 * row['memory_share']:.0f} % of the memory |"
+            for which, row in (("forward", forward), ("forward and backward", both))
+        ),
+        *(
+            f"| step with samples arranged as the Trainer chooses, {mode} rows | the best of three baselines, same plan "
+            f"| simulated | {ratio(1 / own['slowest_over_best_baseline'])} to "
             f"{ratio(1 / own['fastest_over_best_baseline'])} times faster |"
             for mode, own in result("microbatch_balance_modes")["summary"].items()
         ),
-        "| samples arranged by workload against DistTrain's order, packed rows, SynthChartNet shape, simulated "
-        f"| step {spread(same_plan[0], ratio)} times faster (`tapered`: {spread(same_plan[1], ratio)}), "
-        f"encoder's deviation {lower:.0f} times lower |",
+        *(
+            f"| step with {words}, packed rows, sizes of SynthChartNet | DistTrain's order, same plan | simulated "
+            f"| {spread(times, ratio)} times faster |"
+            for words, times in zip(("`hierarchical`", "`tapered` and schedule `eager`"), same_plan, strict=True)
+        ),
+        "| standard deviation of the encoder's microbatches with `hierarchical`, same samples | DistTrain's order "
+        f"| simulated | {lower:.0f} times lower |",
     ]
-    return table("| measured on two CPU cores ([how](docs/benchmarks.md)) | |", rows)
+    return table("| what | compared with | how | figure |", rows)
 
 
 def runs() -> str:
