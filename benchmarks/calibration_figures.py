@@ -9,7 +9,6 @@ import numpy as np
 from figures import ms, percent, result, spread, table
 from scipy.stats import rankdata
 
-
 PLAINER = {
     "a rank for each module": "one rank per module",
     "copies": "replicas",
@@ -36,7 +35,9 @@ def calibration() -> str:
         name = f"{plan} (fitted)" if row["fitted"] else plan
         cells = [name, f"{ms(row['ms']['measured'])} ms", *steps, *spans]
         rows.append("| " + " | ".join(cells) + " |")
-    return table("| plan | step, measured | before | one factor | calibrated | tasks before | tasks calibrated |", rows)
+    return table(
+        "| plan | step, measured | before | one factor | calibrated | tasks before | tasks calibrated |", rows
+    )
 
 
 def quotes_of_calibration() -> Iterator[str]:

@@ -123,8 +123,8 @@ def measured() -> str:
             for which, row in (("forward", forward), ("forward and backward", both))
         ),
         *(
-            f"| step with samples arranged as the Trainer chooses, {mode} rows | the best of three baselines, same plan "
-            f"| simulated | {ratio(1 / own['slowest_over_best_baseline'])} to "
+            f"| step with samples arranged as the Trainer chooses, {mode} rows | the best of three baselines, same "
+            f"plan | simulated | {ratio(1 / own['slowest_over_best_baseline'])} to "
             f"{ratio(1 / own['fastest_over_best_baseline'])} times faster |"
             for mode, own in result("microbatch_balance_modes")["summary"].items()
         ),
@@ -329,7 +329,8 @@ def sizes_at_scale() -> str:
         f"({ids['microseconds_a_sample']:.1f} us per sample; one by one {ids['microseconds_one_by_one']:.0f} us) "
         f"| {ids['cached_seconds']:.1f} s |",
         f"| one conversation, measured with many others | {each['milliseconds']:.2f} ms (alone "
-        f"{each['milliseconds_one_by_one']:.2f} ms; all conversations on one process: {each['hours_of_all']:.2f} h) | |",
+        f"{each['milliseconds_one_by_one']:.2f} ms; all conversations on one process: {each['hours_of_all']:.2f} h) "
+        "| |",
     ]
     for parallel in dict.fromkeys(row["parallel"] for row in found["first_steps"]):
         first, again = (row for row in found["first_steps"] if row["parallel"] == parallel)

@@ -1,11 +1,10 @@
 """
 Writes tables of stored results into the pages, and checks the figures in sentences.
 
-A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. The function NAME
-in one of the modules `*_figures.py` makes it from `benchmarks/results`, or from the table of devices. Sentences are
-written by hand; the fragment with the figures is made from the same files, and has to be on the page word for word
-(line breaks do not matter).
-`tests/test_pages.py` fails when pages and results differ.
+A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. The function
+NAME in one of the modules `*_figures.py` makes it from `benchmarks/results`, or from the table of devices. Sentences
+are written by hand; the fragment with the figures is made from the same files, and has to be on the page word for word
+(line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
 
 ```bash
 python benchmarks/pages.py          # writes the tables anew and lists sentences that are not on their page

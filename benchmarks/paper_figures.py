@@ -57,9 +57,9 @@ def papers_arrangement() -> str:
             "up to 1.40 times DistTrain's throughput",
             "section 4.7.2",
             "reached, by other means, simulated",
-            f"`hierarchical` compared with DistTrain's order on DistTrain's plan, all datasets: {faster['hierarchical']} "
-            f"times; `tapered` with eager forwards {faster['tapered, eager']}. Below 1 with CocoQA and 3b, where "
-            "DistTrain's stage counts are better",
+            "`hierarchical` compared with DistTrain's order on DistTrain's plan, all datasets: "
+            f"{faster['hierarchical']} times; `tapered` with eager forwards {faster['tapered, eager']}. Below 1 with "
+            "CocoQA and 3b, where DistTrain's stage counts are better",
         ),
         *own_algorithm(chart_net, every),
     ]
