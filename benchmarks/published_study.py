@@ -277,7 +277,7 @@ def stages_outermost(plan: ParallelPlan) -> ParallelPlan:
         return (stage * module.dp_size + replica) * grid + rank % grid
 
     replicas = tuple(
-        tuple(replace(stage, ranks=tuple(tuple(map(moved, row)) for row in stage.ranks)) for stage in replica)
+        tuple(replace(stage, mesh=tuple(tuple(map(moved, row)) for row in stage.mesh)) for stage in replica)
         for replica in module.replicas
     )
     return replace(plan, modules={LANGUAGE_MODEL: replace(module, replicas=replicas)})

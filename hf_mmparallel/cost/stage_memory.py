@@ -223,7 +223,7 @@ def _head(costs: CostModel, part: ModuleSpec, index: int) -> int:
 
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:
     """Memory of a stage on each of its ranks."""
-    grid = (len(stage.ranks), len(stage.ranks[0]))
+    grid = (stage.cp_size, stage.tp_size)
     planned = plan.modules[module]
     is_copied = planned.dp_size * grid[0] > 1
     return _stage_memory(costs, module, stage.layers, grid, planned.activation_checkpointing, is_copied)
@@ -351,7 +351,7 @@ def stage_memories(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, Stage
     result = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
-            kind = (name, stage.layers, len(stage.ranks), len(stage.ranks[0]))
+            kind = (name, stage.layers, stage.cp_size, stage.tp_size)
             if kind not in known:
                 known[kind] = stage_memory(costs, plan, name, stage)
             result[name, replica, index] = known[kind]

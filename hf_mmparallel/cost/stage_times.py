@@ -133,7 +133,7 @@ class LayerTable:
         """Cost of a stage on each of its ranks."""
         first = 0 if stage.layers[0] == 0 else stage.layers[0] + 1
         stop = num_layers + 2 if stage.layers[1] == num_layers else stage.layers[1] + 1
-        count = len(stage.ranks)
+        cp_size = stage.cp_size
         rows = range(first, stop)
         polynomials, windows = [], {}
         for kind, table in enumerate((self.forward, self.backward)):
@@ -141,9 +141,9 @@ class LayerTable:
             for row in rows:
                 if self.windows[row]:
                     slopes = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
-                    slopes[kind] += float(table[row, 0]) / count
+                    slopes[kind] += float(table[row, 0]) / cp_size
                     whole[row - first, 0] = 0.0
-            polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(count))
+            polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(cp_size))
         launches = self.launches[first:stop].sum(axis=0)
         return StageCost(
             *polynomials,
@@ -324,14 +324,14 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
 def _first_rank(costs: CostModel, stage: Stage) -> int:
     """Position in its node of the first rank of the slowest tp group; 0 if tp groups are within nodes."""
     size = costs.device.node_size
-    crossing = [row for row in stage.ranks if row[0] // size != row[-1] // size]
+    crossing = [tp_group for tp_group in stage.mesh if tp_group[0] // size != tp_group[-1] // size]
     return min(crossing, key=costs.device.link_bytes_per_ms)[0] % size if crossing else 0
 
 
 def _stage_cost(
     costs: CostModel, module: str, stage: Stage, table: LayerTable, checkpointing: bool, waits_ms: float
 ) -> StageCost:
-    part, cp_size, tp_size = costs.spec.modules[module], len(stage.ranks), len(stage.ranks[0])
+    part, cp_size, tp_size = costs.spec.modules[module], stage.cp_size, stage.tp_size
     cost = table.stage(stage, part.num_layers)
     if waits_ms:
         waits = Polynomial(token=waits_ms)

@@ -205,7 +205,7 @@ def _tp_columns(
         uses (`Sequence[tuple[str, Sequence[int]]]`): Modules that use it, with the stage of each replica.
     """
     keys = dict.fromkeys((name, replica, index) for name, table in uses for replica, index in enumerate(table))
-    tp_groups = [tp_group for key in keys for tp_group in plan.stage(*key).ranks]
+    tp_groups = [tp_group for key in keys for tp_group in plan.stage(*key).mesh]
     return tuple(keys), [tuple(sorted({ranks[t] for ranks in tp_groups})) for t in range(len(tp_groups[0]))]
 
 

@@ -183,8 +183,9 @@ def samples_text(answer: Answer) -> str:
 
 def groups_text(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> str:
     """Process groups and point-to-point channels of a run."""
-    rows = {row for m in plan.modules.values() for _, _, s in m.stages() for row in s.ranks if len(row) > 1}
-    process_groups = rows | set(context_groups(plan)) | {group.ranks for group in groups}
+    stages = [stage for module in plan.modules.values() for _, _, stage in module.stages()]
+    tp_groups = {tp_group for stage in stages for tp_group in stage.mesh if len(tp_group) > 1}
+    process_groups = tp_groups | set(context_groups(plan)) | {group.ranks for group in groups}
     return f"{len(process_groups)} besides the world; {len(talking_pairs(plan)):,} channels between ranks"
 
 

@@ -96,7 +96,7 @@ class Payloads:
 
     def _payload(self, producer: StageKey, consumer: StageKey) -> Payload:
         source, target = producer[0], consumer[0]
-        meshes = [self.plan.stage(*key).ranks for key in (producer, consumer)]
+        meshes = [self.plan.stage(*key).mesh for key in (producer, consumer)]
         features = outputs = None
         specs = self.spec.modules[source].features
         if source != target:

@@ -254,7 +254,7 @@ def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
     replicas: list[tuple[Stage, ...]] = [()] * module.dp_size
     for replica in module.with_stages:
         stages = module.replicas[replica]
-        replicas[replica] = tuple(replace(stage, ranks=(_renumber(stage.all_ranks, numbers),)) for stage in stages)
+        replicas[replica] = tuple(replace(stage, mesh=(_renumber(stage.all_ranks, numbers),)) for stage in stages)
     return replace(module, replicas=tuple(replicas))
 
 

@@ -71,7 +71,7 @@ def test_the_fingerprint_sees_every_field():
     module = PLAN.modules[LANGUAGE_MODEL]
     stages = [
         dataclasses.replace(stage, trainable=False),
-        dataclasses.replace(stage, ranks=((5, 4),)),
+        dataclasses.replace(stage, mesh=((5, 4),)),
         dataclasses.replace(stage, layers=(2, 4)),
     ]
     modules = [dataclasses.replace(module, replicas=((module.replicas[0][0], changed),)) for changed in stages]

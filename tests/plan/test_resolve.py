@@ -32,7 +32,7 @@ def resolve(vision: dict | None = None, language: dict | None = None, spec=SPEC,
 
 
 def rows(plan: ParallelPlan, name: str) -> list[list[tuple]]:
-    return [[(stage.layers, stage.ranks) for stage in stages] for stages in plan.modules[name].replicas]
+    return [[(stage.layers, stage.mesh) for stage in stages] for stages in plan.modules[name].replicas]
 
 
 def flags(plan: ParallelPlan, name: str) -> list[bool]:

@@ -205,7 +205,7 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
     loss = sum(
         float(loss)
         for task, (loss, _) in result.losses.items()
-        if rank in [row[0] for row in case.plan.stage(*task.stage_key).ranks]
+        if rank in [row[0] for row in case.plan.stage(*task.stage_key).mesh]
     )
     return loss, seen, {key: leaf.grad for key, leaf in leaves.items()}
 
@@ -213,7 +213,7 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
 def run_in_threads(case: Case) -> list[Outcome]:
     """A step on ranks that are threads, with collectives of their own."""
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
-    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.cp_groups)}
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.mesh, *stage.cp_groups)}
     world = LoopbackWorld(5.0)
 
     def body(rank: int) -> Outcome:

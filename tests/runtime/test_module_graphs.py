@@ -241,7 +241,7 @@ def run_in_threads(case: Case) -> list[tuple[float, dict]]:
     spec = model_spec()
     program = build_program(case.plan, case.step, sync_groups(spec, case.plan))
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
-    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.cp_groups)}
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.mesh, *stage.cp_groups)}
     world = LoopbackWorld(10.0)
     cuts = cut_for_all(case)
 
@@ -262,7 +262,7 @@ def run_in_threads(case: Case) -> list[tuple[float, dict]]:
         led = [
             float(loss)
             for task, (loss, _) in result.losses.items()
-            if rank in [group[0] for group in case.plan.stage(*task.stage_key).ranks]
+            if rank in [group[0] for group in case.plan.stage(*task.stage_key).mesh]
         ]
         return sum(led), leaves
 

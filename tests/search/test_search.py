@@ -191,7 +191,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     number = np.random.default_rng(5).permutation(candidate.num_ranks).tolist()
 
     def renumbered(stage):
-        return replace(stage, ranks=tuple(tuple(number[rank] for rank in row) for row in stage.ranks))
+        return replace(stage, mesh=tuple(tuple(number[rank] for rank in row) for row in stage.mesh))
 
     modules = {
         name: replace(own, replicas=tuple(tuple(map(renumbered, stages)) for stages in own.replicas))
