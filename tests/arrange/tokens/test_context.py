@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import (
+from hf_mmparallel.arrange.tokens import (
     ContextAssignment,
     ContextCosts,
     assign_context,
@@ -23,7 +23,7 @@ from hf_mmparallel.arrange.tokens.segment_bins import SegmentBins
 from hf_mmparallel.kernels.bitfield_attention.mask import BitfieldMask
 from hf_mmparallel.kernels.bitfield_attention.reference import dense_mask
 from hf_mmparallel.kernels.bitfield_attention.words import decode_words, encode_words
-from tests.arrange.rows import causal_row, packed_row
+from tests.arrange.tokens.rows import causal_row, packed_row
 
 
 def random_words(rng: np.random.Generator) -> torch.Tensor:
