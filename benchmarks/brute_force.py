@@ -210,7 +210,9 @@ def simulated(problem: PlanningProblem, candidate: Candidate, number: int) -> Pr
     """
     planner = step_planner(problem, candidate)
     try:
-        found = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), draw_batch(problem, number))
+        found = predict_condensed(
+            planner, condense(planner.plan, tuple(planner.sync_groups)), draw_batch(problem, number)
+        )
     except ValueError:  # the state alone is larger than the memory
         return None
     fits = problem.memory_bytes is None or found.peak_memory_bytes <= problem.memory_bytes

@@ -129,7 +129,7 @@ def problem_of(costs: CostModel) -> PlanningProblem:
 def iteration(problem: PlanningProblem, candidate: Candidate) -> tuple[float, float]:
     """Simulated time of a step in s, and GiB of its fullest rank."""
     planner = step_planner(replace(problem, memory_bytes=None), candidate)
-    found = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), problem.sizes)
+    found = predict_condensed(planner, condense(planner.plan, tuple(planner.sync_groups)), problem.sizes)
     return found.step_ms / 1000, found.peak_memory_bytes / 2**30
 
 

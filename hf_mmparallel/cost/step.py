@@ -30,7 +30,7 @@ class StepCost:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each batch index of the step.
-        groups (`Sequence[SyncGroup]`, *optional*): The gradient all-reduces, for [`~StepCost.sync_ms`].
+        sync_groups (`Sequence[SyncGroup]`, *optional*): The gradient all-reduces, for [`~StepCost.sync_ms`].
         stages (`Mapping[tuple[str, int, int], StageCost]`, *optional*):
             Precomputed [`stage_costs`] of the plan, or of a larger plan that it is a part of.
     """
@@ -41,10 +41,10 @@ class StepCost:
         plan: ParallelPlan,
         step: StepPlan,
         sizes: SampleSizes,
-        groups: Sequence[SyncGroup] = (),
+        sync_groups: Sequence[SyncGroup] = (),
         stages: Mapping[StageKey, StageCost] | None = None,
     ):
-        self.costs, self.plan, self.step, self.sizes, self.groups = costs, plan, step, sizes, groups
+        self.costs, self.plan, self.step, self.sizes, self.sync_groups = costs, plan, step, sizes, sync_groups
         self.stages = stage_costs(costs, plan) if stages is None else stages
         self._links: dict[tuple[StageKey, StageKey], tuple[float, float]] = {}
         self._crossing: dict[tuple, int] = {}
@@ -186,7 +186,7 @@ class StepCost:
 
     def sync_ms(self, index: int) -> float:
         """Time of a gradient all-reduce."""
-        group = self.groups[index]
+        group = self.sync_groups[index]
         module = group.stages[0][0]
         gradient_bytes = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
         num_bytes = sum(gradient_bytes[name] for name in group.parameters)

@@ -100,7 +100,7 @@ class Answer:
         return self.prediction.plan
 
     @property
-    def groups(self) -> list[SyncGroup]:
+    def sync_groups(self) -> list[SyncGroup]:
         """The gradient all-reduces."""
         return sync_groups(self.costs.spec, self.plan)
 

@@ -114,7 +114,7 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         ("Global batch", f"{batch_text(answer)}{chosen}"),
         ("Samples", samples_text(answer)),
         ("Costs", f"{costs_text(answer)}; frozen: {', '.join(frozen) or 'nothing'}"),
-        ("Groups", groups_text(answer.plan, answer.groups)),
+        ("Groups", groups_text(answer.plan, answer.sync_groups)),
     ]
     result = answer.result
     text = "none: the sizes are given"
@@ -181,11 +181,11 @@ def samples_text(answer: Answer) -> str:
     return f"{samples.origin}; mean tokens: {spread}"
 
 
-def groups_text(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> str:
+def groups_text(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> str:
     """Process groups and point-to-point channels of a run."""
     stages = [stage for module in plan.modules.values() for _, _, stage in module.stages()]
     tp_groups = {tp_group for stage in stages for tp_group in stage.mesh if len(tp_group) > 1}
-    process_groups = tp_groups | set(context_groups(plan)) | {group.ranks for group in groups}
+    process_groups = tp_groups | set(context_groups(plan)) | {group.ranks for group in sync_groups}
     return f"{len(process_groups)} besides the world; {len(talking_pairs(plan)):,} channels between ranks"
 
 

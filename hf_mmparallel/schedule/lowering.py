@@ -24,7 +24,7 @@ from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 def build_program(
     plan: ParallelPlan,
     step: StepPlan,
-    groups: Sequence[SyncGroup],
+    sync_groups: Sequence[SyncGroup],
     cost: Cost | None = None,
     training: bool = True,
     caps: Mapping[StageKey, float] | None = None,
@@ -36,7 +36,7 @@ def build_program(
     Args:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement of the global batch.
-        groups (`Sequence[SyncGroup]`): The gradient sums, see [`sync_groups`]; not used without training.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums, see [`sync_groups`]; not used without training.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
         training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
         caps (`Mapping[tuple[str, int, int], float]`, *optional*):
@@ -48,7 +48,7 @@ def build_program(
         `Program`: The actions with predicted times. Steps of equal `step.structure` and equal costs have equal
         programs.
     """
-    condensed = condense(plan, groups)
+    condensed = condense(plan, sync_groups)
     program = condensed.expand(condensed_program(condensed.parts(step), cost, training, caps, check))
     return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)}, program.times_ms)
 
@@ -69,11 +69,18 @@ def condensed_program(
     """
     rows, times = [], []
     for part in parts:
-        groups = part.groups if training else ()
+        sync_groups = part.sync_groups if training else ()
         graph, _, timeline = order_part(part, cost or default_cost, training, caps)
-        program = lower(part.plan, graph, timeline, groups)
+        program = lower(part.plan, graph, timeline, sync_groups)
         if check:
-            verify(part.plan, graph, groups, program, is_part=True, order=blocking_order(graph, timeline, groups))
+            verify(
+                part.plan,
+                graph,
+                sync_groups,
+                program,
+                is_part=True,
+                order=blocking_order(graph, timeline, sync_groups),
+            )
         rows.append(part.condensed(program))
         times.append((graph, timeline.start_ms, timeline.end_ms))
     return Program(ProgramActions(rows), TaskTimes(times))
@@ -97,12 +104,12 @@ def order_part(
     return graph, times_ms, order_tasks(part.plan, graph, times_ms, limits, training and may_alternate(part.plan))
 
 
-def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> Program:
+def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> Program:
     """
     Writes the action list of every rank.
 
     A send comes right after the task that produces the message, a receive before the task that needs it and, between
-    two ranks, in the order of the sends. Gradient sums come in the order of `groups` on every rank, each at the same
+    two ranks, in the order of the sends. Gradient sums come in the order of `sync_groups` on every rank, each at the same
     instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums, is
     done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
 
@@ -110,16 +117,16 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequ
         plan (`ParallelPlan`): The layout.
         graph (`TaskGraph`): The tasks.
         timeline (`Timeline`): Their order.
-        groups (`Sequence[SyncGroup]`): The gradient sums.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
 
     Returns:
             `Program`: The program.
     """
-    lists = _lists(plan, graph, timeline, groups)
+    lists = _lists(plan, graph, timeline, sync_groups)
     return Program(ProgramActions([lists]), TaskTimes([(graph, timeline.start_ms, timeline.end_ms)]))
 
 
-def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> PartActions:
+def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> PartActions:
     """[`lower`] in arrays: the lists are sorted by the event of each action and its position at the event."""
     started, finished = np.array(timeline.started, np.int64), np.array(timeline.finished, np.int64)
     num_tasks, num_messages = graph.num_tasks, graph.num_messages
@@ -135,9 +142,9 @@ def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Seq
     message, rank = ranks.of(graph.columns[0, target])
     event, place = _receives(ranks, graph, started[target], order, message, rank)
     actions.append((rank, event, place, num_tasks + num_messages + message))
-    instants = np.array(sync_instants(graph, timeline, groups), np.int64)
-    number = np.repeat(np.arange(len(groups)), [len(group.ranks) for group in groups])
-    rank = np.fromiter(chain.from_iterable(group.ranks for group in groups), np.int64, len(number))
+    instants = np.array(sync_instants(graph, timeline, sync_groups), np.int64)
+    number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
+    rank = np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number))
     actions.append((rank, instants[number], number, num_tasks + 2 * num_messages + number))
     rank, event, place, code = map(np.concatenate, zip(*actions, strict=True))
     by_event = rank * (2 * num_tasks + 1) + event
@@ -220,20 +227,20 @@ def receive_ahead(actions: Sequence[Action]) -> list[Action]:
     return result
 
 
-def sync_instants(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> list[int]:
+def sync_instants(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> list[int]:
     """
     The event of a timeline after which each gradient sum comes; groups without backwards come with the next one.
 
     Args:
         graph (`TaskGraph`): The tasks.
         timeline (`Timeline`): Their order.
-        groups (`Sequence[SyncGroup]`): The gradient sums.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
     """
     last = last_backwards(graph, timeline.finished)
     of_stage = dict(zip(graph.stages, last.tolist(), strict=True))
-    instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in groups]
+    instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in sync_groups]
     next_instant = 2 * graph.num_tasks
-    for number in reversed(range(len(groups))):
+    for number in reversed(range(len(sync_groups))):
         next_instant = instants[number] = next_instant if instants[number] < 0 else instants[number]
     return list(accumulate(instants, max))
 
@@ -245,9 +252,9 @@ def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
     return last
 
 
-def blocking_order(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> NDArray:
+def blocking_order(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> NDArray:
     """Position of each task and each gradient sum in the order of a timeline, int64 `[tasks + groups]`."""
-    events = np.array([*timeline.started, *sync_instants(graph, timeline, groups)], np.int64)
+    events = np.array([*timeline.started, *sync_instants(graph, timeline, sync_groups)], np.int64)
     order = np.empty(len(events), np.int64)
     order[np.argsort(events, kind="stable")] = np.arange(len(events))
     return order

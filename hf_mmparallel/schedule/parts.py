@@ -33,15 +33,15 @@ class Part:
             The stages of these replicas only, with one rank for all ranks that run the same list, numbered from 0.
         whole_plan (`ParallelPlan`): The stages of these replicas only, with all ranks and their original numbers.
         step (`StepPlan`): The microbatches of these replicas only.
-        groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
+        sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
         ranks (`tuple[int, ...]`): The rank in the condensed plan of each rank of `plan`.
-        sums (`tuple[int, ...]`): The index in the condensed plan of each of `groups`.
+        sums (`tuple[int, ...]`): The index in the condensed plan of each of `sync_groups`.
     """
 
     plan: ParallelPlan
     whole_plan: ParallelPlan
     step: StepPlan
-    groups: tuple[SyncGroup, ...]
+    sync_groups: tuple[SyncGroup, ...]
     ranks: tuple[int, ...]
     sums: tuple[int, ...]
 
@@ -63,15 +63,15 @@ class Condensed:
 
     Args:
         plan (`ParallelPlan`): The plan with condensed ranks, numbered from 0.
-        groups (`tuple[SyncGroup, ...]`): The gradient sums of the condensed ranks.
-        sums (`tuple[tuple[int, ...], ...]`): For each of `groups`, the indices in `all_groups` that it replaces.
+        sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of the condensed ranks.
+        sums (`tuple[tuple[int, ...], ...]`): For each of `sync_groups`, the indices in `all_groups` that it replaces.
         whole_plan (`ParallelPlan`): The plan with all ranks.
         all_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
         numbers (`dict[int, int]`): Rank of the whole plan -> its rank in the condensed plan.
     """
 
     plan: ParallelPlan
-    groups: tuple[SyncGroup, ...]
+    sync_groups: tuple[SyncGroup, ...]
     sums: tuple[tuple[int, ...], ...]
     whole_plan: ParallelPlan
     all_groups: tuple[SyncGroup, ...]
@@ -79,7 +79,7 @@ class Condensed:
 
     @property
     def whole_groups(self) -> tuple[SyncGroup, ...]:
-        """For each of `groups`, the first gradient sum of the whole plan that it replaces."""
+        """For each of `sync_groups`, the first gradient sum of the whole plan that it replaces."""
         return tuple(self.all_groups[indices[0]] for indices in self.sums)
 
     @cached_property
@@ -92,7 +92,7 @@ class Condensed:
 
     @cached_property
     def _sums_of_whole(self) -> dict[int, dict[int, tuple[int, ...]]]:
-        """Rank of the whole plan -> index in `groups` -> the indices in `all_groups` of its gradient sums."""
+        """Rank of the whole plan -> index in `sync_groups` -> the indices in `all_groups` of its gradient sums."""
         result: dict[int, dict[int, tuple[int, ...]]] = {rank: {} for rank in self.numbers}
         for condensed, indices in enumerate(self.sums):
             for index in indices:
@@ -140,7 +140,7 @@ class Condensed:
     def _sums_of_rank(self) -> list[list[int]]:
         """The gradient sums of each condensed rank."""
         result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self.sync_groups):
             for rank in group.ranks:
                 result[rank].append(number)
         return result
@@ -149,7 +149,7 @@ class Condensed:
     def _sums_of_stage(self) -> dict[StageKey, list[int]]:
         """The gradient sums that wait for each stage."""
         result: dict[StageKey, list[int]] = {}
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self.sync_groups):
             for stage in group.stages:
                 result.setdefault(stage, []).append(number)
         return result
@@ -205,12 +205,12 @@ class Condensed:
             for group in self._sums_of_rank[rank]:
                 on_ranks.setdefault(group, []).append(number[rank])
         sums = sorted(on_ranks)
-        groups = tuple(SyncGroup(tuple(on_ranks[group]), (), tuple(stages.get(group, ()))) for group in sums)
+        sync_groups = tuple(SyncGroup(tuple(on_ranks[group]), (), tuple(stages.get(group, ()))) for group in sums)
         return Part(
             replace(plan, modules=modules),
             self.whole_plan.part(members),
             step.part(members),
-            groups,
+            sync_groups,
             tuple(ranks),
             tuple(sums),
         )
@@ -231,22 +231,22 @@ class Condensed:
         return Program(ProgramActions(parts), program.times_ms)
 
 
-def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
+def condense(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> Condensed:
     """
     Replaces all ranks of the same stages by one rank. The predicted time of a step does not change.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks run them.
+        sync_groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks run them.
     """
     numbers = condensed_ranks(plan)
     modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
     alike: dict[tuple, list[int]] = {}
-    for index, group in enumerate(groups):
+    for index, group in enumerate(sync_groups):
         alike.setdefault((_renumber(group.ranks, numbers), group.stages, group.parameters), []).append(index)
     condensed = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
     sums = tuple(map(tuple, alike.values()))
-    return Condensed(replace(plan, modules=modules), condensed, sums, plan, tuple(groups), numbers)
+    return Condensed(replace(plan, modules=modules), condensed, sums, plan, tuple(sync_groups), numbers)
 
 
 def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:

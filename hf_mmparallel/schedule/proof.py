@@ -22,19 +22,22 @@ class Proof:
     Args:
         plan (`ParallelPlan`): The layout.
         graph ([`TaskGraph`]): The tasks of the step; the same object as in the lists.
-        groups (`Sequence[SyncGroup]`): The gradient sums.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
         lists ([`PartActions`]): The program.
     """
 
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, groups: Sequence[SyncGroup], lists: PartActions):
-        self.graph, self.lists, self.groups, self.num_ranks = graph, lists, groups, plan.world_size
+    def __init__(self, plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], lists: PartActions):
+        self.graph, self.lists, self.sync_groups, self.num_ranks = graph, lists, sync_groups, plan.world_size
         self.ranks = StageRanks(plan)
-        self.num_codes = lists.first_sum + len(groups)
+        self.num_codes = lists.first_sum + len(sync_groups)
         # Index of the task, message or sum, and the rank, of each expected action.
         self.tasks = self.ranks.of(graph.columns[0])
         self.sends, self.receives = (self.ranks.of(graph.columns[0, ends]) for ends in graph.links)
-        number = np.repeat(np.arange(len(groups)), [len(group.ranks) for group in groups])
-        self.sums = number, np.fromiter(chain.from_iterable(group.ranks for group in groups), np.int64, len(number))
+        number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
+        self.sums = (
+            number,
+            np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number)),
+        )
 
     def holds(self, order: NDArray, in_order: bool) -> bool:
         """
@@ -106,7 +109,9 @@ class Proof:
     def _sums_are_late(self, task: NDArray, rank: NDArray, at: NDArray) -> bool:
         """Whether every backward comes before the gradient sums of its stage."""
         numbers = {key: number for number, key in enumerate(self.graph.stages)}
-        pairs = [(n, numbers[key]) for n, group in enumerate(self.groups) for key in group.stages if key in numbers]
+        pairs = [
+            (n, numbers[key]) for n, group in enumerate(self.sync_groups) for key in group.stages if key in numbers
+        ]
         number, stage = np.array(pairs, np.int64).reshape(-1, 2).T
         owner, holder = self.ranks.of(stage)
         sum_at = self._at(holder, self.lists.first_sum + number[owner])

@@ -57,7 +57,7 @@ def simulate_parts(
         times_ms = task_times(cost, graph)
     replay = Replay(plan, graph, timeline, times_ms, parts, messages_ms)
     if training:
-        replay.run_sums(condensed.groups, sync_ms)
+        replay.run_sums(condensed.sync_groups, sync_ms)
     replay.finish()
     return replay
 
@@ -114,12 +114,12 @@ class Replay:
         for part in range(self.num_parts):
             self.run_until(part, math.inf)
 
-    def run_sums(self, groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
+    def run_sums(self, sync_groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
         """
         Runs gradient sums one after the other, each once all parts have reached it; records those that take time.
         """
-        instants = self._instants(groups)
-        for number, group in enumerate(groups):
+        instants = self._instants(sync_groups)
+        for number, group in enumerate(sync_groups):
             for part, instant in instants[number].items():
                 self.run_until(part, instant)
             start = max(self.free_ms[rank] for rank in group.ranks)
@@ -134,7 +134,7 @@ class Replay:
                     first = spans.pop().start_ms
                 spans.append(SumSpan(rank, first, end))
 
-    def _instants(self, groups: Sequence[SyncGroup]) -> list[dict[int, float]]:
+    def _instants(self, sync_groups: Sequence[SyncGroup]) -> list[dict[int, float]]:
         """For each gradient sum, part -> the event of its timeline after which it comes, as in [`sync_instants`]."""
         last = last_backwards(self.graph, self.finished)
         numbers = {key: number for number, key in enumerate(self.graph.stages)}
@@ -142,7 +142,7 @@ class Replay:
         for ranks, part in zip(self.ranks, self.parts.tolist(), strict=True):
             part_of_rank[list(ranks)] = part
         result: list[dict[int, float]] = []
-        for group in groups:
+        for group in sync_groups:
             stages = [numbers[key] for key in group.stages]
             latest = np.full(self.num_parts, -1)
             np.maximum.at(latest, self.parts[stages], last[stages])

@@ -122,7 +122,7 @@ class StepComparer:
         """
         planner, prediction = self.planner, step.prediction
         program = prediction.planned.program
-        cost = StepCost(planner.costs, planner.plan, prediction.planned.step, prediction.sizes, planner.groups)
+        cost = StepCost(planner.costs, planner.plan, prediction.planned.step, prediction.sizes, planner.sync_groups)
         off: dict[str, float] = defaultdict(float)
         for task, duration_ms in step.durations.items():
             off[f"{task.module}/{kind_of(task)}"] += abs(duration_ms - cost(task))

@@ -65,7 +65,7 @@ class StepPlanner:
     Args:
         costs (`CostModel`): Costs of the model's layers.
         plan (`ParallelPlan`): The layout.
-        groups (`Sequence[SyncGroup]`): The gradient all-reduces.
+        sync_groups (`Sequence[SyncGroup]`): The gradient all-reduces.
         microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
         method (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
@@ -80,7 +80,7 @@ class StepPlanner:
 
     costs: CostModel
     plan: ParallelPlan
-    groups: Sequence[SyncGroup]
+    sync_groups: Sequence[SyncGroup]
     microbatch_size: int
     method: str = "contiguous"
     sizes: SizeFunction | None = None
@@ -158,7 +158,7 @@ class StepPlanner:
     @cached_property
     def condensed(self) -> Condensed:
         """The layout with one representative of all ranks that run the same program."""
-        return condense(self.plan, self.groups)
+        return condense(self.plan, self.sync_groups)
 
     @cached_property
     def stage_costs(self) -> Mapping[StageKey, StageCost]:
@@ -174,7 +174,7 @@ class StepPlanner:
         parts = list(self.condensed.parts(step, rank))
         plan, own_step = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
-            cost = StepCost(self.costs, plan, own_step, sizes, self.groups, self.stage_costs)
+            cost = StepCost(self.costs, plan, own_step, sizes, self.sync_groups, self.stage_costs)
             if plan.policy.fills_memory and self.training:
                 caps = eager_caps(self.costs, plan, own_step, sizes, self.memory_bytes)
         program = condensed_program(parts, cost, self.training, caps)
@@ -190,7 +190,7 @@ class StepPlanner:
         """
         sizes = planned.sizes if sizes is None else sizes
         assert sizes is not None
-        cost = StepCost(self.costs, self.plan, planned.step, sizes, self.groups)
+        cost = StepCost(self.costs, self.plan, planned.step, sizes, self.sync_groups)
         simulation = simulate(self.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
         memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, simulation.peak_in_flight)
         update_ms = optimizer_ms(self.costs, self.plan) if self.training else 0.0

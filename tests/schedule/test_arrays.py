@@ -66,7 +66,7 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
     times_ms, caps = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
     timeline = order_tasks(case.plan, graph, times_ms, caps, alternate)
     assert timeline == plain.order_tasks(case.plan, expected, times_ms, caps, alternate)
-    groups = case.groups if training else []
+    groups = case.sync_groups if training else []
     program, same = lower(case.plan, graph, timeline, groups), plain.lower(case.plan, expected, timeline, groups)
     assert program == same
     assert program.checksum == same.checksum
@@ -93,10 +93,10 @@ def test_encoders_unlike_in_number_share_one_part(method, schedule, many, monkey
     caps = in_flight_limits(parts[0].plan, parts[0].step)
     timeline = order_tasks(parts[0].plan, graph, times_ms, caps, schedule == "1f1b")
     assert timeline == plain.order_tasks(parts[0].plan, expected, times_ms, caps, schedule == "1f1b")
-    program = lower(parts[0].plan, graph, timeline, parts[0].groups)
-    assert program == plain.lower(parts[0].plan, expected, timeline, parts[0].groups)
-    order = blocking_order(graph, timeline, parts[0].groups)
-    assert Proof(parts[0].plan, graph, parts[0].groups, rows_of(program)).holds(order, in_order=True)
+    program = lower(parts[0].plan, graph, timeline, parts[0].sync_groups)
+    assert program == plain.lower(parts[0].plan, expected, timeline, parts[0].sync_groups)
+    order = blocking_order(graph, timeline, parts[0].sync_groups)
+    assert Proof(parts[0].plan, graph, parts[0].sync_groups, rows_of(program)).holds(order, in_order=True)
 
 
 APART = CASES.filter(lambda case: len({r for _, r in ranks_of(case)}) == len(ranks_of(case)))
@@ -142,12 +142,12 @@ def rows_of(program: Program) -> PartActions:
 
 def written(case: Case, seed: int):
     """The first part of a case with its graph, an order of all that blocks, and its rows."""
-    part = next(iter(condense(case.plan, case.groups).parts(case.step)))
+    part = next(iter(condense(case.plan, case.sync_groups).parts(case.step)))
     graph = build_graph(part.plan, part.step)
     times_ms = times_of(graph.tasks, "uneven", seed)
     timeline = order_tasks(part.plan, graph, times_ms, in_flight_limits(part.plan, part.step))
-    rows = rows_of(lower(part.plan, graph, timeline, part.groups))
-    return part, graph, blocking_order(graph, timeline, part.groups), rows
+    rows = rows_of(lower(part.plan, graph, timeline, part.sync_groups))
+    return part, graph, blocking_order(graph, timeline, part.sync_groups), rows
 
 
 @settings(SETTINGS, max_examples=200)
@@ -155,7 +155,7 @@ def written(case: Case, seed: int):
 def test_what_is_proved_passes_the_checker(case, data):
     """Changed rows are proved only if the checker, which walks the lists, finds nothing; unchanged ones always are."""
     part, graph, order, rows = written(case, data.draw(st.integers(0, 9)))
-    assert Proof(part.plan, graph, part.groups, rows).holds(order, in_order=True)
+    assert Proof(part.plan, graph, part.sync_groups, rows).holds(order, in_order=True)
     if not len(rows.codes):
         return
     for _ in range(8):
@@ -173,16 +173,16 @@ def test_what_is_proved_passes_the_checker(case, data):
             codes = np.delete(codes, i)
             starts = starts - (starts > i)
         else:
-            codes[i] = data.draw(st.integers(0, rows.first_sum + len(part.groups) - 1))
+            codes[i] = data.draw(st.integers(0, rows.first_sum + len(part.sync_groups) - 1))
         changed = replace(rows, codes=codes, starts=starts, _known={})
-        is_proved = Proof(part.plan, graph, part.groups, changed).holds(order, in_order=True)
+        is_proved = Proof(part.plan, graph, part.sync_groups, changed).holds(order, in_order=True)
         try:
-            verify(part.plan, graph, part.groups, Program(dict(ProgramActions([changed]))), is_part=True)
+            verify(part.plan, graph, part.sync_groups, Program(dict(ProgramActions([changed]))), is_part=True)
         except ProgramError:
             assert not is_proved
         shuffled = np.random.default_rng(0).permutation(order)
-        if len(order) and Proof(part.plan, graph, part.groups, changed).holds(shuffled, in_order=True):
-            verify(part.plan, graph, part.groups, Program(dict(ProgramActions([changed]))), is_part=True)
+        if len(order) and Proof(part.plan, graph, part.sync_groups, changed).holds(shuffled, in_order=True):
+            verify(part.plan, graph, part.sync_groups, Program(dict(ProgramActions([changed]))), is_part=True)
 
 
 def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses():
@@ -196,9 +196,9 @@ def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses():
             codes = rows.codes.copy()
             codes[[i, j]] = codes[[j, i]]
             changed = replace(rows, codes=codes, _known={})
-            is_proved = Proof(part.plan, graph, part.groups, changed).holds(order, in_order=True)
+            is_proved = Proof(part.plan, graph, part.sync_groups, changed).holds(order, in_order=True)
             try:
-                verify(part.plan, graph, part.groups, Program(dict(ProgramActions([changed]))), is_part=True)
+                verify(part.plan, graph, part.sync_groups, Program(dict(ProgramActions([changed]))), is_part=True)
                 results.add("right")
             except ProgramError as error:
                 assert not is_proved, error
@@ -216,7 +216,7 @@ def test_changed_rows_are_refused_by_name(case, seed):
         ProgramActions([replace(rows, codes=rows.codes[:-1], starts=np.minimum(rows.starts, len(rows.codes) - 1))])
     )
     with pytest.raises(ProgramError, match="never runs"):
-        verify(part.plan, graph, part.groups, changed, is_part=True, order=order)
+        verify(part.plan, graph, part.sync_groups, changed, is_part=True, order=order)
 
 
 @SETTINGS
@@ -224,7 +224,7 @@ def test_changed_rows_are_refused_by_name(case, seed):
 def test_a_replay_of_all_parts_takes_what_their_program_takes(case, training, seed):
     graph = build_graph(case.plan, case.step, training)
     known = dict(zip(graph.tasks, times_of(graph.tasks, "uneven", seed), strict=True))
-    condensed = condense(case.plan, case.groups)
+    condensed = condense(case.plan, case.sync_groups)
     program = condensed_program(condensed.parts(case.step), known.__getitem__, training)
     messages_ms, sums_ms = (lambda message: known[message.source] / 9), (lambda index: float(index % 3))
     expected = simulate(condensed.plan, program, known.__getitem__, messages_ms, sums_ms)
@@ -244,14 +244,14 @@ def test_a_replay_of_all_parts_takes_what_their_program_takes(case, training, se
 @SETTINGS
 @given(CASES, st.booleans())
 def test_checksums_tell_lists_apart_however_they_are_stored(case, training):
-    condensed = condense(case.plan, case.groups)
+    condensed = condense(case.plan, case.sync_groups)
     cost = lambda task: 1.0 + task.microbatch  # noqa: E731
     program = condensed.expand(condensed_program(condensed.parts(case.step), cost, training))
     assert isinstance(program.actions, ProgramActions)
     lists = dict(program.actions)
     assert Program(lists).checksum == program.checksum
-    assert {**build_program(case.plan, case.step, case.groups, cost, training).actions, **lists} == build_program(
-        case.plan, case.step, case.groups, cost, training
+    assert {**build_program(case.plan, case.step, case.sync_groups, cost, training).actions, **lists} == build_program(
+        case.plan, case.step, case.sync_groups, cost, training
     ).actions
     for rank, row in lists.items():
         for place in range(len(row) - 1):

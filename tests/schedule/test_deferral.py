@@ -43,7 +43,7 @@ def last_end(case: Case, caps) -> float:
 def iteration_ms(case: Case, schedule: Schedule) -> float:
     plan = replace(case.plan, schedule=schedule)
     cost = balanced(case)
-    return simulate(plan, build_program(plan, case.step, case.groups, cost), cost).iteration_ms
+    return simulate(plan, build_program(plan, case.step, case.sync_groups, cost), cost).iteration_ms
 
 
 def test_an_encoder_needs_one_more_in_flight_when_samples_are_deferred():
@@ -80,7 +80,7 @@ def test_eager_is_as_fast_as_unlimited_memory_and_1f1b_nearly(stages, loss):
 
 def test_a_forward_runs_after_each_backward():
     case = deferred(5, 3, 32)
-    actions = build_program(case.plan, case.step, case.groups, balanced(case)).actions[0]
+    actions = build_program(case.plan, case.step, case.sync_groups, balanced(case)).actions[0]
     ops = [action.op for action in actions if action.op in ("fwd", "bwd")]
     last_forward = len(ops) - ops[::-1].index("fwd")
     bunches = [len(bunch) for bunch in "".join(op[0] for op in ops[:last_forward]).split("f") if bunch]
@@ -92,7 +92,7 @@ def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
     least = in_flight_1f1b(case.plan, case.step)
     given_caps = {("vision", 0, 0): 9.0, ("vision", 0, 1): 1.0, (LANGUAGE_MODEL, 0, 0): 2.0}
     assert in_flight_limits(case.plan, case.step, given_caps) == {**least, ("vision", 0, 0): 9.0}
-    program = build_program(case.plan, case.step, case.groups, caps=given_caps)
+    program = build_program(case.plan, case.step, case.sync_groups, caps=given_caps)
     peaks = simulate(case.plan, program).peak_in_flight
     assert least["vision", 0, 0] < peaks["vision", 0, 0] < 10  # chunks of an admitted microbatch are not held back
     assert in_flight_limits(case.plan, case.step) == in_flight_eager(case.plan, case.step)
@@ -121,7 +121,7 @@ def test_1f1b_caps_let_any_arrangement_through(order, num_encoded, num_taken, ra
 @pytest.mark.parametrize("schedule", ["1f1b", "eager"])
 def test_what_was_not_deferred_goes_back_first(schedule):
     case = deferred(1, 2, 6, schedule)
-    program = build_program(case.plan, case.step, case.groups, balanced(case))
+    program = build_program(case.plan, case.step, case.sync_groups, balanced(case))
     order = [str(action) for action in program.actions[0] if action.op == "bwd"]
     expected = [
         text
@@ -168,7 +168,7 @@ def test_an_encoder_never_waits_for_what_it_sent_to_be_taken(frozen):
 
 def test_a_rank_needs_its_own_part_only():
     case = deferred(2, 2, 8, "eager")
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     for rank, actions in program.actions.items():
         own = pickle.loads(pickle.dumps(program.of_rank(rank)))
         assert own.actions == {rank: actions}
@@ -180,7 +180,7 @@ def test_a_rank_needs_its_own_part_only():
 
 def test_forward_times_of_microbatches():
     case = deferred(2, 2, 4)
-    spans = simulate(case.plan, build_program(case.plan, case.step, case.groups), balanced(case)).spans
+    spans = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), balanced(case)).spans
     found = microbatch_forward_ms(spans)
     assert list(found) == [(LANGUAGE_MODEL, 0), ("vision", 0)]
     assert all(np.allclose(times, [2.0] * 4) for times in found.values())  # two stages of one millisecond

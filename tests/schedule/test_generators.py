@@ -58,7 +58,7 @@ def straight(
 
 
 def run(case: Case, cost=None) -> Simulation:
-    return simulate(case.plan, build_program(case.plan, case.step, case.groups, cost), cost)
+    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups, cost), cost)
 
 
 def least_ms(case: Case, graph: TaskGraph, cost) -> float:
@@ -78,8 +78,8 @@ def least_ms(case: Case, graph: TaskGraph, cost) -> float:
     st.booleans(),
 )
 def test_any_layout_has_a_program_that_loses_nothing(case, training):
-    program = build_program(case.plan, case.step, case.groups, uneven, training)
-    check_program(case.plan, case.step, case.groups, program, training)
+    program = build_program(case.plan, case.step, case.sync_groups, uneven, training)
+    check_program(case.plan, case.step, case.sync_groups, program, training)
     simulation = simulate(case.plan, program, uneven)
     graph = build_graph(case.plan, case.step, training)
     assert {span.task for span in simulation.spans} == set(graph.tasks)
@@ -172,8 +172,8 @@ def test_gradients_flow_where_something_trainable_lies_before(frozen, backwards,
     assert {task.module for task in graph.tasks if task.kind == "bwd"} == backwards
     crossing = [m for m in graph.messages if m.kind == "grad" and m.crosses_boundary]
     assert {(m.source.module, m.target.module) for m in crossing} == gradients
-    program = build_program(case.plan, case.step, case.groups)
-    check_program(case.plan, case.step, case.groups, program)
+    program = build_program(case.plan, case.step, case.sync_groups)
+    check_program(case.plan, case.step, case.sync_groups, program)
     if LANGUAGE_MODEL not in backwards:  # its forwards wait for nobody, as far ahead as they can
         assert run(case).peak_in_flight[LANGUAGE_MODEL, 0, 0] == 1
 

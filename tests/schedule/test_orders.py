@@ -23,7 +23,7 @@ from tests.schedule.builders import Case, make_plan, make_step, module_spec
 
 def order_of(case: Case, rank: int) -> list[str]:
     """Module and kind of the tasks of a rank, repetitions left out."""
-    actions = build_program(case.plan, case.step, case.groups).actions[rank]
+    actions = build_program(case.plan, case.step, case.sync_groups).actions[rank]
     tasks = [f"{action.task.module} {action.task.kind}" for action in actions if action.task is not None]
     return [task for index, task in enumerate(tasks) if index == 0 or tasks[index - 1] != task]
 
@@ -51,7 +51,7 @@ def test_encoders_first_runs_encoders_at_both_ends(shared):
         assert [task for task in own if task in encoder] == encoder
         if shared:
             assert own[0] == encoder[0] and own[-1] == encoder[1]
-    peaks = simulate(plan, build_program(plan, case.step, case.groups)).peak_in_flight
+    peaks = simulate(plan, build_program(plan, case.step, case.sync_groups)).peak_in_flight
     assert [peaks["vision", 0, stage] for stage in range(2)] == [6, 6]
     assert [peaks[LANGUAGE_MODEL, 0, stage] for stage in range(2)] == [2, 1]
 

@@ -43,7 +43,7 @@ def uneven(task: Task) -> float:
 
 
 def of_rank(case, rank: int, cost=uneven, training: bool = True) -> Program:
-    condensed = condense(case.plan, case.groups)
+    condensed = condense(case.plan, case.sync_groups)
     return condensed.expand(condensed_program(condensed.parts(case.step, rank), cost, training))
 
 
@@ -72,7 +72,7 @@ def exchanging(case) -> dict[int, set[int]]:
 @SETTINGS
 @given(CASES, st.booleans())
 def test_a_rank_gets_from_its_part_what_it_gets_from_the_program_of_all_ranks(case, training):
-    whole = build_program(case.plan, case.step, case.groups, uneven, training)
+    whole = build_program(case.plan, case.step, case.sync_groups, uneven, training)
     together = exchanging(case)
     used = {rank for module in case.plan.modules.values() for _, _, s in module.stages() for rank in s.all_ranks}
     for rank in sorted(used):
@@ -109,7 +109,7 @@ def test_each_part_takes_the_better_of_two_orders(case):
 @SETTINGS
 @given(CASES, st.randoms(use_true_random=False))
 def test_gradient_sums_stand_in_one_order_on_all_ranks_whatever_it_is(case, random):
-    groups = list(case.groups)
+    groups = list(case.sync_groups)
     random.shuffle(groups)
     program = build_program(case.plan, case.step, groups, uneven)
     check_program(case.plan, case.step, groups, program)
@@ -129,7 +129,7 @@ def _merged(groups, number) -> list[int]:
 @given(CASES)
 def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
     order = {name: number for number, name in enumerate(case.plan.modules)}
-    ends = [min((order[name], index) for name, _, index in group.stages) for group in case.groups]
+    ends = [min((order[name], index) for name, _, index in group.stages) for group in case.sync_groups]
     assert ends == sorted(ends, reverse=True)
 
 
@@ -215,9 +215,9 @@ def test_a_part_whose_ranks_could_not_come_to_the_sums_in_order_is_refused():
     graph = build_graph(part.plan, part.step)
     tasks = [action for action in program.actions[0] if action.index is None]
     swapped = Program({0: (*tasks, Action("sync", index=1), Action("sync", index=0))})
-    verify(part.plan, graph, part.groups, swapped)  # alone it ends
+    verify(part.plan, graph, part.sync_groups, swapped)  # alone it ends
     with pytest.raises(DeadlockError, match="waits at `sync"):
-        verify(part.plan, graph, part.groups, swapped, is_part=True)
+        verify(part.plan, graph, part.sync_groups, swapped, is_part=True)
 
 
 def test_the_checksum_of_a_part_tells_of_its_order_and_its_replicas():

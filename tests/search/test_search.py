@@ -170,7 +170,7 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     planner = step_planner(problem, candidate)
     check_plan(planner.plan, problem.spec)
     batch = draw_batch(problem, 1)
-    few = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
+    few = predict_condensed(planner, condense(planner.plan, tuple(planner.sync_groups)), batch)
     all_of_them = replace(planner, sizes=lambda _: batch)
     whole = all_of_them.predict(all_of_them(GlobalBatch(tuple(range(16)))))
     assert few.step_ms == pytest.approx(whole.step_ms)
@@ -198,9 +198,9 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
         for name, own in planner.plan.modules.items()
     }
     plan = replace(planner.plan, modules=modules)
-    other = replace(planner, plan=plan, groups=sync_groups(problem.spec, plan))
+    other = replace(planner, plan=plan, sync_groups=sync_groups(problem.spec, plan))
     batch = draw_batch(problem, 1)
-    found = [predict_condensed(own, condense(own.plan, tuple(own.groups)), batch) for own in (planner, other)]
+    found = [predict_condensed(own, condense(own.plan, tuple(own.sync_groups)), batch) for own in (planner, other)]
     assert found[1].step_ms == pytest.approx(found[0].step_ms)
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
 
@@ -217,7 +217,7 @@ def test_answers_keep_to_the_rules_of_the_engine(frozen):
         check_plan(plan.plan, problem.spec)
         assert plan.plan.world_size == 6
         assert max(own.peak_memory_bytes for own in plan.predictions) <= 2e9
-        assert sync_groups(problem.spec, plan.plan) == list(step_planner(problem, plan.candidate).groups)
+        assert sync_groups(problem.spec, plan.plan) == list(step_planner(problem, plan.candidate).sync_groups)
         assert plan.bound
 
 
