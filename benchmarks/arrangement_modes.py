@@ -21,8 +21,8 @@ from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
-from hf_mmparallel.steps.condensed import predict_condensed
 from hf_mmparallel.steps.method_choice import choose_method
+from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")
@@ -89,7 +89,7 @@ def compare_modes(dataset: str, model: str, batch: int, replicas: int, num_batch
 def _mean(planner: StepPlanner, method: str, batches: Sequence[SampleSizes]) -> dict[str, float]:
     """A step of an arrangement, and its tokens over real ones, the mean over batches."""
     planner = replace(planner, method=method)
-    found = [predict_condensed(planner, planner.condensed, batch) for batch in batches]
+    found = [predict_batch(planner, batch) for batch in batches]
     return {
         "step_ms": statistics.fmean(prediction.step_ms for prediction in found),
         "padding": statistics.fmean(_padding(planner, prediction) for prediction in found),

@@ -15,7 +15,7 @@ from .action_lists import PartActions, ProgramActions, TaskTimes
 from .actions import Action
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
-from .parts import Part, condense
+from .parts import Part, find_representatives
 from .program import Program
 from .program_checks import verify
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
@@ -48,12 +48,12 @@ def build_program(
         `Program`: The actions with predicted times. Steps of equal `step.structure` and equal costs have equal
         programs.
     """
-    condensed = condense(plan, sync_groups)
-    program = condensed.expand(condensed_program(condensed.parts(step), cost, training, caps, check))
+    representatives = find_representatives(plan, sync_groups)
+    program = representatives.expand(program_of_parts(representatives.parts(step), cost, training, caps, check))
     return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)}, program.times_ms)
 
 
-def condensed_program(
+def program_of_parts(
     parts: Iterable[Part],
     cost: Cost | None = None,
     training: bool = True,
@@ -61,11 +61,11 @@ def condensed_program(
     check: bool = True,
 ) -> Program:
     """
-    [`build_program`] for some parts of a step, with one rank for all ranks that run the same list. The program of a
-    part does not depend on the other parts.
+    [`build_program`] for some parts of a step, on representatives. The program of a part does not depend on the other
+    parts.
 
     Args:
-        parts (`Iterable[Part]`): Parts, see [`Condensed.parts`].
+        parts (`Iterable[Part]`): Parts, see [`Representatives.parts`].
     """
     rows, times = [], []
     for part in parts:
@@ -81,7 +81,7 @@ def condensed_program(
                 is_part=True,
                 order=blocking_order(graph, timeline, sync_groups),
             )
-        rows.append(part.condensed(program))
+        rows.append(part.renumbered(program))
         times.append((graph, timeline.start_ms, timeline.end_ms))
     return Program(ProgramActions(rows), TaskTimes(times))
 
@@ -109,9 +109,9 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups:
     Writes the action list of every rank.
 
     A send comes right after the task that produces the message, a receive before the task that needs it and, between
-    two ranks, in the order of the sends. Gradient sums come in the order of `sync_groups` on every rank, each at the same
-    instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums, is
-    done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
+    two ranks, in the order of the sends. Gradient sums come in the order of `sync_groups` on every rank, each at the
+    same instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums,
+    is done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
 
     Args:
         plan (`ParallelPlan`): The layout.

@@ -12,13 +12,13 @@ from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .graph import TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
 from .lowering import last_backwards
-from .parts import Condensed
+from .parts import Representatives
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 from .simulator import Simulation, Span, SumSpan
 
 
 def simulate_parts(
-    condensed: Condensed,
+    representatives: Representatives,
     step: StepPlan,
     cost: Cost | None = None,
     messages_ms: Callable[[TaskGraph], Sequence[float]] | None = None,
@@ -29,11 +29,11 @@ def simulate_parts(
     caps: Mapping[StageKey, float] | None = None,
 ) -> Replay:
     """
-    The result of [`simulate`] for the program of [`condensed_program`], without writing and verifying the program:
+    The result of [`simulate`] for the program of [`program_of_parts`], without writing and verifying the program:
     tasks in a simulated order can't deadlock. All parts are in one graph.
 
     Args:
-        condensed ([`Condensed`]): The layout.
+        representatives ([`Representatives`]): The layout, on representatives.
         step (`StepPlan`): The arrangement.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
         messages_ms (`Callable[[TaskGraph], Sequence[float]]`, *optional*):
@@ -41,23 +41,23 @@ def simulate_parts(
         sync_ms (`Callable[[int], float]`, *optional*): Time of the gradient sum of a group; 0 when left out.
         order_cost (`Callable[[Task], float]`, *optional*): The cost by which tasks are ordered; `cost` when left out.
         training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`condensed_program`].
+        caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`program_of_parts`].
 
     Returns:
         [`Replay`]: The times of all tasks.
     """
-    plan = condensed.plan
+    plan = representatives.plan
     cost, order_cost = cost or default_cost, order_cost or cost or default_cost
     graph = build_graph(plan, step, training)
     times_ms = task_times(order_cost, graph)
-    parts = condensed.parts_of_stages(step)
+    parts = representatives.parts_of_stages(step)
     alternate = training and may_alternate(plan)
     timeline = order_tasks(plan, graph, times_ms, in_flight_limits(plan, step, caps), alternate, parts)
     if order_cost is not cost:
         times_ms = task_times(cost, graph)
     replay = Replay(plan, graph, timeline, times_ms, parts, messages_ms)
     if training:
-        replay.run_sums(condensed.sync_groups, sync_ms)
+        replay.run_sums(representatives.sync_groups, sync_ms)
     replay.finish()
     return replay
 
@@ -164,7 +164,7 @@ class Replay:
         return max(self.free_ms, default=0.0)
 
     def simulation(self) -> Simulation:
-        """The result, on the ranks of the condensed plan."""
+        """The result, on representatives."""
         times = zip(self.graph.tasks, self.stage_of, self.start_ms, self.end_ms, strict=True)
         spans = [Span(rank, task, start, end) for task, stage, start, end in times for rank in self.ranks[stage]]
         spans.sort(key=lambda span: (span.start_ms, span.rank))

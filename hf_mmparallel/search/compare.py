@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
-from ..steps.condensed import on_all_ranks, predict_condensed
+from ..steps.representatives import on_all_ranks, predict_batch
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, diversify
 from .encoders_replicated import ReplicatedEncoders
@@ -149,7 +149,7 @@ def _on_batches(result: SearchResult, candidate: Candidate) -> RankedPlan | None
     limit, planner = result.problem.memory_bytes, step_planner(result.problem, candidate)
     try:
         batches = [prediction.sizes for prediction in result.best.predictions]
-        predictions = [predict_condensed(planner, planner.condensed, sizes) for sizes in batches]
+        predictions = [predict_batch(planner, sizes) for sizes in batches]
     except ValueError:  # its state leaves no memory for activations
         return None
     ranked = RankedPlan(candidate, planner.plan, tuple(map(on_all_ranks, predictions)), result.best.estimate_ms)
@@ -367,7 +367,7 @@ class _BaselineEvaluator:
         """A candidate on the first `count` batches; on all by default."""
         problem = replace(problem or self.problem, memory_bytes=None)
         planner = step_planner(problem, replace(candidate, method=method))
-        predictions = tuple(predict_condensed(planner, planner.condensed, batch) for batch in self.batches[:count])
+        predictions = tuple(predict_batch(planner, batch) for batch in self.batches[:count])
         return RankedPlan(replace(candidate, method=method), planner.plan, predictions, 0.0)
 
     def _best(

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
-from ..schedule import Task, condense, condensed_program, simulate
+from ..schedule import Task, find_representatives, program_of_parts, simulate
 from .options import ModuleOptions, ParallelConfig, divisors
 from .problem import Candidate, Layout, PlanningProblem
 from .single_layout import even_layers
@@ -151,15 +151,15 @@ class ReplicatedEncoders:
         """(Step in ms, bubble) and peak bytes of the fullest rank."""
         size = -(-self.problem.global_batch_size // (replicated.layout.dp_size * replicated.num_microbatches))
         step = contiguous_step(plan, range(batch.num_samples), size)
-        few = condense(plan, sync_groups(language, plan))
+        representatives = find_representatives(plan, sync_groups(language, plan))
         costs = self.problem.costs
-        stages = StepCost(costs, plan, step, batch, few.whole_groups)
+        stages = StepCost(costs, plan, step, batch, representatives.first_represented)
         encoders = {name: self._encoder_kind(name, replicated.layout) for name in self.spec.encoders}
         tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
         batch_indices = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, batch_indices, batch)
-        program = condensed_program(few.parts(step), cost, check=False)
-        simulation = simulate(few.plan, program, cost, stages.message_ms, stages.sync_ms)
+        program = program_of_parts(representatives.parts(step), cost, check=False)
+        simulation = simulate(representatives.plan, program, cost, stages.message_ms, stages.sync_ms)
         sums_ms = [
             self.options[name].sync_ms(kind, self.problem.num_ranks // kind.tp_size, 1)
             for name, kind in encoders.items()

@@ -14,7 +14,7 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from ..plan.schedules import Schedule
-from ..steps.condensed import predict_condensed
+from ..steps.representatives import predict_batch
 from ..steps.step_planner import Prediction, StepPlanner
 from .candidates import CandidateSpace, EstimatedCandidate
 from .large_samples import runs_large_samples_alone
@@ -356,7 +356,7 @@ class Simulations:
         """Predicts a batch."""
         problem = replace(self.problem, global_batch_size=batch.num_samples, memory_bytes=memory_bytes)
         planner = step_planner(problem, candidate)
-        return predict_condensed(planner, planner.condensed, batch)
+        return predict_batch(planner, batch)
 
 
 def _parts(candidate: Candidate) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
 from ..plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
-from .condensed import iteration_ms
+from .representatives import iteration_ms
 from .step_planner import StepPlanner
 
 DEFAULT_METHOD = ASSIGNMENT_CANDIDATES[0]

@@ -12,7 +12,7 @@ from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps,
 from ..cost.optimizer import optimizer_ms
 from ..cost.stage_times import StageCost, stage_costs
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads
-from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
+from ..schedule import Program, Representatives, Simulation, find_representatives, program_of_parts, simulate
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
@@ -92,7 +92,7 @@ class StepPlanner:
     def with_method(self, method: str) -> StepPlanner:
         """The same planner with another arrangement; shares cached properties of the layout."""
         result = replace(self, method=method)
-        result.__dict__.update(condensed=self.condensed, stage_costs=self.stage_costs)
+        result.__dict__.update(representatives=self.representatives, stage_costs=self.stage_costs)
         return result
 
     def with_limits(self, typical: SampleSizes) -> StepPlanner:
@@ -156,9 +156,9 @@ class StepPlanner:
         return PlannedStep(step, Program({}), sizes, workloads)
 
     @cached_property
-    def condensed(self) -> Condensed:
-        """The layout with one representative of all ranks that run the same program."""
-        return condense(self.plan, self.sync_groups)
+    def representatives(self) -> Representatives:
+        """The layout on representatives."""
+        return find_representatives(self.plan, self.sync_groups)
 
     @cached_property
     def stage_costs(self) -> Mapping[StageKey, StageCost]:
@@ -171,14 +171,14 @@ class StepPlanner:
         part of `rank` if that is given.
         """
         cost = caps = None
-        parts = list(self.condensed.parts(step, rank))
+        parts = list(self.representatives.parts(step, rank))
         plan, own_step = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
             cost = StepCost(self.costs, plan, own_step, sizes, self.sync_groups, self.stage_costs)
             if plan.policy.fills_memory and self.training:
                 caps = eager_caps(self.costs, plan, own_step, sizes, self.memory_bytes)
-        program = condensed_program(parts, cost, self.training, caps)
-        return self.condensed.expand(program)
+        program = program_of_parts(parts, cost, self.training, caps)
+        return self.representatives.expand(program)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """

@@ -15,8 +15,8 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from ..plan.assignments import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine
 from ..schedule import Simulation
-from ..steps.condensed import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
 from ..steps.method_choice import MethodChoice, choose_method
+from ..steps.representatives import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
 from ..steps.step_planner import PlannedStep, StepPlanner
 from .loaders import base_planner, training_planner
 from .oversized_samples import LargeSamples
@@ -147,5 +147,5 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tu
 
 def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes | None = None) -> StepReport:
     """The prediction for a step, by the sizes of its samples or by `sizes`."""
-    prediction = on_all_ranks(predict_arranged(planner, planner.condensed, planned, sizes))
+    prediction = on_all_ranks(predict_arranged(planner, planned, sizes))
     return StepReport(planned, prediction.simulation, prediction.memory, optimizer_ms=prediction.optimizer_ms)

@@ -19,12 +19,12 @@ from hf_mmparallel.schedule import (
     Task,
     build_graph,
     build_program,
-    condense,
-    condensed_program,
+    find_representatives,
     in_flight_1f1b,
     in_flight_limits,
     lower,
     order_tasks,
+    program_of_parts,
     scheduler,
     simulate,
     simulate_parts,
@@ -86,8 +86,8 @@ def test_encoders_unlike_in_number_share_one_part(method, schedule, many, monkey
     times = {name: np.random.default_rng(1).lognormal(0, 1, 96) for name in plan.modules}
     tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in times.items()}
     step = arrange_step(plan, range(96), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, method)
-    condensed = condense(plan, sync_groups(model_spec(), plan))
-    parts = list(condensed.parts(step, 0))
+    representatives = find_representatives(plan, sync_groups(model_spec(), plan))
+    parts = list(representatives.parts(step, 0))
     graph, expected = (make(parts[0].plan, parts[0].step) for make in (build_graph, plain.build_graph))
     times_ms = times_of(graph.tasks, "uneven", 0)
     caps = in_flight_limits(parts[0].plan, parts[0].step)
@@ -142,7 +142,7 @@ def rows_of(program: Program) -> PartActions:
 
 def written(case: Case, seed: int):
     """The first part of a case with its graph, an order of all that blocks, and its rows."""
-    part = next(iter(condense(case.plan, case.sync_groups).parts(case.step)))
+    part = next(iter(find_representatives(case.plan, case.sync_groups).parts(case.step)))
     graph = build_graph(part.plan, part.step)
     times_ms = times_of(graph.tasks, "uneven", seed)
     timeline = order_tasks(part.plan, graph, times_ms, in_flight_limits(part.plan, part.step))
@@ -224,12 +224,12 @@ def test_changed_rows_are_refused_by_name(case, seed):
 def test_a_replay_of_all_parts_takes_what_their_program_takes(case, training, seed):
     graph = build_graph(case.plan, case.step, training)
     known = dict(zip(graph.tasks, times_of(graph.tasks, "uneven", seed), strict=True))
-    condensed = condense(case.plan, case.sync_groups)
-    program = condensed_program(condensed.parts(case.step), known.__getitem__, training)
+    representatives = find_representatives(case.plan, case.sync_groups)
+    program = program_of_parts(representatives.parts(case.step), known.__getitem__, training)
     messages_ms, sums_ms = (lambda message: known[message.source] / 9), (lambda index: float(index % 3))
-    expected = simulate(condensed.plan, program, known.__getitem__, messages_ms, sums_ms)
+    expected = simulate(representatives.plan, program, known.__getitem__, messages_ms, sums_ms)
     found = simulate_parts(
-        condensed,
+        representatives,
         case.step,
         known.__getitem__,
         lambda graph: list(map(messages_ms, graph.messages)),
@@ -244,9 +244,9 @@ def test_a_replay_of_all_parts_takes_what_their_program_takes(case, training, se
 @SETTINGS
 @given(CASES, st.booleans())
 def test_checksums_tell_lists_apart_however_they_are_stored(case, training):
-    condensed = condense(case.plan, case.sync_groups)
+    representatives = find_representatives(case.plan, case.sync_groups)
     cost = lambda task: 1.0 + task.microbatch  # noqa: E731
-    program = condensed.expand(condensed_program(condensed.parts(case.step), cost, training))
+    program = representatives.expand(program_of_parts(representatives.parts(case.step), cost, training))
     assert isinstance(program.actions, ProgramActions)
     lists = dict(program.actions)
     assert Program(lists).checksum == program.checksum

@@ -21,10 +21,10 @@ from hf_mmparallel.schedule import (
     build_graph,
     build_program,
     check_program,
-    condense,
-    condensed_program,
+    find_representatives,
     in_flight_limits,
     lower,
+    program_of_parts,
     schedule_tasks,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
@@ -43,8 +43,8 @@ def uneven(task: Task) -> float:
 
 
 def of_rank(case, rank: int, cost=uneven, training: bool = True) -> Program:
-    condensed = condense(case.plan, case.sync_groups)
-    return condensed.expand(condensed_program(condensed.parts(case.step, rank), cost, training))
+    representatives = find_representatives(case.plan, case.sync_groups)
+    return representatives.expand(program_of_parts(representatives.parts(case.step, rank), cost, training))
 
 
 def exchanging(case) -> dict[int, set[int]]:
@@ -113,14 +113,14 @@ def test_gradient_sums_stand_in_one_order_on_all_ranks_whatever_it_is(case, rand
     random.shuffle(groups)
     program = build_program(case.plan, case.step, groups, uneven)
     check_program(case.plan, case.step, groups, program)
-    place = _merged(groups, condense(case.plan, groups).numbers)
+    place = _merged(groups, find_representatives(case.plan, groups).numbers)
     for row in program.actions.values():
         order = [(place[action.index], action.index) for action in row if action.index is not None]
         assert order == sorted(order)
 
 
 def _merged(groups, number) -> list[int]:
-    """For each sum the place of the first that it is condensed with."""
+    """For each sum the index of the first with the same representatives."""
     keys = [(frozenset(number[rank] for rank in group.ranks), group.stages, group.parameters) for group in groups]
     return [keys.index(key) for key in keys]
 
@@ -161,9 +161,9 @@ def test_real_arrangements_with_deferral(method, schedule, layouts):
 
     whole = build_program(plan, step, groups, cost)
     check_program(plan, step, groups, whole)
-    condensed = condense(plan, groups)
+    representatives = find_representatives(plan, groups)
     for rank in range(plan.world_size):
-        part = condensed.expand(condensed_program(condensed.parts(step, rank), cost))
+        part = representatives.expand(program_of_parts(representatives.parts(step, rank), cost))
         assert part.of_rank(rank) == whole.of_rank(rank)
 
 
@@ -179,10 +179,10 @@ def work(dp_size: int) -> tuple[int, int, int]:
         asked.append(task)
         return uneven(task)
 
-    condensed = condense(plan, sync_groups(spec, plan))
-    (part,) = condensed.parts(step, 0)
+    representatives = find_representatives(plan, sync_groups(spec, plan))
+    (part,) = representatives.parts(step, 0)
     tasks = build_graph(part.plan, part.step).tasks
-    program = condensed.expand(condensed_program([part], cost))
+    program = representatives.expand(program_of_parts([part], cost))
     assert set(asked) <= set(tasks)
     return len(tasks), len(asked), len(program.actions)
 
@@ -197,7 +197,7 @@ def test_an_encoder_that_all_share_makes_one_part():
     spec = model_spec()
     plan = resolve_plan(spec, {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=4)})
     step = arrange_step(plan, range(16), Workloads.alike(plan.modules, 16), 2)
-    (part,) = condense(plan, sync_groups(spec, plan)).parts(step)
+    (part,) = find_representatives(plan, sync_groups(spec, plan)).parts(step)
     assert isinstance(part, Part) and part.plan.world_size == 5
     assert part.step == step
 
@@ -211,7 +211,7 @@ def test_a_part_whose_ranks_could_not_come_to_the_sums_in_order_is_refused():
     assert [group.stages[0][0] for group in groups] == [LM, "vision"]
     program = build_program(plan, step, groups, uneven)
     assert [a.index for a in program.actions[0] if a.index is not None] == [0, 1]
-    part = next(condense(plan, groups).parts(step))
+    part = next(find_representatives(plan, groups).parts(step))
     graph = build_graph(part.plan, part.step)
     tasks = [action for action in program.actions[0] if action.index is None]
     swapped = Program({0: (*tasks, Action("sync", index=1), Action("sync", index=0))})
@@ -224,13 +224,15 @@ def test_the_checksum_of_a_part_tells_of_its_order_and_its_replicas():
     spec = model_spec()
     plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin(dp_size=2, pp_size=2)})
     step: StepPlan = arrange_step(plan, range(16), Workloads.alike(plan.modules, 16), 2)
-    condensed = condense(plan, sync_groups(spec, plan))
-    programs = {r: condensed.expand(condensed_program(condensed.parts(step, r), uneven)) for r in range(6)}
+    representatives = find_representatives(plan, sync_groups(spec, plan))
+    programs = {r: representatives.expand(program_of_parts(representatives.parts(step, r), uneven)) for r in range(6)}
     replicas = {rank: program.replicas(LM) for rank, program in programs.items()}
     assert sorted(map(sorted, set(replicas.values()))) == [[0], [1]]
     for rank, program in programs.items():
         for other, same in programs.items():
             assert (program.checksum == same.checksum) == (replicas[rank] == replicas[other])
-    late = condensed.expand(condensed_program(condensed.parts(step, 0), lambda t: 1.0 + 9 * (t.module == LM)))
+    late = representatives.expand(
+        program_of_parts(representatives.parts(step, 0), lambda t: 1.0 + 9 * (t.module == LM))
+    )
     assert Program.parse(late.dump()).checksum == late.checksum
     assert late.replicas(LM) == replicas[0]

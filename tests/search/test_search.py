@@ -15,7 +15,6 @@ from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
@@ -23,7 +22,7 @@ from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, draw_batch
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import AS_FAST, in_order, step_planner
-from hf_mmparallel.steps.condensed import on_all_ranks, predict_condensed
+from hf_mmparallel.steps.representatives import on_all_ranks, predict_batch
 from tests.cost.models import LAYERS, PLAIN, model, module
 
 FROZEN = [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)]
@@ -170,7 +169,7 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     planner = step_planner(problem, candidate)
     check_plan(planner.plan, problem.spec)
     batch = draw_batch(problem, 1)
-    few = predict_condensed(planner, condense(planner.plan, tuple(planner.sync_groups)), batch)
+    few = predict_batch(planner, batch)
     all_of_them = replace(planner, sizes=lambda _: batch)
     whole = all_of_them.predict(all_of_them(GlobalBatch(tuple(range(16)))))
     assert few.step_ms == pytest.approx(whole.step_ms)
@@ -200,7 +199,7 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     plan = replace(planner.plan, modules=modules)
     other = replace(planner, plan=plan, sync_groups=sync_groups(problem.spec, plan))
     batch = draw_batch(problem, 1)
-    found = [predict_condensed(own, condense(own.plan, tuple(own.sync_groups)), batch) for own in (planner, other)]
+    found = [predict_batch(own, batch) for own in (planner, other)]
     assert found[1].step_ms == pytest.approx(found[0].step_ms)
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
 
