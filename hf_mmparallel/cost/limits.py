@@ -175,7 +175,7 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     return {key: float(depth) if flow.has_backward(*key) else 1.0 for key, depth in depths.items()}
 
 
-def eager_caps(
+def fitting_in_flight(
     costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes, memory_bytes: float | None = None
 ) -> dict[StageKey, float]:
     """
@@ -201,7 +201,7 @@ def eager_caps(
     memories = stage_memories(costs, plan)
     free = free_bytes(plan, memories, memory_bytes)
     flow = GradientFlow(plan)
-    caps = in_flight_1f1b(plan, step)
+    max_in_flight = in_flight_1f1b(plan, step)
     use = StepUse(costs, plan, step, sizes)
     needed, running = {}, dict.fromkeys(free, 0.0)
     for key, memory in memories.items():
@@ -210,17 +210,17 @@ def eager_caps(
             free[rank] -= fixed
             running[rank] = max(running[rank], extra)
     free = {rank: num_bytes - running[rank] for rank, num_bytes in free.items()}
-    stages = [key for key in caps if flow.has_backward(*key) and needed[key]]
+    stages = [key for key in max_in_flight if flow.has_backward(*key) and needed[key]]
     for key in stages:
         for rank in plan.stage(*key).all_ranks:
-            free[rank] -= caps[key] * needed[key]
+            free[rank] -= max_in_flight[key] * needed[key]
     modules = list(plan.modules)
     for key in sorted(stages, key=lambda key: (modules.index(key[0]), key)):
         ranks = plan.stage(*key).all_ranks
         num_microbatches = len(step.microbatches[key[0]][key[1]])
-        more = min(min(free[rank] for rank in ranks) // needed[key], num_microbatches - caps[key])
+        more = min(min(free[rank] for rank in ranks) // needed[key], num_microbatches - max_in_flight[key])
         if more > 0:
-            caps[key] += more
+            max_in_flight[key] += more
             for rank in ranks:
                 free[rank] -= more * needed[key]
-    return caps
+    return max_in_flight

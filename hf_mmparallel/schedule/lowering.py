@@ -27,7 +27,7 @@ def build_program(
     sync_groups: Sequence[SyncGroup],
     cost: Cost | None = None,
     training: bool = True,
-    caps: Mapping[StageKey, float] | None = None,
+    fitting_in_flight: Mapping[StageKey, float] | None = None,
     check: bool = True,
 ) -> Program:
     """
@@ -39,7 +39,7 @@ def build_program(
         sync_groups (`Sequence[SyncGroup]`): The gradient sums, see [`sync_groups`]; not used without training.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
         training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
+        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
             (module, replica, stage) -> maximum microbatches in flight that fit into memory, for the schedule
             `"eager"`; see [`in_flight_limits`].
         check (`bool`, *optional*, defaults to `True`): Whether the program is verified; required if it is to run.
@@ -49,7 +49,8 @@ def build_program(
         programs.
     """
     representatives = find_representatives(plan, sync_groups)
-    program = representatives.expand(program_of_parts(representatives.parts(step), cost, training, caps, check))
+    parts = representatives.parts(step)
+    program = representatives.expand(program_of_parts(parts, cost, training, fitting_in_flight, check))
     return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)}, program.times_ms)
 
 
@@ -57,7 +58,7 @@ def program_of_parts(
     parts: Iterable[Part],
     cost: Cost | None = None,
     training: bool = True,
-    caps: Mapping[StageKey, float] | None = None,
+    fitting_in_flight: Mapping[StageKey, float] | None = None,
     check: bool = True,
 ) -> Program:
     """
@@ -70,7 +71,7 @@ def program_of_parts(
     rows, times = [], []
     for part in parts:
         sync_groups = part.sync_groups if training else ()
-        graph, _, timeline = order_part(part, cost or default_cost, training, caps)
+        graph, _, timeline = order_part(part, cost or default_cost, training, fitting_in_flight)
         program = lower(part.plan, graph, timeline, sync_groups)
         if check:
             verify(
@@ -87,7 +88,7 @@ def program_of_parts(
 
 
 def order_part(
-    part: Part, cost: Cost, training: bool, caps: Mapping[StageKey, float] | None
+    part: Part, cost: Cost, training: bool, fitting_in_flight: Mapping[StageKey, float] | None
 ) -> tuple[TaskGraph, list[float], Timeline]:
     """
     The tasks of a part, their durations, and their order.
@@ -96,12 +97,13 @@ def order_part(
         part (`Part`): The part.
         cost (`Callable[[Task], float]`): Task -> milliseconds.
         training (`bool`): Whether the step has backwards.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`build_program`].
+        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*): See [`build_program`].
     """
     graph = build_graph(part.plan, part.step, training)
     times_ms = task_times(cost, graph)
-    limits = in_flight_limits(part.plan, part.step, caps)
-    return graph, times_ms, order_tasks(part.plan, graph, times_ms, limits, training and may_alternate(part.plan))
+    max_in_flight = in_flight_limits(part.plan, part.step, fitting_in_flight)
+    alternate = training and may_alternate(part.plan)
+    return graph, times_ms, order_tasks(part.plan, graph, times_ms, max_in_flight, alternate)
 
 
 def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> Program:

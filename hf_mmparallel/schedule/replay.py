@@ -26,7 +26,7 @@ def simulate_parts(
     *,
     order_cost: Cost | None = None,
     training: bool = True,
-    caps: Mapping[StageKey, float] | None = None,
+    fitting_in_flight: Mapping[StageKey, float] | None = None,
 ) -> Replay:
     """
     The result of [`simulate`] for the program of [`program_of_parts`], without writing and verifying the program:
@@ -41,7 +41,7 @@ def simulate_parts(
         sync_ms (`Callable[[int], float]`, *optional*): Time of the gradient sum of a group; 0 when left out.
         order_cost (`Callable[[Task], float]`, *optional*): The cost by which tasks are ordered; `cost` when left out.
         training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`program_of_parts`].
+        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*): See [`program_of_parts`].
 
     Returns:
         [`Replay`]: The times of all tasks.
@@ -52,7 +52,8 @@ def simulate_parts(
     times_ms = task_times(order_cost, graph)
     parts = representatives.parts_of_stages(step)
     alternate = training and may_alternate(plan)
-    timeline = order_tasks(plan, graph, times_ms, in_flight_limits(plan, step, caps), alternate, parts)
+    max_in_flight = in_flight_limits(plan, step, fitting_in_flight)
+    timeline = order_tasks(plan, graph, times_ms, max_in_flight, alternate, parts)
     if order_cost is not cost:
         times_ms = task_times(cost, graph)
     replay = Replay(plan, graph, timeline, times_ms, parts, messages_ms)

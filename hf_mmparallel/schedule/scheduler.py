@@ -67,11 +67,11 @@ class _Tables:
         plan: ParallelPlan,
         graph: TaskGraph,
         times_ms: Sequence[float],
-        caps: Mapping[StageKey, float],
+        max_in_flight: Mapping[StageKey, float],
         parts: NDArray | None = None,
     ):
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
-        self.caps = [caps.get(key, math.inf) for key in graph.stages]
+        self.max_in_flight = [max_in_flight.get(key, math.inf) for key in graph.stages]
         ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
         self.components = _connected_components(ranks)
         self.component_of = [0] * len(ranks)
@@ -178,7 +178,7 @@ class _Simulation:
         queue, place = tables.forwards[stage], self.next[stage]
         if place < len(queue):
             index = queue[place]
-            fits = not tables.opens[index] or self.in_flight[stage] < tables.caps[stage]
+            fits = not tables.opens[index] or self.in_flight[stage] < tables.max_in_flight[stage]
             if fits and not self.missing[index] and (phases is None or phases.is_due(index)):
                 forward = index
         backwards = self.backwards[stage]
@@ -302,16 +302,16 @@ def schedule_tasks(
     plan: ParallelPlan,
     graph: TaskGraph,
     cost: Cost | None = None,
-    caps: Mapping[StageKey, float] | None = None,
+    max_in_flight: Mapping[StageKey, float] | None = None,
     alternate: bool = False,
 ) -> Timeline:
     """
     Orders the tasks of a graph.
 
-    A stage runs a forward after each backward, otherwise backwards first, with at most `caps` microbatches in flight.
-    The phases of the schedule follow one after the other on each rank, see [`task_phases`]. (With deferral backwards
-    arrive in bursts; if all of them ran first, later stages would run out of work.) Forwards of a stage run in the
-    order of its chunks, backwards in the order in which their gradients arrive.
+    A stage runs a forward after each backward, otherwise backwards first, with at most `max_in_flight` microbatches in
+    flight. The phases of the schedule follow one after the other on each rank, see [`task_phases`]. (With deferral
+    backwards arrive in bursts; if all of them ran first, later stages would run out of work.) Forwards of a stage run
+    in the order of its chunks, backwards in the order in which their gradients arrive.
 
     If the input of the forward after a backward has not arrived, the stage runs another backward, if one is ready.
     Forwards then run in bursts, too, and delay the backwards that earlier stages wait for. With `alternate` a second
@@ -324,7 +324,7 @@ def schedule_tasks(
         plan (`ParallelPlan`): The layout and the name of the schedule.
         graph (`TaskGraph`): The tasks.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
+        max_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
             (module, replica, stage) -> maximum microbatches in flight, see [`in_flight_limits`]; no limit for stages
             left out.
         alternate (`bool`, *optional*, defaults to `False`): Whether to simulate the second order as well.
@@ -332,14 +332,14 @@ def schedule_tasks(
     Returns:
         `Timeline`: When each task runs.
     """
-    return order_tasks(plan, graph, task_times(cost or default_cost, graph), caps or {}, alternate)
+    return order_tasks(plan, graph, task_times(cost or default_cost, graph), max_in_flight or {}, alternate)
 
 
 def order_tasks(
     plan: ParallelPlan,
     graph: TaskGraph,
     times_ms: Sequence[float],
-    caps: Mapping[StageKey, float],
+    max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
     parts: NDArray | None = None,
 ) -> Timeline:
@@ -352,10 +352,10 @@ def order_tasks(
             each are numbered from 0. One part when left out.
     """
     if parts is None and graph.num_tasks >= _MANY_TASKS:
-        timeline = _in_windows(plan, graph, times_ms, caps, alternate)
+        timeline = _in_windows(plan, graph, times_ms, max_in_flight, alternate)
         if timeline is not None:
             return timeline
-    tables = _Tables(plan, graph, times_ms, caps, parts)
+    tables = _Tables(plan, graph, times_ms, max_in_flight, parts)
     best, waiting = _Simulation(tables), None
     for part in range(len(tables.tasks_of_part)):
         end_ms = best.run(part)
@@ -371,21 +371,21 @@ def _in_windows(
     plan: ParallelPlan,
     graph: TaskGraph,
     times_ms: Sequence[float],
-    caps: Mapping[StageKey, float],
+    max_in_flight: Mapping[StageKey, float],
     alternate: bool,
 ) -> Timeline | None:
     """The vectorised simulation; `None` if [`Windows`] does not support the case."""
     ranks = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
     if sum(map(len, ranks)) > len(set().union(*ranks)) or any(task_phases(plan).values()):
         return None
-    limits = [caps.get(key, math.inf) for key in graph.stages]
+    of_stages = [max_in_flight.get(key, math.inf) for key in graph.stages]
     counts = TaskCounts.of(graph)
-    best = Windows(graph, counts, times_ms, limits, False)
+    best = Windows(graph, counts, times_ms, of_stages, False)
     if not best.run():
         return None
     assert best.is_done, "limits below those of `in_flight_1f1b` deadlock"
     if alternate and best.could_wait:
-        waiting = Windows(graph, counts, times_ms, limits, True)
+        waiting = Windows(graph, counts, times_ms, of_stages, True)
         if not waiting.run():
             return None
         if waiting.is_done and waiting.end_ms.max() < best.end_ms.max():

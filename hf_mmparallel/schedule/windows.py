@@ -27,14 +27,19 @@ class Windows:
         graph ([`TaskGraph`]): The tasks.
         counts ([`TaskCounts`]): The counters of the graph; not modified.
         times_ms (`Sequence[float]`): Duration of each task.
-        caps (`Sequence[float]`): Maximum microbatches in flight on each stage.
+        max_in_flight (`Sequence[float]`): Maximum microbatches in flight on each stage.
         alternate (`bool`): Whether stages wait for a forward after each backward.
     """
 
     def __init__(
-        self, graph: TaskGraph, counts: TaskCounts, times_ms: Sequence[float], caps: Sequence[float], alternate: bool
+        self,
+        graph: TaskGraph,
+        counts: TaskCounts,
+        times_ms: Sequence[float],
+        max_in_flight: Sequence[float],
+        alternate: bool,
     ):
-        self.graph, self.alternate, self.caps = graph, alternate, np.array(caps, float)
+        self.graph, self.alternate, self.max_in_flight = graph, alternate, np.array(max_in_flight, float)
         self.times_ms = np.array(times_ms, float)
         self.could_wait = False
         count, first, size = graph.num_tasks, graph.num_forwards, len(graph.stages)
@@ -103,7 +108,7 @@ class Windows:
         """Starts the next task on each of some free stages, if one is ready."""
         forward = self.queue[self.next[stages]]
         due, came_ms = self.due[stages], self.came_ms[stages]
-        fits = ~self.opens[forward] | (self.in_flight[stages] < self.caps[stages])
+        fits = ~self.opens[forward] | (self.in_flight[stages] < self.max_in_flight[stages])
         fits &= self.next[stages] < self.stop[stages]
         forward_ms = np.where(fits & (self.missing[forward] == 0), self.ready_ms[forward], math.inf)
         backward_ms = came_ms.min(axis=1, initial=math.inf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cost import StepCost, eager_caps, memory_per_rank
+from ..cost import StepCost, fitting_in_flight, memory_per_rank
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes
 from ..schedule import Replay, Simulation, Span, SumSpan, default_cost, representative_ranks, simulate_parts
@@ -96,9 +96,9 @@ def _replayed(planner: StepPlanner, arranged: PlannedStep, sizes: SampleSizes, k
     """Replays a step with the costs of `sizes`, ordered by those of the sizes known in advance, if any."""
     costs, plan, step = planner.costs, planner.plan, arranged.step
     cost = StepCost(costs, plan, step, sizes, planner.representatives.first_represented, planner.stage_costs)
-    caps = None
+    fitting = None
     if known is not None and plan.policy.fills_memory and planner.training:
-        caps = eager_caps(costs, plan, step, known, planner.memory_bytes)
+        fitting = fitting_in_flight(costs, plan, step, known, planner.memory_bytes)
     order_cost = (
         default_cost
         if known is None
@@ -114,7 +114,7 @@ def _replayed(planner: StepPlanner, arranged: PlannedStep, sizes: SampleSizes, k
         cost.sync_ms,
         order_cost=order_cost,
         training=planner.training,
-        caps=caps,
+        fitting_in_flight=fitting,
     )
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ..arrange import arrange_step
-from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, model_flops
+from ..cost import CostModel, RankMemory, StepCost, batch_workloads, fitting_in_flight, memory_per_rank, model_flops
 from ..cost.optimizer import optimizer_ms
 from ..cost.stage_times import StageCost, stage_costs
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads
@@ -170,14 +170,14 @@ class StepPlanner:
         The program of a step, with costs from the sizes of its samples if they are known; only for the ranks in the
         part of `rank` if that is given.
         """
-        cost = caps = None
+        cost = fitting = None
         parts = list(self.representatives.parts(step, rank))
         plan, own_step = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
             cost = StepCost(self.costs, plan, own_step, sizes, self.sync_groups, self.stage_costs)
             if plan.policy.fills_memory and self.training:
-                caps = eager_caps(self.costs, plan, own_step, sizes, self.memory_bytes)
-        program = program_of_parts(parts, cost, self.training, caps)
+                fitting = fitting_in_flight(self.costs, plan, own_step, sizes, self.memory_bytes)
+        program = program_of_parts(parts, cost, self.training, fitting)
         return self.representatives.expand(program)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:

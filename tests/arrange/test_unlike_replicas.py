@@ -77,8 +77,8 @@ def test_every_arrangement_follows_the_counts(method, num_encoders):
             assert step.places["vision", batch_index][1] // parts <= turn
     cost = task_times(plan, step, workloads)
     simulation = simulate(plan, build_program(plan, step, [], cost), cost)
-    caps = in_flight_1f1b(plan, step)
-    assert all(peak < caps[key] + 1 for key, peak in simulation.peak_in_flight.items())
+    max_in_flight = in_flight_1f1b(plan, step)
+    assert all(peak < max_in_flight[key] + 1 for key, peak in simulation.peak_in_flight.items())
 
 
 def test_a_step_is_as_long_as_the_closed_form_says():

@@ -127,17 +127,15 @@ def _reversed_stages(plan: ParallelPlan, forwards: list[Task]) -> list[int]:
 class _Stage:
     """The queues of one stage during the simulation."""
 
-    __slots__ = ("backwards", "cap", "forward_due", "forwards", "island", "live", "next", "number", "ranks")
-
-    def __init__(self, number: int, ranks: tuple[int, ...], cap: float):
+    def __init__(self, number: int, ranks: tuple[int, ...], max_in_flight: float):
         self.number = number
         self.ranks = ranks
-        self.cap = cap
+        self.max_in_flight = max_in_flight
         self.island = 0
         self.forwards: list[int] = []
         self.next = 0
         self.backwards: list[int] = []
-        self.live = 0  # microbatches of which a backward is left
+        self.in_flight = 0  # microbatches of which a backward is left
         self.forward_due = False  # what ran last was a backward
 
 
@@ -149,7 +147,7 @@ class _Scheduler:
         plan: ParallelPlan,
         graph: PlainGraph,
         times_ms: Sequence[float],
-        caps: Mapping[StageKey, float],
+        max_in_flight: Mapping[StageKey, float],
         alternate: bool = False,
         limit_ms: float = math.inf,
     ):
@@ -162,7 +160,7 @@ class _Scheduler:
         for name, module in plan.modules.items():
             for replica, index, stage in module.stages():
                 key = (name, replica, index)
-                by_key[key] = _Stage(len(self.stages), stage.all_ranks, caps.get(key, math.inf))
+                by_key[key] = _Stage(len(self.stages), stage.all_ranks, max_in_flight.get(key, math.inf))
                 self.stages.append(by_key[key])
         self.islands = _islands(self.stages)
         self.in_turn = [len({stage.ranks for stage in island}) == 1 for island in self.islands]
@@ -206,7 +204,7 @@ class _Scheduler:
                 return None
             if self.running and self.running[0][0] >= self.limit_ms:
                 return None
-            assert self.running, "caps below those of `in_flight_1f1b` leave nothing to run"
+            assert self.running, "limits below those of `in_flight_1f1b` leave nothing to run"
             dirty: set[int] = set()
             limit = self.running[0][0] * (1 + 1e-12) + 1e-9
             while self.running and self.running[0][0] <= limit:
@@ -225,7 +223,7 @@ class _Scheduler:
             task = self.tasks[index]
             fits = (
                 bool(task.chunk)
-                or stage.live < stage.cap
+                or stage.in_flight < stage.max_in_flight
                 or (stage.number, task.microbatch) not in self.backwards_left
             )
             if not self.missing[index] and fits and self.phases.is_due(index):
@@ -263,7 +261,7 @@ class _Scheduler:
         if self.tasks[index].kind == "fwd":
             stage.next += 1
             if not self.tasks[index].chunk and (stage.number, self.tasks[index].microbatch) in self.backwards_left:
-                stage.live += 1
+                stage.in_flight += 1
         else:
             heapq.heappop(stage.backwards)
         for rank in stage.ranks:
@@ -279,7 +277,7 @@ class _Scheduler:
         if self.tasks[index].kind == "bwd":
             key = (stage.number, self.tasks[index].microbatch)
             self.backwards_left[key] -= 1
-            stage.live -= not self.backwards_left[key]
+            stage.in_flight -= not self.backwards_left[key]
         for rank in stage.ranks:
             self.busy[rank] = False
         self.phases.finish(index)
@@ -351,16 +349,16 @@ def order_tasks(
     plan: ParallelPlan,
     graph: PlainGraph,
     times_ms: Sequence[float],
-    caps: Mapping[StageKey, float],
+    max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
 ) -> Timeline:
     """Orders the tasks of a graph."""
-    scheduler = _Scheduler(plan, graph, times_ms, caps)
+    scheduler = _Scheduler(plan, graph, times_ms, max_in_flight)
     found = scheduler.run()
     assert found is not None
     if alternate and scheduler.could_wait:
         end_ms = max(found.end_ms, default=0.0)
-        found = _Scheduler(plan, graph, times_ms, caps, True, end_ms).run() or found
+        found = _Scheduler(plan, graph, times_ms, max_in_flight, True, end_ms).run() or found
     return found
 
 
@@ -488,7 +486,7 @@ class _Lanes:
 
 def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """How many microbatches may be in flight on each stage under 1F1B."""
-    caps: dict[StageKey, float] = {}
+    max_in_flight: dict[StageKey, float] = {}
     for name in reversed(list(plan.modules)):
         targets = [edge.target for edge in plan.edges if edge.source == name]
         for replica in plan.modules[name].with_stages:
@@ -503,19 +501,21 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
                 taken = step.consumer_turns(name, replica, target)
                 if not taken:  # nobody waits for what it makes
                     continue
-                depth = _turns_in_flight(step, target, np.unique(step.locations[target][0][list(taken)]), caps)
+                depth = _turns_in_flight(
+                    step, target, np.unique(step.locations[target][0][list(taken)]), max_in_flight
+                )
                 own = np.fromiter((indices[batch_index] for batch_index in taken), np.int64, len(taken))
                 behind = max(behind, _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth))
             for index in range(len(stages)):
-                caps[name, replica, index] = len(stages) - index + behind
-    return caps
+                max_in_flight[name, replica, index] = len(stages) - index + behind
+    return max_in_flight
 
 
-def _turns_in_flight(step: StepPlan, target: str, fed: np.ndarray, caps: Mapping[StageKey, float]) -> int:
+def _turns_in_flight(step: StepPlan, target: str, fed: np.ndarray, max_in_flight: Mapping[StageKey, float]) -> int:
     """The most turns that some replicas of `target` have in flight at once."""
     counts = {taker: len(step.microbatches[target][taker]) for taker in fed.tolist()}
     turns = max(counts.values())
-    return max(ceil(caps[target, taker, 0] * turns / count) for taker, count in counts.items())
+    return max(ceil(max_in_flight[target, taker, 0] * turns / count) for taker, count in counts.items())
 
 
 def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:

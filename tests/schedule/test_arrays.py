@@ -61,11 +61,11 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
     assert sorted(graph.messages) == sorted(expected.messages)
     assert list(map(sorted, graph.predecessors)) == list(map(sorted, expected.predecessors))
     assert all(graph.place(task) == place for place, task in enumerate(graph.tasks))
-    caps = in_flight_1f1b(case.plan, case.step)
-    assert caps == plain.in_flight_1f1b(case.plan, case.step)
-    times_ms, caps = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
-    timeline = order_tasks(case.plan, graph, times_ms, caps, alternate)
-    assert timeline == plain.order_tasks(case.plan, expected, times_ms, caps, alternate)
+    max_in_flight = in_flight_1f1b(case.plan, case.step)
+    assert max_in_flight == plain.in_flight_1f1b(case.plan, case.step)
+    times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
+    timeline = order_tasks(case.plan, graph, times_ms, max_in_flight, alternate)
+    assert timeline == plain.order_tasks(case.plan, expected, times_ms, max_in_flight, alternate)
     groups = case.sync_groups if training else []
     program, same = lower(case.plan, graph, timeline, groups), plain.lower(case.plan, expected, timeline, groups)
     assert program == same
@@ -90,9 +90,9 @@ def test_encoders_unlike_in_number_share_one_part(method, schedule, many, monkey
     parts = list(representatives.parts(step, 0))
     graph, expected = (make(parts[0].plan, parts[0].step) for make in (build_graph, plain.build_graph))
     times_ms = times_of(graph.tasks, "uneven", 0)
-    caps = in_flight_limits(parts[0].plan, parts[0].step)
-    timeline = order_tasks(parts[0].plan, graph, times_ms, caps, schedule == "1f1b")
-    assert timeline == plain.order_tasks(parts[0].plan, expected, times_ms, caps, schedule == "1f1b")
+    max_in_flight = in_flight_limits(parts[0].plan, parts[0].step)
+    timeline = order_tasks(parts[0].plan, graph, times_ms, max_in_flight, schedule == "1f1b")
+    assert timeline == plain.order_tasks(parts[0].plan, expected, times_ms, max_in_flight, schedule == "1f1b")
     program = lower(parts[0].plan, graph, timeline, parts[0].sync_groups)
     assert program == plain.lower(parts[0].plan, expected, timeline, parts[0].sync_groups)
     order = blocking_order(graph, timeline, parts[0].sync_groups)
@@ -112,11 +112,11 @@ def ranks_of(case: Case) -> list[tuple]:
 @given(APART, st.booleans(), st.booleans(), KINDS, st.integers(0, 99))
 def test_windows_give_the_order_that_the_events_one_by_one_give(case, training, alternate, kind, seed):
     graph = build_graph(case.plan, case.step, training)
-    times_ms, caps = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
-    expected = order_tasks(case.plan, graph, times_ms, caps, alternate)
+    times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
+    expected = order_tasks(case.plan, graph, times_ms, max_in_flight, alternate)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "_MIN_TASKS", 1)
-        found = scheduler._in_windows(case.plan, graph, times_ms, caps, alternate)
+        found = scheduler._in_windows(case.plan, graph, times_ms, max_in_flight, alternate)
     possible = case.plan.schedule in ("1f1b", "eager") and min(times_ms, default=0) > 0
     assert (found is not None) == possible if kind == "even" else True
     assert found in (None, expected)
@@ -128,9 +128,9 @@ def test_times_that_count_as_one_instant_are_left_to_the_events_one_by_one():
     graph = build_graph(plan, step)
     times_ms = [1.0 + 1e-10 * task.replica for task in graph.tasks]
     assert scheduler._in_windows(plan, graph, times_ms, {}, False) is None
-    caps = in_flight_limits(plan, step)
-    assert order_tasks(plan, graph, times_ms, caps) == plain.order_tasks(
-        plan, plain.build_graph(plan, step), times_ms, caps
+    max_in_flight = in_flight_limits(plan, step)
+    assert order_tasks(plan, graph, times_ms, max_in_flight) == plain.order_tasks(
+        plan, plain.build_graph(plan, step), times_ms, max_in_flight
     )
 
 

@@ -126,7 +126,7 @@ def test_modules_in_front_are_as_deep_as_the_generator_is_long():
     assert in_flight_1f1b(case.plan, case.step) == depths
     assert run(case).peak_in_flight == depths
     assert {
-        name for (name, _, _), cap in in_flight_eager(case.plan, case.step).items() if cap > depths[name, 0, 0]
+        name for (name, _, _), limit in in_flight_eager(case.plan, case.step).items() if limit > depths[name, 0, 0]
     } == {"vision"}
 
 
@@ -226,8 +226,8 @@ def test_a_language_model_that_feeds_no_generator_is_ahead_of_none():
     spec, plan = make_plan(ranks, {name: module_spec(name, 8) for name in ranks})
     rows = [[[2 * batch_index + d] for batch_index in range(6)] for d in range(2)]
     step = make_step({LANGUAGE_MODEL: rows, IMAGE: [rows[0]]}, (IMAGE,))
-    caps = in_flight_1f1b(plan, step)
-    assert [caps[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]
+    max_in_flight = in_flight_1f1b(plan, step)
+    assert [max_in_flight[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]
     program = build_program(plan, step, sync_groups(spec, plan))
     check_program(plan, step, sync_groups(spec, plan), program)
     peaks = simulate(plan, program).peak_in_flight

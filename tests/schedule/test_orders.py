@@ -79,8 +79,8 @@ def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(enc
 
     found = simulate(plan, build_program(plan, step, [], cost), cost)
     assert found.iteration_ms <= first_order_ms(plan, step, cost) * (1 + 1e-9)
-    caps = in_flight_1f1b(plan, step)
-    assert all(peak <= caps[key] for key, peak in found.peak_in_flight.items())
+    max_in_flight = in_flight_1f1b(plan, step)
+    assert all(peak <= max_in_flight[key] for key, peak in found.peak_in_flight.items())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager"])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hf_mmparallel.cost import StepCost, analytic_costs, eager_caps, memory_per_rank
+from hf_mmparallel.cost import StepCost, analytic_costs, fitting_in_flight, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan, check_plan
@@ -198,8 +198,8 @@ def test_room_goes_to_modules_in_front_first():
     batch = draw_batch(problem, 0)
     step = predict_batch(planner, batch).planned.step
     least = in_flight_1f1b(planner.plan, step)
-    caps = eager_caps(problem.costs, planner.plan, step, batch, 1e12)
-    assert caps["vision", 0, 0] == 8 and all(caps[key] >= cap for key, cap in least.items())
+    max_in_flight = fitting_in_flight(problem.costs, planner.plan, step, batch, 1e12)
+    assert max_in_flight["vision", 0, 0] == 8 and all(max_in_flight[key] >= limit for key, limit in least.items())
 
 
 def test_a_generator_gets_the_hidden_states_of_all_tokens_of_its_samples():
