@@ -75,7 +75,7 @@ class Batch:
             [np.zeros(len(self.language)), *(colocated.work for colocated in self.colocated)], axis=1
         )[:, 1:]
         self.busy = np.asarray((self.work > 0).any(axis=1))
-        self.limits = {name: limit for name, limit in workloads.max_tokens.items() if name in plan.modules}
+        self.token_limits = {name: limit for name, limit in workloads.token_limits.items() if name in plan.modules}
         self.replica = assign_replicas(self.language, self.work, self.counts(count))
 
     @property
@@ -127,11 +127,11 @@ class Batch:
         Limits of a microbatch of some modules: of an encoder replica if `per_copy`, otherwise its share of one replica
         of the language model.
         """
-        names = [name for name in names if name in self.limits]
+        names = [name for name in names if name in self.token_limits]
         if not names:
             return None
         sizes = np.stack([self.workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
-        limits = np.array([self.limits[name] for name in names], dtype=float)
+        limits = np.array([self.token_limits[name] for name in names], dtype=float)
         if not per_copy:
             limits *= [self.plan.modules[name].dp_size / self.all_replicas for name in names]
         return Capacity(sizes, np.maximum(limits, sizes.max(axis=0, initial=0)))
@@ -139,7 +139,7 @@ class Batch:
     @property
     def fewest(self) -> NDArray:
         """Minimum number of microbatches `[replicas]` by the limits."""
-        capacity = self.capacity(list(self.limits))
+        capacity = self.capacity(list(self.token_limits))
         if capacity is None:
             return np.ones(self.dp_size, np.int64)
         needed = np.stack([np.bincount(self.replica, sizes, self.dp_size) for sizes in capacity.sizes.T], axis=1)
@@ -282,7 +282,10 @@ class Batch:
         first, each to the place with the most free capacity.
         """
         shared = [
-            (name, colocated) for colocated in self.colocated for name in colocated.modules if name in self.limits
+            (name, colocated)
+            for colocated in self.colocated
+            for name in colocated.modules
+            if name in self.token_limits
         ]
         if not shared:
             return bins
@@ -291,7 +294,7 @@ class Batch:
         demand = np.stack(
             [
                 self._loads(places, self.workloads.tokens_of_limit(name), count)
-                / (self.limits[name] * colocated.num_copies)
+                / (self.token_limits[name] * colocated.num_copies)
                 for name, colocated in shared
             ]
         )

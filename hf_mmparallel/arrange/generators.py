@@ -55,10 +55,10 @@ def generated(
 
 def _copies(colocated: ColocatedModules, workloads: Workloads, replica: NDArray, turn: NDArray, count: int) -> NDArray:
     """Replica of each sample in colocated modules, within its token limits if possible."""
-    names = [name for name in colocated.modules if name in workloads.max_tokens]
+    names = [name for name in colocated.modules if name in workloads.token_limits]
     if names:
         sizes = np.stack([workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
-        capacity = Capacity(sizes, np.array([workloads.max_tokens[name] for name in names], dtype=float))
+        capacity = Capacity(sizes, np.array([workloads.token_limits[name] for name in names], dtype=float))
         with suppress(CapacityError):  # some methods ignore limits
             return colocated.copies(replica, turn, count, capacity)
     return colocated.copies(replica, turn, count, None)

@@ -99,8 +99,8 @@ def hierarchical(
             with suppress(CapacityError):
                 return batch.microbatches(arrange_batch(batch, count, taper and not spread, spread))
         if count > workloads.num_samples:
-            limits = {name: limit for name, limit in workloads.max_tokens.items() if name == LANGUAGE_MODEL}
-            return hierarchical(plan, replace(workloads, max_tokens=limits), microbatch_size, taper)
+            limits = {name: limit for name, limit in workloads.token_limits.items() if name == LANGUAGE_MODEL}
+            return hierarchical(plan, replace(workloads, token_limits=limits), microbatch_size, taper)
         count += max(1, count // 16)
 
 

@@ -29,7 +29,7 @@ def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) 
     """
     wanted = {count: batch.sizes(count) if taper else Sizes.even(count) for count in np.unique(counts).tolist()}
     sizes = [np.array(wanted[count].language) for count in counts.tolist()]
-    tokens, limit = batch.workloads.tokens[LANGUAGE_MODEL], batch.limits.get(LANGUAGE_MODEL)
+    tokens, limit = batch.workloads.tokens[LANGUAGE_MODEL], batch.token_limits.get(LANGUAGE_MODEL)
     replica, microbatch = group_by_length(batch.language, tokens, sizes, batch.work, limit)
     batch = batch.with_replicas(replica)
     orders = np.tile(microbatch, (1 if spread else NUM_ORDERS, 1))

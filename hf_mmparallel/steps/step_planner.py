@@ -20,7 +20,7 @@ SizeFunction = Callable[[Sequence[int]], SampleSizes]
 class SampleBatch(Protocol):
     """
     Samples of a global batch in the sampler's order, their epoch, their sizes (if they were measured when they were
-    drawn), and limits of microbatches (if they differ from the planner's).
+    drawn), and token limits of microbatches (if they differ from the planner's).
     """
 
     @property
@@ -33,7 +33,7 @@ class SampleBatch(Protocol):
     def sizes(self) -> SampleSizes | None: ...
 
     @property
-    def limits(self) -> Mapping[str, int] | None: ...
+    def token_limits(self) -> Mapping[str, int] | None: ...
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class StepPlanner:
         max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
         memory_bytes (`float`, *optional*): Memory of a rank that microbatches have to fit.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
-        limits (`Mapping[str, int]`, *optional*):
-            Module -> maximum tokens per microbatch for all steps of a run, see [`~StepPlanner.with_limits`]; computed
-            for each batch by default.
+        token_limits (`Mapping[str, int]`, *optional*):
+            Module -> maximum tokens per microbatch for all steps of a run, see [`~StepPlanner.with_token_limits`];
+            computed for each batch by default.
     """
 
     costs: CostModel
@@ -87,7 +87,7 @@ class StepPlanner:
     max_tokens: int | None = None
     memory_bytes: float | None = None
     training: bool = True
-    limits: Mapping[str, int] | None = None
+    token_limits: Mapping[str, int] | None = None
 
     def with_method(self, method: str) -> StepPlanner:
         """The same planner with another arrangement; shares cached properties of the layout."""
@@ -95,7 +95,7 @@ class StepPlanner:
         result.__dict__.update(representatives=self.representatives, stage_costs=self.stage_costs)
         return result
 
-    def with_limits(self, typical: SampleSizes) -> StepPlanner:
+    def with_token_limits(self, typical: SampleSizes) -> StepPlanner:
         """
         The same planner with limits of microbatches computed once, so that they can be reported, and compared with all
         samples, before the first step.
@@ -107,7 +107,7 @@ class StepPlanner:
             `ValueError`: If the memory of a rank is insufficient for microbatches of any size.
         """
         workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
-        return replace(self, limits=workloads.max_tokens)
+        return replace(self, token_limits=workloads.token_limits)
 
     def __call__(self, global_batch: SampleBatch, rank: int | None = None) -> PlannedStep:
         """
@@ -125,14 +125,14 @@ class StepPlanner:
         sizes = global_batch.sizes
         if sizes is None and self.sizes is not None:
             sizes = self.sizes(global_batch.samples)
-        limits = self.limits if global_batch.limits is None else global_batch.limits
-        return self.arrange(global_batch.samples, sizes, limits, global_batch.epoch)
+        token_limits = self.token_limits if global_batch.token_limits is None else global_batch.token_limits
+        return self.arrange(global_batch.samples, sizes, token_limits, global_batch.epoch)
 
     def arrange(
         self,
         samples: Sequence[int],
         sizes: SampleSizes | None,
-        limits: Mapping[str, int] | None = None,
+        token_limits: Mapping[str, int] | None = None,
         epoch: int = 0,
     ) -> PlannedStep:
         """
@@ -141,17 +141,17 @@ class StepPlanner:
         Args:
             samples (`Sequence[int]`): Dataset indices in the sampler's order.
             sizes (`SampleSizes`, *optional*): Sizes of the samples; without them all count the same.
-            limits (`Mapping[str, int]`, *optional*):
+            token_limits (`Mapping[str, int]`, *optional*):
                 Module -> maximum tokens per microbatch; computed for these samples by default.
             epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
         """
         if sizes is None:
             workloads = Workloads.alike(self.plan.modules, len(samples))
         else:
-            memory_bytes = self.memory_bytes if limits is None else None
+            memory_bytes = self.memory_bytes if token_limits is None else None
             workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
-            if limits is not None:
-                workloads = replace(workloads, max_tokens=limits)
+            if token_limits is not None:
+                workloads = replace(workloads, token_limits=token_limits)
         step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.method, epoch)
         return PlannedStep(step, Program({}), sizes, workloads)
 

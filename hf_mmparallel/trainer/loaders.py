@@ -90,7 +90,7 @@ class StepLoaders:
         base = base_planner(self.engine, self.args.per_device_train_batch_size)
         planner = training_planner(base, self.args, shared.source, agreed)
         if shared.typical is not None:
-            planner = planner.with_limits(shared.typical)
+            planner = planner.with_token_limits(shared.typical)
         memory_ratio, loader_planner = self._memory_ratio(planner, shared, learned), planner
         if shared.is_measured_by_batch:  # global batches then bring their sizes, and workers need no source of them
             global_batches = self._sized(dataset, global_batches, shared)

@@ -120,7 +120,7 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tu
         source, start = sizes.of_rank(dataset), sizes.at_start(dataset, batch_size)
     planner = training_planner(base_planner(engine, args.per_device_train_batch_size), args, source)
     if start is not None:
-        planner = planner.with_limits(start.sizes.like_the_mean(batch_size))
+        planner = planner.with_token_limits(start.sizes.like_the_mean(batch_size))
     global_batch = representative_batch(dataset, planner.sizes, batch_size, args)
     if not global_batch.samples:
         planner, global_batch = replace(planner, sizes=None), GlobalBatch(tuple(range(batch_size)))
@@ -138,8 +138,8 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tu
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
     before_ms = iteration_ms(planner, before)
     large = None
-    if start is not None and planner.limits and planner.method in KEEPING_LIMITS:
-        large = LargeSamples.of(start, planner.limits)
+    if start is not None and planner.token_limits and planner.method in KEEPING_LIMITS:
+        large = LargeSamples.of(start, planner.token_limits)
     report = _costed(planner, planned)
     before_ms += report.optimizer_ms
     return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice, large=large)

@@ -120,7 +120,7 @@ def test_limits_of_generators_hold(method, seed, language, generator, num_sample
     limits = {IMAGE: max(1, int(capacity * several * work.tokens[IMAGE].max()))}
     if seed % 2:
         limits[LANGUAGE_MODEL] = int(2 * work.tokens[LANGUAGE_MODEL].max())
-    work = dataclasses.replace(work, max_tokens=limits)
+    work = dataclasses.replace(work, token_limits=limits)
     step = arrange_step(plan, range(num_samples), work, 8, method)
     check(plan, work, step)
     for name, limit in limits.items():
@@ -131,7 +131,7 @@ def test_deferral_leaves_generators_the_room_that_they_need():
     plan = plan_of(vision=ModulePlugin(), language_model=ModulePlugin(3), image_generator=ModulePlugin(3))
     for seed in range(8):
         work = draw(plan, 32, seed)
-        work = dataclasses.replace(work, max_tokens={IMAGE: int(2 * work.tokens[IMAGE].max())})
+        work = dataclasses.replace(work, token_limits={IMAGE: int(2 * work.tokens[IMAGE].max())})
         step = arrange_step(plan, range(32), work, 11)
         # Bins that are filled to the last token take one more.
         assert len(step.microbatches[IMAGE][0]) <= Batch(plan, work, 1).fewest.max() + 1
@@ -141,7 +141,7 @@ def test_a_sample_that_no_generator_has_room_for_is_alone():
     plan = plan_of(language_model=ModulePlugin(), image_generator=ModulePlugin())
     work = draw(plan, 8)
     limit = int(work.tokens[IMAGE].max()) - 1
-    work = dataclasses.replace(work, max_tokens={IMAGE: limit})
+    work = dataclasses.replace(work, token_limits={IMAGE: limit})
     largest = int(work.tokens[IMAGE].argmax())
     (microbatches,) = arrange_step(plan, range(8), work, 8).microbatches[IMAGE]
     for batch_indices in microbatches:

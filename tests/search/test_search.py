@@ -314,7 +314,7 @@ def test_a_sample_that_no_plan_has_room_for_gets_a_microbatch_of_its_own_and_the
         r"samples of up to 40,000 tokens in `language_model`, where a microbatch may have [\d,]+:", best.bound
     )
     workloads = best.prediction.planned.workloads
-    for name, limit in workloads.max_tokens.items():
+    for name, limit in workloads.token_limits.items():
         for replica in best.prediction.planned.step.microbatches[name]:
             for batch_indices in replica:
                 assert len(batch_indices) == 1 or workloads.tokens[name][list(batch_indices)].sum() <= limit

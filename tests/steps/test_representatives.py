@@ -76,6 +76,6 @@ def test_limits_of_a_run_count_when_a_draw_is_arranged():
     planner = planner_of("a common divisor", "1f1b", sizes)
     draw = GlobalBatch(tuple(range(SAMPLES)))
     limit = int(np.median(sizes.tokens[LANGUAGE_MODEL]))
-    few = replace(planner, limits={LANGUAGE_MODEL: limit}).arrange_batch(draw).step
-    own = planner.arrange_batch(replace(draw, limits={LANGUAGE_MODEL: limit})).step
+    few = replace(planner, token_limits={LANGUAGE_MODEL: limit}).arrange_batch(draw).step
+    own = planner.arrange_batch(replace(draw, token_limits={LANGUAGE_MODEL: limit})).step
     assert few == own != planner.arrange_batch(draw).step

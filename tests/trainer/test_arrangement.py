@@ -153,7 +153,7 @@ class Arranged:
             for batch_indices in replica
         ]
         counts = [len(microbatches) for microbatches in step.microbatches[LM]]
-        return cls(num_chunks, lags, counts, int(max(sums)), workloads.max_tokens.get(LM))
+        return cls(num_chunks, lags, counts, int(max(sums)), workloads.token_limits.get(LM))
 
 
 class Recorder(TrainerCallback):
