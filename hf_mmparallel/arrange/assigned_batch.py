@@ -87,16 +87,16 @@ class Batch:
         """Number of microbatches `[replicas]` of all replicas, `count` on average."""
         return microbatch_counts(self.plan, self.workloads, count)
 
-    def part(self, members: NDArray) -> tuple[Batch, NDArray]:
+    def of_replicas(self, members: NDArray) -> tuple[Batch, NDArray]:
         """The batch of some replicas, and its samples."""
         if len(members) == self.dp_size:
             return self, np.arange(len(self.replica))
         chosen = np.flatnonzero(np.isin(self.replica, members))
-        part = self.with_replicas(np.searchsorted(members, self.replica[chosen]))
-        part.members = members
-        part.language, part.work, part.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
-        part.workloads = self.workloads.take(chosen)
-        return part, chosen
+        subset = self.with_replicas(np.searchsorted(members, self.replica[chosen]))
+        subset.members = members
+        subset.language, subset.work, subset.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
+        subset.workloads = self.workloads.take(chosen)
+        return subset, chosen
 
     def with_replicas(self, replica: NDArray) -> Batch:
         """A copy with samples assigned to other replicas."""
@@ -228,15 +228,17 @@ class Batch:
         inner = capacity and Capacity(capacity.sizes[some], capacity.limits)
         order = np.lexsort((-work[:, :-1].sum(axis=1), _lower_half(work[:, -1], replica)))
         # If several encoder replicas serve one of the language model, a microbatch consists of as many bins.
-        parts = self.encoders[0].num_copies if self._each_alone and capacity is None else 1
+        num_bins = self.encoders[0].num_copies if self._each_alone and capacity is None else 1
         scale = np.append(np.ones(work.shape[1] - 1), language_weight)
         shares = (
-            np.stack([*[sizes] * (work.shape[1] - 1), language_sizes], axis=1).repeat(parts, axis=0) / count / parts
+            np.stack([*[sizes] * (work.shape[1] - 1), language_sizes], axis=1).repeat(num_bins, axis=0)
+            / count
+            / num_bins
         )
-        loads = np.zeros((self.dp_size, count * parts, work.shape[1] - 1))
-        places = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * parts
+        loads = np.zeros((self.dp_size, count * num_bins, work.shape[1] - 1))
+        places = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * num_bins
         targets = shares * (sums * scale)[:, None, :]
-        places = exchange(places, work * scale, targets, _EXCHANGES * len(scale), inner) // parts
+        places = exchange(places, work * scale, targets, _EXCHANGES * len(scale), inner) // num_bins
         bins = np.zeros(len(self.replica), np.int64)
         bins[some] = places - replica * count
 

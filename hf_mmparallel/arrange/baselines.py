@@ -147,9 +147,9 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
 
 
 def _even_cuts(num_samples: int, count: int) -> list[int]:
-    """Boundaries of `count` parts of nearly the same size, larger ones first."""
+    """Boundaries of `count` groups of nearly the same size, larger ones first."""
     size, rest = divmod(num_samples, count)
-    return [size * part + min(part, rest) for part in range(count + 1)]
+    return [size * group + min(group, rest) for group in range(count + 1)]
 
 
 def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
@@ -293,22 +293,22 @@ class _Gaps:
 
 
 def sub_microbatches(
-    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, num_parts: int = 2
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, per_microbatch: int = 2
 ) -> dict[str, Replicas]:
     """
     The sampler's microbatches, each split into smaller ones for the encoders, in the manner of DIP.
 
     According to Entrain (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
-    stay inside of it. Their number and the rule are not described; here there are `num_parts`, and samples go largest
-    first to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's microbatch
-    `k * num_parts + s`. DIP also colocates the modules and runs all encoder forwards first, which is up to the plan
-    and its schedule.
+    stay inside of it. Their number and the rule are not described; here there are `per_microbatch`, and samples go
+    largest first to the one with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's
+    microbatch `k * per_microbatch + s`. DIP also colocates the modules and runs all encoder forwards first, which is up
+    to the plan and its schedule.
 
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): Only the forward times of the encoders are used.
         microbatch_size (`int`): Samples of a microbatch of one language model replica.
-        num_parts (`int`, *optional*, defaults to 2): Sub-microbatches per microbatch.
+        per_microbatch (`int`, *optional*, defaults to 2): Sub-microbatches per microbatch.
     """
     whole = coupled(plan, contiguous(plan, workloads, microbatch_size)[LANGUAGE_MODEL])
     return {
@@ -316,9 +316,9 @@ def sub_microbatches(
         if name == LANGUAGE_MODEL
         else tuple(
             tuple(
-                part
+                sub_microbatch
                 for batch_indices in replica
-                for part in _parts(batch_indices, workloads.forward_ms[name], num_parts)
+                for sub_microbatch in _sub_microbatches(batch_indices, workloads.forward_ms[name], per_microbatch)
             )
             for replica in replicas
         )
@@ -326,12 +326,12 @@ def sub_microbatches(
     }
 
 
-def _parts(batch_indices: BatchIndices, forward_ms: np.ndarray, num_parts: int) -> list[BatchIndices]:
-    """Splits samples largest first, each to the part with the least work, then to the one with the fewest samples."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0.0] * num_parts
+def _sub_microbatches(batch_indices: BatchIndices, forward_ms: np.ndarray, count: int) -> list[BatchIndices]:
+    """Splits samples largest first, each to the one with the least work, then to the one with the fewest samples."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    loads = [0.0] * count
     for batch_index in sorted(batch_indices, key=lambda batch_index: (-forward_ms[batch_index], batch_index)):
-        least = min(range(num_parts), key=lambda part: (loads[part], len(parts[part])))
-        parts[least].append(batch_index)
+        least = min(range(count), key=lambda index: (loads[index], len(result[index])))
+        result[least].append(batch_index)
         loads[least] += float(forward_ms[batch_index])
-    return [tuple(sorted(part)) for part in parts]
+    return [tuple(sorted(members)) for members in result]

@@ -76,14 +76,14 @@ class ColocatedModules:
         inner = capacity and Capacity(capacity.sizes[some], capacity.limits)
         loads = np.zeros((self.num_groups * count, self.num_copies, 1))
         order = np.argsort(-work, kind="stable")
-        part = fill_bins(place, work[:, None], order, np.ones(self.num_copies), loads, inner)
+        share = fill_bins(place, work[:, None], order, np.ones(self.num_copies), loads, inner)
         means = np.bincount(place, work, len(loads))[:, None, None] / self.num_copies
         targets = np.broadcast_to(means, loads.shape)
-        part = exchange(place * self.num_copies + part, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
-        sums = np.bincount(place * self.num_copies + part, work, loads.size).reshape(self.num_groups, count, -1)
+        share = exchange(place * self.num_copies + share, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
+        sums = np.bincount(place * self.num_copies + share, work, loads.size).reshape(self.num_groups, count, -1)
         owner = self._owners(sums).reshape(-1, self.num_copies)
         result = group * self.num_copies
-        result[some] += owner[place, part]
+        result[some] += owner[place, share]
         return result
 
     def turns(self, counts: NDArray) -> NDArray:
@@ -120,14 +120,14 @@ class ColocatedModules:
 
     def _owners(self, sums: NDArray) -> NDArray:
         """
-        Replica of each part `[groups, count, copies]`: the heaviest goes to the replica with the least work so far.
+        Replica of each share `[groups, count, copies]`: the heaviest goes to the replica with the least work so far.
         """
         total, owner = np.zeros(sums[:, 0].shape), np.empty(sums.shape, np.int64)
         for index in range(sums.shape[1]):
-            parts = np.argsort(-sums[:, index], axis=1, kind="stable")
+            shares = np.argsort(-sums[:, index], axis=1, kind="stable")
             owners = np.argsort(total, axis=1, kind="stable")
-            np.put_along_axis(owner[:, index], parts, owners, 1)
-            added = np.take_along_axis(sums[:, index], parts, 1)
+            np.put_along_axis(owner[:, index], shares, owners, 1)
+            added = np.take_along_axis(sums[:, index], shares, 1)
             np.put_along_axis(total, owners, np.take_along_axis(total, owners, 1) + added, 1)
         return owner
 
@@ -140,8 +140,9 @@ def cut(
     places = (ends - counts)[replica] + microbatch
     flat = batch_indices[stable_order(places, int(ends[-1]))].tolist()
     stops = np.cumsum(np.bincount(places, minlength=ends[-1])).tolist()
-    parts = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-    return tuple(tuple(parts[end - count : end]) for end, count in zip(ends.tolist(), counts.tolist(), strict=True))
+    microbatches = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+    ends_and_counts = zip(ends.tolist(), counts.tolist(), strict=True)
+    return tuple(tuple(microbatches[end - count : end]) for end, count in ends_and_counts)
 
 
 class _ByIdentity:

@@ -76,9 +76,9 @@ def coupled(
         replicas = []
         for group in range(groups):
             pooled = _pooled(language[group * sources : (group + 1) * sources])
-            for part in range(consumers):
+            for consumer in range(consumers):
                 replicas.append(
-                    tuple(share(batch_indices, part, consumers, turn) for turn, batch_indices in enumerate(pooled))
+                    tuple(share(batch_indices, consumer, consumers, turn) for turn, batch_indices in enumerate(pooled))
                 )
         result[name] = tuple(replicas)
     result[LANGUAGE_MODEL] = tuple(tuple(replica) for replica in language)
@@ -95,12 +95,12 @@ def _pooled(members: Sequence[Sequence[BatchIndices]]) -> list[BatchIndices]:
 
 
 def share(batch_indices: Sequence[int], index: int, count: int, turn: int) -> BatchIndices:
-    """Consecutive part `index` of `count`; the parts with one more batch index shift by one each turn."""
+    """Consecutive share `index` of `count`; the shares with one more batch index shift by one each turn."""
     size, rest = divmod(len(batch_indices), count)
 
-    def start(part: int) -> int:
-        """Earlier parts have `size` batch indices, plus one for those whose number in the turn is below `rest`."""
-        rounds = [(place // count) * rest + min(place % count, rest) for place in (turn, turn + part)]
-        return size * part + rounds[1] - rounds[0]
+    def start(number: int) -> int:
+        """Earlier shares have `size` batch indices, plus one for those whose number in the turn is below `rest`."""
+        rounds = [(n // count) * rest + min(n % count, rest) for n in (turn, turn + number)]
+        return size * number + rounds[1] - rounds[0]
 
     return tuple(batch_indices[start(index) : start(index + 1)])

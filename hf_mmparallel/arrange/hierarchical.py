@@ -47,9 +47,9 @@ def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = 
     bins, microbatch = np.zeros((2, len(batch.replica)), np.int64)
     wanted = {}
     for num in np.unique(counts).tolist():
-        part, chosen = batch.part(np.flatnonzero(counts == num))
-        wanted[num] = part.sizes(num) if taper else Sizes.even(num)
-        bins[chosen], microbatch[chosen] = part.divide(wanted[num], 1.0 if taper else _LANGUAGE_EVEN, spread)
+        subset, chosen = batch.of_replicas(np.flatnonzero(counts == num))
+        wanted[num] = subset.sizes(num) if taper else Sizes.even(num)
+        bins[chosen], microbatch[chosen] = subset.divide(wanted[num], 1.0 if taper else _LANGUAGE_EVEN, spread)
     return batch.placed(bins, microbatch, counts, wanted)
 
 

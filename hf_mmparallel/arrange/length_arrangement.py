@@ -34,13 +34,13 @@ def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) 
     batch = batch.with_replicas(replica)
     orders = np.tile(microbatch, (1 if spread else NUM_ORDERS, 1))
     for count in wanted:
-        part, chosen = batch.part(np.flatnonzero(counts == count))
+        subset, chosen = batch.of_replicas(np.flatnonzero(counts == count))
         bins = microbatch[chosen]
         if spread:
-            orders[:, chosen] = part.spread_out(bins, count)
+            orders[:, chosen] = subset.spread_out(bins, count)
         else:
-            language = microbatch_ms(part, LANGUAGE_MODEL, bins, count)
-            orders[:, chosen] = possible_orders(part.replica, bins, language, part.work, wanted[count])
+            language = microbatch_ms(subset, LANGUAGE_MODEL, bins, count)
+            orders[:, chosen] = possible_orders(subset.replica, bins, language, subset.work, wanted[count])
     placements = [batch.placed(bins, bins, counts, wanted) for bins in orders]
     return placements[int(estimates_ms(batch, placements).argmin())]
 
@@ -59,7 +59,7 @@ def estimates_ms(batch: Batch, placements: Sequence[SamplePlacement]) -> NDArray
     """
     slowest, counts = np.zeros(len(placements)), placements[0].counts
     for count in np.unique(counts).tolist():
-        part, chosen = batch.part(np.flatnonzero(counts == count))
+        subset, chosen = batch.of_replicas(np.flatnonzero(counts == count))
         rows: dict[str, list[NDArray]] = {name: [] for name in batch.plan.modules}
         for placement in placements:
             turns = dict.fromkeys(rows, placement.microbatch)
@@ -67,7 +67,7 @@ def estimates_ms(batch: Batch, placements: Sequence[SamplePlacement]) -> NDArray
                 turns |= dict.fromkeys(colocated.modules, np.minimum(turn, count - 1))
             for name, module in batch.plan.modules.items():
                 scale = batch.all_replicas / module.dp_size
-                rows[name].append(scale * microbatch_ms(part, name, turns[name][chosen], count))
+                rows[name].append(scale * microbatch_ms(subset, name, turns[name][chosen], count))
         times = batch.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in rows.items()})
         slowest = np.maximum(slowest, times.reshape(len(placements), -1).max(axis=1))
     return slowest

@@ -68,19 +68,19 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
             growing[rank] += per_part
             free[rank] -= fixed
             cases[rank].append(running)
-    # The largest part of a replica's work that fits each rank as one microbatch.
-    parts = {}
+    # The largest share of a replica's work that fits each rank as one microbatch.
+    shares = {}
     _check_free(plan, free, memory_bytes)
     for rank, num_bytes in free.items():
         slopes, constant = np.concatenate(cases[rank]).T
         slopes = growing[rank] + slopes
         available = np.maximum(num_bytes - constant, 0.0)
-        parts[rank] = float(np.divide(available, slopes, out=np.full_like(available, np.inf), where=slopes > 0).min())
+        shares[rank] = float(np.divide(available, slopes, out=np.full_like(available, np.inf), where=slopes > 0).min())
     result = {}
     for name, module in plan.modules.items():
         if demands.tokens[name]:
             ranks = {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
-            limit = int(min(min(parts[rank] for rank in ranks), 1e18) * demands.tokens[name])
+            limit = int(min(min(shares[rank] for rank in ranks), 1e18) * demands.tokens[name])
             block = module.context.block * module.cp_size if module.cp_size > 1 else 1
             result[name] = limit - limit % block if limit >= block else limit  # cp ranks have whole blocks
     return result

@@ -51,9 +51,9 @@ def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[floa
     Input gradients that a layer computes for its own weights if its input needs none: the share of its matrices after
     the first trained one, and whether attention is among them.
     """
-    part = spec.modules[module]
-    shape = LayerShape.of(part, spec.uses.get((module, index), ()))
-    inside = 0 <= index < part.num_layers
+    module_spec = spec.modules[module]
+    shape = LayerShape.of(module_spec, spec.uses.get((module, index), ()))
+    inside = 0 <= index < module_spec.num_layers
     groups: list[Sequence[Matrix]] = [[matrix] for matrix in shape.matrices]
     if inside:
         *inner, last = shape.attention or (None,)
@@ -185,20 +185,20 @@ def layer_table(
         checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
         first_rank (`int`, *optional*, defaults to 0): Position in its node of the first rank of a tp group.
     """
-    part = costs.spec.modules[module]
+    module_spec = costs.spec.modules[module]
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
     forward, backward, launches = [], [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
         layer = layers.layer(module, index, tp_size).with_sums
         share = trainable_share(costs.spec, module, index)
         inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
-        recompute = checkpointing and 0 <= index < part.num_layers
+        recompute = checkpointing and 0 <= index < module_spec.num_layers
         forward.append(layer.forward)
         backward.append(backward_of(layer, data_gradient, share, recompute, inner))
         has_backward = data_gradient or share > 0
         forward_launch, backward_launch = layer.launch_ms
         launches.append((forward_launch, has_backward * (backward_launch + recompute * forward_launch)))
-    windows = np.array([0, *(part.window(layer) for layer in range(part.num_layers)), 0], float)
+    windows = np.array([0, *(module_spec.window(layer) for layer in range(module_spec.num_layers)), 0], float)
     tables = [np.array([(p.square, p.token, p.constant) for p in column]) for column in (forward, backward)]
     return LayerTable(tables[0], tables[1], np.array(launches), windows, module == LANGUAGE_MODEL)
 
@@ -331,14 +331,14 @@ def _first_rank(costs: CostModel, stage: Stage) -> int:
 def _stage_cost(
     costs: CostModel, module: str, stage: Stage, table: LayerTable, checkpointing: bool, waits_ms: float
 ) -> StageCost:
-    part, cp_size, tp_size = costs.spec.modules[module], stage.cp_size, stage.tp_size
-    cost = table.stage(stage, part.num_layers)
+    module_spec, cp_size, tp_size = costs.spec.modules[module], stage.cp_size, stage.tp_size
+    cost = table.stage(stage, module_spec.num_layers)
     if waits_ms:
         waits = Polynomial(token=waits_ms)
         cost = replace(cost, forward=cost.forward + waits, backward=cost.backward + waits)
     if cp_size == 1:
         return cost
-    width = 2 * part.num_kv_heads * part.head_width / tp_size
+    width = 2 * module_spec.num_kv_heads * module_spec.head_width / tp_size
     received = costs.value_bytes * width * (cp_size - 1) / cp_size
     gather_ms = received / costs.device.link_bytes_per_ms(stage.cp_groups[0])
     squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / cp_size

@@ -115,10 +115,10 @@ class StepCost:
         if message.kind == "grad":
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
-        part = self.costs.spec.modules[before.module]
+        module_spec = self.costs.spec.modules[before.module]
         if message.crosses_boundary:
-            num_tokens, part = self._crossing_tokens(before, after), self.costs.spec.language_model
-        num_bytes = self.costs.value_bytes * num_tokens * part.hidden_size
+            num_tokens, module_spec = self._crossing_tokens(before, after), self.costs.spec.language_model
+        num_bytes = self.costs.value_bytes * num_tokens * module_spec.hidden_size
         ends = before.stage_key, after.stage_key
         if ends not in self._links:
             self._links[ends] = self._link(*ends)

@@ -86,10 +86,11 @@ def plan_yaml(answer: Answer) -> str:
     modules = data.pop("modules")
     text = _yaml(data) + "modules:\n"
     for name, item in modules.items():
-        module, part = answer.plan.modules[name], answer.costs.spec.modules[name]
-        total = sum(p.num_elements for p in part.parameters)
-        trained = sum(p.num_elements for p in part.parameters if p.trainable)
-        text += f"  # {module.layout}; {part.num_layers} layers, {total:,} parameters, {trained:,} of them trained\n"
+        module, module_spec = answer.plan.modules[name], answer.costs.spec.modules[name]
+        total = sum(p.num_elements for p in module_spec.parameters)
+        trained = sum(p.num_elements for p in module_spec.parameters if p.trainable)
+        counts = f"{module_spec.num_layers} layers, {total:,} parameters, {trained:,} of them trained"
+        text += f"  # {module.layout}; {counts}\n"
         replicas = item.pop("replicas")
         text += f"  {_yaml_key(name)}:\n"
         text += "".join(f"    {key}: {_yaml_line([value])[1:-1]}\n" for key, value in item.items()) + "    replicas:\n"

@@ -279,7 +279,7 @@ class _BaselineEvaluator:
         fitting = [step for step in steps if step.memory_bytes <= self._limit_bytes]
         best = min(fitting, key=lambda s: s.step_ms) if fitting else min(steps, key=lambda s: s.memory_bytes)
         note = "every stage of the language model runs all encoders again; simulated, the engine has no such plan"
-        words = "; ".join(part for part in (note, self._excess(best.memory_bytes)) if part)
+        words = "; ".join(text for text in (note, self._excess(best.memory_bytes)) if text)
         figures = (best.step_ms, best.bubble_fraction, best.memory_bytes, best.flops_utilisation)
         return ComparedPlan(REPLICATED, None, str(best.layout), *figures, words)
 
@@ -320,8 +320,8 @@ class _BaselineEvaluator:
     def _demand(self, name: str, microbatch_size: int, checkpointing: bool) -> ModuleDemand:
         """Demand of a module for a mean sample."""
         spec = self.problem.spec
-        part, options = spec.modules[name], ModuleOptions(self.problem, name)
-        heads = math.gcd(part.num_heads, part.num_kv_heads, part.intermediate_size)
+        module_spec, options = spec.modules[name], ModuleOptions(self.problem, name)
+        heads = math.gcd(module_spec.num_heads, module_spec.num_kv_heads, module_spec.intermediate_size)
         sample_ms = {
             size: float(options.layer_ms(ParallelConfig(1, size, checkpointing), microbatch_size).sum())
             / microbatch_size
@@ -329,7 +329,7 @@ class _BaselineEvaluator:
             if heads % size == 0
         }
         alone = ParallelConfig(1, 1, checkpointing)
-        optimizer = _OPTIMIZER_BYTES * sum(p.num_elements for p in part.parameters if p.trainable)
+        optimizer = _OPTIMIZER_BYTES * sum(p.num_elements for p in module_spec.parameters if p.trainable)
         role: Role = "generator" if name in spec.generators else "encoder"
         return ModuleDemand(
             sample_ms,
@@ -409,13 +409,13 @@ class _BaselineEvaluator:
         peak = ranked.peak_memory_bytes
         busy = _mean(1 - on_all_ranks(prediction).simulation.bubble_fraction for prediction in ranked.predictions)
         utilisation = _mean(prediction.flops_utilisation for prediction in ranked.predictions)
-        words = "; ".join(part for part in (note, self._excess(peak)) if part)
+        words = "; ".join(text for text in (note, self._excess(peak)) if text)
         figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)
         return ComparedPlan(name, ranked.plan, str(ranked.candidate), *figures, words, ranked.candidate)
 
     def _sharded(self, plan: FullySharded) -> ComparedPlan:
         note = "estimated, parameters gathered layer by layer"
-        words = "; ".join(part for part in (note, self._excess(plan.memory_bytes)) if part)
+        words = "; ".join(text for text in (note, self._excess(plan.memory_bytes)) if text)
         figures = (plan.step_ms, plan.bubble_fraction, plan.memory_bytes, plan.flops_utilisation)
         return ComparedPlan(SHARDED, None, str(plan), *figures, words)
 

@@ -90,7 +90,7 @@ class ReplicatedEncoders:
                 dp_size = problem.num_ranks // kind.tp_size // pp_size
                 if pp_size > language.max_stages or problem.global_batch_size % dp_size:
                     continue
-                layers = even_layers(language.part.num_layers, pp_size)
+                layers = even_layers(language.module_spec.num_layers, pp_size)
                 layout = Layout(layers, dp_size, tp_size=kind.tp_size, activation_checkpointing=kind.checkpointing)
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
                     yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))

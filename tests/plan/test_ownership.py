@@ -157,10 +157,10 @@ def part(array: np.ndarray, cuts: tuple[Cut, ...]) -> np.ndarray:
     """The elements that cuts leave, as their meaning is written down."""
     for cut in cuts:
         if cut.dim is None:
-            array = np.array_split(array.ravel(), cut.num_parts)[cut.index]
+            array = np.array_split(array.ravel(), cut.num_slices)[cut.index]
         else:
             blocks = np.split(array, cut.num_blocks, cut.dim)
-            array = np.concatenate([np.array_split(b, cut.num_parts, cut.dim)[cut.index] for b in blocks], cut.dim)
+            array = np.concatenate([np.array_split(b, cut.num_slices, cut.dim)[cut.index] for b in blocks], cut.dim)
     return array
 
 
