@@ -301,8 +301,8 @@ def sub_microbatches(
     According to Entrain (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
     stay inside of it. Their number and the rule are not described; here there are `per_microbatch`, and samples go
     largest first to the one with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's
-    microbatch `k * per_microbatch + s`. DIP also colocates the modules and runs all encoder forwards first, which is up
-    to the plan and its schedule.
+    microbatch `k * per_microbatch + s`. DIP also colocates the modules and runs all encoder forwards first, which is
+    up to the plan and its schedule.
 
     Args:
         plan (`ParallelPlan`): The plan.

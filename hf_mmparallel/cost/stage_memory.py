@@ -240,13 +240,15 @@ def _stage_memory(
 ) -> StageMemory:
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
     entries = _module_memory(costs, module, tp_size, checkpointing)
-    places = [i for i in range(-1, module_spec.num_layers + 1) if stage_holds(layers, module_spec.num_layers, i)]
+    layer_indices = [
+        i for i in range(-1, module_spec.num_layers + 1) if stage_holds(layers, module_spec.num_layers, i)
+    ]
     last = _last_entry(costs, module_spec, layers[1], entries.needed)
     saved, forward, backward = (
-        np.concatenate([table[[1 + index for index in places]], _array([entry])])
+        np.concatenate([table[[1 + index for index in layer_indices]], _array([entry])])
         for table, entry in zip((entries.saved, entries.forward, entries.backward), last, strict=True)
     )
-    weights = _weights(costs.spec, module, places, tp_size)
+    weights = _weights(costs.spec, module, layer_indices, tp_size)
     trained = float(weights.gradients.sum())
     return StageMemory(
         RankMemory(weights.total, trained, 2 * weights.trained),
@@ -276,10 +278,10 @@ class _Weights:
     tied: float = 0.0
 
 
-def _weights(spec: ModelSpec, module: str, places: Sequence[int], tp_size: int) -> _Weights:
-    result = _Weights(np.zeros(len(places)), np.zeros(len(places)))
+def _weights(spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size: int) -> _Weights:
+    result = _Weights(np.zeros(len(layer_indices)), np.zeros(len(layer_indices)))
     seen: set[str] = set()
-    for row, index in reversed(list(enumerate(places))):  # a tied gradient is allocated by the first backward
+    for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward
         shares = parameter_shares(spec, module, index, tp_size)
         for use in spec.uses.get((module, index), ()):
             p, value_bytes = use.parameter, DTYPE_BYTES.get(use.parameter.dtype, FULL)

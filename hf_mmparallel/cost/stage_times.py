@@ -286,12 +286,13 @@ class StageCost:
         exposed = of_token * tokens - of_square * squares
         return np.maximum(computed, self.launch_ms[is_backward]) + np.maximum(0.0, exposed)
 
-    def _windowed_ms(self, tokens: float, squares: float, place: int) -> float:
+    def _windowed_ms(self, tokens: float, squares: float, direction: int) -> float:
         """Time of attention in layers with a window."""
         if not self.windows:
             return 0.0
         return sum(
-            entry[place] * float(windowed_squares(tokens, squares, entry[0], self.is_causal)) for entry in self.windows
+            entry[direction] * float(windowed_squares(tokens, squares, entry[0], self.is_causal))
+            for entry in self.windows
         )
 
 

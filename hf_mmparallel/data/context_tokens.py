@@ -127,7 +127,7 @@ class ContextSharder:
                 if module == LANGUAGE_MODEL:
                     needed.add((replica, index))
                 else:
-                    needed.update(step.places[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices)
+                    needed.update(step.location_of[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices)
         return {
             (LANGUAGE_MODEL, replica, index, chunk): batch_indices
             for replica, index in sorted(needed)

@@ -279,7 +279,7 @@ class ModelSpec:
                 result.setdefault((name, parameter.layer), []).append(use)
                 if second is not None:
                     result.setdefault(second, []).append(ParameterUse(parameter, matrix))
-        return {place: tuple(uses) for place, uses in result.items()}
+        return {key: tuple(uses) for key, uses in result.items()}
 
     @property
     def num_parameters(self) -> int:

@@ -33,13 +33,14 @@ class SampleLocations:
         batch_indices (`np.ndarray` of shape `[samples]`): Batch indices.
         replica (`np.ndarray` of shape `[samples]`): Replica of each batch index.
         microbatch (`np.ndarray` of shape `[samples]`): Index of its microbatch within the replica.
-        place (`np.ndarray` of shape `[samples]`): Index of its microbatch among those of all replicas.
+        microbatch_index (`np.ndarray` of shape `[samples]`):
+            Index of its microbatch among the microbatches of all these replicas.
     """
 
     batch_indices: NDArray
     replica: NDArray
     microbatch: NDArray
-    place: NDArray
+    microbatch_index: NDArray
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class ChunkTable:
     chunk_of: NDArray
 
     def find(self, replica: NDArray, microbatch: NDArray, chunk: NDArray) -> NDArray:
-        """The places of some chunks by replica, microbatch and index, all of which are among them."""
+        """Indices in the arrays of some of their chunks, given by replica, microbatch and chunk."""
         width, depth = int(self.microbatch.max()) + 1, int(self.chunk.max()) + 1
-        own = (self.replica * width + self.microbatch) * depth + self.chunk
-        return np.searchsorted(own, (replica * width + microbatch) * depth + chunk)
+        keys = (self.replica * width + self.microbatch) * depth + self.chunk
+        return np.searchsorted(keys, (replica * width + microbatch) * depth + chunk)
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class StepPlan:
         return replica, microbatch
 
     @cached_property
-    def places(self) -> Mapping[tuple[str, int], tuple[int, int]]:
-        """(module, batch index) -> (replica, microbatch)."""
-        return _Places(self)
+    def location_of(self) -> Mapping[tuple[str, int], tuple[int, int]]:
+        """(module, batch index) -> (replica, microbatch): [`~StepPlan.locations`] of single samples."""
+        return _LocationOf(self)
 
     def consumer_turns(self, module: str, replica: int, target: str) -> dict[int, int]:
         """
@@ -170,19 +171,20 @@ class StepPlan:
             module (`str`): The module.
             replicas (`Sequence[int]`): Its replicas, in ascending order.
         """
-        places = self.batch_indices_of(module, replicas)
-        key = np.full(len(places.batch_indices), -1)
+        samples = self.batch_indices_of(module, replicas)
+        key = np.full(len(samples.batch_indices), -1)
         for target in self.targets.get(module, ()) if module != LANGUAGE_MODEL else ():
-            used, turns, _ = self.turns(places, target)
+            used, turns, _ = self.turns(samples, target)
             key[used] = np.maximum(key[used], turns)
-        key = np.where(key < 0, places.microbatch, key)
+        key = np.where(key < 0, samples.microbatch, key)
         width = int(key.max(initial=0)) + 1
-        cells, chunk_of = np.unique(places.place * width + key, return_inverse=True)
+        cells, chunk_of = np.unique(samples.microbatch_index * width + key, return_inverse=True)
         first = np.empty(len(cells), np.int64)
         first[chunk_of] = np.arange(len(chunk_of))  # any sample of each chunk
-        place = cells // width
-        chunk = np.arange(len(cells)) - np.searchsorted(place, place)
-        return ChunkTable(places.replica[first], places.microbatch[first], chunk, places.batch_indices, chunk_of)
+        microbatch_index = cells // width
+        chunk = np.arange(len(cells)) - np.searchsorted(microbatch_index, microbatch_index)
+        replica, microbatch = samples.replica[first], samples.microbatch[first]
+        return ChunkTable(replica, microbatch, chunk, samples.batch_indices, chunk_of)
 
     def batch_indices_of(self, module: str, replicas: Sequence[int]) -> SampleLocations:
         """
@@ -196,11 +198,11 @@ class StepPlan:
         counts = np.fromiter(map(len, chosen), np.int64, len(chosen))
         microbatches = list(chain.from_iterable(chosen))
         sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))
-        place = np.repeat(np.arange(len(microbatches)), sizes)
-        replica = np.repeat(np.asarray(replicas, np.int64), counts)[place]
-        microbatch = (np.arange(len(microbatches)) - np.repeat(np.cumsum(counts) - counts, counts))[place]
-        batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64, len(place))
-        return SampleLocations(batch_indices, replica, microbatch, place)
+        microbatch_index = np.repeat(np.arange(len(microbatches)), sizes)
+        replica = np.repeat(np.asarray(replicas, np.int64), counts)[microbatch_index]
+        microbatch = (np.arange(len(microbatches)) - np.repeat(np.cumsum(counts) - counts, counts))[microbatch_index]
+        batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64, len(microbatch_index))
+        return SampleLocations(batch_indices, replica, microbatch, microbatch_index)
 
     def turns(self, given: SampleLocations, target: str) -> tuple[NDArray, NDArray, NDArray]:
         """
@@ -274,7 +276,7 @@ class StepPlan:
             assert name != LANGUAGE_MODEL or counts.all(), "a sample is lost"
 
 
-class _Places(Mapping[tuple[str, int], tuple[int, int]]):
+class _LocationOf(Mapping[tuple[str, int], tuple[int, int]]):
     """(module, batch index) -> (replica, microbatch) in a step."""
 
     def __init__(self, step: StepPlan):

@@ -48,8 +48,8 @@ def text_inputs(
     batch = {"input_ids": input_ids, "labels": input_ids.clone()}
     if packed:
         sequence = torch.arange(1, num_sequences + 1, device=device)[:, None].expand_as(input_ids)
-        places = torch.arange(length, device=device).expand_as(input_ids)
-        batch |= {"attention_words": encode_words(sequence), "position_ids": places}
+        positions = torch.arange(length, device=device).expand_as(input_ids)
+        batch |= {"attention_words": encode_words(sequence), "position_ids": positions}
         batch = {name: value.reshape(1, -1) for name, value in batch.items()}
     return batch
 

@@ -23,7 +23,9 @@ def check_features_computed(inputs: StepInputs, task: Task) -> None:
     for edge in inputs.plan.edges:
         if edge.target != task.module or task.stage not in inputs.plan.edge_stages(edge, task.replica):
             continue
-        absent = [place for place, sample in enumerate(samples) if (edge.source, sample) not in inputs.step.places]
+        absent = [
+            index for index, sample in enumerate(samples) if (edge.source, sample) not in inputs.step.location_of
+        ]
         for feature in inputs.spec.modules[edge.source].features:
             for place in absent:
                 count = inputs.num_feature_tokens(task)[feature.modality][place]

@@ -80,9 +80,9 @@ class TaskGraph:
     def num_messages(self) -> int:
         return self.links.shape[1]
 
-    def place(self, task: Task) -> int | None:
+    def index_of(self, task: Task) -> int | None:
         """The index of a task; `None` if it is not in the graph."""
-        stage = self._stage_numbers.get(task.stage_key)
+        stage = self._stage_indices.get(task.stage_key)
         if stage is None:
             return None
         same = (self.columns == np.array([[stage], [task.microbatch], [task.chunk]])).all(axis=0)
@@ -90,18 +90,18 @@ class TaskGraph:
         return int(matches[0]) if len(matches) else None
 
     @cached_property
-    def _stage_numbers(self) -> dict[StageKey, int]:
-        return {key: number for number, key in enumerate(self.stages)}
+    def _stage_indices(self) -> dict[StageKey, int]:
+        return {key: index for index, key in enumerate(self.stages)}
 
-    def task(self, place: int) -> Task:
+    def task(self, index: int) -> Task:
         """The task with an index."""
-        stage, microbatch, chunk = self.columns[:, place].tolist()
-        name, replica, index = self.stages[stage]
-        return Task("fwd" if place < self.num_forwards else "bwd", name, replica, index, microbatch, chunk)
+        stage, microbatch, chunk = self.columns[:, index].tolist()
+        kind = "fwd" if index < self.num_forwards else "bwd"
+        return Task(kind, *self.stages[stage], microbatch, chunk)
 
-    def message(self, number: int) -> Message:
+    def message(self, index: int) -> Message:
         """The message with an index."""
-        source, target = self.links[:, number].tolist()
+        source, target = self.links[:, index].tolist()
         return Message("act" if source < self.num_forwards else "grad", self.task(source), self.task(target))
 
     @cached_property
@@ -232,9 +232,9 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
         order = np.concatenate([np.repeat(-i, module.columns.shape[1]) for i, module in enumerate(modules.values())])
         replica, index = np.array([key[1:] for key in stages]).reshape(-1, 2)[columns[0, back]].T
         back = back[np.lexsort((back, -index, replica, order[back]))]
-        place = np.full(columns.shape[1], -1)
-        place[back] = columns.shape[1] + np.arange(len(back))
-        grads = place[links[::-1, runs_back[links[0]]]]
+        backward_of = np.full(columns.shape[1], -1)  # index of the backward of each forward
+        backward_of[back] = columns.shape[1] + np.arange(len(back))
+        grads = backward_of[links[::-1, runs_back[links[0]]]]
         columns, forward = np.concatenate([columns, columns[:, back]], axis=1), np.concatenate([forward, back])
         links = np.concatenate([links, grads], axis=1)
     return TaskGraph(stages, columns, forward, links)

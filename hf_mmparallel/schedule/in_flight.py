@@ -101,15 +101,16 @@ def _ahead(step: StepPlan, given: SampleLocations, target: str, max_in_flight: N
     counts = np.array(list(map(len, (step.whole or step).microbatches[target])))
     depth = np.zeros(num_replicas, np.int64)  # turns in flight downstream; 0 without a consumer
     np.maximum.at(depth, replica, np.ceil(max_in_flight[consumer] * turns / counts[consumer]).astype(np.int64))
-    places, place = np.unique(given.place[used], return_inverse=True)  # microbatches without samples have no tasks
-    owner = np.empty(len(places), np.int64)
-    owner[place] = replica
-    index = np.arange(len(places)) - np.searchsorted(owner, owner)
+    # Microbatches without samples have no tasks.
+    used_microbatches, microbatch = np.unique(given.microbatch_index[used], return_inverse=True)
+    owner = np.empty(len(used_microbatches), np.int64)
+    owner[microbatch] = replica
+    index = np.arange(len(used_microbatches)) - np.searchsorted(owner, owner)
     wanted = np.zeros((num_replicas, int(turn.max(initial=-1)) + 1), np.int64)  # microbatches needed by each turn
-    np.maximum.at(wanted, (replica, turn), index[place] + 1)
+    np.maximum.at(wanted, (replica, turn), index[microbatch] + 1)
     wanted = np.maximum.accumulate(wanted, axis=1)
-    last = np.zeros(len(places), np.int64)  # turn of the last gradient of each microbatch
-    np.maximum.at(last, place, turn)
+    last = np.zeros(len(used_microbatches), np.int64)  # turn of the last gradient of each microbatch
+    np.maximum.at(last, microbatch, turn)
     done = np.zeros_like(wanted)
     np.add.at(done, (owner, last), 1)
     done = np.cumsum(done, axis=1) - done

@@ -142,16 +142,16 @@ def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups
     message, rank = ranks.of(graph.columns[0, source])
     actions.append((rank, started[source[message]], _RUN + 1 + order[message], num_tasks + message))
     message, rank = ranks.of(graph.columns[0, target])
-    event, place = _receives(ranks, graph, started[target], order, message, rank)
-    actions.append((rank, event, place, num_tasks + num_messages + message))
+    event, position = _receives(ranks, graph, started[target], order, message, rank)
+    actions.append((rank, event, position, num_tasks + num_messages + message))
     instants = np.array(sync_instants(graph, timeline, sync_groups), np.int64)
     number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
     rank = np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number))
     actions.append((rank, instants[number], number, num_tasks + 2 * num_messages + number))
-    rank, event, place, code = map(np.concatenate, zip(*actions, strict=True))
+    rank, event, position, code = map(np.concatenate, zip(*actions, strict=True))
     by_event = rank * (2 * num_tasks + 1) + event
     starts = np.cumsum([0, *np.bincount(rank, minlength=plan.world_size).tolist()])
-    return PartActions(graph, starts, code[np.lexsort((place, by_event))], {r: r for r in range(plan.world_size)})
+    return PartActions(graph, starts, code[np.lexsort((position, by_event))], {r: r for r in range(plan.world_size)})
 
 
 _RUN = 2**62  # position of a task at its event: after its receives, and before its sends
@@ -214,17 +214,17 @@ def receive_ahead(actions: Sequence[Action]) -> list[Action]:
         `list[Action]`: The same actions.
     """
     result: list[Action] = []
-    place: int | None = None  # index of the last task
+    last_task: int | None = None  # index of the last task
     for action in actions:
-        if action.message is not None and action.op == "recv" and place is not None:
-            before = result[place].task
+        if action.message is not None and action.op == "recv" and last_task is not None:
+            before = result[last_task].task
             if before is not None and before.key != action.message.target.key:
-                result.insert(place, action)
-                place += 1
+                result.insert(last_task, action)
+                last_task += 1
                 continue
-            place = None  # later receives must not overtake this one
+            last_task = None  # later receives must not overtake this one
         elif action.task is not None:
-            place = len(result)
+            last_task = len(result)
         result.append(action)
     return result
 

@@ -84,8 +84,8 @@ class Proof:
         if not len(self.keys):
             return np.full(len(rank), -1)
         key = self._key(rank, code)
-        place = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
-        return np.where(self.keys[place] == key, self.by_key[place], -1)
+        position = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
+        return np.where(self.keys[position] == key, self.by_key[position], -1)
 
     def _is_ordered(self) -> bool:
         """Whether each list by itself is in a valid order; records the positions of tasks and sends."""
@@ -122,8 +122,8 @@ class Proof:
         if not len(key):
             return True
         wanted = self.graph.columns[0, task] * self.num_ranks + rank
-        place = np.minimum(np.searchsorted(key, wanted), len(key) - 1)  # the first sum of the stage on the rank
-        return bool(((key[place] != wanted) | (at < sum_at[place])).all())
+        position = np.minimum(np.searchsorted(key, wanted), len(key) - 1)  # the first sum of the stage on the rank
+        return bool(((key[position] != wanted) | (at < sum_at[position])).all())
 
     def _keeps_channels(self) -> bool:
         """Whether the receives from one rank to another are in the order of the sends."""
@@ -139,11 +139,11 @@ class Proof:
         """Whether the blocking actions come in the given order, so that ranks can't deadlock."""
         codes, first = self.lists.codes, self.graph.num_tasks
         is_sum = codes >= self.lists.first_sum
-        places = np.flatnonzero((codes < first) | is_sum)
-        nodes = order[np.where(is_sum, codes - self.lists.first_sum + first, codes)[places]]
-        same = np.diff(self.rank_of[places]) == 0
+        positions = np.flatnonzero((codes < first) | is_sum)
+        nodes = order[np.where(is_sum, codes - self.lists.first_sum + first, codes)[positions]]
+        same = np.diff(self.rank_of[positions]) == 0
         # A send comes after the preceding blocking action of its rank.
-        before = nodes[np.searchsorted(places, self.send_at) - 1] if len(places) else nodes
+        before = nodes[np.searchsorted(positions, self.send_at) - 1] if len(positions) else nodes
         sums = order[first:]
         return bool(
             (np.diff(nodes)[same] > 0).all()

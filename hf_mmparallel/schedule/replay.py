@@ -96,11 +96,11 @@ class Replay:
     def run_until(self, part: int, instant: float) -> None:
         """Runs the tasks of a part that start before an event of its timeline."""
         started, free_ms, end_ms, order = self.started, self.free_ms, self.end_ms, self.order[part]
-        for place in range(self.num_done[part], len(order)):
-            index = order[place]
+        for position in range(self.num_done[part], len(order)):
+            index = order[position]
             if started[index] > instant:
                 return
-            self.num_done[part] = place + 1
+            self.num_done[part] = position + 1
             ranks = self.ranks[self.stage_of[index]]
             start = max([free_ms[rank] for rank in ranks])
             for source, travel_ms in self.incoming[index]:

@@ -175,9 +175,9 @@ class _Simulation:
     def _candidate(self, stage: int) -> int:
         """The task that a stage would run next, -1 for none."""
         tables, phases, forward, fits = self.tables, self.phases, -1, False
-        queue, place = tables.forwards[stage], self.next[stage]
-        if place < len(queue):
-            index = queue[place]
+        queue, position = tables.forwards[stage], self.next[stage]
+        if position < len(queue):
+            index = queue[position]
             fits = not tables.opens[index] or self.in_flight[stage] < tables.max_in_flight[stage]
             if fits and not self.missing[index] and (phases is None or phases.is_due(index)):
                 forward = index

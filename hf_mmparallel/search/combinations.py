@@ -196,10 +196,10 @@ class Combinations:
     def __len__(self) -> int:
         return len(self.num_ranks)
 
-    def take(self, places: NDArray) -> Combinations:
+    def take(self, indices: NDArray) -> Combinations:
         """The combinations at some indices."""
-        columns = {f.name: getattr(self, f.name)[places] for f in fields(self) if f.name != "rows"}
-        return Combinations({name: rows[places] for name, rows in self.rows.items()}, **columns)
+        columns = {f.name: getattr(self, f.name)[indices] for f in fields(self) if f.name != "rows"}
+        return Combinations({name: rows[indices] for name, rows in self.rows.items()}, **columns)
 
     def with_ranks(self, num_ranks: int) -> Combinations:
         """The combinations with this number of ranks."""

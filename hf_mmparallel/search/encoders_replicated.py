@@ -133,7 +133,7 @@ class ReplicatedEncoders:
 
     def _language_plan(self, replicated: ReplicatedLayout) -> tuple[ParallelPlan, ModelSpec]:
         """The plan of the language model alone, whose stages have a backward if an encoder needs one."""
-        tied = {name: place for name, place in self.spec.tied.items() if place[0] == LANGUAGE_MODEL}
+        tied = {name: use for name, use in self.spec.tied.items() if use[0] == LANGUAGE_MODEL}
         language = ModelSpec({LANGUAGE_MODEL: replace(self.spec.language_model, features=())}, tied)
         candidate = Candidate(
             {LANGUAGE_MODEL: replicated.layout}, {}, replicated.num_microbatches, self.problem.first_schedule
@@ -201,9 +201,9 @@ def _with_encoders(
     def encoders_ms(task: Task) -> float:
         key = (task.kind, task.replica, task.microbatch)
         if key not in known:
-            chunk, place = batch_indices[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
+            chunk, direction = batch_indices[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
             known[key] = math.fsum(
-                float(table.times(batch.tokens[name][chunk].sum(), batch.squares[name][chunk].sum())[place].sum())
+                float(table.times(batch.tokens[name][chunk].sum(), batch.squares[name][chunk].sum())[direction].sum())
                 for name, table in tables.items()
             )
         return known[key]

@@ -247,8 +247,8 @@ class Simulations:
                 break
             orders, slice_tasks = self._best_orders(first)
             num_tasks += slice_tasks
-            for place, simulated in enumerate(layouts[:_ORDERED_LAYOUTS]):
-                for (schedule, method), ratio in orders[: 1 if place else _ORDERS]:
+            for index, simulated in enumerate(layouts[:_ORDERED_LAYOUTS]):
+                for (schedule, method), ratio in orders[: 1 if index else _ORDERS]:
                     if ratio * simulated.step_ms <= _PROMISING * self.best_ms:
                         candidate = replace(simulated.candidate, schedule=schedule, method=method)
                         self._simulate_whole(candidate, simulated.estimated)

@@ -252,13 +252,13 @@ class StrategySpace:
         bound = self._through(grids[0]) + reduce(np.add, grids[1])
         fits = (bound <= limit_ms) & (reduce(np.add, grids[2]) <= self.num_ranks * SAME)
         chosen = np.nonzero(fits)
-        rows = [table[keep][places] for table, keep, places in zip(tables, alone, chosen, strict=True)]
+        rows = [table[keep][indices] for table, keep, indices in zip(tables, alone, chosen, strict=True)]
         return np.stack(rows, axis=1)
 
     def _bound_with_the_best(self, passes: list[NDArray], work: list[NDArray], index: int) -> NDArray:
         """`[options]` of a module: a lower bound for any options of the other modules."""
         best = [values.min(initial=np.inf) for values in passes]
-        rest = sum(values.min(initial=np.inf) for place, values in enumerate(work) if place != index)
+        rest = sum(values.min(initial=np.inf) for other, values in enumerate(work) if other != index)
         return self._through([*best[:index], passes[index], *best[index + 1 :]]) + work[index] + rest
 
     def _through(self, values: list) -> NDArray:

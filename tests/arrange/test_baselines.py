@@ -65,7 +65,7 @@ def test_every_sample_is_once_in_every_module_that_has_work_for_it(method, workl
     parts = len(step.microbatches["vision"][0]) // count
     assert parts == (2 if method == "sub_microbatches" else 1)
     for batch_index in busy:
-        assert step.places["vision", batch_index][1] // parts == step.places[LANGUAGE_MODEL, batch_index][1]
+        assert step.location_of["vision", batch_index][1] // parts == step.location_of[LANGUAGE_MODEL, batch_index][1]
     assert simulate(plan, build_program(plan, step, sync_groups(SPEC, plan))).iteration_ms >= 0
 
 

@@ -38,12 +38,12 @@ def test_every_sample_is_once_in_every_module_and_at_most_a_microbatch_late(work
     assert sorted(encoded) == np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
     for replica, microbatches in enumerate(step.microbatches["vision"]):
         for batch_index in step.consumer_turns("vision", replica, LANGUAGE_MODEL):
-            taker, index = step.places[LANGUAGE_MODEL, batch_index]
+            taker, index = step.location_of[LANGUAGE_MODEL, batch_index]
             # In turns of the encoder, which has as many as the replica of its colocated that has most.
             turn = turn_of(index, len(step.microbatches[LANGUAGE_MODEL][taker]), len(microbatches))
-            assert turn >= step.places["vision", batch_index][1]
+            assert turn >= step.location_of["vision", batch_index][1]
             if language == vision:
-                assert turn - step.places["vision", batch_index][1] in (0, 1)
+                assert turn - step.location_of["vision", batch_index][1] in (0, 1)
     build_program(plan, step, sync_groups(SPEC, plan))
 
 

@@ -60,8 +60,8 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
         turns = [max(own) for own in np.split(np.array(counts), groups)]
         assert [len(own) for own in step.microbatches[name]] == np.repeat(turns, dp_size // groups).tolist()
         for batch_index in np.flatnonzero(work.forward_ms[name] > 0).tolist():
-            replica, index = step.places[LANGUAGE_MODEL, batch_index]
-            copy, same = step.places[name, batch_index]
+            replica, index = step.location_of[LANGUAGE_MODEL, batch_index]
+            copy, same = step.location_of[name, batch_index]
             group = replica * groups // language
             # The same microbatch, where all replicas of the language model have as many.
             assert same == int((index + 0.5) * turns[group] / counts[replica]) and copy * groups // dp_size == group

@@ -53,7 +53,7 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
             s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0
         ]
         for batch_index in batch_indices:
-            later = step.places[LANGUAGE_MODEL, batch_index][1] - step.places[name, batch_index][1]
+            later = step.location_of[LANGUAGE_MODEL, batch_index][1] - step.location_of[name, batch_index][1]
             assert later in (0, 1)
         if name in work.token_limits:
             assert loads(replicas, work.tokens[name]).max(initial=0) <= work.token_limits[name]
@@ -262,7 +262,7 @@ def test_several_encoders(merged):
         )
         assert mine.std() < 0.5 * theirs.std()
     places = {
-        name: [step.places.get((name, batch_index)) for batch_index in range(128)] for name in ("audio", "vision")
+        name: [step.location_of.get((name, batch_index)) for batch_index in range(128)] for name in ("audio", "vision")
     }
     both = [(a, v) for a, v in zip(places["audio"], places["vision"], strict=True) if a and v]
     assert all(a == v for a, v in both) or not merged

@@ -74,7 +74,7 @@ def test_every_arrangement_follows_the_counts(method, num_encoders):
     parts = 2 if method == "sub_microbatches" else 1
     for replica in range(num_encoders):
         for batch_index, turn in step.consumer_turns("vision", replica, LANGUAGE_MODEL).items():
-            assert step.places["vision", batch_index][1] // parts <= turn
+            assert step.location_of["vision", batch_index][1] // parts <= turn
     cost = task_times(plan, step, workloads)
     simulation = simulate(plan, build_program(plan, step, [], cost), cost)
     max_in_flight = in_flight_1f1b(plan, step)

@@ -236,10 +236,10 @@ def assert_exact_and_adjoint(case: Case, outcomes: Sequence[Outcome]) -> None:
     """Every rank saw the features of its tokens, and every encoder rank got their gradients."""
     x, y = case.values(1), case.values(2)
     taken = [batch_index for row in case.step.microbatches["vision"] for box in row for batch_index in box]
-    where = {batch_index: case.step.places["vision", batch_index][0] for batch_index in taken}
+    where = {batch_index: case.step.location_of["vision", batch_index][0] for batch_index in taken}
     for index, feature in enumerate(case.spec.modules["vision"].features):
         for batch_index in taken:
-            replica = case.step.places[LANGUAGE_MODEL, batch_index][0]
+            replica = case.step.location_of[LANGUAGE_MODEL, batch_index][0]
             for stage in case.plan.modules[LANGUAGE_MODEL].replicas[replica]:
                 if stage.layers[0] <= feature.layer < stage.layers[1]:
                     for column in stage.cp_groups:  # together its ranks saw each row once

@@ -60,7 +60,7 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
     assert graph.tasks == expected.tasks
     assert sorted(graph.messages) == sorted(expected.messages)
     assert list(map(sorted, graph.predecessors)) == list(map(sorted, expected.predecessors))
-    assert all(graph.place(task) == place for place, task in enumerate(graph.tasks))
+    assert all(graph.index_of(task) == index for index, task in enumerate(graph.tasks))
     max_in_flight = in_flight_1f1b(case.plan, case.step)
     assert max_in_flight == plain.in_flight_1f1b(case.plan, case.step)
     times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
@@ -265,4 +265,4 @@ def test_a_task_of_another_step_has_no_place():
     plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin()})
     step = arrange_step(plan, range(4), Workloads.alike(plan.modules, 4), 2)
     graph = build_graph(plan, step)
-    assert graph.place(Task("fwd", LM, 0, 0, 7)) is None and graph.place(Task("fwd", "audio", 0, 0, 0)) is None
+    assert graph.index_of(Task("fwd", LM, 0, 0, 7)) is None and graph.index_of(Task("fwd", "audio", 0, 0, 0)) is None

@@ -118,7 +118,7 @@ def test_answers_hold_generators(answer):
             )
             assert generated == np.flatnonzero(own.sizes.tokens[IMAGE]).tolist()
             assert all(
-                step.places[IMAGE, batch_index][1] == step.places[LANGUAGE_MODEL, batch_index][1]
+                step.location_of[IMAGE, batch_index][1] == step.location_of[LANGUAGE_MODEL, batch_index][1]
                 for batch_index in generated
             )
 
