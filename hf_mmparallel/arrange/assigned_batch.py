@@ -22,7 +22,7 @@ from .replicas import assign_replicas
 
 _EXCHANGES = 20  # maximum rounds of exchanges per weight
 _SWEEPS = 3  # of deferral
-_EQUAL = 0.02  # maximum relative difference of microbatches that may swap places
+_EQUAL = 0.02  # maximum relative difference of microbatches that may swap positions
 _LARGE = 1.2  # ratio to the mean from which a microbatch of full size stalls the others
 _TRIALS, _WIDTH = 16, 512  # tried orders of pairs, for one replica and for all together
 _HEAVIEST = 16  # number of heaviest samples of a replica that are considered one by one
@@ -236,17 +236,17 @@ class Batch:
             / num_bins
         )
         loads = np.zeros((self.dp_size, count * num_bins, work.shape[1] - 1))
-        places = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * num_bins
+        flat_bins = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * num_bins
         targets = shares * (sums * scale)[:, None, :]
-        places = exchange(places, work * scale, targets, _EXCHANGES * len(scale), inner) // num_bins
+        flat_bins = exchange(flat_bins, work * scale, targets, _EXCHANGES * len(scale), inner) // num_bins
         bins = np.zeros(len(self.replica), np.int64)
-        bins[some] = places - replica * count
+        bins[some] = flat_bins - replica * count
 
         rest = np.flatnonzero(~self.busy)
-        loads = self._loads(places, self.language[some], count)[:, :, None]
+        loads = self._loads(flat_bins, self.language[some], count)[:, :, None]
         used = None
         if capacity is not None:
-            used = np.stack([self._loads(places, size, count) for size in capacity.sizes[some].T], axis=2)
+            used = np.stack([self._loads(flat_bins, size, count) for size in capacity.sizes[some].T], axis=2)
             capacity = Capacity(capacity.sizes[rest], capacity.limits)
         order = np.argsort(-self.language[rest], kind="stable")
         bins[rest] = fill_bins(
@@ -259,12 +259,12 @@ class Batch:
         """Whether no two replicas of the language model share an encoder replica."""
         return len(self.encoders) == 1 and self.encoders[0].num_served == 1
 
-    def _loads(self, places: NDArray, weights: NDArray, count: int) -> NDArray:
+    def _loads(self, flat_bins: NDArray, weights: NDArray, count: int) -> NDArray:
         """Sums of weights `[replicas, count]`."""
-        return _sums(places, weights, self.dp_size * count).reshape(-1, count)
+        return _sums(flat_bins, weights, self.dp_size * count).reshape(-1, count)
 
     def _ordered(self, bins: NDArray, sizes: NDArray, language_sizes: NDArray) -> NDArray:
-        """Reorders microbatches for deferral; only the largest ones, which are equal, change places."""
+        """Reorders microbatches for deferral; only the largest ones, which are equal, change positions."""
         count, large = len(sizes), np.stack([sizes / sizes.max(), language_sizes / language_sizes.max()])
         full = np.flatnonzero((large >= 1 - _EQUAL).all(axis=0))
         loads = self._loads(self.replica * count + bins, self.language, count)
@@ -274,14 +274,14 @@ class Batch:
         rows = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
         order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
         order = self._soonest(full[order], full, bins, loads)
-        place = np.tile(np.arange(count), (self.dp_size, 1))
-        np.put_along_axis(place, order, np.broadcast_to(full, order.shape), 1)
-        return place[self.replica, bins]
+        position = np.tile(np.arange(count), (self.dp_size, 1))
+        np.put_along_axis(position, order, np.broadcast_to(full, order.shape), 1)
+        return position[self.replica, bins]
 
     def spread_out(self, bins: NDArray, count: int) -> NDArray:
         """
         Reorders microbatches such that those of replicas with a shared encoder or generator fit together: largest
-        first, each to the place with the most free capacity.
+        first, each to the position with the most free capacity.
         """
         shared = [
             (name, colocated)
@@ -291,26 +291,26 @@ class Batch:
         ]
         if not shared:
             return bins
-        places = self.replica * count + bins
-        # Share of each microbatch of the capacity of a module at one place `[modules, replicas, count]`.
+        flat_bins = self.replica * count + bins
+        # Share of each microbatch of the capacity of a module at one position `[modules, replicas, count]`.
         demand = np.stack(
             [
-                self._loads(places, self.workloads.tokens_of_limit(name), count)
+                self._loads(flat_bins, self.workloads.tokens_of_limit(name), count)
                 / (self.token_limits[name] * colocated.num_copies)
                 for name, colocated in shared
             ]
         )
         groups = np.stack([self.members // colocated.num_served for _, colocated in shared])
         used, module = np.zeros((len(shared), self.all_replicas, count)), np.arange(len(shared))
-        place, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
+        position, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
         for index in np.argsort(-demand.max(axis=0), axis=None, kind="stable").tolist():
             replica, number = divmod(index, count)
             group = module, groups[:, replica]
             after = (used[group] + demand[:, replica, number, None]).max(axis=0)
             best = int(np.where(free[replica], after, np.inf).argmin())
             used[(*group, best)] += demand[:, replica, number]
-            place[replica, number], free[replica, best] = best, False
-        return place[self.replica, bins]
+            position[replica, number], free[replica, best] = best, False
+        return position[self.replica, bins]
 
     def _soonest(self, order: NDArray, full: NDArray, bins: NDArray, language: NDArray) -> NDArray:
         """
@@ -366,10 +366,10 @@ class Batch:
         targets = np.bincount(group, work, colocated.num_groups)[:, None] * targets[:, ::-1]
         # Deferral in reverse: from the language model's microbatch back to the one before.
         late = colocated.turn(self.replica, microbatch, counts)[some]
-        place = group * count + count - 1 - late
+        late_first = group * count + count - 1 - late
         result = early.copy()
         shared = capacity and _as_one(Capacity(capacity.sizes[some], capacity.limits * colocated.num_served))
-        result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
+        result[some] = late - defer(late_first, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
         return result
 
     def microbatches(self, placement: SamplePlacement) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
@@ -381,18 +381,18 @@ class Batch:
         return result
 
 
-def _sums(places: NDArray, weights: NDArray, size: int) -> NDArray:
-    """float64 `[size]`: sum of weights at each place."""
-    return np.bincount(places, weights, size).astype(float)  # NumPy returns integers for empty inputs
+def _sums(bins: NDArray, weights: NDArray, size: int) -> NDArray:
+    """float64 `[size]`: sum of weights in each bin."""
+    return np.bincount(bins, weights, size).astype(float)  # NumPy returns integers for empty inputs
 
 
 def _lower_half(weights: NDArray, replica: NDArray) -> NDArray:
     """Whether each sample is in the lighter half of its replica."""
     counts = np.bincount(replica)
-    place = np.empty(len(weights), np.int64)
+    position = np.empty(len(weights), np.int64)
     descending = np.lexsort((-weights, replica))
-    place[descending] = np.arange(len(weights)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return 2 * place >= counts[replica]
+    position[descending] = np.arange(len(weights)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return 2 * position >= counts[replica]
 
 
 def _as_one(capacity: Capacity | None) -> Capacity | None:

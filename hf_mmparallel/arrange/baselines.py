@@ -94,9 +94,9 @@ class _PaddedGroups:
     def _fill_and_freeze(self, counts: np.ndarray, costs: np.ndarray, high: int) -> None:
         """Fills the groups that run at the same time as `high` up to its cost, and freezes them all."""
         ranking, limit = self.ranking(costs), costs[high]
-        place = ranking.index(high) // self.dp_size * self.dp_size
+        position = ranking.index(high) // self.dp_size * self.dp_size
         # Not a list: the iteration order of a set of ints decides which group is filled first, as in transformers.
-        concurrent = set(ranking[place : place + self.dp_size])
+        concurrent = set(ranking[position : position + self.dp_size])
         outside = self.active.copy()
         outside[list(concurrent)] = False
         for group in concurrent:
@@ -231,10 +231,10 @@ def _closest(times_ms: list[float], width: int, gap_ms: float) -> int:
     if width > 1:
         # Summed from left to right, so that ranks with other processors get the same result.
         times_ms = [sum(times_ms[start : start + width]) for start in range(len(times_ms) - width + 1)]
-    place = bisect.bisect_left(times_ms, gap_ms)
-    if place and (place == len(times_ms) or gap_ms - times_ms[place - 1] <= times_ms[place] - gap_ms):
-        place -= 1
-    return place
+    position = bisect.bisect_left(times_ms, gap_ms)
+    if position and (position == len(times_ms) or gap_ms - times_ms[position - 1] <= times_ms[position] - gap_ms):
+        position -= 1
+    return position
 
 
 class _Gaps:
@@ -257,9 +257,9 @@ class _Gaps:
     def _forwards(self, stage: int, count: int) -> None:
         """Runs the known forwards of the stage until it has run `count`."""
         done, before = self.done[stage], self.done[stage - 1]
-        for place in range(len(done), min(count, len(self.order))):
-            arrival = before[place] if stage else 0.0
-            self.free[stage] = max(arrival, self.free[stage]) + self.forward_ms[self.order[place]][stage]
+        for position in range(len(done), min(count, len(self.order))):
+            arrival = before[position] if stage else 0.0
+            self.free[stage] = max(arrival, self.free[stage]) + self.forward_ms[self.order[position]][stage]
             done.append(self.free[stage])
 
     def _backwards(self) -> None:

@@ -72,18 +72,20 @@ class ColocatedModules:
         if self.num_copies == 1 and capacity is None:
             return group
         some = np.flatnonzero(self.work > 0)
-        place, work = group[some] * count + turn[some], self.work[some]
+        microbatch, work = group[some] * count + turn[some], self.work[some]
         inner = capacity and Capacity(capacity.sizes[some], capacity.limits)
         loads = np.zeros((self.num_groups * count, self.num_copies, 1))
         order = np.argsort(-work, kind="stable")
-        share = fill_bins(place, work[:, None], order, np.ones(self.num_copies), loads, inner)
-        means = np.bincount(place, work, len(loads))[:, None, None] / self.num_copies
+        share = fill_bins(microbatch, work[:, None], order, np.ones(self.num_copies), loads, inner)
+        means = np.bincount(microbatch, work, len(loads))[:, None, None] / self.num_copies
         targets = np.broadcast_to(means, loads.shape)
-        share = exchange(place * self.num_copies + share, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
-        sums = np.bincount(place * self.num_copies + share, work, loads.size).reshape(self.num_groups, count, -1)
+        share = (
+            exchange(microbatch * self.num_copies + share, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
+        )
+        sums = np.bincount(microbatch * self.num_copies + share, work, loads.size).reshape(self.num_groups, count, -1)
         owner = self._owners(sums).reshape(-1, self.num_copies)
         result = group * self.num_copies
-        result[some] += owner[place, share]
+        result[some] += owner[microbatch, share]
         return result
 
     def turns(self, counts: NDArray) -> NDArray:
@@ -137,9 +139,9 @@ def cut(
 ) -> tuple[tuple[BatchIndices, ...], ...]:
     """Replica -> microbatch -> batch indices, ascending; `counts` are the numbers of microbatches of the replicas."""
     ends = np.cumsum(counts)
-    places = (ends - counts)[replica] + microbatch
-    flat = batch_indices[stable_order(places, int(ends[-1]))].tolist()
-    stops = np.cumsum(np.bincount(places, minlength=ends[-1])).tolist()
+    microbatch_index = (ends - counts)[replica] + microbatch
+    flat = batch_indices[stable_order(microbatch_index, int(ends[-1]))].tolist()
+    stops = np.cumsum(np.bincount(microbatch_index, minlength=ends[-1])).tolist()
     microbatches = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
     ends_and_counts = zip(ends.tolist(), counts.tolist(), strict=True)
     return tuple(tuple(microbatches[end - count : end]) for end, count in ends_and_counts)

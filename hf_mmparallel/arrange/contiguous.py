@@ -27,8 +27,8 @@ def counts_of(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
 def in_turns(counts: Sequence[int]) -> list[tuple[int, int]]:
     """(replica, index) of all microbatches in the order of their turns, those of one turn by replica."""
     turns = max(counts)
-    places = [(replica, index) for replica, count in enumerate(counts) for index in range(count)]
-    return sorted(places, key=lambda place: (turn_of(place[1], counts[place[0]], turns), place[0]))
+    microbatches = [(replica, index) for replica, count in enumerate(counts) for index in range(count)]
+    return sorted(microbatches, key=lambda at: (turn_of(at[1], counts[at[0]], turns), at[0]))
 
 
 def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:

@@ -146,7 +146,7 @@ def deferred_pairs(rows: NDArray, language: NDArray, num_replicas: int, count: i
     under = np.take_along_axis(pairs.under, partner, 1)
     order = np.stack([pairs.over, under], axis=2).reshape(num_replicas, 2 * half)
     order = np.append(order, np.argsort(-loads, axis=1, kind="stable")[:, half : count - half], axis=1)
-    place = np.empty_like(order)
-    np.put_along_axis(place, order, np.broadcast_to(np.arange(count), order.shape), 1)
-    bins = place.ravel()[rows]
+    position = np.empty_like(order)
+    np.put_along_axis(position, order, np.broadcast_to(np.arange(count), order.shape), 1)
+    bins = position.ravel()[rows]
     return bins, bins + late

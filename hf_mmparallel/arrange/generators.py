@@ -25,7 +25,7 @@ def generated(
     Microbatches of generators.
 
     A sample is generated in its microbatch of the language model, since its hidden states are available there and wait
-    for the gradient. The samples of the language model replicas of a group at one place are split over the generator's
+    for the gradient. The samples of the language model replicas of a group in one turn are split over the generator's
     replicas of the group by its work, see [`ColocatedModules`]. Samples without work in a generator are in none of its
     microbatches.
 

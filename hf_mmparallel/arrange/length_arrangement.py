@@ -47,8 +47,8 @@ def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) 
 
 def microbatch_ms(batch: Batch, module: str, microbatch: NDArray, count: int) -> NDArray:
     """Forward time of each microbatch `[replicas, count]`."""
-    places = batch.replica * count + microbatch
-    times = batch.workloads.microbatch_ms(module, np.arange(len(places)), places, batch.dp_size * count)
+    bins = batch.replica * count + microbatch
+    times = batch.workloads.microbatch_ms(module, np.arange(len(bins)), bins, batch.dp_size * count)
     return times.reshape(-1, count)
 
 

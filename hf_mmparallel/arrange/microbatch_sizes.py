@@ -110,7 +110,7 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     costs = pipeline.costs * work[:, None]
     # Generators have the language model's microbatches.
     language = pipeline.modules.index(LANGUAGE_MODEL)
-    kinds = [int(place >= language) for place in range(len(pipeline.modules))]
+    kinds = [int(position >= language) for position in range(len(pipeline.modules))]
     by_kind = np.stack([costs[:, [kind == k for k in kinds]].sum(axis=1) for kind in range(2)], axis=1)
     when, num_stages = pipeline.time_steps(count), len(pipeline.depth)
     end = 2 * count + 2 * num_stages * count
