@@ -20,6 +20,11 @@ from .program import Program
 from .program_checks import verify
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 
+# Position of a task at its start event. Its receives come before, at `c * m + i`: with `m` messages in the order of
+# their sends, message `i` comes with message `c` of its receive queue, which the task needs, so that the receives of a
+# task are sorted by `c` and then by `i`. Its sends come after, at `_RUN + 1 + i`. Fewer than 2**31 messages fit.
+_RUN = 2**62
+
 
 def build_program(
     plan: ParallelPlan,
@@ -129,12 +134,12 @@ def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups:
 
 
 def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> PartActions:
-    """[`lower`] in arrays: the lists are sorted by the event of each action and its position at the event."""
+    """[`lower`] in arrays: the list of a rank is sorted by the event of each action and its position at the event."""
     started, finished = np.array(timeline.started, np.int64), np.array(timeline.finished, np.int64)
     num_tasks, num_messages = graph.num_tasks, graph.num_messages
     source, target = graph.links
     ranks = StageRanks(plan)
-    # Tuples of rank, event, position at the event, code
+    # Tuples of rank, event, position at the event (see `_RUN`), code
     task, rank = ranks.of(graph.columns[0])
     actions = [(rank, started[task], np.full(len(task), _RUN), task)]
     order = np.empty(num_messages, np.int64)  # of the messages, by the time of their sends
@@ -154,9 +159,6 @@ def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups
     return PartActions(graph, starts, code[np.lexsort((position, by_event))], {r: r for r in range(plan.world_size)})
 
 
-_RUN = 2**62  # position of a task at its event: after its receives, and before its sends
-
-
 def _receives(
     ranks: StageRanks, graph: TaskGraph, needed: NDArray, order: NDArray, message: NDArray, rank: NDArray
 ) -> tuple[NDArray, NDArray]:
@@ -174,12 +176,15 @@ def _receives(
     queue = _receive_queues(ranks, graph, message, rank)
     by_queue = np.lexsort((order[message], queue))
     sent, event, queue = order[message[by_queue]], needed[message[by_queue]], queue[by_queue]
-    # The least event from each receive to the end of its queue, and its index. Queue, event and index are packed into
-    # one integer each, so that a running minimum from the end does it: later queues have larger keys. The product of
-    # the three ranges stays below 2**63 for a million receives of a million tasks in a million queues.
+    # For each receive, the receive of its queue from here to the end that is needed first: the one it comes with. A
+    # running minimum from the end finds it, over keys of queue, event and index in one integer; later queues have
+    # larger keys. With queues 0, 0, 0, 1, events 7, 5, 9, 4 (each below 10) and 4 receives the keys are 28, 21, 38,
+    # 59, their minima 21, 21, 38, 59, and modulo 4 the receives 1, 1, 2, 3: the first comes with the second, at event
+    # 5. A key is below queues x events x receives, which int64 holds for two million of each.
     count = len(queue)
-    span = int(needed.max(initial=0)) + 1
-    key = ((queue * span + event) * count + np.arange(count))[::-1]
+    num_events = int(needed.max(initial=0)) + 1
+    assert (int(queue.max(initial=0)) + 1) * num_events * max(count, 1) < 2**63, "too many receives for int64 keys"
+    key = ((queue * num_events + event) * count + np.arange(count))[::-1]
     covering = (np.minimum.accumulate(key) % max(count, 1))[::-1]
     result = np.empty((2, count), np.int64)
     result[:, by_queue] = event[covering], sent[covering] * len(order) + sent
@@ -189,8 +194,8 @@ def _receives(
 def _receive_queues(ranks: StageRanks, graph: TaskGraph, message: NDArray, rank: NDArray) -> NDArray:
     """The receive queue of each receive, as an index."""
     receive, source = ranks.of(graph.columns[0, graph.links[0, message]])
-    size = int(ranks.ranks.max(initial=0)) + 1
-    channel, number = np.unique(rank[receive] * size + source, return_inverse=True)
+    num_ranks = int(ranks.ranks.max(initial=0)) + 1
+    channel, number = np.unique(rank[receive] * num_ranks + source, return_inverse=True)
     first = np.flatnonzero(np.diff(receive, prepend=-1))
     if len(first) == len(receive):  # each source is a single rank
         return number

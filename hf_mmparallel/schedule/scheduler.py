@@ -17,7 +17,7 @@ from ..plan import ParallelPlan, StageKey
 from .actions import Task
 from .graph import TaskCounts, TaskGraph
 from .in_flight import task_phases
-from .windows import Windows
+from .windows import Windows, latest_equal
 
 Cost = Callable[[Task], float]
 """Task -> milliseconds. An object with a method `of_graph`, [`TaskGraph`] -> times of its tasks, is faster."""
@@ -57,9 +57,29 @@ def default_cost(task: Task) -> float:
 
 class _Tables:
     """
-    The constants of a simulation as lists of integers, with which an event takes a few microseconds. Tasks and stages
-    are indices of the graph, cells those of [`TaskCounts`]. A *component* is a connected component of stages that
-    share ranks; if all of its stages are on the same ranks, one rank represents them.
+    The constants of a simulation as lists, with which an event takes a few microseconds. Tasks and stages are indices
+    of the graph. A *cell* is a microbatch on a stage, see [`TaskCounts`]. A *component* is a connected component of
+    stages that share ranks; if all of its stages are on the same ranks, the first rank stands for all of them.
+
+    Attributes:
+        times_ms: Task -> its duration.
+        stage_of, microbatch, chunk: Task -> its stage, microbatch and chunk.
+        cell: Task -> its cell.
+        opens: Task -> whether it is the first forward of a cell with a backward, and so raises the number in flight.
+        missing: Task -> number of its dependencies.
+        followers, stops: The dependents of task `i` are `followers[stops[i] : stops[i + 1]]`. (One list for all tasks,
+            since many short ones would keep the garbage collector busy.)
+        phases: Task -> its phase; `None` if there is only one.
+        num_forwards: Number of forwards, which come before all backwards.
+        backwards_left: Cell -> number of its backwards.
+        forwards: Stage -> its forwards, in order.
+        max_in_flight: Stage -> maximum microbatches in flight.
+        ranks: Stage -> its ranks, or the one that stands for them.
+        first_rank: Stage -> the first of its ranks.
+        component_of: Stage -> its component.
+        components: Component -> its stages.
+        one_at_a_time: Component -> whether all of its stages are on the same ranks.
+        components_of_part, tasks_of_part: Part -> its components and its tasks.
     """
 
     def __init__(
@@ -83,16 +103,17 @@ class _Tables:
         part_of_component = parts[[stages[0] for stages in self.components]]
         self.components_of_part = _lists(part_of_component, np.arange(len(self.components)), count)
         self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)
-        # Whether all stages of a component are on the same ranks, and so run one at a time.
-        self.in_turn = [len({ranks[stage] for stage in stages}) == 1 for stages in self.components]
-        self.ranks = [of[:1] if self.in_turn[c] else of for of, c in zip(ranks, self.component_of, strict=True)]
+        self.one_at_a_time = [len({ranks[stage] for stage in stages}) == 1 for stages in self.components]
+        self.ranks = [
+            of_stage[:1] if self.one_at_a_time[component] else of_stage
+            for of_stage, component in zip(ranks, self.component_of, strict=True)
+        ]
         self.first_rank = [of_stage[0] for of_stage in self.ranks]
         self.phases = _phases(plan, graph)
         self.num_forwards = graph.num_forwards
 
         first, counts = graph.num_forwards, TaskCounts.of(graph)
         self.missing, self.backwards_left = counts.missing.tolist(), counts.backwards.tolist()
-        # One list for all tasks, since many short ones would keep the garbage collector busy.
         self.followers = counts.followers.tolist()
         self.stops = [0, *np.cumsum(counts.num_followers).tolist()]
         self.forwards = _lists(graph.columns[0, :first], np.arange(first), len(graph.stages))
@@ -146,9 +167,8 @@ class _Simulation:
                 return None
             assert running, "limits below those of `in_flight_1f1b` deadlock"
             dirty: set[int] = set()
-            # Ends that only rounding tells apart are one event, so that all ranks continue with the same tasks.
-            limit = running[0][0] * (1 + 1e-12) + 1e-9
-            while running and running[0][0] <= limit:
+            event_ms = latest_equal(running[0][0])
+            while running and running[0][0] <= event_ms:
                 now, index = pop(running)
                 left -= 1
                 finish(index)
@@ -195,7 +215,7 @@ class _Simulation:
     def _dispatch(self, component: int, now: float) -> None:
         """Starts tasks on the free ranks of a component, by priority, until none can start."""
         stages, tables, busy = self.tables.components[component], self.tables, self.busy
-        if tables.in_turn[component]:
+        if tables.one_at_a_time[component]:
             if busy[tables.ranks[stages[0]][0]]:
                 return
             if len(stages) == 1:
@@ -286,16 +306,16 @@ def _phases(plan: ParallelPlan, graph: TaskGraph) -> list[int] | None:
 
 
 def _connected_components(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Groups stages that share ranks, directly or through other stages."""
-    size = 1 + max(map(max, ranks), default=0)
+    """Sets of stages that share ranks, directly or through other stages."""
+    num_ranks = 1 + max(map(max, ranks), default=0)
     stages = np.repeat(np.arange(len(ranks)), list(map(len, ranks)))
     ends = (np.ones(len(stages)), (stages, len(ranks) + np.fromiter(chain.from_iterable(ranks), np.int64)))
-    shape = (len(ranks) + size,) * 2
+    shape = (len(ranks) + num_ranks,) * 2
     labels = connected_components(coo_array(ends, shape), False)[1][: len(ranks)]
-    groups: dict[int, list[int]] = {}
+    components: dict[int, list[int]] = {}
     for stage, label in enumerate(labels.tolist()):
-        groups.setdefault(label, []).append(stage)
-    return list(groups.values())
+        components.setdefault(label, []).append(stage)
+    return list(components.values())
 
 
 def schedule_tasks(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,17 @@ from .graph import TaskCounts, TaskGraph, spread
 
 _MIN_TASKS = 16  # per window on average; with fewer the event loop is faster
 _MAX_ELEMENTS = 4_000_000  # of the table of stages and their backwards
+
+_ROUNDING = 1e-12  # relative difference of times that rounding makes: of sums of a few thousand durations
+_ROUNDING_MS = 1e-9  # the same for times near 0
+
+
+def latest_equal(time_ms: Any) -> Any:
+    """
+    The latest time that counts as equal to a time. Ends that only rounding tells apart are one event in which all
+    ranks continue: with two events, the order of tasks would depend on the order in which durations are added.
+    """
+    return time_ms * (1 + _ROUNDING) + _ROUNDING_MS
 
 
 class Windows:
@@ -139,7 +151,7 @@ class Windows:
     def _is_apart(self) -> bool:
         """Whether no two different end times are so close that the event loop treats them as one."""
         ends = np.sort(self.end_ms[~np.isnan(self.end_ms)])
-        return not ((ends[1:] != ends[:-1]) & (ends[1:] <= ends[:-1] * (1 + 1e-12) + 1e-9)).any()
+        return not ((ends[1:] != ends[:-1]) & (ends[1:] <= latest_equal(ends[:-1]))).any()
 
     def events(self) -> tuple[NDArray, NDArray]:
         """Numbers of the start and end events of each task; at equal times ends come first."""

@@ -163,7 +163,7 @@ class _Scheduler:
                 by_key[key] = _Stage(len(self.stages), stage.all_ranks, max_in_flight.get(key, math.inf))
                 self.stages.append(by_key[key])
         self.islands = _islands(self.stages)
-        self.in_turn = [len({stage.ranks for stage in island}) == 1 for island in self.islands]
+        self.one_at_a_time = [len({stage.ranks for stage in island}) == 1 for island in self.islands]
         self.stage_of = [by_key[task.stage_key] for task in self.tasks]
         self._read(graph)
         self.phases = _Phases(plan, self.tasks, [stage.ranks for stage in self.stage_of])
@@ -239,7 +239,7 @@ class _Scheduler:
     def _dispatch(self, island: int) -> None:
         """Starts tasks on the island's free ranks, the best first, until none can start."""
         stages = self.islands[island]
-        if self.in_turn[island] and self.busy[stages[0].ranks[0]]:
+        if self.one_at_a_time[island] and self.busy[stages[0].ranks[0]]:
             return
         while True:
             best = None
@@ -252,7 +252,7 @@ class _Scheduler:
             if best is None:
                 return
             self._start(best[-1])
-            if self.in_turn[island]:  # all stages are on the same ranks
+            if self.one_at_a_time[island]:  # all stages are on the same ranks
                 return
 
     def _start(self, index: int) -> None:
