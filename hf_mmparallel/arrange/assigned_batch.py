@@ -271,8 +271,8 @@ class Batch:
         surplus = loads - self.totals[:, :1] * language_sizes / count
         number = np.full(count, -1)
         number[full] = np.arange(len(full))
-        rows = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
-        order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
+        in_full = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
+        order = pair_order(in_full, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
         order = self._soonest(full[order], full, bins, loads)
         position = np.tile(np.arange(count), (self.dp_size, 1))
         np.put_along_axis(position, order, np.broadcast_to(full, order.shape), 1)
@@ -337,8 +337,8 @@ class Batch:
         source = np.broadcast_to(np.arange(count), (*trials.shape[:2], count)).copy()
         source[:, :, full] = trials
         replica = np.arange(self.dp_size)[:, None]
-        rows = {name: load[replica, source].reshape(-1, count) for name, load in loads.items()}
-        best = self.pipeline.iteration_ms(rows).reshape(num_trials, -1).argmin(axis=0)
+        trial_loads = {name: load[replica, source].reshape(-1, count) for name, load in loads.items()}
+        best = self.pipeline.iteration_ms(trial_loads).reshape(num_trials, -1).argmin(axis=0)
         return trials[best, replica[:, 0]]
 
     def _balanced(

@@ -210,15 +210,15 @@ def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes:
     Returns:
         `list[int]`: The order of the microbatches.
     """
-    num_stages, rows = forward_ms.shape[1], forward_ms.tolist()
-    smallest = sorted(range(len(rows)), key=sizes.tolist().__getitem__)
+    num_stages, stages_ms = forward_ms.shape[1], forward_ms.tolist()
+    smallest = sorted(range(len(stages_ms)), key=sizes.tolist().__getitem__)
     order, rear, pending = smallest[:1], smallest[1:num_stages], smallest[num_stages:]
-    pending.sort(key=lambda index: rows[index][0])
-    gaps = _Gaps(rows, backward_ratio.tolist(), order)
+    pending.sort(key=lambda index: stages_ms[index][0])
+    gaps = _Gaps(stages_ms, backward_ratio.tolist(), order)
     width = max(1, num_stages - 1)
     while pending:
         width = min(width, len(pending))
-        start = _closest([rows[index][0] for index in pending], width, gaps.next())
+        start = _closest([stages_ms[index][0] for index in pending], width, gaps.next())
         order.extend(pending[start : start + width])
         del pending[start : start + width]
         gaps.fill()

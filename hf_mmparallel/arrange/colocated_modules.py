@@ -202,8 +202,8 @@ def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
                     for rank in stage.all_ranks:
                         by_rank[replica].setdefault(rank, np.zeros(len(plan.modules)))[number] += share
     ranks = np.zeros((size, max(map(len, by_rank)), len(plan.modules)))
-    for row, shares in zip(ranks, by_rank, strict=True):
-        row[: len(shares)] = list(shares.values())
+    for of_rank, shares in zip(ranks, by_rank, strict=True):
+        of_rank[: len(shares)] = list(shares.values())
     return whole, ranks
 
 

@@ -53,19 +53,19 @@ class Pairs:
 
     def moved(self, problem: int, over: int, under: int) -> NDArray:
         """The items that overloaded microbatch `over` of a problem defers to `under`."""
-        row = problem * self.over.shape[1] + over
-        bits = self.table.subsets[row, self.chosen[problem, over, under]]
-        items = self.members[row]
+        index = problem * self.over.shape[1] + over
+        bits = self.table.subsets[index, self.chosen[problem, over, under]]
+        items = self.members[index]
         return items[(bits >> np.minimum(np.arange(len(items)), 63)) & 1 > 0]
 
 
-def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
+def possible_pairs(bins: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     """
     For each pair of an overloaded and an underloaded microbatch, finds the subset of the overloaded one with the sum
     closest to half of the difference (Entrain, section 4.5.2).
 
     Args:
-        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
+        bins (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
             `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
         weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
         surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Load of each microbatch, or its excess
@@ -78,8 +78,8 @@ def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     above, below = np.take_along_axis(surplus, over, 1), np.take_along_axis(surplus, under, 1)
     padded_weights = np.append(weights, 0.0)
     first = np.arange(num_problems)[:, None] * count
-    inside = rows < num_problems * count
-    members = _heaviest_first(np.where(inside, rows, num_problems * count), padded_weights, num_problems * count + 1)
+    inside = bins < num_problems * count
+    members = _heaviest_first(np.where(inside, bins, num_problems * count), padded_weights, num_problems * count + 1)
     members = members[(over + first).ravel()]
     table = _sums(members, padded_weights)
     wanted = ((above[:, :, None] - below[:, None, :]) / 2).reshape(num_problems * half, half)
@@ -90,7 +90,7 @@ def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     return Pairs(over, under, costs - lowest, members, table, chosen.reshape(costs.shape))
 
 
-def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
+def pair_order(bins: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
     """
     Orders microbatches such that each overloaded one is directly before the underloaded one that it defers to.
 
@@ -100,7 +100,7 @@ def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray
     on. With an odd number of microbatches the middle one defers nothing and comes last.
 
     Args:
-        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
+        bins (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
             `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
         weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
         surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Excess of each over its target.
@@ -114,7 +114,7 @@ def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray
     descending = np.argsort(-surplus, axis=1, kind="stable")
     if not half:
         return descending
-    candidates = possible_pairs(rows, weights, surplus)
+    candidates = possible_pairs(bins, weights, surplus)
     partner = bottleneck_matching(candidates.costs)
     under = np.take_along_axis(candidates.under, partner, 1)
     totals = np.take_along_axis(surplus, candidates.over, 1) + np.take_along_axis(surplus, under, 1)

@@ -105,9 +105,9 @@ def exchange(
         best = _best(values, excess[heavy], excess[light], from_heavy, from_light, num_weights)
         useful = np.flatnonzero(best >= 0)
         heavy, light = heavy[useful], light[useful]
-        row, column = np.divmod(best[useful], from_light.shape[1])
-        down, up = from_heavy[useful, row], from_light[useful, column]
-        members[heavy, seen.start + stride * row], members[light, seen.start + stride * column] = up, down
+        from_index, to_index = np.divmod(best[useful], from_light.shape[1])
+        down, up = from_heavy[useful, from_index], from_light[useful, to_index]
+        members[heavy, seen.start + stride * from_index], members[light, seen.start + stride * to_index] = up, down
         moved = values[down] - values[up]
         excess[heavy] -= moved
         excess[light] += moved

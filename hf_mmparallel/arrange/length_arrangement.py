@@ -60,14 +60,14 @@ def estimates_ms(batch: Batch, placements: Sequence[SamplePlacement]) -> NDArray
     slowest, counts = np.zeros(len(placements)), placements[0].counts
     for count in np.unique(counts).tolist():
         subset, chosen = batch.of_replicas(np.flatnonzero(counts == count))
-        rows: dict[str, list[NDArray]] = {name: [] for name in batch.plan.modules}
+        microbatches_ms: dict[str, list[NDArray]] = {name: [] for name in batch.plan.modules}
         for placement in placements:
-            turns = dict.fromkeys(rows, placement.microbatch)
+            turns = dict.fromkeys(microbatches_ms, placement.microbatch)
             for colocated, turn in zip(batch.encoders, placement.encoder, strict=True):
                 turns |= dict.fromkeys(colocated.modules, np.minimum(turn, count - 1))
             for name, module in batch.plan.modules.items():
                 scale = batch.all_replicas / module.dp_size
-                rows[name].append(scale * microbatch_ms(subset, name, turns[name][chosen], count))
-        times = batch.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in rows.items()})
+                microbatches_ms[name].append(scale * microbatch_ms(subset, name, turns[name][chosen], count))
+        times = batch.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in microbatches_ms.items()})
         slowest = np.maximum(slowest, times.reshape(len(placements), -1).max(axis=1))
     return slowest

@@ -66,8 +66,8 @@ def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None)
         stops, position = [], 0
         for size in wanted:  # plain comparisons for speed: large batches spend their time here
             if position < count:
-                row = costs[position]
-                fits = int(cost * size / row) if row else count
+                sample_cost = costs[position]
+                fits = int(cost * size / sample_cost) if sample_cost else count
                 if fits > most[position]:
                     fits = most[position]
                 position = position + fits if fits > 1 else position + 1
@@ -130,9 +130,9 @@ def possible_orders(replica: NDArray, microbatch: NDArray, language: NDArray, wo
     surplus = loads - loads.sum(axis=1, keepdims=True) * np.array(sizes.encoder) / count
     number = np.full(count, -1)
     number[full] = np.arange(len(full))
-    rows = np.where(number[microbatch] >= 0, replica * len(full) + number[microbatch], dp_size * len(full))
+    in_full = np.where(number[microbatch] >= 0, replica * len(full) + number[microbatch], dp_size * len(full))
     # Early encoding is deferral in reverse, from the last microbatch to the first.
-    backwards = pair_order(rows, encoders, surplus[:, full], surplus[:, full[-1] + 1 :].sum(axis=1))
+    backwards = pair_order(in_full, encoders, surplus[:, full], surplus[:, full[-1] + 1 :].sum(axis=1))
     paired = backwards[:, ::-1]
     pairs, rest = paired[:, odd:].reshape(dp_size, half, 2), paired[:, :odd]
     means = np.take_along_axis(language[:, full], paired[:, odd:], 1).reshape(dp_size, half, 2).mean(axis=2)

@@ -65,8 +65,8 @@ class MeanMicrobatches:
     def layout(self, cp_size: int) -> RowLayout:
         """Memory layout of the samples of a microbatch."""
         if cp_size not in self._layouts:
-            rows = tuple((rank,) for rank in range(cp_size))
-            module = ModulePlan(((Stage((0, 1), rows),),))
+            mesh = tuple((rank,) for rank in range(cp_size))
+            module = ModulePlan(((Stage((0, 1), mesh),),))
             self._layouts[cp_size] = RowLayout.of(self.problem.costs, self.name, module)
         return self._layouts[cp_size]
 

@@ -178,8 +178,9 @@ class ModuleOptions:
         """Memory of a stage with layers `first` to `stop`."""
         key = (kind.cp_size, kind.tp_size, kind.checkpointing, first, stop)
         if key not in self._memories:
-            rows = tuple(tuple(range(row, row + kind.tp_size)) for row in range(0, kind.num_ranks, kind.tp_size))
-            stage = Stage((first, stop), rows)
+            firsts = range(0, kind.num_ranks, kind.tp_size)
+            mesh = tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts)
+            stage = Stage((first, stop), mesh)
             alone = ParallelPlan({self.name: ModulePlan(((stage,),), kind.checkpointing)})
             self._memories[key] = stage_memory(self.problem.costs, alone, self.name, stage)
         return self._memories[key]

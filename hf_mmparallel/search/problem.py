@@ -123,9 +123,9 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
         stages = []
         for index, layers in enumerate(ranges):
             start = first + (replica * layout.pp_size + index) * grid
-            rows = range(start, start + grid, layout.tp_size)
-            ranks = tuple(tuple(range(row, row + layout.tp_size)) for row in rows)
-            stages.append(Stage(layers, ranks, trainable[index], partly[index]))
+            firsts = range(start, start + grid, layout.tp_size)
+            mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
+            stages.append(Stage(layers, mesh, trainable[index], partly[index]))
         replicas.append(tuple(stages))
     return ModulePlan(tuple(replicas), layout.activation_checkpointing)
 
