@@ -252,10 +252,10 @@ class StepPlan:
         for (module, replica, index), chunks in self.chunks.items():
             for number, batch_indices in enumerate(chunks):
                 consumers = {
-                    (target, *self.places[target, batch_index])
+                    (target, *self.location_of[target, batch_index])
                     for target in self.targets.get(module, ())
                     for batch_index in batch_indices
-                    if (target, batch_index) in self.places
+                    if (target, batch_index) in self.location_of
                 }
                 links.append((module, replica, index, number, tuple(sorted(consumers))))
         return tuple(links)

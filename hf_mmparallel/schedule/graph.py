@@ -96,8 +96,9 @@ class TaskGraph:
     def task(self, index: int) -> Task:
         """The task with an index."""
         stage, microbatch, chunk = self.columns[:, index].tolist()
+        module, replica, stage_index = self.stages[stage]
         kind = "fwd" if index < self.num_forwards else "bwd"
-        return Task(kind, *self.stages[stage], microbatch, chunk)
+        return Task(kind, module, replica, stage_index, microbatch, chunk)
 
     def message(self, index: int) -> Message:
         """The message with an index."""
