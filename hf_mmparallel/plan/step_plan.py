@@ -143,29 +143,25 @@ class StepPlan:
             `dict[int, int]`: Batch index -> turn, in the order of the replica's batch indices. The number of turns is
             the largest number of microbatches among the replicas of `target` that this replica feeds.
         """
-        batch_indices = np.array(list(chain.from_iterable(self.microbatches[module][replica])), np.int64)
-        consumers, indices = (location[batch_indices] for location in self.locations[target])
-        used = consumers >= 0
-        if not used.any():
-            return {}
-        counts = (self.whole or self)._counts[target][consumers[used]]
-        turns = turn_of(indices[used], counts, counts.max())
-        return dict(zip(batch_indices[used].tolist(), turns.tolist(), strict=True))
+        samples = self.batch_indices_of(module, [replica])
+        used, turns, _ = self.turns(samples, target)
+        return dict(zip(samples.batch_indices[used].tolist(), turns.tolist(), strict=True))
 
     @cached_property
     def chunks(self) -> _Chunks:
         """
-        (module, replica, microbatch) -> its chunks, each with its own forward and backward.
-
-        An encoder's microbatch is split into chunks by the turn in which its features are consumed; a microbatch
-        without samples has no chunks. A microbatch of the language model is one chunk. The chunks of a replica are
-        computed on first access.
+        (module, replica, microbatch) -> its chunks, each with its own forward and backward: those of
+        [`~StepPlan.chunk_table`], which are computed for a replica on first access.
         """
         return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
 
     def chunk_table(self, module: str, replicas: Sequence[int]) -> ChunkTable:
         """
-        The chunks of several replicas of a module as arrays, which is much faster than [`~StepPlan.chunks`].
+        The chunks of several replicas of a module as arrays.
+
+        An encoder's microbatch is split into chunks by the turn in which its features are consumed; samples that
+        nothing consumes have the microbatch's index in place of a turn. A microbatch without samples has no chunks. A
+        microbatch of the language model is one chunk.
 
         Args:
             module (`str`): The module.
@@ -318,18 +314,15 @@ class _Chunks(Mapping[tuple[str, int, int], tuple[BatchIndices, ...]]):
         return self.known[module, replica]
 
     def _split(self, module: str, replica: int) -> tuple[tuple[BatchIndices, ...], ...]:
-        """Splits the microbatches of a replica into chunks."""
-        step = self._step
-        targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
-        turns = [step.consumer_turns(module, replica, target) for target in targets]
-        result = []
-        for index, batch_indices in enumerate(step.microbatches[module][replica]):
-            groups: dict[int, list[int]] = {}
-            for batch_index in batch_indices:
-                consumed = [turn[batch_index] for turn in turns if batch_index in turn]
-                groups.setdefault(max(consumed, default=index), []).append(batch_index)
-            result.append(tuple(tuple(groups[key]) for key in sorted(groups)))
-        return tuple(result)
+        """[`~StepPlan.chunk_table`] of a replica as tuples."""
+        table = self._step.chunk_table(module, [replica])
+        chunks: list[list[int]] = [[] for _ in range(len(table.chunk))]
+        for batch_index, chunk in zip(table.batch_indices.tolist(), table.chunk_of.tolist(), strict=True):
+            chunks[chunk].append(batch_index)
+        result: list[list[BatchIndices]] = [[] for _ in self._step.microbatches[module][replica]]
+        for microbatch, batch_indices in zip(table.microbatch.tolist(), chunks, strict=True):
+            result[microbatch].append(tuple(batch_indices))
+        return tuple(map(tuple, result))
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         for module, replicas in self._step.microbatches.items():

@@ -18,8 +18,9 @@ class GradientFlow:
     The stages of a plan that run backwards, and the inputs whose gradients they compute.
 
     A stage computes the gradient of an input iff a trainable parameter lies before that input (Cornstarch, section
-    4.3). The answers are per stage; a single chunk can need less, such as a sample without images on a frozen
-    language model behind a trainable encoder. [`Program.has_backward`] is exact per chunk.
+    4.3). [`build_graph`] decides this for each chunk, and [`Program.has_backward`] repeats its decision; here, without
+    a step, a stage runs backwards if any of its chunks can. (A sample without images on a frozen language model behind
+    a trainable encoder has none.)
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -290,7 +291,10 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
 
 
 def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray]:
-    """Messages between forwards, `[2, links]`, and whether each forward has a backward."""
+    """
+    Messages between forwards, `[2, links]`, and whether each forward has a backward: its stage is trainable, or a
+    forward that feeds it has one.
+    """
     runs_back = np.zeros(num_tasks, bool)
     entering: dict[str, list[NDArray]] = {}
     links: list[NDArray] = []

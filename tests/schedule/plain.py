@@ -13,7 +13,8 @@ from math import ceil
 
 import numpy as np
 
-from hf_mmparallel.plan import ParallelPlan, StageKey, StepPlan, SyncGroup
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StageKey, StepPlan, SyncGroup
+from hf_mmparallel.plan.step_plan import turn_of
 from hf_mmparallel.schedule import Action, Message, Program, Task
 from hf_mmparallel.schedule.in_flight import task_phases
 from hf_mmparallel.schedule.scheduler import Timeline
@@ -65,15 +66,41 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Pl
     return PlainGraph(tuple(tasks), tuple(predecessors), messages, tuple(ends))
 
 
+def consumer_turns(step: StepPlan, module: str, replica: int, target: str) -> dict[int, int]:
+    """Batch index -> the turn in which `target` consumes what a replica of `module` makes of it."""
+    takers = {
+        batch_index: (taker, index)
+        for taker, microbatches in enumerate((step.whole or step).microbatches[target])
+        for index, batch_indices in enumerate(microbatches)
+        for batch_index in batch_indices
+    }
+    own = [i for batch_indices in step.microbatches[module][replica] for i in batch_indices if i in takers]
+    counts = {taker: len((step.whole or step).microbatches[target][taker]) for taker, _ in takers.values()}
+    turns = max((counts[takers[i][0]] for i in own), default=0)
+    return {i: turn_of(takers[i][1], counts[takers[i][0]], turns) for i in own}
+
+
+def chunks_of_replica(step: StepPlan, module: str, replica: int) -> list[list[list[int]]]:
+    """The chunks of each microbatch of a replica: its samples by the turn in which they are consumed last."""
+    targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
+    turns = [consumer_turns(step, module, replica, target) for target in targets]
+    result = []
+    for index, batch_indices in enumerate(step.microbatches[module][replica]):
+        by_turn: dict[int, list[int]] = {}
+        for i in batch_indices:
+            by_turn.setdefault(max((turn[i] for turn in turns if i in turn), default=index), []).append(i)
+        result.append([by_turn[turn] for turn in sorted(by_turn)])
+    return result
+
+
 def _forwards(plan: ParallelPlan, step: StepPlan) -> tuple[list[Task], dict[tuple[str, int, int, int, int], int]]:
     """The forwards of every module in turn, and where the forward of each key is in the list."""
     tasks: list[Task] = []
     place: dict[tuple[str, int, int, int, int], int] = {}
-    chunks = step.chunks
     for name, module in plan.modules.items():
         for replica in module.with_stages:
             num_stages = len(module.replicas[replica])
-            for microbatch, own in enumerate(chunks.of_replica(name, replica)):
+            for microbatch, own in enumerate(chunks_of_replica(step, name, replica)):
                 for chunk in range(len(own)):
                     for stage in range(num_stages):
                         task = Task("fwd", name, replica, stage, microbatch, chunk)
@@ -92,14 +119,14 @@ def _links(
     for edge in edges:
         for replica in step.replicas(edge.target):
             entries[edge.target, replica] = tuple(plan.edge_stages(edge, replica))
-            for microbatch, chunks in enumerate(step.chunks.of_replica(edge.target, replica)):
+            for microbatch, chunks in enumerate(chunks_of_replica(step, edge.target, replica)):
                 for chunk, batch_indices in enumerate(chunks):
                     for batch_index in batch_indices:
                         takers[edge.target, batch_index] = (replica, microbatch, chunk)
     links = []
     for replica in plan.modules[name].with_stages:
         last = len(plan.modules[name].replicas[replica]) - 1
-        for microbatch, chunks in enumerate(step.chunks.of_replica(name, replica)):
+        for microbatch, chunks in enumerate(chunks_of_replica(step, name, replica)):
             for chunk, batch_indices in enumerate(chunks):
                 first = place[name, replica, 0, microbatch, chunk]
                 links.extend((first + stage, first + stage + 1) for stage in range(last))
@@ -498,7 +525,7 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
             }
             behind = 0
             for target in targets:
-                taken = step.consumer_turns(name, replica, target)
+                taken = consumer_turns(step, name, replica, target)
                 if not taken:  # nobody waits for what it makes
                     continue
                 depth = _turns_in_flight(

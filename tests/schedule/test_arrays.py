@@ -54,6 +54,18 @@ KINDS = st.sampled_from(["even", "thirds", "uneven"])
 
 
 @SETTINGS
+@given(CASES)
+def test_chunks_are_those_of_the_plain_way(case):
+    for name, replicas in case.step.microbatches.items():
+        for replica in range(len(replicas)):
+            expected = plain.chunks_of_replica(case.step, name, replica)
+            assert case.step.chunks.of_replica(name, replica) == tuple(tuple(map(tuple, own)) for own in expected)
+            for target in case.step.targets.get(name, ()):
+                turns = plain.consumer_turns(case.step, name, replica, target)
+                assert list(case.step.consumer_turns(name, replica, target).items()) == list(turns.items())
+
+
+@SETTINGS
 @given(CASES, st.booleans(), st.booleans(), KINDS, st.integers(0, 99))
 def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate, kind, seed):
     graph, expected = build_graph(case.plan, case.step, training), plain.build_graph(case.plan, case.step, training)
