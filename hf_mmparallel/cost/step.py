@@ -115,10 +115,9 @@ class StepCost:
         if message.kind == "grad":
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
-        module_spec = self.costs.spec.modules[before.module]
         if message.crosses_boundary:
-            num_tokens, module_spec = self._crossing_tokens(before, after), self.costs.spec.language_model
-        num_bytes = self.costs.value_bytes * num_tokens * module_spec.hidden_size
+            num_tokens = self._crossing_tokens(before, after)
+        num_bytes = self.costs.value_bytes * num_tokens * self.costs.spec.edge_width(before.module, after.module)
         ends = before.stage_key, after.stage_key
         if ends not in self._links:
             self._links[ends] = self._link(*ends)
@@ -135,9 +134,7 @@ class StepCost:
         keys = [(graph.stages[a], graph.stages[b]) for a, b in pairs.T.tolist()]
         latency_ms, rate = np.array([self._link(*key) for key in keys]).reshape(-1, 2)[kind.ravel()].T
         crosses = np.array([a[0] != b[0] for a, b in keys], bool)[kind.ravel()]
-        modules = {name: self.costs.spec.modules[name].hidden_size for name in self.plan.modules}
-        width = np.array([modules[key[0]] for key in graph.stages])[ends[0]]
-        width[crosses] = self.costs.spec.language_model.hidden_size
+        width = np.array([self.costs.spec.edge_width(a[0], b[0]) for a, b in keys], np.int64)[kind.ravel()]
         num_tokens = self._forward_sizes(graph)[0][before]
         num_tokens[crosses] = self._all_crossing(graph, before[crosses], after[crosses])
         times_ms = latency_ms + self.costs.value_bytes * num_tokens * width / rate
@@ -207,7 +204,7 @@ def _gradient_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, fl
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
     """
-    Maximum number of tokens, with the hidden size of the language model, sent from the chunk of `before` to that of
+    Maximum number of tokens, of [`ModelSpec.edge_width`] values each, sent from the chunk of `before` to that of
     `after`. From an encoder: one feature token per token of its layers (merging may leave fewer), at most the language
     model tokens of the samples. To a generator: the hidden states of all language model tokens of the samples.
     """
