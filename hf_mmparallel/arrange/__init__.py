@@ -4,9 +4,9 @@ Arrangements of a global batch over replicas and microbatches; `arrange.tokens` 
 Pure functions of numbers on top of `plan`; imported by everything that plans or predicts a step.
 """
 
+from .arrangements import ARRANGEMENTS, Arrangement, Microbatches, arrange_step, contiguous_step
 from .balance import Balance, compare_with_contiguous, measured_balance, step_balance
 from .contiguous import num_microbatches
-from .methods import ARRANGEMENTS, Arrangement, Microbatches, arrange_step, contiguous_step
 
 __all__ = [
     "ARRANGEMENTS",

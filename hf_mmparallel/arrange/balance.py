@@ -10,7 +10,7 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..schedule import Span, microbatch_forward_ms
-from .methods import arrange_step
+from .arrangements import arrange_step
 
 Times = tuple[np.ndarray, ...]
 

@@ -59,6 +59,6 @@ def _copies(colocated: ColocatedModules, workloads: Workloads, replica: NDArray,
     if names:
         sizes = np.stack([workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
         capacity = Capacity(sizes, np.array([workloads.token_limits[name] for name in names], dtype=float))
-        with suppress(CapacityError):  # some methods ignore limits
+        with suppress(CapacityError):  # some arrangements ignore limits
             return colocated.copies(replica, turn, count, capacity)
     return colocated.copies(replica, turn, count, None)

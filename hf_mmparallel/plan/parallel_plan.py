@@ -11,7 +11,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from .assignments import ASSIGNMENTS
+from .arrangements import ARRANGEMENT_POLICIES
 from .model_spec import LANGUAGE_MODEL, Edge
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
@@ -228,8 +228,8 @@ class ParallelPlan:
         return {index: tuple(features) for index, features in sorted(result.items())}
 
     def to_dict(self) -> dict[str, Any]:
-        method = self.microbatch_assignment
-        assignment = {} if method is None else {"microbatch_assignment": method}
+        arrangement = self.microbatch_assignment
+        assignment = {} if arrangement is None else {"microbatch_assignment": arrangement}
         return {
             "schedule": self.schedule,
             **assignment,
@@ -279,10 +279,10 @@ class ParallelPlan:
         schedule = data.get("schedule", "1f1b")
         reject_unknown_keys("`schedule`", [schedule], SCHEDULES)
         count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
-        method = data.get("microbatch_assignment")
-        if method is not None:
-            reject_unknown_keys("`microbatch_assignment`", [method], list(ASSIGNMENTS))
-        return cls(_sources_first(modules, edges), edges, schedule, count, method)
+        arrangement = data.get("microbatch_assignment")
+        if arrangement is not None:
+            reject_unknown_keys("`microbatch_assignment`", [arrangement], list(ARRANGEMENT_POLICIES))
+        return cls(_sources_first(modules, edges), edges, schedule, count, arrangement)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())

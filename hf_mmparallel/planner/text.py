@@ -153,7 +153,7 @@ def batch_text(answer: Answer) -> str:
     """`64 samples, 8 microbatches of ...`."""
     plan, step = answer.plan, answer.prediction.planned.step
     counts = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
-    if answer.method == "contiguous":
+    if answer.arrangement == "contiguous":
         each = f"up to {answer.microbatch_size}"
     else:
         each = f"on average {answer.global_batch_size / sum(counts):.3g}"
@@ -162,7 +162,7 @@ def batch_text(answer: Answer) -> str:
     noun = plural(1, "microbatch") if max(counts) == 1 else f"{range_text(counts)} microbatches"
     return (
         f"{answer.global_batch_size:,} samples, {noun} of {each} on each language-model replica, "
-        f"schedule {plan.schedule}, arranged by `{answer.method}`{rows}"
+        f"schedule {plan.schedule}, arranged by `{answer.arrangement}`{rows}"
     )
 
 

@@ -300,7 +300,11 @@ class CandidateSpace:
         }
         problem = self.problem
         return Candidate(
-            layouts, estimated.colocated_with, estimated.num_microbatches, problem.first_schedule, problem.first_method
+            layouts,
+            estimated.colocated_with,
+            estimated.num_microbatches,
+            problem.first_schedule,
+            problem.first_arrangement,
         )
 
 

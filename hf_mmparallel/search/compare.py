@@ -94,7 +94,7 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
         `tuple[ComparedPlan, ...]`: One plan per baseline. It exceeds the memory only if all of its kind do.
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
-    judge = _BaselineEvaluator(replace(problem, fixed={}, method="contiguous"), batches)
+    judge = _BaselineEvaluator(replace(problem, fixed={}, arrangement="contiguous"), batches)
     return (
         judge.unaware(),
         judge.single_layout(),
@@ -136,11 +136,11 @@ def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
         return None
     if any(layouts[name].activation_checkpointing != value for name, value in problem.checkpointing.items()):
         return None
-    if problem.schedule not in (None, candidate.schedule) or problem.method not in (None, candidate.method):
+    if problem.schedule not in (None, candidate.schedule) or problem.arrangement not in (None, candidate.arrangement):
         return None
     # An arrangement that exceeds the memory for some batch is no result, though its layout may be with another one.
-    methods = (candidate.method,) if candidate.method in problem.methods else problem.methods
-    plans = [_on_batches(result, replace(candidate, method=method)) for method in methods]
+    arrangements = (candidate.arrangement,) if candidate.arrangement in problem.arrangements else problem.arrangements
+    plans = [_on_batches(result, replace(candidate, arrangement=arrangement)) for arrangement in arrangements]
     return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_ms, default=None)
 
 
@@ -362,23 +362,23 @@ class _BaselineEvaluator:
         return _UNLIMITED if limit is None else limit
 
     def _evaluated(
-        self, candidate: Candidate, method: str, count: int | None = None, problem: PlanningProblem | None = None
+        self, candidate: Candidate, arrangement: str, count: int | None = None, problem: PlanningProblem | None = None
     ) -> RankedPlan:
         """A candidate on the first `count` batches; on all by default."""
         problem = replace(problem or self.problem, memory_bytes=None)
-        planner = step_planner(problem, replace(candidate, method=method))
+        planner = step_planner(problem, replace(candidate, arrangement=arrangement))
         predictions = tuple(predict_batch(planner, batch) for batch in self.batches[:count])
-        return RankedPlan(replace(candidate, method=method), planner.plan, predictions, 0.0)
+        return RankedPlan(replace(candidate, arrangement=arrangement), planner.plan, predictions, 0.0)
 
     def _best(
-        self, candidates: Iterable[Candidate], method: str, assumed: PlanningProblem | None = None
+        self, candidates: Iterable[Candidate], arrangement: str, assumed: PlanningProblem | None = None
     ) -> RankedPlan:
         """The fastest of the first candidates that fit, by the costs of `assumed`; the smallest one if none fits."""
         entries: list[tuple[bool, float, Candidate]] = []
         num_tasks = 0
         for candidate in candidates:
-            ranked = self._evaluated(candidate, method, 1)
-            believed = ranked if assumed is None else self._evaluated(candidate, method, 1, assumed)
+            ranked = self._evaluated(candidate, arrangement, 1)
+            believed = ranked if assumed is None else self._evaluated(candidate, arrangement, 1, assumed)
             over = ranked.peak_memory_bytes > self._limit_bytes
             entries.append((over, ranked.peak_memory_bytes if over else believed.step_ms, candidate))
             num_tasks += candidate.num_tasks
@@ -390,7 +390,7 @@ class _BaselineEvaluator:
                 break
         tried = []
         for _, _, candidate in sorted(entries, key=lambda entry: entry[:2]):
-            ranked = self._evaluated(candidate, method)
+            ranked = self._evaluated(candidate, arrangement)
             if ranked.peak_memory_bytes <= self._limit_bytes:
                 return ranked
             tried.append(ranked)

@@ -82,7 +82,7 @@ class MeanMicrobatches:
     def _split(self, num_microbatches: int) -> Sequence[NDArray]:
         """Splits the samples of a batch into microbatches."""
         count = self.batch.num_samples
-        if num_microbatches == count or self.problem.first_method not in _BY_LENGTH:
+        if num_microbatches == count or self.problem.first_arrangement not in _BY_LENGTH:
             return np.array_split(np.arange(count), num_microbatches)
         padded = self.layout(1).of_samples(self.batch, self.name, even=False)
         row_ms, _ = layer_table(self.problem.costs, self.name).sample_ms(padded[1], padded[0])

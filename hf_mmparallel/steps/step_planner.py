@@ -67,7 +67,7 @@ class StepPlanner:
         plan (`ParallelPlan`): The layout.
         sync_groups (`Sequence[SyncGroup]`): The gradient all-reduces.
         microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        method (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
+        arrangement (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
             Dataset indices -> their sizes; without it all samples count the same.
         max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
@@ -82,16 +82,16 @@ class StepPlanner:
     plan: ParallelPlan
     sync_groups: Sequence[SyncGroup]
     microbatch_size: int
-    method: str = "contiguous"
+    arrangement: str = "contiguous"
     sizes: SizeFunction | None = None
     max_tokens: int | None = None
     memory_bytes: float | None = None
     training: bool = True
     token_limits: Mapping[str, int] | None = None
 
-    def with_method(self, method: str) -> StepPlanner:
+    def with_arrangement(self, arrangement: str) -> StepPlanner:
         """The same planner with another arrangement; shares cached properties of the layout."""
-        result = replace(self, method=method)
+        result = replace(self, arrangement=arrangement)
         result.__dict__.update(representatives=self.representatives, stage_costs=self.stage_costs)
         return result
 
@@ -152,7 +152,7 @@ class StepPlanner:
             workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
             if token_limits is not None:
                 workloads = replace(workloads, token_limits=token_limits)
-        step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.method, epoch)
+        step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.arrangement, epoch)
         return PlannedStep(step, Program({}), sizes, workloads)
 
     @cached_property

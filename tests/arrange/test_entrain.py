@@ -128,9 +128,9 @@ def test_deviations_on_synthchartnet_fall_by_what_the_paper_says(model):
     plan, found = resolve_plan(PUBLISHED_MODELS[model].spec, sizes), {}
     for seed in range(5):
         work = PUBLISHED_MODELS[model].workloads(PUBLISHED["synthchartnet"].draw(512, seed))
-        for method in ("disttrain", "entrain"):
-            balance = step_balance(arrange_step(plan, range(512), work, 4, method), work)
+        for arrangement in ("disttrain", "entrain"):
+            balance = step_balance(arrange_step(plan, range(512), work, 4, arrangement), work)
             for name in plan.modules:
-                found.setdefault((method, name), []).append(balance.std_ms(name))
+                found.setdefault((arrangement, name), []).append(balance.std_ms(name))
     fewer = {name: np.mean(found["disttrain", name]) / np.mean(found["entrain", name]) for name in plan.modules}
     assert fewer["vision"] > 10.6 and fewer[LANGUAGE_MODEL] > 4.1

@@ -78,7 +78,7 @@ def test_a_plan_knows_what_is_in_front_and_what_behind():
     assert plan_of(language_model=ModulePlugin()).generators == ()
 
 
-@pytest.mark.parametrize("method", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @settings(max_examples=12, deadline=None)
 @given(
     st.tuples(*[st.integers(1, 4)] * 4),
@@ -87,7 +87,9 @@ def test_a_plan_knows_what_is_in_front_and_what_behind():
     st.sampled_from([0.0, 0.4, 1.0]),
     st.booleans(),
 )
-def test_generators_take_what_the_language_model_takes(method, sizes, num_samples, microbatch_size, empty, together):
+def test_generators_take_what_the_language_model_takes(
+    arrangement, sizes, num_samples, microbatch_size, empty, together
+):
     encoder, language, image, audio = sizes
     other = ModulePlugin(colocate_with=IMAGE) if together else ModulePlugin(audio)
     plan = plan_of(
@@ -100,18 +102,18 @@ def test_generators_take_what_the_language_model_takes(method, sizes, num_sample
     rng = np.random.default_rng(num_samples)
     for name in plan.generators:
         work.forward_ms[name][rng.random(num_samples) < empty] = 0
-    step = arrange_step(plan, range(num_samples), work, microbatch_size, method)
+    step = arrange_step(plan, range(num_samples), work, microbatch_size, arrangement)
     check(plan, work, step)
-    assert step == arrange_step(plan, range(num_samples), work, microbatch_size, method)
+    assert step == arrange_step(plan, range(num_samples), work, microbatch_size, arrangement)
     # A microbatch of the language model is one chunk, whatever is generated of it.
     assert all(len(own) <= 1 for key, own in step.chunks.items() if key[0] == LANGUAGE_MODEL)
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "tapered"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "tapered"])
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.floats(1.0, 2.0))
 @example(42, 1, 4, 18, 1.2)  # one that is hard to divide among copies
-def test_limits_of_generators_hold(method, seed, language, generator, num_samples, capacity):
+def test_limits_of_generators_hold(arrangement, seed, language, generator, num_samples, capacity):
     plan = plan_of(
         vision=ModulePlugin(), language_model=ModulePlugin(language), image_generator=ModulePlugin(generator)
     )
@@ -121,7 +123,7 @@ def test_limits_of_generators_hold(method, seed, language, generator, num_sample
     if seed % 2:
         limits[LANGUAGE_MODEL] = int(2 * work.tokens[LANGUAGE_MODEL].max())
     work = dataclasses.replace(work, token_limits=limits)
-    step = arrange_step(plan, range(num_samples), work, 8, method)
+    step = arrange_step(plan, range(num_samples), work, 8, arrangement)
     check(plan, work, step)
     for name, limit in limits.items():
         assert loads(step.microbatches[name], work.tokens[name]).max() <= limit
@@ -247,9 +249,9 @@ def test_a_generator_on_the_ranks_of_the_language_model_adds_to_its_stages():
     assert dict(zip(pipeline.modules, pipeline.shares, strict=True))[IMAGE] == (0.5, 0.5, 0.0)
 
 
-@pytest.mark.parametrize("method", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("kind", ["none", "one", "nothing to do", "no text", "giant"])
-def test_odd_batches(method, kind):
+def test_odd_batches(arrangement, kind):
     for encoder, language, generator in itertools.product((1, 3), (1, 2), (1, 2)):
         plan = plan_of(
             vision=ModulePlugin(encoder),
@@ -262,4 +264,4 @@ def test_odd_batches(method, kind):
                 own[:] = 0
         if kind == "giant":
             work.forward_ms[IMAGE][5] = 1e3
-        check(plan, work, arrange_step(plan, range(work.num_samples), work, 2, method))
+        check(plan, work, arrange_step(plan, range(work.num_samples), work, 2, arrangement))

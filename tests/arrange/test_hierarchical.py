@@ -272,8 +272,8 @@ def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_e
     plan = make_plan(1, 1, 2)
     work = draw(plan, 96, text=0.0)
 
-    def time_ms(method: str) -> float:
-        step = arrange_step(plan, range(96), work, 6, method)
+    def time_ms(arrangement: str) -> float:
+        step = arrange_step(plan, range(96), work, 6, arrangement)
         check(plan, work, step)
 
         def cost(task) -> float:

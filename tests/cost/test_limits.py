@@ -145,15 +145,15 @@ def test_without_a_limit_encoders_run_two_forwards_ahead():
     assert fitting == {("vision", 0, 0): 5, (LANGUAGE_MODEL, 0, 0): 2, (LANGUAGE_MODEL, 0, 1): 1}
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "entrain", "tapered"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "entrain", "tapered"])
 @pytest.mark.parametrize("data_parallel", [(1, 1), (2, 2), (4, 2), (2, 4)])
-def test_deferral_keeps_no_more_microbatches_than_the_limit_of_tokens_counts(method, data_parallel):
+def test_deferral_keeps_no_more_microbatches_than_the_limit_of_tokens_counts(arrangement, data_parallel):
     """A microbatch counts until its last sample's backward, also where others of its samples are done before."""
     times = PUBLISHED_MODELS["llama3-1b"]
     names = ("vision", LANGUAGE_MODEL)
     degrees = {name: ModulePlugin(dp_size=dp, pp_size=2) for name, dp in zip(names, data_parallel, strict=True)}
     plan = resolve_plan(times.spec, degrees)
-    step = arrange_step(plan, range(96), times.workloads(PUBLISHED["synthchartnet"].draw(96, 1)), 4, method)
+    step = arrange_step(plan, range(96), times.workloads(PUBLISHED["synthchartnet"].draw(96, 1)), 4, arrangement)
     assert deferred_fraction(step) > 0
     spans = simulate(plan, build_program(plan, step, [])).spans
     in_flight = steady_in_flight(plan)

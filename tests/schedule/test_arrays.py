@@ -87,17 +87,17 @@ def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate
         assert program.replicas(name) == same.replicas(name)
 
 
-@pytest.mark.parametrize("method", sorted(ARRANGEMENTS))
+@pytest.mark.parametrize("arrangement", sorted(ARRANGEMENTS))
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "encoders_first"])
 @pytest.mark.parametrize("many", [1, 10**9], ids=["windows", "events"])
-def test_encoders_unlike_in_number_share_one_part(method, schedule, many, monkeypatch):
+def test_encoders_unlike_in_number_share_one_part(arrangement, schedule, many, monkeypatch):
     """2 n - 1 encoder replicas for n of the language model: a chain of replicas, planned as a whole."""
     monkeypatch.setattr(scheduler, "_MANY_TASKS", many)
     layouts = {"vision": ModulePlugin(dp_size=11), LM: ModulePlugin(dp_size=6, pp_size=2, tp_size=2)}
     plan = replace(resolve_plan(model_spec(), layouts), schedule=schedule)
     times = {name: np.random.default_rng(1).lognormal(0, 1, 96) for name in plan.modules}
     tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in times.items()}
-    step = arrange_step(plan, range(96), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, method)
+    step = arrange_step(plan, range(96), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, arrangement)
     representatives = find_representatives(plan, sync_groups(model_spec(), plan))
     parts = list(representatives.parts(step, 0))
     graph, expected = (make(parts[0].plan, parts[0].step) for make in (build_graph, plain.build_graph))

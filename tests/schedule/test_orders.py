@@ -84,16 +84,16 @@ def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(enc
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager"])
-@pytest.mark.parametrize("method", ["hierarchical", "entrain", "disttrain"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "entrain", "disttrain"])
 @pytest.mark.parametrize(("dataset", "model"), [("llava-150k", "llama3-3b"), ("cocoqa", "llama3-3b")])
-def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(dataset, model, method, schedule):
+def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(dataset, model, arrangement, schedule):
     shape, times = PUBLISHED[dataset], PUBLISHED_MODELS[model]
     stages = shape.stated.parallel_sizes[model]["entrain"]
     names = ("vision", LANGUAGE_MODEL)
     sizes = {name: ModulePlugin(pp_size=count) for name, count in zip(names, stages, strict=True)}
     plan = resolve_plan(times.spec, sizes, schedule=schedule)
     work = times.workloads(shape.draw(128, 3))
-    step = arrange_step(plan, range(128), work, 4, method)
+    step = arrange_step(plan, range(128), work, 4, arrangement)
 
     def cost(task):
         module = plan.modules[task.module]

@@ -133,7 +133,7 @@ def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
     assert ends == sorted(ends, reverse=True)
 
 
-@pytest.mark.parametrize("method", sorted(ARRANGEMENTS))
+@pytest.mark.parametrize("arrangement", sorted(ARRANGEMENTS))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "layouts",
@@ -145,14 +145,14 @@ def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
     ],
     ids=["two encoders each", "shared encoders", "unlike numbers", "colocated"],
 )
-def test_real_arrangements_with_deferral(method, schedule, layouts):
+def test_real_arrangements_with_deferral(arrangement, schedule, layouts):
     spec = model_spec()
     plan = replace(resolve_plan(spec, layouts), schedule=schedule)
     random = np.random.default_rng(0)
     times = {name: random.lognormal(0, 1, 64) for name in plan.modules}
     times["vision"][random.random(64) < 0.2] = 0.0
     tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in times.items()}
-    step = arrange_step(plan, range(64), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, method)
+    step = arrange_step(plan, range(64), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, arrangement)
     groups = sync_groups(spec, plan)
 
     def cost(task: Task) -> float:

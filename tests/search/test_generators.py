@@ -65,7 +65,7 @@ class ExhaustiveInSeries(Exhaustive):
 )
 def test_the_best_estimate_with_a_generator_is_that_of_exhaustive_search(ranks, batch, frozen, seed):
     problem = problem_of(
-        ranks, batch, seed=seed, spec=model_with(IMAGE, frozen=frozen, encoder=False), method="contiguous"
+        ranks, batch, seed=seed, spec=model_with(IMAGE, frozen=frozen, encoder=False), arrangement="contiguous"
     )
     found = min((own.step_ms for own in CandidateSpace(problem)), default=float("inf"))
     assert found == pytest.approx(ExhaustiveInSeries(problem).best_ms(), rel=1e-9)
@@ -74,7 +74,7 @@ def test_the_best_estimate_with_a_generator_is_that_of_exhaustive_search(ranks, 
 @pytest.mark.parametrize(("names", "encoder"), [((IMAGE,), True), ((IMAGE, AUDIO), False)])
 def test_modules_on_both_sides_are_divided_as_exhaustive_search_does(names, encoder):
     spec = model_with(*names, encoder=encoder)
-    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), method="contiguous")
+    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), arrangement="contiguous")
     exhaustive = ExhaustiveInSeries(problem)
     whole = exhaustive.module
     exhaustive.module = lambda name, dp, pp, tp, again, count: (

@@ -136,7 +136,7 @@ class Exhaustive:
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 6), st.sampled_from([2, 4, 6, 12]), st.sampled_from(FROZEN), st.integers(0, 9), st.booleans())
 def test_the_best_estimate_is_that_of_exhaustive_search(ranks, batch, frozen, seed, packing):
-    problem = problem_of(ranks, batch, frozen, seed, method="contiguous")
+    problem = problem_of(ranks, batch, frozen, seed, arrangement="contiguous")
     problem = replace(problem, costs=replace(problem.costs, packing=packing))
     found = min((own.step_ms for own in CandidateSpace(problem)), default=float("inf"))
     assert found == pytest.approx(Exhaustive(problem).best_ms(), rel=1e-9)
@@ -145,7 +145,7 @@ def test_the_best_estimate_is_that_of_exhaustive_search(ranks, batch, frozen, se
 def test_two_encoders_are_divided_as_exhaustive_search_does():
     spec = model(("audio",))
     spec = replace(spec, modules={"audio": module("audio", True), **spec.modules})
-    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), method="contiguous")
+    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), arrangement="contiguous")
     exhaustive = Exhaustive(problem)
     whole = exhaustive.module
     exhaustive.module = lambda name, dp, pp, tp, again, count: (
@@ -319,7 +319,7 @@ def test_a_sample_that_no_plan_has_room_for_gets_a_microbatch_of_its_own_and_the
             for batch_indices in replica:
                 assert len(batch_indices) == 1 or workloads.tokens[name][list(batch_indices)].sum() <= limit
     with pytest.raises(ValueError, match="fits"):  # the sampler's order keeps to no limit
-        search_plans(replace(problem, method="contiguous", microbatch_size=8))
+        search_plans(replace(problem, arrangement="contiguous", microbatch_size=8))
 
 
 def test_state_that_does_not_fit_is_refused_however_large_samples_are():
