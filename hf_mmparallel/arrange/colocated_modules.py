@@ -188,12 +188,12 @@ def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
         serve several replicas are left out: their work does not depend on the replica of a microbatch.
     """
     plan = key.plan
-    size = plan.modules[LANGUAGE_MODEL].dp_size
-    whole, by_rank = np.zeros((size, len(plan.modules))), [{} for _ in range(size)]
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    whole, by_rank = np.zeros((dp_size, len(plan.modules))), [{} for _ in range(dp_size)]
     for number, (name, module) in enumerate(plan.modules.items()):
-        groups = math.gcd(size, module.dp_size)
-        copies, served = module.dp_size // groups, size // groups
-        for replica in range(size):
+        groups = math.gcd(dp_size, module.dp_size)
+        copies, served = module.dp_size // groups, dp_size // groups
+        for replica in range(dp_size):
             first = replica // served * copies
             for stages in module.replicas[first : first + copies]:
                 shares = [stage_share(plan, name, stage) / copies for stage in stages]
@@ -201,7 +201,7 @@ def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
                 for stage, share in zip(stages, shares, strict=True) if served == 1 else ():
                     for rank in stage.all_ranks:
                         by_rank[replica].setdefault(rank, np.zeros(len(plan.modules)))[number] += share
-    ranks = np.zeros((size, max(map(len, by_rank)), len(plan.modules)))
+    ranks = np.zeros((dp_size, max(map(len, by_rank)), len(plan.modules)))
     for of_rank, shares in zip(ranks, by_rank, strict=True):
         of_rank[: len(shares)] = list(shares.values())
     return whole, ranks

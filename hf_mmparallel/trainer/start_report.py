@@ -217,7 +217,7 @@ def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
     if 2 * most < asked:
         logger.warning(
             f"`microbatch_assignment={planner.arrangement!r}` makes {most} microbatches or fewer for each replica of "
-            f"the language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It has "
-            "at most as many as the encoders' work is times that of the largest sample, few where most samples are "
-            'text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
+            f"the language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. "
+            "It has at most as many as the encoders' work is times that of the largest sample, few where most samples "
+            'are text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
         )
