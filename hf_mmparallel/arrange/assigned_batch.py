@@ -180,15 +180,17 @@ class Batch:
         Raises:
             `CapacityError`: If a microbatch does not fit.
         """
-        most = int(counts.max())
+        max_count = int(counts.max())
         encoder = tuple(self._balanced(colocated, bins, microbatch, counts, wanted) for colocated in self.encoders)
         copies = tuple(
-            colocated.copies(self.replica, encoder_bins, most, self.capacity(list(colocated.modules), per_copy=True))
+            colocated.copies(
+                self.replica, encoder_bins, max_count, self.capacity(list(colocated.modules), per_copy=True)
+            )
             for colocated, encoder_bins in zip(self.encoders, encoder, strict=True)
         )
         for colocated in self.generators:  # checks that the language model's microbatches fit
             turn = colocated.turn(self.replica, microbatch, counts)
-            colocated.copies(self.replica, turn, most, self.capacity(list(colocated.modules), per_copy=True))
+            colocated.copies(self.replica, turn, max_count, self.capacity(list(colocated.modules), per_copy=True))
         return SamplePlacement(counts, self.replica, microbatch, encoder, copies)
 
     def divide(self, sizes: Sizes, language_weight: float, spread: bool) -> tuple[NDArray, NDArray]:

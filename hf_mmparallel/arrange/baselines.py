@@ -331,7 +331,7 @@ def _sub_microbatches(batch_indices: BatchIndices, forward_ms: np.ndarray, count
     result: list[list[int]] = [[] for _ in range(count)]
     loads = [0.0] * count
     for batch_index in sorted(batch_indices, key=lambda batch_index: (-forward_ms[batch_index], batch_index)):
-        least = min(range(count), key=lambda index: (loads[index], len(result[index])))
-        result[least].append(batch_index)
-        loads[least] += float(forward_ms[batch_index])
+        lightest = min(range(count), key=lambda index: (loads[index], len(result[index])))
+        result[lightest].append(batch_index)
+        loads[lightest] += float(forward_ms[batch_index])
     return [tuple(sorted(members)) for members in result]

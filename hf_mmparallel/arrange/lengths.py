@@ -60,7 +60,7 @@ def group_by_length(
 def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None) -> list[int]:
     """End of each group of samples in decreasing order, for the smallest maximum ratio of cost to size."""
     costs, wanted, count = row_ms.tolist(), sizes.tolist(), len(row_ms)
-    most = [len(costs)] * len(costs) if limit is None else (limit // np.maximum(tokens, 1)).astype(int).tolist()
+    max_samples = [len(costs)] * len(costs) if limit is None else (limit // np.maximum(tokens, 1)).astype(int).tolist()
 
     def stops_for(cost: float) -> list[int] | None:
         stops, position = [], 0
@@ -68,8 +68,8 @@ def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None)
             if position < count:
                 sample_cost = costs[position]
                 fits = int(cost * size / sample_cost) if sample_cost else count
-                if fits > most[position]:
-                    fits = most[position]
+                if fits > max_samples[position]:
+                    fits = max_samples[position]
                 position = position + fits if fits > 1 else position + 1
                 if position > count:
                     position = count

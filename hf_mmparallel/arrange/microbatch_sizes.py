@@ -65,10 +65,10 @@ def best_sizes(
     Returns:
         [`Sizes`]: The size of each microbatch.
     """
-    most = max(totals.values())
-    if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3 or most <= 0:
+    max_total_ms = max(totals.values())
+    if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3 or max_total_ms <= 0:
         return Sizes.even(count)
-    weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * most
+    weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * max_total_ms
     work = weights * np.array(list(pipeline.bottleneck.values()))
     steps = np.rint(np.log(work / work.max()) / _STEP).astype(int)
     solved = min(count, 4 * pipeline.num_stages + 16)

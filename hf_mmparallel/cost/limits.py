@@ -148,13 +148,13 @@ def _stored_pairs(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:
     """Rank -> memory left for activations. Raises `ValueError` if a rank has none left."""
     states = state_per_rank(plan, memories)
-    least = {rank: state.total for rank, state in states.items()}
-    fullest = max(least, key=lambda rank: (least[rank], -rank))
-    if least[fullest] >= memory_bytes:
+    state_bytes = {rank: state.total for rank, state in states.items()}
+    fullest = max(state_bytes, key=lambda rank: (state_bytes[rank], -rank))
+    if state_bytes[fullest] >= memory_bytes:
         names = list(dict.fromkeys(name for name, _, _ in plan.stages_of_rank(fullest)))
         raise ValueError(
-            f"Rank {fullest} ({', '.join(names)}) needs {least[fullest] / GIB:.3g} GiB for weights, gradients and "
-            f"optimizer state alone, of {memory_bytes / GIB:.3g} GiB of memory. Raise `pp_size` or `tp_size` of "
+            f"Rank {fullest} ({', '.join(names)}) needs {state_bytes[fullest] / GIB:.3g} GiB for weights, gradients "
+            f"and optimizer state alone, of {memory_bytes / GIB:.3g} GiB of memory. Raise `pp_size` or `tp_size` of "
             f"`{names[-1]}`, freeze more of it, or allow more memory."
         )
     return {rank: memory_bytes - state.total for rank, state in states.items()}

@@ -215,9 +215,9 @@ class StepPlan:
         consumers, indices = (location[given.batch_indices] for location in self.locations[target])
         used = np.flatnonzero(consumers >= 0)
         counts = (self.whole or self)._counts[target][consumers[used]]
-        most = np.zeros(int(given.replica.max(initial=-1)) + 1, np.int64)
-        np.maximum.at(most, given.replica[used], counts)
-        turns = most[given.replica[used]]
+        turns_of_replica = np.zeros(int(given.replica.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(turns_of_replica, given.replica[used], counts)
+        turns = turns_of_replica[given.replica[used]]
         return used, turn_of(indices[used], counts, turns), turns
 
     def replicas(self, module: str) -> list[int]:
@@ -233,12 +233,12 @@ class StepPlan:
             members (`Collection[tuple[str, int]]`):
                 (module, replica) of the replicas that are kept, which include all that they exchange tensors with.
         """
-        kept: dict[str, list[tuple[BatchIndices, ...]]] = {
+        of_members: dict[str, list[tuple[BatchIndices, ...]]] = {
             name: [()] * len(all_) for name, all_ in self.microbatches.items()
         }
         for name, replica in members:
-            kept[name][replica] = self.microbatches[name][replica]
-        microbatches = {name: tuple(replicas) for name, replicas in kept.items()}
+            of_members[name][replica] = self.microbatches[name][replica]
+        microbatches = {name: tuple(replicas) for name, replicas in of_members.items()}
         return replace(self, microbatches=microbatches, whole=self.whole or self)
 
     @property

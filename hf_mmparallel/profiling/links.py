@@ -46,19 +46,19 @@ def link_constants(world: World) -> dict[str, float]:
         return {}
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     rank, node_size = world.rank, min(map(len, nodes))
-    own = next(node for node in nodes if rank in node)
+    own_node = next(node for node in nodes if rank in node)
     groups: list[Any] = [world.new_group(node) for node in nodes] if len(nodes) > 1 else [world.group]
-    group = groups[nodes.index(own)]
-    found: dict[str, float | None] = {}
-    if len(own) > 1:
-        values = *_sums(world.device, group, len(own)), *_messages(world, own)
-        found.update(zip(_INSIDE, values, strict=True))
+    group = groups[nodes.index(own_node)]
+    constants: dict[str, float | None] = {}
+    if len(own_node) > 1:
+        values = *_sums(world.device, group, len(own_node)), *_messages(world, own_node)
+        constants.update(zip(_INSIDE, values, strict=True))
     if len(nodes) > 1:
         world.end_group(group)
         rate, latency_us = _sums(world.device, world.group, len(hosts))
-        values = rate / node_size, latency_us, *_messages(world, _same_position(nodes, own.index(rank)))
-        found.update(zip(_BETWEEN, values, strict=True))
-    slowest = _slowest(world.all_gather(found, "comparing measured links"))
+        values = rate / node_size, latency_us, *_messages(world, _same_position(nodes, own_node.index(rank)))
+        constants.update(zip(_BETWEEN, values, strict=True))
+    slowest = _slowest(world.all_gather(constants, "comparing measured links"))
     # A sum over all ranks uses the network cards of all devices of a node.
     return slowest if len(nodes) == 1 else slowest | {"node_size": node_size, "network_cards": node_size}
 

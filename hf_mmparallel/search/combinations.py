@@ -130,7 +130,7 @@ def _columns(
     placed = (kind, options.over_nodes(kind))
     bottleneck, slow = (options.slowest_stages_ms(config, num_samples)[pp_size - 1] for config in placed)
     whole, slow_whole = (float(options.layer_ms(config, num_samples).sum()) for config in placed)
-    least = options.slowest_stages_ms(kind, num_samples, padded=False)[pp_size - 1]
+    unpadded_ms = options.slowest_stages_ms(kind, num_samples, padded=False)[pp_size - 1]
     least_whole = float(options.layer_ms(kind, num_samples, padded=False).sum())
     slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
     uneven, of_replicas = (options.unevenness(num_shares) for num_shares in (dp_size * count, dp_size))
@@ -151,7 +151,7 @@ def _columns(
         "slowest_stage_ms": of_replicas * slowest,
         # A replica's microbatches average out on the slowest stage; the other stages wait for the largest one.
         "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
-        "min_compute_ms": count * least,
+        "min_compute_ms": count * unpadded_ms,
         "mean_ms": count * least_whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size),
         "last_state_bytes": options.state_bytes(kind, pp_size, last=True),

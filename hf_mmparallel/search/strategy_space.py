@@ -114,9 +114,9 @@ class StrategySpace:
         for size, tables in self._every_option.items():
             fitting = []
             for index, table in enumerate(tables):
-                least = self._least(size, index, table)
-                fits = least <= self._num_layers[index] * SAME
-                fitting.append(table[fits & (least * table[:, 0] * table[:, 1] <= self.num_ranks * SAME)])
+                min_stages = self._least(size, index, table)
+                fits = min_stages <= self._num_layers[index] * SAME
+                fitting.append(table[fits & (min_stages * table[:, 0] * table[:, 1] <= self.num_ranks * SAME)])
             if all(map(len, fitting)):
                 options[size] = tuple(fitting)
         return options
@@ -223,12 +223,12 @@ class StrategySpace:
 
     def _least_bytes(self, index: int) -> float:
         """Minimum memory of a rank of a module."""
-        num_layers, least = int(self._num_layers[index]), np.inf
+        num_layers, min_bytes = int(self._num_layers[index]), np.inf
         for size, tables in self._every_option.items():
             tp_size, _, _, state, saved, _ = tables[index].T
             in_flight = min(num_layers + int(self._least_after[index]), self._num_microbatches(size))
-            least = min(least, float(((state + saved * in_flight) / (tp_size * num_layers)).min()))
-        return least
+            min_bytes = min(min_bytes, float(((state + saved * in_flight) / (tp_size * num_layers)).min()))
+        return min_bytes
 
     def _combinations(self, dp_size: int, tables: tuple[NDArray, ...], limit_ms: float) -> NDArray:
         """

@@ -37,6 +37,14 @@ def random_words(rng: np.random.Generator) -> torch.Tensor:
     return encode_words(torch.from_numpy(ids), *fields, sees_all=torch.from_numpy(rng.random(len(ids)) < 0.1))
 
 
+def index_in_order(found: ContextAssignment) -> np.ndarray:
+    """Index of each token of the row in `order`, its inverse."""
+    used = np.flatnonzero(found.order >= 0)
+    result = np.empty(found.num_tokens, np.int64)
+    result[found.order[used]] = used
+    return result
+
+
 def cut(words: torch.Tensor, **options) -> ContextAssignment:
     """The assignment of a row of words, from the dense mask."""
     seen = dense_mask(BitfieldMask.from_words(words[None]))[0].numpy()
@@ -54,7 +62,7 @@ def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks,
     assert found.order.shape == found.positions.shape == (num_ranks * found.tokens_per_rank,)
     assert found.tokens_per_rank % block == 0 and len(found.order) == found.padded_length
     assert sorted(found.order[found.order >= 0]) == list(range(len(words)))
-    assert (found.order[found.places] == np.arange(len(words))).all()
+    assert (found.order[index_in_order(found)] == np.arange(len(words))).all()
     starts = found.positions.reshape(-1, block)[:, :1]
     assert (found.positions.reshape(-1, block) == starts + np.arange(block)).all() and not (starts % block).any()
     assert sorted(starts.reshape(-1)) == list(range(0, found.padded_length, block))
@@ -65,7 +73,7 @@ def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks,
     for window in (0, 9):
         before = dense_mask(BitfieldMask.from_words(words[None]), window)[0]
         after = dense_mask(BitfieldMask(moved, places, moved, places), window)[0]
-        held = torch.from_numpy(found.places)
+        held = torch.from_numpy(index_in_order(found))
         assert (after[held][:, held] == before).all() and after.sum() == before.sum()
 
     # What a rank sees of another rank, that one gives.
@@ -83,7 +91,7 @@ def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks,
 
 def split_segments(found: ContextAssignment, ids: np.ndarray) -> list[int]:
     """Segments with tokens on several ranks."""
-    owner = found.places // found.tokens_per_rank
+    owner = index_in_order(found) // found.tokens_per_rank
     return [int(i) for i in np.unique(ids[ids > 0]) if len(np.unique(owner[ids == i])) > 1]
 
 
