@@ -11,7 +11,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from .arrangements import ARRANGEMENT_POLICIES
+from .arrangement_policies import ARRANGEMENT_POLICIES
 from .model_spec import LANGUAGE_MODEL, Edge
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy

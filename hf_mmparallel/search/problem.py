@@ -9,7 +9,7 @@ import numpy as np
 
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
-from ..plan.arrangements import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.schedules import SCHEDULES, Schedule
 from ..steps.step_planner import Prediction

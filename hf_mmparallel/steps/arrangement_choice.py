@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..cost.optimizer import optimizer_ms
 from ..plan import SampleSizes
-from ..plan.arrangements import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from .representatives import iteration_ms
 from .step_planner import StepPlanner
 

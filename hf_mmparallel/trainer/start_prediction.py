@@ -12,7 +12,7 @@ from ..data.global_batches import GlobalBatch
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from ..plan.arrangements import KEEPING_LIMITS
+from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine
 from ..schedule import Simulation
 from ..steps.arrangement_choice import ArrangementChoice, choose_arrangement

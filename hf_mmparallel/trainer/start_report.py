@@ -15,7 +15,7 @@ from ..data.streams import is_stream
 from ..drawing.timeline import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan
-from ..plan.arrangements import KEEPING_LIMITS
+from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..planner.tables import plan_table, range_text
 from ..profiling.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine

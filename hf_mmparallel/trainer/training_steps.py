@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..data.step_dataset import StepBatch, StepDataset
-from ..plan.arrangements import KEEPING_LIMITS
+from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine, StepTotals
 from ..world import ACTIVITY, shared_failure
 from .agreement import SampleAgreement, TargetCount

@@ -23,7 +23,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
     save_layout,
 )
-from hf_mmparallel.plan.arrangements import ARRANGEMENT_POLICIES
+from hf_mmparallel.plan.arrangement_policies import ARRANGEMENT_POLICIES
 from tests.plan.specs import model_spec, specs_and_plans
 
 PLUGIN = MultimodalParallelPlugin(

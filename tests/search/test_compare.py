@@ -13,7 +13,7 @@ from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.plan.arrangements import KEEPING_LIMITS
+from hf_mmparallel.plan.arrangement_policies import KEEPING_LIMITS
 from hf_mmparallel.search.compare import (
     DISTTRAIN,
     RATIO,

@@ -11,7 +11,7 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.plan.arrangements import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from hf_mmparallel.plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from hf_mmparallel.steps.arrangement_choice import ArrangementChoice, choose_arrangement
 from hf_mmparallel.steps.step_planner import StepPlanner
 
