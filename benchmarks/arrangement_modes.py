@@ -20,9 +20,9 @@ from rich.table import Table
 from hf_mmparallel.cost import AnalyticLayers, CostModel, LayerCost, find_device
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
-from hf_mmparallel.plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
-from hf_mmparallel.steps.condensed import predict_condensed
-from hf_mmparallel.steps.method_choice import choose_method
+from hf_mmparallel.plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from hf_mmparallel.steps.arrangement_choice import choose_arrangement
+from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 BASELINES = ("contiguous", "batch_rebalance", "disttrain")
@@ -69,16 +69,16 @@ def compare_modes(dataset: str, model: str, batch: int, replicas: int, num_batch
     for mode in MODES:
         for size in MICROBATCHES:
             planner = planner_of(dataset, model, mode, size, replicas)
-            choice = choose_method(planner, [shape.draw(batch, _CHOSEN_BY)])
-            steps = {method: _mean(planner, method, batches) for method in ASSIGNMENT_CANDIDATES}
+            choice = choose_arrangement(planner, [shape.draw(batch, _CHOSEN_BY)])
+            steps = {method: _mean(planner, method, batches) for method in ARRANGEMENT_CANDIDATES}
             rows.append(
                 {
                     "dataset": dataset,
                     "model": model,
                     "mode": mode,
                     "microbatch_size": size,
-                    "chosen": choice.method,
-                    "predicted_ms": choice.step_ms[choice.method],
+                    "chosen": choice.arrangement,
+                    "predicted_ms": choice.step_ms[choice.arrangement],
                     "step_ms": {method: row["step_ms"] for method, row in steps.items()},
                     "padding": {method: row["padding"] for method, row in steps.items()},
                 }
@@ -88,8 +88,8 @@ def compare_modes(dataset: str, model: str, batch: int, replicas: int, num_batch
 
 def _mean(planner: StepPlanner, method: str, batches: Sequence[SampleSizes]) -> dict[str, float]:
     """A step of an arrangement, and its tokens over real ones, the mean over batches."""
-    planner = replace(planner, method=method)
-    found = [predict_condensed(planner, planner.condensed, batch) for batch in batches]
+    planner = replace(planner, arrangement=method)
+    found = [predict_batch(planner, batch) for batch in batches]
     return {
         "step_ms": statistics.fmean(prediction.step_ms for prediction in found),
         "padding": statistics.fmean(_padding(planner, prediction) for prediction in found),
@@ -129,7 +129,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def modes_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for each case, steps in ms."""
     table = Table(
-        "dataset", "model", "rows", "microbatch", *ASSIGNMENT_CANDIDATES, "chosen", "/ best baseline", "predicted"
+        "dataset", "model", "rows", "microbatch", *ARRANGEMENT_CANDIDATES, "chosen", "/ best baseline", "predicted"
     )
     table.title = (
         "The arrangement that is chosen by itself, and all others: step in ms (tokens computed over real ones)"
@@ -138,7 +138,7 @@ def modes_table(rows: Sequence[dict[str, Any]]) -> Table:
     for row in rows:
         table.add_row(
             *(str(row[key]) for key in ("dataset", "model", "mode", "microbatch_size")),
-            *(f"{row['step_ms'][name]:.0f} ({row['padding'][name]:.2f})" for name in ASSIGNMENT_CANDIDATES),
+            *(f"{row['step_ms'][name]:.0f} ({row['padding'][name]:.2f})" for name in ARRANGEMENT_CANDIDATES),
             row["chosen"],
             f"{over_best(row, row['chosen']):.3f}",
             f"{row['predicted_ms']:.0f}",

@@ -16,11 +16,10 @@ import numpy as np
 from hf_mmparallel.cost import layer_table
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
-from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction
 
 MOST_MICROBATCHES = 256
@@ -188,8 +187,8 @@ class Layouts:
             layer_ms = self._layer_ms(name, own, listed.num_microbatches)
             cut = partition_all(layer_ms, own.pp).partition(own.pp).layers
             layouts[name] = Layout(cut, own.dp, own.cp, own.tp, own.recomputed)
-        schedule, method = self.problem.first_schedule, self.problem.first_method
-        return Candidate(layouts, listed.hosts, listed.num_microbatches, schedule, method)
+        schedule, arrangement = self.problem.first_schedule, self.problem.first_arrangement
+        return Candidate(layouts, listed.hosts, listed.num_microbatches, schedule, arrangement)
 
 
 def _divides(tp: int, part) -> bool:
@@ -210,7 +209,7 @@ def simulated(problem: PlanningProblem, candidate: Candidate, number: int) -> Pr
     """
     planner = step_planner(problem, candidate)
     try:
-        found = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), draw_batch(problem, number))
+        found = predict_batch(planner, draw_batch(problem, number))
     except ValueError:  # the state alone is larger than the memory
         return None
     fits = problem.memory_bytes is None or found.peak_memory_bytes <= problem.memory_bytes
@@ -284,12 +283,12 @@ def brute_orders(problem: PlanningProblem, layouts: Sequence[Candidate], limit_s
     """
     start = time.process_time()
     times: list[tuple[float, Candidate]] = []
-    all_orders = list(itertools.product(layouts, problem.schedules, problem.methods))
+    all_orders = list(itertools.product(layouts, problem.schedules, problem.arrangements))
     num_simulated = 0
-    for layout, schedule, method in all_orders:
+    for layout, schedule, arrangement in all_orders:
         if time.process_time() - start > limit_s:
             break
-        candidate = replace(layout, schedule=schedule, method=method)
+        candidate = replace(layout, schedule=schedule, arrangement=arrangement)
         prediction = simulated(problem, candidate, 0)
         num_simulated += 1
         if prediction is not None:
@@ -318,4 +317,4 @@ def _over_batches(problem: PlanningProblem, candidates: list[Candidate]) -> tupl
 
 def named(problem: PlanningProblem) -> PlanningProblem:
     """The problem with the schedule and the arrangement that are looked at first, where they are left open."""
-    return replace(problem, schedule=problem.first_schedule, method=problem.first_method)
+    return replace(problem, schedule=problem.first_schedule, arrangement=problem.first_arrangement)

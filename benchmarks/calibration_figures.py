@@ -9,6 +9,15 @@ import numpy as np
 from figures import ms, percent, result, spread, table
 from scipy.stats import rankdata
 
+PLAINER = {
+    "a rank for each module": "one rank per module",
+    "copies": "replicas",
+    "cut by two (tensor parallelism)": "cut by two",
+    "cut by two": "with `tp_size=2`",
+    "by both logs": "calibrated by both logs",
+}
+"""Words in the names of stored plans -> words in the table; applied in this order."""
+
 
 def calibration() -> str:
     """Steps and tasks of the plans, predicted over measured."""
@@ -20,10 +29,15 @@ def calibration() -> str:
             f"{min(own[when] for own in tasks):.2f} to {max(own[when] for own in tasks):.2f}"
             for when in ("before", "after")
         ]
-        name = f"{row['plan']} (fitted)" if row["fitted"] else row["plan"]
+        plan = row["plan"]
+        for words, plainer in PLAINER.items():
+            plan = plan.replace(words, plainer)
+        name = f"{plan} (fitted)" if row["fitted"] else plan
         cells = [name, f"{ms(row['ms']['measured'])} ms", *steps, *spans]
         rows.append("| " + " | ".join(cells) + " |")
-    return table("| plan | step | before | one factor | calibrated | tasks before | tasks calibrated |", rows)
+    return table(
+        "| plan | step, measured | before | one factor | calibrated | tasks before | tasks calibrated |", rows
+    )
 
 
 def quotes_of_calibration() -> Iterator[str]:
@@ -44,7 +58,7 @@ def quotes_of_calibration() -> Iterator[str]:
     cut = [row for row in found["plans"] if row["plan"].startswith("both modules cut")]
     alone = next(row["over_measured"]["after"] for row in cut if not row["by_both"])
     both = [row["over_measured"]["after"] for row in cut if row["by_both"]]
-    yield f"predicted at {alone:.2f} of what it takes by the log of the other plan"
+    yield f"predicted at {alone:.2f} of its measured time with the log of the other plan"
     yield f"with the log of such a plan as well, others like it are predicted at {spread(both, '{:.2f}'.format)}"
     alike = [row["ms"] for row in found["plans"] if row["same_work"] and row not in cut]
     times = np.array([[own[when] for when in ("before", "after", "measured")] for own in alike])

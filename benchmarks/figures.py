@@ -1,5 +1,5 @@
 """
-The figures of README and `docs/benchmarks.md`, made from `benchmarks/results`: tables (`BLOCKS`) and parts of
+The figures of README and `docs/benchmarks.md`, made from `benchmarks/results`: tables (`BLOCKS`) and fragments of
 sentences (`QUOTES`), see `pages.py`.
 
 Rounding: ratios have two decimals below ten and one from ten on; shares and errors in percent one below ten and none
@@ -111,25 +111,32 @@ def measured() -> str:
     same_plan = steps(chart_net(), "disttrain", "hierarchical"), steps(chart_net(), "disttrain", "tapered, eager")
     lower = min(deviations("vision", "disttrain", "hierarchical"))
     rows = [
-        f"| predicted iteration time against measured, 2 ranks | {percent(simulator['real']['median_error'])} % off |",
-        "| predicted against measured, modelled durations on 4 and 8 ranks "
+        "| iteration time, real computation on 2 ranks | its prediction | measured "
+        f"| {percent(simulator['real']['median_error'])} % off |",
+        "| iteration time, modelled durations on 4 and 8 ranks | its prediction | measured "
         f"| {percent(simulator['modelled']['median_error'])} % off |",
-        f"| speed with every size 1 against the stock Trainer | {ratio(trainer['median'])} (rounds "
+        f"| speed with every size 1 | the stock Trainer | measured | {ratio(trainer['median'])} times (rounds "
         f"{ratio(trainer['min'])} to {ratio(trainer['max'])}, on a busy machine) |",
-        "| attention of 16k packed tokens with images against a dense mask, forward / with backward "
-        f"| {ratio(forward['times_faster'])} / {ratio(both['times_faster'])} times faster, "
-        f"{100 * forward['memory_share']:.0f} % / {100 * both['memory_share']:.0f} % of the memory |",
         *(
-            f"| samples arranged as the Trainer chooses against the best of three baselines, {mode} rows, same plans, "
-            f"simulated | step {ratio(1 / own['slowest_over_best_baseline'])} to "
+            f"| attention of 16k packed tokens with images, {which} | a dense mask | measured "
+            f"| {ratio(row['times_faster'])} times faster, {100 * row['memory_share']:.0f} % of the memory |"
+            for which, row in (("forward", forward), ("forward and backward", both))
+        ),
+        *(
+            f"| step with samples arranged as the Trainer chooses, {mode} rows | the best of three baselines, same "
+            f"plan | simulated | {ratio(1 / own['slowest_over_best_baseline'])} to "
             f"{ratio(1 / own['fastest_over_best_baseline'])} times faster |"
             for mode, own in result("microbatch_balance_modes")["summary"].items()
         ),
-        "| samples arranged by workload against DistTrain's order, packed rows, SynthChartNet shape, simulated "
-        f"| step {spread(same_plan[0], ratio)} times faster (`tapered`: {spread(same_plan[1], ratio)}), "
-        f"encoder's deviation {lower:.0f} times lower |",
+        *(
+            f"| step with {words}, packed rows, sizes of SynthChartNet | DistTrain's order, same plan | simulated "
+            f"| {spread(times, ratio)} times faster |"
+            for words, times in zip(("`hierarchical`", "`tapered` and schedule `eager`"), same_plan, strict=True)
+        ),
+        "| standard deviation of the encoder's microbatches with `hierarchical`, same samples | DistTrain's order "
+        f"| simulated | {lower:.0f} times lower |",
     ]
-    return table("| measured on two CPU cores ([how](docs/benchmarks.md)) | |", rows)
+    return table("| what | compared with | how | figure |", rows)
 
 
 def runs() -> str:
@@ -175,9 +182,9 @@ def simulator_error() -> str:
     return table(
         "| case | error | goal |",
         [
-            "| real computation, 2 ranks on 2 cores, costs fitted to the six steps before, median of 20 steps "
+            "| real computation, 2 ranks on 2 cores, costs fitted to the preceding six steps, median of 20 steps "
             f"| {percent(found['real']['median_error'])} % | {goal['real']} |",
-            "| modelled durations over the real engine and transport, 4 and 8 ranks, median of "
+            "| modelled durations in the real engine and transport, 4 and 8 ranks, median of "
             f"{len(modelled['cases'])} cases | {percent(modelled['median_error'])} % | {goal['modelled']} |",
             f"| the worst of these cases ({name}) | {100 * modelled['largest_error']:.1f} % | {goal['modelled']} |",
         ],
@@ -250,7 +257,7 @@ def _count(cases: Sequence[Mapping[str, Any]], device: str) -> int:
 
 
 WAYS = {
-    "ours": "ours, row (`lpt`): rounds, then exchanges",
+    "ours": "ours, by blocks (`lpt`): LPT in rounds, then exchanges",
     "capped LPT": "plain LPT with a cap",
     "PTRR": "PTRR, torch's balancer for FlexAttention",
     "zigzag": "zigzag",
@@ -274,8 +281,8 @@ def context_parallel() -> str:
     whole = next(
         c for c in result("context_parallel_balance")["segments"] if (c["kind"], c["length"]) == ("packed", 65536)
     )
-    rows.append(f"| ours, whole segments | falls back to the row | {pair(whole['work'], 3)} | |")
-    return table("| way to cut the row | 8k tokens | 64k tokens | 64k, blocks without the 0.3 |", rows)
+    rows.append(f"| ours, whole segments | falls back to blocks | {pair(whole['work'], 3)} | |")
+    return table("| sharding of the row | 8k tokens | 64k tokens | 64k tokens, without the 0.3 |", rows)
 
 
 def context_parallel_papers() -> str:
@@ -291,7 +298,7 @@ def context_parallel_papers() -> str:
             told = "" if printed is None else f" ({ratio(printed / best['published_ms'])})"
             cells.append(f"{pair(found['work'], digits)}{told}")
         rows.append(f"| {words} | " + " | ".join(cells) + " |")
-    return table("| way to cut the row | prepended | embedded | packed |", rows)
+    return table("| sharding of the row | prepended | embedded | packed |", rows)
 
 
 def sampler_arranging() -> str:
@@ -305,8 +312,12 @@ def sampler_arranging() -> str:
         for batch in BATCHES
     ]
     cells = [spread(values, lambda value: f"{value:.0f}") for values in every]
-    rows.append("| all that is planned, program and checks included | " + " | ".join(f"{c} ms" for c in cells) + " |")
-    columns = ("512 over 4, 32 microbatches", "1,920 over 120, 4 microbatches", "1,920 over 120, 16 microbatches")
+    rows.append("| the whole plan of a step, with program and checks | " + " | ".join(f"{c} ms" for c in cells) + " |")
+    columns = (
+        "512 samples, 4 replicas, 32 microbatches",
+        "1,920 samples, 120 replicas, 4 microbatches",
+        "1,920 samples, 120 replicas, 16 microbatches",
+    )
     return table(f"| arrangement | {' | '.join(columns)} |", rows)
 
 
@@ -314,15 +325,16 @@ def sizes_at_scale() -> str:
     found = result("sizes_at_scale")
     ids, each = found["token_ids"], found["one_conversation"]
     rows = [
-        f"| {ids['samples']:,} rows of token ids, counted in Arrow columns | {ids['seconds']:.0f} s "
-        f"({ids['microseconds_a_sample']:.1f} us a row; row by row {ids['microseconds_one_by_one']:.0f} us) "
+        f"| {ids['samples']:,} samples of token ids, counted in Arrow columns | {ids['seconds']:.0f} s "
+        f"({ids['microseconds_a_sample']:.1f} us per sample; one by one {ids['microseconds_one_by_one']:.0f} us) "
         f"| {ids['cached_seconds']:.1f} s |",
-        f"| one conversation, of many at once | {each['milliseconds']:.2f} ms (by itself "
-        f"{each['milliseconds_one_by_one']:.2f} ms; all on one process: {each['hours_of_all']:.2f} h) | |",
+        f"| one conversation, measured with many others | {each['milliseconds']:.2f} ms (alone "
+        f"{each['milliseconds_one_by_one']:.2f} ms; all conversations on one process: {each['hours_of_all']:.2f} h) "
+        "| |",
     ]
     for parallel in dict.fromkeys(row["parallel"] for row in found["first_steps"]):
         first, again = (row for row in found["first_steps"] if row["parallel"] == parallel)
-        words = '`parallel="auto"`' if parallel == "auto" else "a layout"
+        words = '`parallel="auto"`' if parallel == "auto" else "layout given"
         for what, name in (("constructor", "constructor"), ("until the first step has ended", "first_step")):
             times = " | ".join(f"{run[f'{name}_seconds']:.1f} s" for run in (first, again))
             rows.append(f"| {first['samples']:,} conversations, {words}, two ranks: {what} | {times} |")
@@ -333,29 +345,29 @@ def sampler_reading() -> str:
     found = result("sampler_overhead")["reading"]
     stock = found["stock"]
     rows = [
-        f"| stock, whole samples ({stock['samples_per_second']['median']:.0f} a second) | 1 | 1 "
+        f"| stock, whole samples ({stock['samples_per_second']['median']:.0f} samples/s) | 1 | 1 "
         f"| {stock['processor_ms']:.1f} ms |"
     ]
     for name, words in (
-        ("language model", "a rank of the language model, which decodes no image"),
+        ("language model", "a rank of the language model, which decodes no images"),
         ("encoder", "a rank of the encoder"),
-        ("both", "a rank with both, each with its own view of a sample"),
+        ("both", "a rank with both modules, each with its own inputs"),
     ):
         own = found[name]
         rows.append(
             f"| {words} | {own['ratio']:.1f} | {ratio(own['processor_ratio'])} | {own['processor_ms']:.1f} ms |"
         )
-    return table("| loader | by the clock | by processor time | processor time of a sample |", rows)
+    return table("| loader | samples/s, clock time | samples/s, processor time | processor time per sample |", rows)
 
 
 def memory_error() -> str:
     errors = result("memory_error")["errors"]
     rows = []
     for key, words in (
-        ("named", "of every kind"),
-        ("padded", "with grouped keys, padded"),
-        ("packed", "with grouped keys, packed"),
-        ("random", "random, not looked at before"),
+        ("named", "that cover every kind of parallelism"),
+        ("padded", "with grouped key heads, padded"),
+        ("packed", "with grouped key heads, packed"),
+        ("random", "random, not seen before"),
     ):
         own = errors[key]
         of_any = own["largest_error_of_any_rank"]
@@ -369,7 +381,7 @@ def memory_error() -> str:
         "median error on the fullest rank",
         "largest",
         "ranks within 15 %",
-        "ranks that hold more than predicted",
+        "ranks that need more than predicted",
     )
     return table(f"| plans | {' | '.join(columns)} |", rows)
 

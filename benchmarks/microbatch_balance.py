@@ -93,7 +93,7 @@ class Variant:
 
     Args:
         name (`str`): What it is called in the table.
-        method (`str` or `Callable`): The arrangement.
+        arrangement (`str` or `Callable`): The arrangement.
         schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule.
         system (`str`, *optional*, defaults to `"entrain"`): Whose stage counts it has.
         one_order (`bool`, *optional*, defaults to `False`):
@@ -101,7 +101,7 @@ class Variant:
     """
 
     name: str
-    method: str | Arrangement
+    arrangement: str | Arrangement
     schedule: str = "1f1b"
     system: str = "entrain"
     one_order: bool = False
@@ -200,7 +200,7 @@ def simulated(plan: ParallelPlan, variant: Variant, model: str, sizes: SampleSiz
     """One batch in one arrangement."""
     spec = PUBLISHED_MODELS[model].spec
     workloads = PUBLISHED_MODELS[model].workloads(sizes)
-    step = arrange_step(plan, range(sizes.num_samples), workloads, MICROBATCH, variant.method)
+    step = arrange_step(plan, range(sizes.num_samples), workloads, MICROBATCH, variant.arrangement)
     cost = TaskTimes(plan, step, workloads, TP_SIZE)
     graph = build_graph(plan, step)
     waits = may_alternate(plan) and not variant.one_order
@@ -318,7 +318,7 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
     plan = replace(engine.plan, schedule=variant.schedule)
     shape, model = PUBLISHED["synthchartnet"], PUBLISHED_MODELS["llama3-1b"]
     workloads = model.workloads(shape.draw(sizes.slept, seed=0))
-    step = arrange_step(plan, range(sizes.slept), workloads, MICROBATCH, variant.method)
+    step = arrange_step(plan, range(sizes.slept), workloads, MICROBATCH, variant.arrangement)
     times = TaskTimes(plan, step, workloads)
     scale = sizes.step_ms / even_ms(stage_work(plan, workloads), sizes.slept // MICROBATCH // 2)
     program = build_program(plan, step, engine.sync_groups, times)

@@ -11,7 +11,7 @@ from figures import result, spread, table
 def arrangement_modes() -> str:
     """Padded and packed rows: each arrangement over the best baseline, the smallest and the largest of all cases."""
     modes = result("microbatch_balance_modes")["modes"]
-    header = "| rows | microbatch | chosen | `hierarchical` | `tapered` | `entrain` | tokens computed over real ones |"
+    header = "| rows | microbatch | chosen | `hierarchical` | `tapered` | `entrain` | computed tokens / real tokens |"
     rows = []
     for mode in ("padded", "packed"):
         for size in (4, 8):

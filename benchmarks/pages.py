@@ -1,11 +1,10 @@
 """
-Puts the figures of the kept results into the pages, and checks those that stand in sentences.
+Writes tables of stored results into the pages, and checks the figures in sentences.
 
-A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. Between them is
-what the function of that name in one of the modules `*_figures.py` makes of `benchmarks/results`, or of the table
-of devices. A sentence is written by hand; its part with the figures is
-there too, made from the same files, and has to be on the page word for word (line breaks do not matter).
-`tests/test_pages.py` fails when pages and results differ.
+A table of figures stands between two comments, `<!-- results: NAME -->` and `<!-- end of results -->`. The function
+NAME in one of the modules `*_figures.py` makes it from `benchmarks/results`, or from the table of devices. Sentences
+are written by hand; the fragment with the figures is made from the same files, and has to be on the page word for word
+(line breaks do not matter). `tests/test_pages.py` fails when pages and results differ.
 
 ```bash
 python benchmarks/pages.py          # writes the tables anew and lists sentences that are not on their page

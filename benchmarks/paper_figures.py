@@ -44,22 +44,22 @@ def papers_arrangement() -> str:
             "section 4.7.4, table 4.3",
             exceeded,
             f"`hierarchical`: {deviations(chart_net, 'vision', 'hierarchical')} times with Llama 1b and 3b. It "
-            "exchanges samples until microbatches are even, which the paper's algorithm 4 does not",
+            "exchanges samples until microbatches are even, which the paper's algorithm 4 does not do",
         ),
         (
-            "the same of the language model: 4.1 times",
+            "the same for the language model: up to 4.1 times",
             "table 4.3",
             exceeded,
-            f"`hierarchical`: {deviations(chart_net, 'language_model', 'hierarchical')} times. The table's rows of "
-            "Llama 1b repeat those of the encoder for three datasets, so that nothing is compared there",
+            f"`hierarchical`: {deviations(chart_net, 'language_model', 'hierarchical')} times. For Llama 1b the table "
+            "repeats the encoder's figures for three datasets, which are therefore not compared",
         ),
         (
             "up to 1.40 times DistTrain's throughput",
             "section 4.7.2",
             "reached, by other means, simulated",
-            f"`hierarchical` against DistTrain's order on its own plan: {faster['hierarchical']} times; `tapered` "
-            f"with eager forwards {faster['tapered, eager']}. Below 1 with CocoQA and 3b, where DistTrain's stage "
-            "counts are the better ones",
+            "`hierarchical` compared with DistTrain's order on DistTrain's plan, all datasets: "
+            f"{faster['hierarchical']} times; `tapered` with eager forwards {faster['tapered, eager']}. Below 1 with "
+            "CocoQA and 3b, where DistTrain's stage counts are better",
         ),
         *own_algorithm(chart_net, every),
     ]
@@ -73,13 +73,13 @@ def own_algorithm(cases: Sequence[Case], every: Sequence[Case]) -> list[tuple[st
         return " and ".join(map(text, values))
 
     shorter = [1 - 1 / value for value in steps(cases, "entrain, no deferral", "entrain")]
-    kept = [max(c["entrain"]["peak_gib"]) / max(c["entrain, no deferral"]["peak_gib"]) - 1 for c in cases]
+    added = [max(c["entrain"]["peak_gib"]) / max(c["entrain, no deferral"]["peak_gib"]) - 1 for c in cases]
     speeds = steps(every, "DIP", "entrain")
     largest = max(max(case["DIP"]["peak_gib"]) for case in every)
     more = [max(c["DIP"]["peak_gib"]) - max(c["entrain"]["peak_gib"]) for c in cases]
     return [
         (
-            "these three, by the paper's own algorithm",
+            "the three claims above, with the paper's own algorithm",
             "algorithm 4",
             "reproduced, simulated",
             f"`entrain`: {deviations(cases, 'vision', 'entrain')} times for the encoder, "
@@ -90,24 +90,24 @@ def own_algorithm(cases: Sequence[Case], every: Sequence[Case]) -> list[tuple[st
             "faster than DIP",
             "figure 4.12",
             "not",
-            f"`entrain` is {spread(speeds, ratio)} times as fast as DIP by DIP's own schedule, slower in "
-            f"{sum(speed < 1 for speed in speeds)} of {len(speeds)} cases. What colocation costs DIP is not modelled, "
-            f"and its peak of up to {largest:.0f} GiB of activations is more than an A40 of the paper has",
+            f"`entrain` is {spread(speeds, ratio)} times as fast as DIP with DIP's own schedule, slower in "
+            f"{sum(speed < 1 for speed in speeds)} of {len(speeds)} cases. The cost of colocation in DIP is not "
+            f"modelled, and its peak of up to {largest:.0f} GiB of activations exceeds the memory of the paper's A40",
         ),
         (
-            "deferral costs next to no memory, and peaks fall",
+            "deferral costs almost no memory, and peaks fall",
             "section 4.7.2, figure 4.14",
             "not",
-            f"with deferral a step of `entrain` is {both(shorter, percent)} % shorter and the fullest rank's "
-            f"activations {both(kept, percent)} % more. Against DistTrain's order ({peaks(cases, 'disttrain')} GiB) "
-            f"the peak is {peaks(cases, 'entrain')} GiB: evenness lowers it, deferral raises it",
+            f"with deferral a step of `entrain` is {both(shorter, percent)} % shorter, and the fullest rank has "
+            f"{both(added, percent)} % more activations. The peak is {peaks(cases, 'entrain')} GiB, with DistTrain's "
+            f"order {peaks(cases, 'disttrain')} GiB: even microbatches lower it, deferral raises it",
         ),
         (
             "DIP needs 12 GB more than Entrain",
             "figure 4.14",
             "not",
             f"{both(more, '{:.1f}'.format)} GiB more with Llama 1b and 3b, three times as much: in these plans each "
-            "rank has a stage of the encoder and keeps its activations of all 32 microbatches",
+            "rank has a stage of the encoder and saves its activations for all 32 microbatches",
         ),
     ]
 

@@ -14,13 +14,12 @@ from shared_partition import partition_shared
 
 from hf_mmparallel.cost import CostModel, LayerCost, LayerCosts, analytic_costs, find_device, layer_table
 from hf_mmparallel.plan import LANGUAGE_MODEL
-from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.compare import UnawareOptions, all_trained
 from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.representatives import predict_batch
 
 DEVICE = find_device("a40")
 MICROBATCH = SECOND_RUN.microbatch_samples
@@ -122,14 +121,14 @@ def as_trained(costs: CostModel) -> CostModel:
 def problem_of(costs: CostModel) -> PlanningProblem:
     """The paper's run."""
     return PlanningProblem(
-        costs, cornstarch_sizes(BATCH), SECOND_RUN.num_gpus, BATCH, MEMORY_BYTES, MICROBATCH, method="contiguous"
+        costs, cornstarch_sizes(BATCH), SECOND_RUN.num_gpus, BATCH, MEMORY_BYTES, MICROBATCH, arrangement="contiguous"
     )
 
 
 def iteration(problem: PlanningProblem, candidate: Candidate) -> tuple[float, float]:
     """Simulated time of a step in s, and GiB of its fullest rank."""
     planner = step_planner(replace(problem, memory_bytes=None), candidate)
-    found = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), problem.sizes)
+    found = predict_batch(planner, problem.sizes)
     return found.step_ms / 1000, found.peak_memory_bytes / 2**30
 
 

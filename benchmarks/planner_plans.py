@@ -323,7 +323,7 @@ def slept_plans(sizes: Sizes) -> dict[str, Any]:
         costs = slow_costs(spec, known, sizes.step_ms * dist.get_world_size())
         planner, step = planned(costs, candidate, known)
         own = prepared[str(candidate)] = prepare(model, planner, step, tiny_samples(count), collate)
-        cost = StepCost(costs, planner.plan, step.step, known, planner.groups)
+        cost = StepCost(costs, planner.plan, step.step, known, planner.sync_groups)
         tasks = {a.task for actions in step.program.actions.values() for a in actions if a.task is not None}
         sleep_instead(own.engine, {task: cost(task) for task in tasks})
         own.predicted_ms = simulate(planner.plan, step.program, cost, travel_ms).iteration_ms

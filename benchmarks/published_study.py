@@ -23,10 +23,9 @@ from hf_mmparallel.plan import (
     resolve_plan,
     sync_groups,
 )
-from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.fully_sharded import FullySharded, fully_sharded
 from hf_mmparallel.search.problem import PlanningProblem
-from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.representatives import predict_batch
 from hf_mmparallel.steps.step_planner import Prediction, StepPlanner
 
 FOLDER = Path(__file__).parent / "published"
@@ -263,7 +262,7 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
     groups = sync_groups(costs.spec, plan)
     sizes = sizes_of(run, run.batch)
     planner = StepPlanner(costs, plan, groups, run.microbatch)
-    return predict_condensed(planner, condense(plan, groups), sizes)
+    return predict_batch(planner, sizes)
 
 
 def stages_outermost(plan: ParallelPlan) -> ParallelPlan:
@@ -277,7 +276,7 @@ def stages_outermost(plan: ParallelPlan) -> ParallelPlan:
         return (stage * module.dp_size + replica) * grid + rank % grid
 
     replicas = tuple(
-        tuple(replace(stage, ranks=tuple(tuple(map(moved, row)) for row in stage.ranks)) for stage in replica)
+        tuple(replace(stage, mesh=tuple(tuple(map(moved, row)) for row in stage.mesh)) for stage in replica)
         for replica in module.replicas
     )
     return replace(plan, modules={LANGUAGE_MODEL: replace(module, replicas=replicas)})

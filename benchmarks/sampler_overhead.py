@@ -150,11 +150,13 @@ def _times(planner: StepPlanner, draw: GlobalBatch, sizes: Sizes) -> dict[str, A
     def workloads() -> Any:
         return batch_workloads(planner.costs, planner.plan, source(draw.samples))
 
-    known, arrange = workloads(), ARRANGEMENTS[planner.method]
+    known, arrange = workloads(), ARRANGEMENTS[planner.arrangement]
     return {
         "arrange_ms": common.measured(lambda: arrange(planner.plan, known, planner.microbatch_size), sizes.repeats),
         "step_ms": common.measured(
-            lambda: arrange_step(planner.plan, draw.samples, workloads(), planner.microbatch_size, planner.method),
+            lambda: arrange_step(
+                planner.plan, draw.samples, workloads(), planner.microbatch_size, planner.arrangement
+            ),
             sizes.repeats,
         ),
         "program_ms": common.measured(lambda: planner(draw), sizes.programs),

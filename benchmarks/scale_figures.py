@@ -12,8 +12,8 @@ def scale() -> str:
         counts = [f"{row[key]:,}" for key in ("ranks", "samples", "microbatches", "planned_ranks", "planned_tasks")]
         times = [ms(row[f"{part}_ms"]["processor"]) for part in ("arrange", "program", "rest", "step", "sync_groups")]
         rows.append("| " + " | ".join([*counts, *(f"{value} ms" for value in times)]) + " |")
-    counted = "ranks | samples | microbatches of a replica | ranks that it plans | their tasks"
-    return table(f"| {counted} | arrangement | program, checks | checksums | all of a step | once: sums |", rows)
+    counted = "ranks | samples | microbatches per replica | planned ranks | their tasks"
+    return table(f"| {counted} | arrangement | program, checks | checksums | whole step | gradient sums, once |", rows)
 
 
 BLOCKS = {"scale": scale}

@@ -136,7 +136,7 @@ def run(case: Case, limit_s: float) -> dict[str, Any]:
         "plan": str(layouts.candidate),
         "open_ms": both.step_ms,
         "open_s": times[1],
-        "open_plan": f"{both.candidate}; {both.candidate.schedule}, {both.candidate.method}",
+        "open_plan": f"{both.candidate}; {both.candidate.schedule}, {both.candidate.arrangement}",
         "brute_ms": brute.step_ms,
         "brute_plan": str(brute.candidate),
         "brute_s": brute.seconds,

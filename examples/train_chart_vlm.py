@@ -206,7 +206,7 @@ def main() -> None:
     )
     if trainer.is_world_process_zero():
         planner = trainer.engine and trainer.engine.planner  # its arrangement was chosen if `args` name none
-        print("\n".join(balance_lines(planner.method if planner else "", trainer.state.log_history)))
+        print("\n".join(balance_lines(planner.arrangement if planner else "", trainer.state.log_history)))
         answer_some(args.output_dir, eval_dataset)
 
 

@@ -45,7 +45,7 @@ def test_the_examples_pass_their_tests(tmp_path: Path):
     _apply((ROOT / "CONTRIBUTING.md").read_text(), tmp_path)
     files = ["schedule/test_encoder_backwards_last.py", "arrange/test_heaviest_first.py"]
     files += [
-        "arrange/test_methods.py",
+        "arrange/test_arrangements.py",
         "plan/test_plan_files.py",
         "modeling/test_stages.py",
         "trainer/test_longest_task.py",

@@ -22,7 +22,7 @@ from .replicas import assign_replicas
 
 _EXCHANGES = 20  # maximum rounds of exchanges per weight
 _SWEEPS = 3  # of deferral
-_EQUAL = 0.02  # maximum relative difference of microbatches that may swap places
+_EQUAL = 0.02  # maximum relative difference of microbatches that may swap positions
 _LARGE = 1.2  # ratio to the mean from which a microbatch of full size stalls the others
 _TRIALS, _WIDTH = 16, 512  # tried orders of pairs, for one replica and for all together
 _HEAVIEST = 16  # number of heaviest samples of a replica that are considered one by one
@@ -75,7 +75,7 @@ class Batch:
             [np.zeros(len(self.language)), *(colocated.work for colocated in self.colocated)], axis=1
         )[:, 1:]
         self.busy = np.asarray((self.work > 0).any(axis=1))
-        self.limits = {name: limit for name, limit in workloads.max_tokens.items() if name in plan.modules}
+        self.token_limits = {name: limit for name, limit in workloads.token_limits.items() if name in plan.modules}
         self.replica = assign_replicas(self.language, self.work, self.counts(count))
 
     @property
@@ -87,16 +87,16 @@ class Batch:
         """Number of microbatches `[replicas]` of all replicas, `count` on average."""
         return microbatch_counts(self.plan, self.workloads, count)
 
-    def part(self, members: NDArray) -> tuple[Batch, NDArray]:
+    def of_replicas(self, members: NDArray) -> tuple[Batch, NDArray]:
         """The batch of some replicas, and its samples."""
         if len(members) == self.dp_size:
             return self, np.arange(len(self.replica))
         chosen = np.flatnonzero(np.isin(self.replica, members))
-        part = self.with_replicas(np.searchsorted(members, self.replica[chosen]))
-        part.members = members
-        part.language, part.work, part.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
-        part.workloads = self.workloads.take(chosen)
-        return part, chosen
+        subset = self.with_replicas(np.searchsorted(members, self.replica[chosen]))
+        subset.members = members
+        subset.language, subset.work, subset.busy = self.language[chosen], self.work[chosen], self.busy[chosen]
+        subset.workloads = self.workloads.take(chosen)
+        return subset, chosen
 
     def with_replicas(self, replica: NDArray) -> Batch:
         """A copy with samples assigned to other replicas."""
@@ -127,11 +127,11 @@ class Batch:
         Limits of a microbatch of some modules: of an encoder replica if `per_copy`, otherwise its share of one replica
         of the language model.
         """
-        names = [name for name in names if name in self.limits]
+        names = [name for name in names if name in self.token_limits]
         if not names:
             return None
         sizes = np.stack([self.workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
-        limits = np.array([self.limits[name] for name in names], dtype=float)
+        limits = np.array([self.token_limits[name] for name in names], dtype=float)
         if not per_copy:
             limits *= [self.plan.modules[name].dp_size / self.all_replicas for name in names]
         return Capacity(sizes, np.maximum(limits, sizes.max(axis=0, initial=0)))
@@ -139,7 +139,7 @@ class Batch:
     @property
     def fewest(self) -> NDArray:
         """Minimum number of microbatches `[replicas]` by the limits."""
-        capacity = self.capacity(list(self.limits))
+        capacity = self.capacity(list(self.token_limits))
         if capacity is None:
             return np.ones(self.dp_size, np.int64)
         needed = np.stack([np.bincount(self.replica, sizes, self.dp_size) for sizes in capacity.sizes.T], axis=1)
@@ -180,15 +180,17 @@ class Batch:
         Raises:
             `CapacityError`: If a microbatch does not fit.
         """
-        most = int(counts.max())
+        max_count = int(counts.max())
         encoder = tuple(self._balanced(colocated, bins, microbatch, counts, wanted) for colocated in self.encoders)
         copies = tuple(
-            colocated.copies(self.replica, encoder_bins, most, self.capacity(list(colocated.modules), per_copy=True))
+            colocated.copies(
+                self.replica, encoder_bins, max_count, self.capacity(list(colocated.modules), per_copy=True)
+            )
             for colocated, encoder_bins in zip(self.encoders, encoder, strict=True)
         )
         for colocated in self.generators:  # checks that the language model's microbatches fit
             turn = colocated.turn(self.replica, microbatch, counts)
-            colocated.copies(self.replica, turn, most, self.capacity(list(colocated.modules), per_copy=True))
+            colocated.copies(self.replica, turn, max_count, self.capacity(list(colocated.modules), per_copy=True))
         return SamplePlacement(counts, self.replica, microbatch, encoder, copies)
 
     def divide(self, sizes: Sizes, language_weight: float, spread: bool) -> tuple[NDArray, NDArray]:
@@ -228,23 +230,25 @@ class Batch:
         inner = capacity and Capacity(capacity.sizes[some], capacity.limits)
         order = np.lexsort((-work[:, :-1].sum(axis=1), _lower_half(work[:, -1], replica)))
         # If several encoder replicas serve one of the language model, a microbatch consists of as many bins.
-        parts = self.encoders[0].num_copies if self._each_alone and capacity is None else 1
+        num_bins = self.encoders[0].num_copies if self._each_alone and capacity is None else 1
         scale = np.append(np.ones(work.shape[1] - 1), language_weight)
         shares = (
-            np.stack([*[sizes] * (work.shape[1] - 1), language_sizes], axis=1).repeat(parts, axis=0) / count / parts
+            np.stack([*[sizes] * (work.shape[1] - 1), language_sizes], axis=1).repeat(num_bins, axis=0)
+            / count
+            / num_bins
         )
-        loads = np.zeros((self.dp_size, count * parts, work.shape[1] - 1))
-        places = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * parts
+        loads = np.zeros((self.dp_size, count * num_bins, work.shape[1] - 1))
+        flat_bins = fill_bins(replica, work[:, :-1], order, shares[:, 0], loads, inner) + replica * count * num_bins
         targets = shares * (sums * scale)[:, None, :]
-        places = exchange(places, work * scale, targets, _EXCHANGES * len(scale), inner) // parts
+        flat_bins = exchange(flat_bins, work * scale, targets, _EXCHANGES * len(scale), inner) // num_bins
         bins = np.zeros(len(self.replica), np.int64)
-        bins[some] = places - replica * count
+        bins[some] = flat_bins - replica * count
 
         rest = np.flatnonzero(~self.busy)
-        loads = self._loads(places, self.language[some], count)[:, :, None]
+        loads = self._loads(flat_bins, self.language[some], count)[:, :, None]
         used = None
         if capacity is not None:
-            used = np.stack([self._loads(places, size, count) for size in capacity.sizes[some].T], axis=2)
+            used = np.stack([self._loads(flat_bins, size, count) for size in capacity.sizes[some].T], axis=2)
             capacity = Capacity(capacity.sizes[rest], capacity.limits)
         order = np.argsort(-self.language[rest], kind="stable")
         bins[rest] = fill_bins(
@@ -257,55 +261,58 @@ class Batch:
         """Whether no two replicas of the language model share an encoder replica."""
         return len(self.encoders) == 1 and self.encoders[0].num_served == 1
 
-    def _loads(self, places: NDArray, weights: NDArray, count: int) -> NDArray:
+    def _loads(self, flat_bins: NDArray, weights: NDArray, count: int) -> NDArray:
         """Sums of weights `[replicas, count]`."""
-        return _sums(places, weights, self.dp_size * count).reshape(-1, count)
+        return _sums(flat_bins, weights, self.dp_size * count).reshape(-1, count)
 
     def _ordered(self, bins: NDArray, sizes: NDArray, language_sizes: NDArray) -> NDArray:
-        """Reorders microbatches for deferral; only the largest ones, which are equal, change places."""
+        """Reorders microbatches for deferral; only the largest ones, which are equal, change positions."""
         count, large = len(sizes), np.stack([sizes / sizes.max(), language_sizes / language_sizes.max()])
         full = np.flatnonzero((large >= 1 - _EQUAL).all(axis=0))
         loads = self._loads(self.replica * count + bins, self.language, count)
         surplus = loads - self.totals[:, :1] * language_sizes / count
         number = np.full(count, -1)
         number[full] = np.arange(len(full))
-        rows = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
-        order = pair_order(rows, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
+        in_full = np.where(number[bins] >= 0, self.replica * len(full) + number[bins], self.dp_size * len(full))
+        order = pair_order(in_full, self.language, surplus[:, full], surplus[:, : full[:1].sum()].sum(axis=1))
         order = self._soonest(full[order], full, bins, loads)
-        place = np.tile(np.arange(count), (self.dp_size, 1))
-        np.put_along_axis(place, order, np.broadcast_to(full, order.shape), 1)
-        return place[self.replica, bins]
+        position = np.tile(np.arange(count), (self.dp_size, 1))
+        np.put_along_axis(position, order, np.broadcast_to(full, order.shape), 1)
+        return position[self.replica, bins]
 
     def spread_out(self, bins: NDArray, count: int) -> NDArray:
         """
         Reorders microbatches such that those of replicas with a shared encoder or generator fit together: largest
-        first, each to the place with the most free capacity.
+        first, each to the position with the most free capacity.
         """
         shared = [
-            (name, colocated) for colocated in self.colocated for name in colocated.modules if name in self.limits
+            (name, colocated)
+            for colocated in self.colocated
+            for name in colocated.modules
+            if name in self.token_limits
         ]
         if not shared:
             return bins
-        places = self.replica * count + bins
-        # Share of each microbatch of the capacity of a module at one place `[modules, replicas, count]`.
+        flat_bins = self.replica * count + bins
+        # Share of each microbatch of the capacity of a module at one position `[modules, replicas, count]`.
         demand = np.stack(
             [
-                self._loads(places, self.workloads.tokens_of_limit(name), count)
-                / (self.limits[name] * colocated.num_copies)
+                self._loads(flat_bins, self.workloads.tokens_of_limit(name), count)
+                / (self.token_limits[name] * colocated.num_copies)
                 for name, colocated in shared
             ]
         )
         groups = np.stack([self.members // colocated.num_served for _, colocated in shared])
         used, module = np.zeros((len(shared), self.all_replicas, count)), np.arange(len(shared))
-        place, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
+        position, free = np.zeros((self.dp_size, count), np.int64), np.ones((self.dp_size, count), dtype=bool)
         for index in np.argsort(-demand.max(axis=0), axis=None, kind="stable").tolist():
             replica, number = divmod(index, count)
             group = module, groups[:, replica]
             after = (used[group] + demand[:, replica, number, None]).max(axis=0)
             best = int(np.where(free[replica], after, np.inf).argmin())
             used[(*group, best)] += demand[:, replica, number]
-            place[replica, number], free[replica, best] = best, False
-        return place[self.replica, bins]
+            position[replica, number], free[replica, best] = best, False
+        return position[self.replica, bins]
 
     def _soonest(self, order: NDArray, full: NDArray, bins: NDArray, language: NDArray) -> NDArray:
         """
@@ -332,8 +339,8 @@ class Batch:
         source = np.broadcast_to(np.arange(count), (*trials.shape[:2], count)).copy()
         source[:, :, full] = trials
         replica = np.arange(self.dp_size)[:, None]
-        rows = {name: load[replica, source].reshape(-1, count) for name, load in loads.items()}
-        best = self.pipeline.iteration_ms(rows).reshape(num_trials, -1).argmin(axis=0)
+        trial_loads = {name: load[replica, source].reshape(-1, count) for name, load in loads.items()}
+        best = self.pipeline.iteration_ms(trial_loads).reshape(num_trials, -1).argmin(axis=0)
         return trials[best, replica[:, 0]]
 
     def _balanced(
@@ -361,10 +368,10 @@ class Batch:
         targets = np.bincount(group, work, colocated.num_groups)[:, None] * targets[:, ::-1]
         # Deferral in reverse: from the language model's microbatch back to the one before.
         late = colocated.turn(self.replica, microbatch, counts)[some]
-        place = group * count + count - 1 - late
+        late_first = group * count + count - 1 - late
         result = early.copy()
         shared = capacity and _as_one(Capacity(capacity.sizes[some], capacity.limits * colocated.num_served))
-        result[some] = late - defer(place, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
+        result[some] = late - defer(late_first, work, (bins < microbatch)[some], targets, _SWEEPS, shared)
         return result
 
     def microbatches(self, placement: SamplePlacement) -> dict[str, tuple[tuple[BatchIndices, ...], ...]]:
@@ -376,18 +383,18 @@ class Batch:
         return result
 
 
-def _sums(places: NDArray, weights: NDArray, size: int) -> NDArray:
-    """float64 `[size]`: sum of weights at each place."""
-    return np.bincount(places, weights, size).astype(float)  # NumPy returns integers for empty inputs
+def _sums(bins: NDArray, weights: NDArray, size: int) -> NDArray:
+    """float64 `[size]`: sum of weights in each bin."""
+    return np.bincount(bins, weights, size).astype(float)  # NumPy returns integers for empty inputs
 
 
 def _lower_half(weights: NDArray, replica: NDArray) -> NDArray:
     """Whether each sample is in the lighter half of its replica."""
     counts = np.bincount(replica)
-    place = np.empty(len(weights), np.int64)
+    position = np.empty(len(weights), np.int64)
     descending = np.lexsort((-weights, replica))
-    place[descending] = np.arange(len(weights)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return 2 * place >= counts[replica]
+    position[descending] = np.arange(len(weights)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return 2 * position >= counts[replica]
 
 
 def _as_one(capacity: Capacity | None) -> Capacity | None:

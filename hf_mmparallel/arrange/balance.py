@@ -10,7 +10,7 @@ import numpy as np
 
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, Workloads
 from ..schedule import Span, microbatch_forward_ms
-from .methods import arrange_step
+from .arrangements import arrange_step
 
 Times = tuple[np.ndarray, ...]
 
@@ -125,7 +125,7 @@ def compare_with_contiguous(
     return step_balance(before, workloads), step_balance(step, workloads)
 
 
-def _places(step: StepPlan, module: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+def _microbatch_indices(step: StepPlan, module: str) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """For each replica: its samples, their microbatches, and the number of microbatches."""
     for microbatches in step.microbatches[module]:
         batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64)
@@ -135,12 +135,12 @@ def _places(step: StepPlan, module: str) -> Iterator[tuple[np.ndarray, np.ndarra
 
 def _microbatch_ms(step: StepPlan, module: str, workloads: Workloads) -> Times:
     """Replica -> float64 `[microbatches]`: forward times."""
-    return tuple(workloads.microbatch_ms(module, *replica) for replica in _places(step, module))
+    return tuple(workloads.microbatch_ms(module, *replica) for replica in _microbatch_indices(step, module))
 
 
 def _sums(step: StepPlan, module: str, values: np.ndarray) -> Times:
     """Replica -> float64 `[microbatches]`: sums of values of samples."""
     return tuple(
-        np.bincount(places, values[batch_indices], count).astype(float)
-        for batch_indices, places, count in _places(step, module)
+        np.bincount(microbatch, values[batch_indices], count).astype(float)
+        for batch_indices, microbatch, count in _microbatch_indices(step, module)
     )

@@ -94,9 +94,9 @@ class _PaddedGroups:
     def _fill_and_freeze(self, counts: np.ndarray, costs: np.ndarray, high: int) -> None:
         """Fills the groups that run at the same time as `high` up to its cost, and freezes them all."""
         ranking, limit = self.ranking(costs), costs[high]
-        place = ranking.index(high) // self.dp_size * self.dp_size
+        position = ranking.index(high) // self.dp_size * self.dp_size
         # Not a list: the iteration order of a set of ints decides which group is filled first, as in transformers.
-        concurrent = set(ranking[place : place + self.dp_size])
+        concurrent = set(ranking[position : position + self.dp_size])
         outside = self.active.copy()
         outside[list(concurrent)] = False
         for group in concurrent:
@@ -147,9 +147,9 @@ def disttrain(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
 
 
 def _even_cuts(num_samples: int, count: int) -> list[int]:
-    """Boundaries of `count` parts of nearly the same size, larger ones first."""
+    """Boundaries of `count` groups of nearly the same size, larger ones first."""
     size, rest = divmod(num_samples, count)
-    return [size * part + min(part, rest) for part in range(count + 1)]
+    return [size * group + min(group, rest) for group in range(count + 1)]
 
 
 def _least_loaded(sizes: np.ndarray, counts: list[int]) -> list[list[int]]:
@@ -210,15 +210,15 @@ def interleaved_order(forward_ms: np.ndarray, backward_ratio: np.ndarray, sizes:
     Returns:
         `list[int]`: The order of the microbatches.
     """
-    num_stages, rows = forward_ms.shape[1], forward_ms.tolist()
-    smallest = sorted(range(len(rows)), key=sizes.tolist().__getitem__)
+    num_stages, stages_ms = forward_ms.shape[1], forward_ms.tolist()
+    smallest = sorted(range(len(stages_ms)), key=sizes.tolist().__getitem__)
     order, rear, pending = smallest[:1], smallest[1:num_stages], smallest[num_stages:]
-    pending.sort(key=lambda index: rows[index][0])
-    gaps = _Gaps(rows, backward_ratio.tolist(), order)
+    pending.sort(key=lambda index: stages_ms[index][0])
+    gaps = _Gaps(stages_ms, backward_ratio.tolist(), order)
     width = max(1, num_stages - 1)
     while pending:
         width = min(width, len(pending))
-        start = _closest([rows[index][0] for index in pending], width, gaps.next())
+        start = _closest([stages_ms[index][0] for index in pending], width, gaps.next())
         order.extend(pending[start : start + width])
         del pending[start : start + width]
         gaps.fill()
@@ -231,10 +231,10 @@ def _closest(times_ms: list[float], width: int, gap_ms: float) -> int:
     if width > 1:
         # Summed from left to right, so that ranks with other processors get the same result.
         times_ms = [sum(times_ms[start : start + width]) for start in range(len(times_ms) - width + 1)]
-    place = bisect.bisect_left(times_ms, gap_ms)
-    if place and (place == len(times_ms) or gap_ms - times_ms[place - 1] <= times_ms[place] - gap_ms):
-        place -= 1
-    return place
+    position = bisect.bisect_left(times_ms, gap_ms)
+    if position and (position == len(times_ms) or gap_ms - times_ms[position - 1] <= times_ms[position] - gap_ms):
+        position -= 1
+    return position
 
 
 class _Gaps:
@@ -257,9 +257,9 @@ class _Gaps:
     def _forwards(self, stage: int, count: int) -> None:
         """Runs the known forwards of the stage until it has run `count`."""
         done, before = self.done[stage], self.done[stage - 1]
-        for place in range(len(done), min(count, len(self.order))):
-            arrival = before[place] if stage else 0.0
-            self.free[stage] = max(arrival, self.free[stage]) + self.forward_ms[self.order[place]][stage]
+        for position in range(len(done), min(count, len(self.order))):
+            arrival = before[position] if stage else 0.0
+            self.free[stage] = max(arrival, self.free[stage]) + self.forward_ms[self.order[position]][stage]
             done.append(self.free[stage])
 
     def _backwards(self) -> None:
@@ -293,22 +293,22 @@ class _Gaps:
 
 
 def sub_microbatches(
-    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, num_parts: int = 2
+    plan: ParallelPlan, workloads: Workloads, microbatch_size: int, per_microbatch: int = 2
 ) -> dict[str, Replicas]:
     """
     The sampler's microbatches, each split into smaller ones for the encoders, in the manner of DIP.
 
     According to Entrain (sections 4.2.3 and 4.7.2), DIP splits a microbatch into sub-microbatches of one modality that
-    stay inside of it. Their number and the rule are not described; here there are `num_parts`, and samples go largest
-    first to the part with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's microbatch
-    `k * num_parts + s`. DIP also colocates the modules and runs all encoder forwards first, which is up to the plan
-    and its schedule.
+    stay inside of it. Their number and the rule are not described; here there are `per_microbatch`, and samples go
+    largest first to the one with the least encoder work. Sub-microbatch `s` of microbatch `k` is the encoder's
+    microbatch `k * per_microbatch + s`. DIP also colocates the modules and runs all encoder forwards first, which is
+    up to the plan and its schedule.
 
     Args:
         plan (`ParallelPlan`): The plan.
         workloads (`Workloads`): Only the forward times of the encoders are used.
         microbatch_size (`int`): Samples of a microbatch of one language model replica.
-        num_parts (`int`, *optional*, defaults to 2): Sub-microbatches per microbatch.
+        per_microbatch (`int`, *optional*, defaults to 2): Sub-microbatches per microbatch.
     """
     whole = coupled(plan, contiguous(plan, workloads, microbatch_size)[LANGUAGE_MODEL])
     return {
@@ -316,9 +316,9 @@ def sub_microbatches(
         if name == LANGUAGE_MODEL
         else tuple(
             tuple(
-                part
+                sub_microbatch
                 for batch_indices in replica
-                for part in _parts(batch_indices, workloads.forward_ms[name], num_parts)
+                for sub_microbatch in _sub_microbatches(batch_indices, workloads.forward_ms[name], per_microbatch)
             )
             for replica in replicas
         )
@@ -326,12 +326,12 @@ def sub_microbatches(
     }
 
 
-def _parts(batch_indices: BatchIndices, forward_ms: np.ndarray, num_parts: int) -> list[BatchIndices]:
-    """Splits samples largest first, each to the part with the least work, then to the one with the fewest samples."""
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
-    loads = [0.0] * num_parts
+def _sub_microbatches(batch_indices: BatchIndices, forward_ms: np.ndarray, count: int) -> list[BatchIndices]:
+    """Splits samples largest first, each to the one with the least work, then to the one with the fewest samples."""
+    result: list[list[int]] = [[] for _ in range(count)]
+    loads = [0.0] * count
     for batch_index in sorted(batch_indices, key=lambda batch_index: (-forward_ms[batch_index], batch_index)):
-        least = min(range(num_parts), key=lambda part: (loads[part], len(parts[part])))
-        parts[least].append(batch_index)
-        loads[least] += float(forward_ms[batch_index])
-    return [tuple(sorted(part)) for part in parts]
+        lightest = min(range(count), key=lambda index: (loads[index], len(result[index])))
+        result[lightest].append(batch_index)
+        loads[lightest] += float(forward_ms[batch_index])
+    return [tuple(sorted(members)) for members in result]

@@ -72,18 +72,20 @@ class ColocatedModules:
         if self.num_copies == 1 and capacity is None:
             return group
         some = np.flatnonzero(self.work > 0)
-        place, work = group[some] * count + turn[some], self.work[some]
+        microbatch, work = group[some] * count + turn[some], self.work[some]
         inner = capacity and Capacity(capacity.sizes[some], capacity.limits)
         loads = np.zeros((self.num_groups * count, self.num_copies, 1))
         order = np.argsort(-work, kind="stable")
-        part = fill_bins(place, work[:, None], order, np.ones(self.num_copies), loads, inner)
-        means = np.bincount(place, work, len(loads))[:, None, None] / self.num_copies
+        share = fill_bins(microbatch, work[:, None], order, np.ones(self.num_copies), loads, inner)
+        means = np.bincount(microbatch, work, len(loads))[:, None, None] / self.num_copies
         targets = np.broadcast_to(means, loads.shape)
-        part = exchange(place * self.num_copies + part, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
-        sums = np.bincount(place * self.num_copies + part, work, loads.size).reshape(self.num_groups, count, -1)
+        share = (
+            exchange(microbatch * self.num_copies + share, work[:, None], targets, _EXCHANGES, inner) % self.num_copies
+        )
+        sums = np.bincount(microbatch * self.num_copies + share, work, loads.size).reshape(self.num_groups, count, -1)
         owner = self._owners(sums).reshape(-1, self.num_copies)
         result = group * self.num_copies
-        result[some] += owner[place, part]
+        result[some] += owner[microbatch, share]
         return result
 
     def turns(self, counts: NDArray) -> NDArray:
@@ -120,14 +122,14 @@ class ColocatedModules:
 
     def _owners(self, sums: NDArray) -> NDArray:
         """
-        Replica of each part `[groups, count, copies]`: the heaviest goes to the replica with the least work so far.
+        Replica of each share `[groups, count, copies]`: the heaviest goes to the replica with the least work so far.
         """
         total, owner = np.zeros(sums[:, 0].shape), np.empty(sums.shape, np.int64)
         for index in range(sums.shape[1]):
-            parts = np.argsort(-sums[:, index], axis=1, kind="stable")
+            shares = np.argsort(-sums[:, index], axis=1, kind="stable")
             owners = np.argsort(total, axis=1, kind="stable")
-            np.put_along_axis(owner[:, index], parts, owners, 1)
-            added = np.take_along_axis(sums[:, index], parts, 1)
+            np.put_along_axis(owner[:, index], shares, owners, 1)
+            added = np.take_along_axis(sums[:, index], shares, 1)
             np.put_along_axis(total, owners, np.take_along_axis(total, owners, 1) + added, 1)
         return owner
 
@@ -137,11 +139,12 @@ def cut(
 ) -> tuple[tuple[BatchIndices, ...], ...]:
     """Replica -> microbatch -> batch indices, ascending; `counts` are the numbers of microbatches of the replicas."""
     ends = np.cumsum(counts)
-    places = (ends - counts)[replica] + microbatch
-    flat = batch_indices[stable_order(places, int(ends[-1]))].tolist()
-    stops = np.cumsum(np.bincount(places, minlength=ends[-1])).tolist()
-    parts = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
-    return tuple(tuple(parts[end - count : end]) for end, count in zip(ends.tolist(), counts.tolist(), strict=True))
+    microbatch_index = (ends - counts)[replica] + microbatch
+    flat = batch_indices[stable_order(microbatch_index, int(ends[-1]))].tolist()
+    stops = np.cumsum(np.bincount(microbatch_index, minlength=ends[-1])).tolist()
+    microbatches = [tuple(flat[start:stop]) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+    ends_and_counts = zip(ends.tolist(), counts.tolist(), strict=True)
+    return tuple(tuple(microbatches[end - count : end]) for end, count in ends_and_counts)
 
 
 class _ByIdentity:
@@ -185,12 +188,12 @@ def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
         serve several replicas are left out: their work does not depend on the replica of a microbatch.
     """
     plan = key.plan
-    size = plan.modules[LANGUAGE_MODEL].dp_size
-    whole, by_rank = np.zeros((size, len(plan.modules))), [{} for _ in range(size)]
+    dp_size = plan.modules[LANGUAGE_MODEL].dp_size
+    whole, by_rank = np.zeros((dp_size, len(plan.modules))), [{} for _ in range(dp_size)]
     for number, (name, module) in enumerate(plan.modules.items()):
-        groups = math.gcd(size, module.dp_size)
-        copies, served = module.dp_size // groups, size // groups
-        for replica in range(size):
+        groups = math.gcd(dp_size, module.dp_size)
+        copies, served = module.dp_size // groups, dp_size // groups
+        for replica in range(dp_size):
             first = replica // served * copies
             for stages in module.replicas[first : first + copies]:
                 shares = [stage_share(plan, name, stage) / copies for stage in stages]
@@ -198,9 +201,9 @@ def _shares(key: _ByIdentity) -> tuple[NDArray, NDArray]:
                 for stage, share in zip(stages, shares, strict=True) if served == 1 else ():
                     for rank in stage.all_ranks:
                         by_rank[replica].setdefault(rank, np.zeros(len(plan.modules)))[number] += share
-    ranks = np.zeros((size, max(map(len, by_rank)), len(plan.modules)))
-    for row, shares in zip(ranks, by_rank, strict=True):
-        row[: len(shares)] = list(shares.values())
+    ranks = np.zeros((dp_size, max(map(len, by_rank)), len(plan.modules)))
+    for of_rank, shares in zip(ranks, by_rank, strict=True):
+        of_rank[: len(shares)] = list(shares.values())
     return whole, ranks
 
 

@@ -27,8 +27,8 @@ def counts_of(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) ->
 def in_turns(counts: Sequence[int]) -> list[tuple[int, int]]:
     """(replica, index) of all microbatches in the order of their turns, those of one turn by replica."""
     turns = max(counts)
-    places = [(replica, index) for replica, count in enumerate(counts) for index in range(count)]
-    return sorted(places, key=lambda place: (turn_of(place[1], counts[place[0]], turns), place[0]))
+    microbatches = [(replica, index) for replica, count in enumerate(counts) for index in range(count)]
+    return sorted(microbatches, key=lambda at: (turn_of(at[1], counts[at[0]], turns), at[0]))
 
 
 def contiguous(plan: ParallelPlan, workloads: Workloads, microbatch_size: int) -> dict[str, Replicas]:
@@ -76,9 +76,9 @@ def coupled(
         replicas = []
         for group in range(groups):
             pooled = _pooled(language[group * sources : (group + 1) * sources])
-            for part in range(consumers):
+            for consumer in range(consumers):
                 replicas.append(
-                    tuple(share(batch_indices, part, consumers, turn) for turn, batch_indices in enumerate(pooled))
+                    tuple(share(batch_indices, consumer, consumers, turn) for turn, batch_indices in enumerate(pooled))
                 )
         result[name] = tuple(replicas)
     result[LANGUAGE_MODEL] = tuple(tuple(replica) for replica in language)
@@ -95,12 +95,12 @@ def _pooled(members: Sequence[Sequence[BatchIndices]]) -> list[BatchIndices]:
 
 
 def share(batch_indices: Sequence[int], index: int, count: int, turn: int) -> BatchIndices:
-    """Consecutive part `index` of `count`; the parts with one more batch index shift by one each turn."""
+    """Consecutive share `index` of `count`; the shares with one more batch index shift by one each turn."""
     size, rest = divmod(len(batch_indices), count)
 
-    def start(part: int) -> int:
-        """Earlier parts have `size` batch indices, plus one for those whose number in the turn is below `rest`."""
-        rounds = [(place // count) * rest + min(place % count, rest) for place in (turn, turn + part)]
-        return size * part + rounds[1] - rounds[0]
+    def start(number: int) -> int:
+        """Earlier shares have `size` batch indices, plus one for those whose number in the turn is below `rest`."""
+        rounds = [(n // count) * rest + min(n % count, rest) for n in (turn, turn + number)]
+        return size * number + rounds[1] - rounds[0]
 
     return tuple(batch_indices[start(index) : start(index + 1)])

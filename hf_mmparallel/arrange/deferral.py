@@ -16,14 +16,14 @@ _FEWEST, _MOST = 32, 256  # limits of the number of sums of one microbatch
 
 
 def _sums(members: NDArray, weights: NDArray, sizes: NDArray | None = None) -> SubsetSums:
-    """Sums of the items `[num_sets, places]` of sets; `weights` has a final 0 for empty places."""
+    """Sums of the items `[num_sets, slots]` of sets; `weights` has a final 0 for empty slots."""
     longest = _CELLS // max(1, len(members))
     longest = 1 << min(max(longest, _FEWEST), _MOST).bit_length() - 1
     return subset_sums(weights[members], longest, None if sizes is None else sizes[members])
 
 
 def _heaviest_first(bins: NDArray, weights: NDArray, num_bins: int) -> NDArray:
-    """The items of each bin `[num_bins, places]`, heaviest first, so that empty places come last."""
+    """The items of each bin `[num_bins, slots]`, heaviest first, so that empty slots come last."""
     order = np.argsort(-weights[: len(bins)], kind="stable")
     return np.append(order, len(bins))[padded(bins[order], num_bins)]
 
@@ -39,7 +39,7 @@ class Pairs:
         under (`numpy.ndarray` of shape `[num_problems, half]`): Underloaded microbatches, heaviest first.
         costs (`numpy.ndarray` of shape `[num_problems, half, half]`):
             Maximum load of the two after the deferral (Entrain, equation 4.3), at least 0.
-        members (`numpy.ndarray` of shape `[num_problems * half, places]`): Items of each overloaded microbatch.
+        members (`numpy.ndarray` of shape `[num_problems * half, slots]`): Items of each overloaded microbatch.
         table (`SubsetSums`): Sums of their subsets.
         chosen (`numpy.ndarray` of shape `[num_problems, half, half]`): Index of the deferred sum in the table.
     """
@@ -53,19 +53,19 @@ class Pairs:
 
     def moved(self, problem: int, over: int, under: int) -> NDArray:
         """The items that overloaded microbatch `over` of a problem defers to `under`."""
-        row = problem * self.over.shape[1] + over
-        bits = self.table.subsets[row, self.chosen[problem, over, under]]
-        items = self.members[row]
+        index = problem * self.over.shape[1] + over
+        bits = self.table.subsets[index, self.chosen[problem, over, under]]
+        items = self.members[index]
         return items[(bits >> np.minimum(np.arange(len(items)), 63)) & 1 > 0]
 
 
-def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
+def possible_pairs(bins: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     """
     For each pair of an overloaded and an underloaded microbatch, finds the subset of the overloaded one with the sum
     closest to half of the difference (Entrain, section 4.5.2).
 
     Args:
-        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
+        bins (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
             `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
         weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
         surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Load of each microbatch, or its excess
@@ -78,8 +78,8 @@ def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     above, below = np.take_along_axis(surplus, over, 1), np.take_along_axis(surplus, under, 1)
     padded_weights = np.append(weights, 0.0)
     first = np.arange(num_problems)[:, None] * count
-    inside = rows < num_problems * count
-    members = _heaviest_first(np.where(inside, rows, num_problems * count), padded_weights, num_problems * count + 1)
+    inside = bins < num_problems * count
+    members = _heaviest_first(np.where(inside, bins, num_problems * count), padded_weights, num_problems * count + 1)
     members = members[(over + first).ravel()]
     table = _sums(members, padded_weights)
     wanted = ((above[:, :, None] - below[:, None, :]) / 2).reshape(num_problems * half, half)
@@ -90,7 +90,7 @@ def possible_pairs(rows: NDArray, weights: NDArray, surplus: NDArray) -> Pairs:
     return Pairs(over, under, costs - lowest, members, table, chosen.reshape(costs.shape))
 
 
-def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
+def pair_order(bins: NDArray, weights: NDArray, surplus: NDArray, start: NDArray) -> NDArray:
     """
     Orders microbatches such that each overloaded one is directly before the underloaded one that it defers to.
 
@@ -100,7 +100,7 @@ def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray
     on. With an odd number of microbatches the middle one defers nothing and comes last.
 
     Args:
-        rows (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
+        bins (`numpy.ndarray` of shape `[num_items]`): Microbatch of each sample; those of problem `p` start at
             `p * num_microbatches`. Samples of no problem have a number past the last microbatch.
         weights (`numpy.ndarray` of shape `[num_items]`): Workload of each sample in the language model.
         surplus (`numpy.ndarray` of shape `[num_problems, num_microbatches]`): Excess of each over its target.
@@ -114,7 +114,7 @@ def pair_order(rows: NDArray, weights: NDArray, surplus: NDArray, start: NDArray
     descending = np.argsort(-surplus, axis=1, kind="stable")
     if not half:
         return descending
-    candidates = possible_pairs(rows, weights, surplus)
+    candidates = possible_pairs(bins, weights, surplus)
     partner = bottleneck_matching(candidates.costs)
     under = np.take_along_axis(candidates.under, partner, 1)
     totals = np.take_along_axis(surplus, candidates.over, 1) + np.take_along_axis(surplus, under, 1)
@@ -129,12 +129,12 @@ def _running_order(values: NDArray, start: NDArray) -> NDArray:
     num_problems, count = values.shape
     problems, running, left = np.arange(num_problems), start.astype(float), values.astype(float)
     order = np.empty((num_problems, count), np.int64)
-    for place in range(count):
+    for position in range(count):
         after = running[:, None] + left
         lowest = np.where(after >= 0, after, np.inf).argmin(axis=1)
         highest = np.where(np.isnan(left), -np.inf, after).argmax(axis=1)
         best = np.where(after[problems, lowest] >= 0, lowest, highest)
-        order[:, place] = best
+        order[:, position] = best
         running = running + values[problems, best]
         left[problems, best] = np.nan
     return order
@@ -172,13 +172,13 @@ def shuffled_pairs(order: NDArray, num_trials: int) -> NDArray:
     half = order.shape[1] // 2
     rng = np.random.default_rng(half)  # the same on every rank
     trials = np.stack([np.arange(half), *(rng.permutation(half) for _ in range(num_trials - 1))])
-    places = (2 * trials[:, :, None] + np.arange(2)).reshape(num_trials, -1)
+    positions = (2 * trials[:, :, None] + np.arange(2)).reshape(num_trials, -1)
     rest = np.broadcast_to(np.arange(2 * half, order.shape[1]), (num_trials, order.shape[1] - 2 * half))
-    return order[:, np.append(places, rest, axis=1)].transpose(1, 0, 2)
+    return order[:, np.append(positions, rest, axis=1)].transpose(1, 0, 2)
 
 
 def defer(
-    places: NDArray,
+    bins: NDArray,
     weights: NDArray,
     late: NDArray,
     targets: NDArray,
@@ -186,39 +186,39 @@ def defer(
     capacity: Capacity | None = None,
 ) -> NDArray:
     """
-    Decides for each item between its own place and the next one, such that loads come close to their targets.
+    Decides for each item between its own bin and the next one, such that loads come close to their targets.
 
-    Each place in turn decides which of its items go to the next place: of all subsets within the limits, the one after
-    which both loads are closest to their targets (least squares). Places of equal parity decide together, since they
+    Each bin in turn decides which of its items go to the next bin: of all subsets within the limits, the one after
+    which both loads are closest to their targets (least squares). Bins of equal parity decide together, since they
     do not interact.
 
     Args:
-        places (`numpy.ndarray` of shape `[num_items]`): The place of each item; those of problem `p` start at
-            `p * num_places`.
+        bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item; those of problem `p` start at
+            `p * num_bins`.
         weights (`numpy.ndarray` of shape `[num_items]`): Weight of each item, at least 0.
-        late (`numpy.ndarray` of shape `[num_items]`): Whether each item initially goes to the next place.
-        targets (`numpy.ndarray` of shape `[num_problems, num_places]`): Target loads.
-        sweeps (`int`): Maximum number of decisions per place.
+        late (`numpy.ndarray` of shape `[num_items]`): Whether each item initially goes to the next bin.
+        targets (`numpy.ndarray` of shape `[num_problems, num_bins]`): Target loads.
+        sweeps (`int`): Maximum number of decisions per bin.
         capacity ([`Capacity`], *optional*): A single limit, which holds afterwards if it held before.
 
     Returns:
-        `numpy.ndarray`: bool `[num_items]`, whether each goes to the next place.
+        `numpy.ndarray`: bool `[num_items]`, whether each goes to the next bin.
     """
     num_problems, count = targets.shape
-    if count < 2 or not len(places):
+    if count < 2 or not len(bins):
         return late
     weights = np.append(weights, 0.0)
     sizes = np.append(capacity.sizes[:, 0], 0.0) if capacity is not None else None
-    members = _heaviest_first(places, weights, num_problems * count)
+    members = _heaviest_first(bins, weights, num_problems * count)
     table = _sums(members, weights, sizes)
     late = np.append(late, False)
 
-    def by_place(values: NDArray) -> NDArray:
+    def by_bin(values: NDArray) -> NDArray:
         return values[members].sum(axis=1).reshape(num_problems, count)
 
-    total, deferred = by_place(weights), by_place(weights * late)
-    total_size = by_place(sizes) if sizes is not None else total
-    deferred_size = by_place(sizes * late) if sizes is not None else deferred.copy()
+    total, deferred = by_bin(weights), by_bin(weights * late)
+    total_size = by_bin(sizes) if sizes is not None else total
+    deferred_size = by_bin(sizes * late) if sizes is not None else deferred.copy()
     chosen = np.full((num_problems, count), -1)
     for sweep in range(2 * sweeps):
         here = np.arange(sweep % 2, count - 1, 2)

@@ -61,8 +61,8 @@ def entrain(
     for count in np.unique(counts).tolist() if deferral else ():  # replicas with equal counts together
         equal = np.flatnonzero(counts == count)
         members = np.flatnonzero(np.isin(replica, equal))
-        rows = np.searchsorted(equal, replica[members]) * count + bins[members]
-        bins[members], late_bins[members] = deferred_pairs(rows, language[members], len(equal), count)
+        flat_bins = np.searchsorted(equal, replica[members]) * count + bins[members]
+        bins[members], late_bins[members] = deferred_pairs(flat_bins, language[members], len(equal), count)
     result: dict[str, Replicas] = {}
     for colocated in colocated_encoders(plan, workloads, dict.fromkeys(plan.modules, 1.0)):
         turn = colocated.turn(replica, bins, counts)
@@ -114,7 +114,7 @@ def _fill(bins: NDArray, order: NDArray, work: NDArray, loads: Sequence[float]) 
     return [load for load, _ in heap]
 
 
-def deferred_pairs(rows: NDArray, language: NDArray, num_replicas: int, count: int) -> tuple[NDArray, NDArray]:
+def deferred_pairs(flat_bins: NDArray, language: NDArray, num_replicas: int, count: int) -> tuple[NDArray, NDArray]:
     """
     Lines 7 to 15: pairs of an overloaded and an underloaded microbatch, whose work in the language model is balanced
     by one deferral, in the order `(ol_0, ul_0, ol_1, ul_1, ...)`.
@@ -123,7 +123,7 @@ def deferred_pairs(rows: NDArray, language: NDArray, num_replicas: int, count: i
     partner. Those that meet it alone defer nothing.
 
     Args:
-        rows (`numpy.ndarray` of shape `[num_samples]`): `replica * count + microbatch` of each sample.
+        flat_bins (`numpy.ndarray` of shape `[num_samples]`): `replica * count + microbatch` of each sample.
         language (`numpy.ndarray` of shape `[num_samples]`): Workload in the language model.
         num_replicas (`int`): Number of replicas, each with `count` microbatches.
         count (`int`): Number of microbatches.
@@ -131,12 +131,12 @@ def deferred_pairs(rows: NDArray, language: NDArray, num_replicas: int, count: i
     Returns:
         For each sample the new index of its microbatch in encoders and in the language model, int64.
     """
-    loads = np.bincount(rows, language, num_replicas * count).reshape(num_replicas, count)
+    loads = np.bincount(flat_bins, language, num_replicas * count).reshape(num_replicas, count)
     half = count // 2
-    late = np.zeros(len(rows), dtype=bool)
+    late = np.zeros(len(flat_bins), dtype=bool)
     if not half:
-        return rows % count, rows % count
-    pairs = possible_pairs(rows, language, loads)
+        return flat_bins % count, flat_bins % count
+    pairs = possible_pairs(flat_bins, language, loads)
     partner = bottleneck_matching(pairs.costs)
     reached = np.take_along_axis(pairs.costs, partner[:, :, None], 2)[:, :, 0]
     alone = np.take_along_axis(loads, pairs.over, 1)
@@ -146,7 +146,7 @@ def deferred_pairs(rows: NDArray, language: NDArray, num_replicas: int, count: i
     under = np.take_along_axis(pairs.under, partner, 1)
     order = np.stack([pairs.over, under], axis=2).reshape(num_replicas, 2 * half)
     order = np.append(order, np.argsort(-loads, axis=1, kind="stable")[:, half : count - half], axis=1)
-    place = np.empty_like(order)
-    np.put_along_axis(place, order, np.broadcast_to(np.arange(count), order.shape), 1)
-    bins = place.ravel()[rows]
+    position = np.empty_like(order)
+    np.put_along_axis(position, order, np.broadcast_to(np.arange(count), order.shape), 1)
+    bins = position.ravel()[flat_bins]
     return bins, bins + late

@@ -53,19 +53,19 @@ class Pipeline:
         encoders, generators = plan.encoders[::-1], plan.generators
         for name in (LANGUAGE_MODEL, *encoders, *generators):
             stages, chains[name] = plan.modules[name].replicas[0], []
-            places: list[int] = []
+            numbers: list[int] = []
             for stage in stages:
-                place = next((owner[rank] for rank in stage.all_ranks if rank in owner), count)
-                if place == count:
+                number = next((owner[rank] for rank in stage.all_ranks if rank in owner), count)
+                if number == count:
                     count += 1
-                    chains[name].append(place)
-                places.append(place)
-                costs.append((name, place, stage_share(plan, name, stage)))
-            for stage, place in zip(stages, places, strict=True):
-                owner.update(dict.fromkeys(stage.all_ranks, place))
+                    chains[name].append(number)
+                numbers.append(number)
+                costs.append((name, number, stage_share(plan, name, stage)))
+            for stage, number in zip(stages, numbers, strict=True):
+                owner.update(dict.fromkeys(stage.all_ranks, number))
         shares = {name: [0.0] * count for name in plan.modules}
-        for name, place, share in costs:
-            shares[name][place] += share
+        for name, number, share in costs:
+            shares[name][number] += share
 
         language = chains[LANGUAGE_MODEL]
         fronts = [chains[name] for name in encoders if chains[name]]
@@ -76,9 +76,9 @@ class Pipeline:
         depth: list[int] = [0] * count
         before: list[tuple[int, ...]] = [()] * count
         for start, chain in starts:
-            for index, place in enumerate(chain):
-                depth[place] = start + index
-                before[place] = tuple(chain[index - 1 : index])
+            for position, number in enumerate(chain):
+                depth[number] = start + position
+                before[number] = tuple(chain[position - 1 : position])
         before[language[0]] = tuple(chain[-1] for chain in fronts)
         for chain in ends:
             before[chain[0]] = (language[-1],)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 _PAIRS = 16_000  # pairs of items per round
 _FEWEST, _MOST = 12, 48  # limits of the number of items per bin among them
-_SPARE = 2  # empty places of a bin
+_SPARE = 2  # empty slots of a bin
 _PROGRESS, _PATIENCE = 0.005, 3  # minimum relative progress of the sum of squares, and rounds that may miss it
 _CLOSE = 1e-3  # relative distance from the target that is not worth a round
 
@@ -28,17 +28,17 @@ def padded(bins: NDArray, num_bins: int, spare: int = 0) -> NDArray:
     Args:
         bins (`numpy.ndarray` of shape `[num_items]`): The bin of each item.
         num_bins (`int`): Number of bins.
-        spare (`int`, *optional*, defaults to 0): Empty places at the end of the fullest bin.
+        spare (`int`, *optional*, defaults to 0): Empty slots at the end of the fullest bin.
 
     Returns:
-        `numpy.ndarray`: int64 `[num_bins, places]`, each bin's items in ascending order; empty places contain the
+        `numpy.ndarray`: int64 `[num_bins, slots]`, each bin's items in ascending order; empty slots contain the
         number of items.
     """
     counts = np.bincount(bins, minlength=num_bins)
     items = stable_order(bins, num_bins)
-    place = np.arange(len(bins)) - np.repeat(np.cumsum(counts) - counts, counts)
+    slot = np.arange(len(bins)) - np.repeat(np.cumsum(counts) - counts, counts)
     members = np.full((num_bins, int(counts.max(initial=0)) + spare), len(bins))
-    members[bins[items], place] = items
+    members[bins[items], slot] = items
     return members
 
 
@@ -105,9 +105,9 @@ def exchange(
         best = _best(values, excess[heavy], excess[light], from_heavy, from_light, num_weights)
         useful = np.flatnonzero(best >= 0)
         heavy, light = heavy[useful], light[useful]
-        row, column = np.divmod(best[useful], from_light.shape[1])
-        down, up = from_heavy[useful, row], from_light[useful, column]
-        members[heavy, seen.start + stride * row], members[light, seen.start + stride * column] = up, down
+        from_index, to_index = np.divmod(best[useful], from_light.shape[1])
+        down, up = from_heavy[useful, from_index], from_light[useful, to_index]
+        members[heavy, seen.start + stride * from_index], members[light, seen.start + stride * to_index] = up, down
         moved = values[down] - values[up]
         excess[heavy] -= moved
         excess[light] += moved
@@ -119,7 +119,7 @@ def exchange(
 def _best(
     values: NDArray, above: NDArray, below: NDArray, from_heavy: NDArray, from_light: NDArray, num_weights: int
 ) -> NDArray:
-    """For each pair of bins the places of the best exchange as one index, or -1; limits come after the weights."""
+    """For each pair of bins the slots of the best exchange as one index, or -1; limits come after the weights."""
     half = (above - below) / 2
     down, up = values[from_heavy], values[from_light]
     score, distance = np.zeros((2, len(from_heavy), from_heavy.shape[1], from_light.shape[1]))

@@ -25,7 +25,7 @@ def generated(
     Microbatches of generators.
 
     A sample is generated in its microbatch of the language model, since its hidden states are available there and wait
-    for the gradient. The samples of the language model replicas of a group at one place are split over the generator's
+    for the gradient. The samples of the language model replicas of a group in one turn are split over the generator's
     replicas of the group by its work, see [`ColocatedModules`]. Samples without work in a generator are in none of its
     microbatches.
 
@@ -55,10 +55,10 @@ def generated(
 
 def _copies(colocated: ColocatedModules, workloads: Workloads, replica: NDArray, turn: NDArray, count: int) -> NDArray:
     """Replica of each sample in colocated modules, within its token limits if possible."""
-    names = [name for name in colocated.modules if name in workloads.max_tokens]
+    names = [name for name in colocated.modules if name in workloads.token_limits]
     if names:
         sizes = np.stack([workloads.tokens_of_limit(name) for name in names], axis=1).astype(float)
-        capacity = Capacity(sizes, np.array([workloads.max_tokens[name] for name in names], dtype=float))
-        with suppress(CapacityError):  # some methods ignore limits
+        capacity = Capacity(sizes, np.array([workloads.token_limits[name] for name in names], dtype=float))
+        with suppress(CapacityError):  # some arrangements ignore limits
             return colocated.copies(replica, turn, count, capacity)
     return colocated.copies(replica, turn, count, None)

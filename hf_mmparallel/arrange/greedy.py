@@ -64,7 +64,7 @@ def fill_bins(
     turns = padded(problem[order], num_problems).T  # one item of each problem per turn
     turns = np.append(order, num_items)[turns]
     weights = np.append(weights, np.zeros((1, weights.shape[1])), axis=0)
-    inverse, rows = 1 / shares[:, None], np.arange(num_problems)
+    inverse, problems = 1 / shares[:, None], np.arange(num_problems)
     free, sizes = None, np.zeros(0)
     if capacity is not None:
         free = capacity.limits - (np.zeros((num_problems, num_bins, len(capacity.limits))) if used is None else used)
@@ -79,10 +79,10 @@ def fill_bins(
             cost = np.where((sizes[items][:, None, :] > free).any(axis=2), np.inf, cost)
         best = cost.argmin(axis=1)
         if free is not None:
-            if not np.isfinite(cost[rows, best]).all():
+            if not np.isfinite(cost[problems, best]).all():
                 raise CapacityError
-            free[rows, best] -= sizes[items]
-        loads[rows, best] += added[:, 0]
+            free[problems, best] -= sizes[items]
+        loads[problems, best] += added[:, 0]
         chosen[turn] = best
     result = np.empty(num_items + 1, np.int64)
     result[turns] = chosen

@@ -4,6 +4,9 @@ The hierarchical arrangement: every microbatch has its target load in each modul
 Samples are assigned to replicas of the language model, then to microbatches by their cost in the encoders, and the
 language model defers some of them by one microbatch, so that its microbatches are even as well (Entrain, sections 4.3
 and 4.5).
+
+Where token limits do not hold, in this order: another order of microbatches for encoders that several replicas share,
+more microbatches, and at last no limits of encoders, only that of the language model.
 """
 
 from __future__ import annotations
@@ -46,10 +49,10 @@ def arrange_batch(batch: Batch, count: int, taper: bool = False, spread: bool = 
         return arrange_by_length(batch, counts, taper, spread)
     bins, microbatch = np.zeros((2, len(batch.replica)), np.int64)
     wanted = {}
-    for num in np.unique(counts).tolist():
-        part, chosen = batch.part(np.flatnonzero(counts == num))
-        wanted[num] = part.sizes(num) if taper else Sizes.even(num)
-        bins[chosen], microbatch[chosen] = part.divide(wanted[num], 1.0 if taper else _LANGUAGE_EVEN, spread)
+    for own_count in np.unique(counts).tolist():
+        subset, chosen = batch.of_replicas(np.flatnonzero(counts == own_count))
+        wanted[own_count] = subset.sizes(own_count) if taper else Sizes.even(own_count)
+        bins[chosen], microbatch[chosen] = subset.divide(wanted[own_count], 1.0 if taper else _LANGUAGE_EVEN, spread)
     return batch.placed(bins, microbatch, counts, wanted)
 
 
@@ -93,14 +96,13 @@ def hierarchical(
     batch = Batch(plan, workloads, count)
     count = batch.best_count(count)
     count = max(count, int(batch.fewest.max())) if (batch.counts(count) < batch.fewest).any() else count
-    # Where limits do not hold: first another order of microbatches, then more of them, at last no limits of encoders.
     while True:
         for spread in (False, True):
             with suppress(CapacityError):
                 return batch.microbatches(arrange_batch(batch, count, taper and not spread, spread))
         if count > workloads.num_samples:
-            limits = {name: limit for name, limit in workloads.max_tokens.items() if name == LANGUAGE_MODEL}
-            return hierarchical(plan, replace(workloads, max_tokens=limits), microbatch_size, taper)
+            limits = {name: limit for name, limit in workloads.token_limits.items() if name == LANGUAGE_MODEL}
+            return hierarchical(plan, replace(workloads, token_limits=limits), microbatch_size, taper)
         count += max(1, count // 16)
 
 

@@ -29,26 +29,26 @@ def arrange_by_length(batch: Batch, counts: NDArray, taper: bool, spread: bool) 
     """
     wanted = {count: batch.sizes(count) if taper else Sizes.even(count) for count in np.unique(counts).tolist()}
     sizes = [np.array(wanted[count].language) for count in counts.tolist()]
-    tokens, limit = batch.workloads.tokens[LANGUAGE_MODEL], batch.limits.get(LANGUAGE_MODEL)
+    tokens, limit = batch.workloads.tokens[LANGUAGE_MODEL], batch.token_limits.get(LANGUAGE_MODEL)
     replica, microbatch = group_by_length(batch.language, tokens, sizes, batch.work, limit)
     batch = batch.with_replicas(replica)
     orders = np.tile(microbatch, (1 if spread else NUM_ORDERS, 1))
     for count in wanted:
-        part, chosen = batch.part(np.flatnonzero(counts == count))
+        subset, chosen = batch.of_replicas(np.flatnonzero(counts == count))
         bins = microbatch[chosen]
         if spread:
-            orders[:, chosen] = part.spread_out(bins, count)
+            orders[:, chosen] = subset.spread_out(bins, count)
         else:
-            language = microbatch_ms(part, LANGUAGE_MODEL, bins, count)
-            orders[:, chosen] = possible_orders(part.replica, bins, language, part.work, wanted[count])
+            language = microbatch_ms(subset, LANGUAGE_MODEL, bins, count)
+            orders[:, chosen] = possible_orders(subset.replica, bins, language, subset.work, wanted[count])
     placements = [batch.placed(bins, bins, counts, wanted) for bins in orders]
     return placements[int(estimates_ms(batch, placements).argmin())]
 
 
 def microbatch_ms(batch: Batch, module: str, microbatch: NDArray, count: int) -> NDArray:
     """Forward time of each microbatch `[replicas, count]`."""
-    places = batch.replica * count + microbatch
-    times = batch.workloads.microbatch_ms(module, np.arange(len(places)), places, batch.dp_size * count)
+    bins = batch.replica * count + microbatch
+    times = batch.workloads.microbatch_ms(module, np.arange(len(bins)), bins, batch.dp_size * count)
     return times.reshape(-1, count)
 
 
@@ -59,15 +59,15 @@ def estimates_ms(batch: Batch, placements: Sequence[SamplePlacement]) -> NDArray
     """
     slowest, counts = np.zeros(len(placements)), placements[0].counts
     for count in np.unique(counts).tolist():
-        part, chosen = batch.part(np.flatnonzero(counts == count))
-        rows: dict[str, list[NDArray]] = {name: [] for name in batch.plan.modules}
+        subset, chosen = batch.of_replicas(np.flatnonzero(counts == count))
+        microbatches_ms: dict[str, list[NDArray]] = {name: [] for name in batch.plan.modules}
         for placement in placements:
-            turns = dict.fromkeys(rows, placement.microbatch)
+            turns = dict.fromkeys(microbatches_ms, placement.microbatch)
             for colocated, turn in zip(batch.encoders, placement.encoder, strict=True):
                 turns |= dict.fromkeys(colocated.modules, np.minimum(turn, count - 1))
             for name, module in batch.plan.modules.items():
                 scale = batch.all_replicas / module.dp_size
-                rows[name].append(scale * microbatch_ms(part, name, turns[name][chosen], count))
-        times = batch.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in rows.items()})
+                microbatches_ms[name].append(scale * microbatch_ms(subset, name, turns[name][chosen], count))
+        times = batch.pipeline.iteration_ms({name: np.concatenate(loads) for name, loads in microbatches_ms.items()})
         slowest = np.maximum(slowest, times.reshape(len(placements), -1).max(axis=1))
     return slowest

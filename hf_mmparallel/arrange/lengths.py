@@ -13,7 +13,7 @@ from .microbatch_sizes import Sizes
 
 NUM_ORDERS = 3
 _CLOSE = 1e-3  # relative tolerance of the minimum cost
-_EQUAL = 0.02  # maximum relative difference of microbatches that may swap places
+_EQUAL = 0.02  # maximum relative difference of microbatches that may swap positions
 
 
 def group_by_length(
@@ -39,38 +39,42 @@ def group_by_length(
     Raises:
         `CapacityError`: If the limit needs more microbatches.
     """
-    places = [(-size, i, replica) for replica, values in enumerate(sizes) for i, size in enumerate(values.tolist())]
-    places.sort()
+    largest_first = [
+        (-size, i, replica) for replica, values in enumerate(sizes) for i, size in enumerate(values.tolist())
+    ]
+    largest_first.sort()
     order = np.lexsort((-tokens, -row_ms))
-    stops = _cuts(row_ms[order], tokens[order], np.array([-size for size, _, _ in places]), limit)
+    stops = _cuts(row_ms[order], tokens[order], np.array([-size for size, _, _ in largest_first]), limit)
     group = np.searchsorted(stops, np.arange(len(order)), side="right")
     shares = work[order] / np.maximum(work.sum(axis=0), 1e-300)
-    loads = np.bincount(group, shares.sum(axis=1), len(places))
-    owner = _assigned(loads, [place[:2] for place in places], np.array([place[2] for place in places]), sizes)
+    loads = np.bincount(group, shares.sum(axis=1), len(largest_first))
+    owner = _assigned(
+        loads, [key[:2] for key in largest_first], np.array([replica for _, _, replica in largest_first]), sizes
+    )
     replica, microbatch = np.empty((2, len(order)), np.int64)
     replica[order] = owner[group]
-    microbatch[order] = np.array([place[1] for place in places])[group]
+    microbatch[order] = np.array([index for _, index, _ in largest_first])[group]
     return replica, microbatch
 
 
 def _cuts(row_ms: NDArray, tokens: NDArray, sizes: NDArray, limit: float | None) -> list[int]:
     """End of each group of samples in decreasing order, for the smallest maximum ratio of cost to size."""
     costs, wanted, count = row_ms.tolist(), sizes.tolist(), len(row_ms)
-    most = [len(costs)] * len(costs) if limit is None else (limit // np.maximum(tokens, 1)).astype(int).tolist()
+    max_samples = [len(costs)] * len(costs) if limit is None else (limit // np.maximum(tokens, 1)).astype(int).tolist()
 
     def stops_for(cost: float) -> list[int] | None:
-        stops, place = [], 0
+        stops, position = [], 0
         for size in wanted:  # plain comparisons for speed: large batches spend their time here
-            if place < count:
-                row = costs[place]
-                fits = int(cost * size / row) if row else count
-                if fits > most[place]:
-                    fits = most[place]
-                place = place + fits if fits > 1 else place + 1
-                if place > count:
-                    place = count
-            stops.append(place)
-        return stops if place == count else None
+            if position < count:
+                sample_cost = costs[position]
+                fits = int(cost * size / sample_cost) if sample_cost else count
+                if fits > max_samples[position]:
+                    fits = max_samples[position]
+                position = position + fits if fits > 1 else position + 1
+                if position > count:
+                    position = count
+            stops.append(position)
+        return stops if position == count else None
 
     high = sum(costs) / sum(wanted)
     best, low = stops_for(high), 0.0  # the minimum is below the mean, unless single samples are above it
@@ -90,7 +94,7 @@ def _assigned(loads: NDArray, kinds: Sequence[tuple], replicas: NDArray, sizes: 
     """The replica of each group: of groups of one kind, the heaviest goes to the replica with the least load."""
     total, paces = np.zeros(len(sizes)), 1 / np.array([values.sum() for values in sizes])
     owner = np.empty(len(loads), np.int64)
-    starts = [place for place in range(len(kinds)) if not place or kinds[place] != kinds[place - 1]]
+    starts = [position for position in range(len(kinds)) if not position or kinds[position] != kinds[position - 1]]
     for start, stop in zip(starts, [*starts[1:], len(kinds)], strict=True):
         groups = start + np.argsort(-loads[start:stop], kind="stable")
         ordered = replicas[start:stop][np.argsort((total * paces)[replicas[start:stop]], kind="stable")]
@@ -101,7 +105,7 @@ def _assigned(loads: NDArray, kinds: Sequence[tuple], replicas: NDArray, sizes: 
 
 def possible_orders(replica: NDArray, microbatch: NDArray, language: NDArray, work: NDArray, sizes: Sizes) -> NDArray:
     """
-    Candidates for the order of microbatches. Only the largest ones, which are equal, change places.
+    Candidates for the order of microbatches. Only the largest ones, which are equal, change positions.
 
     In pairs, the one with less encoder work first, so that encoders can process some of the second one early; the same
     pairs by decreasing work in the language model, so that neighbors are similar; and single microbatches by
@@ -126,9 +130,9 @@ def possible_orders(replica: NDArray, microbatch: NDArray, language: NDArray, wo
     surplus = loads - loads.sum(axis=1, keepdims=True) * np.array(sizes.encoder) / count
     number = np.full(count, -1)
     number[full] = np.arange(len(full))
-    rows = np.where(number[microbatch] >= 0, replica * len(full) + number[microbatch], dp_size * len(full))
+    in_full = np.where(number[microbatch] >= 0, replica * len(full) + number[microbatch], dp_size * len(full))
     # Early encoding is deferral in reverse, from the last microbatch to the first.
-    backwards = pair_order(rows, encoders, surplus[:, full], surplus[:, full[-1] + 1 :].sum(axis=1))
+    backwards = pair_order(in_full, encoders, surplus[:, full], surplus[:, full[-1] + 1 :].sum(axis=1))
     paired = backwards[:, ::-1]
     pairs, rest = paired[:, odd:].reshape(dp_size, half, 2), paired[:, :odd]
     means = np.take_along_axis(language[:, full], paired[:, odd:], 1).reshape(dp_size, half, 2).mean(axis=2)
@@ -136,7 +140,7 @@ def possible_orders(replica: NDArray, microbatch: NDArray, language: NDArray, wo
     by_work = np.argsort(-language[:, full], axis=1, kind="stable")
     result = []
     for order in (paired, np.append(falling.reshape(dp_size, 2 * half), rest, axis=1), by_work):
-        place = np.tile(np.arange(count), (dp_size, 1))
-        np.put_along_axis(place, full[order], np.broadcast_to(full, order.shape), 1)
-        result.append(place[replica, microbatch])
+        position = np.tile(np.arange(count), (dp_size, 1))
+        np.put_along_axis(position, full[order], np.broadcast_to(full, order.shape), 1)
+        result.append(position[replica, microbatch])
     return np.stack(result)

@@ -65,10 +65,10 @@ def best_sizes(
     Returns:
         [`Sizes`]: The size of each microbatch.
     """
-    most = max(totals.values())
-    if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3 or most <= 0:
+    max_total_ms = max(totals.values())
+    if pipeline.num_stages == 1 or smallest >= 1 or largest <= 1 or count < 3 or max_total_ms <= 0:
         return Sizes.even(count)
-    weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * most
+    weights = np.array([totals[name] for name in pipeline.modules]) + 1e-9 * max_total_ms
     work = weights * np.array(list(pipeline.bottleneck.values()))
     steps = np.rint(np.log(work / work.max()) / _STEP).astype(int)
     solved = min(count, 4 * pipeline.num_stages + 16)
@@ -84,7 +84,7 @@ def _stretched(sizes: Sequence[float], count: int) -> tuple[float, ...]:
     return tuple((longer * count / longer.sum()).tolist())
 
 
-class _Rows:
+class _Constraints:
     """Constraints `sum of coefficients <= 0` of a linear program."""
 
     def __init__(self):
@@ -110,12 +110,12 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     costs = pipeline.costs * work[:, None]
     # Generators have the language model's microbatches.
     language = pipeline.modules.index(LANGUAGE_MODEL)
-    kinds = [int(place >= language) for place in range(len(pipeline.modules))]
+    kinds = [int(position >= language) for position in range(len(pipeline.modules))]
     by_kind = np.stack([costs[:, [kind == k for k in kinds]].sum(axis=1) for kind in range(2)], axis=1)
     when, num_stages = pipeline.time_steps(count), len(pipeline.depth)
     end = 2 * count + 2 * num_stages * count
     change, other = end + 1, end + 1 + 2 * count
-    rows = _Rows()
+    constraints = _Constraints()
 
     def start(direction: int, microbatch: int, stage: int) -> int:
         """The variable of the start of a task."""
@@ -124,7 +124,9 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     def after(direction: int, microbatch: int, stage: int, following: int) -> None:
         """Constrains variable `following` to be at least the end of a task."""
         terms = [(kind * count + microbatch, float(by_kind[direction, kind, stage])) for kind in range(2)]
-        rows.add((start(direction, microbatch, stage), 1.0), *(term for term in terms if term[1]), (following, -1.0))
+        constraints.add(
+            (start(direction, microbatch, stage), 1.0), *(term for term in terms if term[1]), (following, -1.0)
+        )
 
     for stage, sources in enumerate(pipeline.before):
         for microbatch in range(count):
@@ -140,14 +142,14 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     encoded = [(index, 1.0) for index in range(count)]
     consumed = [(count + index, 1.0) for index in range(count)]
     for index in range(count):
-        rows.add(*consumed[: index + 1], *((variable, -1.0) for variable, _ in encoded[: index + 1]))
-        rows.add(*encoded[:index], *((variable, -1.0) for variable, _ in consumed[: index + 1]))
+        constraints.add(*consumed[: index + 1], *((variable, -1.0) for variable, _ in encoded[: index + 1]))
+        constraints.add(*encoded[:index], *((variable, -1.0) for variable, _ in consumed[: index + 1]))
         for kind in range(2 * (index > 0)):
             here, extra = kind * count + index, change + kind * count + index
-            rows.add((here, 1.0), (here - 1, -1.0), (extra, -1.0))
-            rows.add((here, -1.0), (here - 1, 1.0), (extra, -1.0))
-        rows.add((index, 1.0), (count + index, -1.0), (other + index, -1.0))
-        rows.add((index, -1.0), (count + index, 1.0), (other + index, -1.0))
+            constraints.add((here, 1.0), (here - 1, -1.0), (extra, -1.0))
+            constraints.add((here, -1.0), (here - 1, 1.0), (extra, -1.0))
+        constraints.add((index, 1.0), (count + index, -1.0), (other + index, -1.0))
+        constraints.add((index, -1.0), (count + index, 1.0), (other + index, -1.0))
 
     num_variables = other + count
     whole = np.zeros((2, num_variables))
@@ -158,8 +160,8 @@ def _solve(pipeline: Pipeline, steps: tuple[int, ...], count: int, smallest: flo
     lowest[: 2 * count], highest[: 2 * count] = smallest, largest
     solution = linprog(
         objective,
-        A_ub=rows.matrix(num_variables),
-        b_ub=np.zeros(rows.count),
+        A_ub=constraints.matrix(num_variables),
+        b_ub=np.zeros(constraints.count),
         A_eq=whole,
         b_eq=[count, count],
         bounds=np.stack([lowest, highest], axis=1),
@@ -194,8 +196,8 @@ def best_count(pipeline: Pipeline, totals: Mapping[str, float], count: int, heav
     for trial in (count, *(max(1, round(share * count)) for share in _FEWER)):
         loads = {name: np.full((1, trial), total / trial) for name, total in totals.items()}
         loads |= {name: _around(samples, totals[name], trial) for name, samples in heaviest.items()}
-        rows = max(map(len, loads.values()))
-        loads = {name: np.broadcast_to(values, (rows, trial)) for name, values in loads.items()}
+        num_trials = max(map(len, loads.values()))
+        loads = {name: np.broadcast_to(values, (num_trials, trial)) for name, values in loads.items()}
         time_ms = float(pipeline.iteration_ms(loads).max())
         if time_ms < (1 - _WORTH) * best_ms:
             best, best_ms = trial, time_ms

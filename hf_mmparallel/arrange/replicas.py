@@ -28,15 +28,17 @@ def replica_counts(total: int, warm_up: NDArray, slowest: NDArray) -> NDArray:
     Returns:
         `numpy.ndarray`: int64 `[num_replicas]`, at least 1 each.
     """
-    size = len(warm_up)
+    num_replicas = len(warm_up)
     if (warm_up == warm_up[0]).all() and (slowest == slowest[0]).all():
-        return np.full(size, total // size) + (np.arange(size) < total % size)
-    counts, steps = np.ones(size, np.int64), slowest.tolist()
-    ends = [(end + step, index) for index, (end, step) in enumerate(zip(warm_up.tolist(), steps, strict=True))]
+        return np.full(num_replicas, total // num_replicas) + (np.arange(num_replicas) < total % num_replicas)
+    counts, slowest_ms = np.ones(num_replicas, np.int64), slowest.tolist()
+    ends = [
+        (end + step_ms, index) for index, (end, step_ms) in enumerate(zip(warm_up.tolist(), slowest_ms, strict=True))
+    ]
     heapq.heapify(ends)
-    for _ in range(total - size):
+    for _ in range(total - num_replicas):
         end, index = ends[0]
-        heapq.heapreplace(ends, (end + steps[index], index))
+        heapq.heapreplace(ends, (end + slowest_ms[index], index))
         counts[index] += 1
     return counts
 

@@ -90,9 +90,9 @@ def _put_into_cells(
     sums, second sums, and subsets.
     """
     sums, count = entries[0][0], entries[1].shape[1]
-    place = np.flatnonzero(np.isfinite(sums))
-    row = place // count
-    cell = (sums.ravel()[place] / width[row] + 1e-9).astype(np.int64)
+    index = np.flatnonzero(np.isfinite(sums))
+    row = index // count
+    cell = (sums.ravel()[index] / width[row] + 1e-9).astype(np.int64)
     cell += row * count
     for table, values in zip((*cells[0], cells[1]), (*entries[0], entries[1]), strict=True):
-        table.ravel()[cell] = values.ravel()[place]
+        table.ravel()[cell] = values.ravel()[index]

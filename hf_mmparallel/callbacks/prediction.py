@@ -184,7 +184,7 @@ class PredictionCallback(EngineCallback):
                 for name, own in plan.modules.items()
             },
             schedule=plan.schedule,
-            method=engine.planner.method,
+            method=engine.planner.arrangement,
         )
         with not_worth_a_run(f"`{self.path}`"):
             append_line(self.path, header)

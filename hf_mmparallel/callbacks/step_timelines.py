@@ -69,7 +69,7 @@ class TimelineCallback(EngineCallback):
         panels = {}
         balances = last_balances(engine, microbatch_size)
         if balances is not None:
-            panels = {BEFORE: balances[0], f"after, {engine.planner.method}": balances[1]}
+            panels = {BEFORE: balances[0], f"after, {engine.planner.arrangement}": balances[1]}
         leading = [span for span in measured if engine.first_rank(span.task) == span.rank]
         return {**panels, MEASURED: measured_balance(engine.current_step, leading)}
 

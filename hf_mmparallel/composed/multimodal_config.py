@@ -90,11 +90,11 @@ class MultimodalCallbacks:
 
     def check(self, encoders: tuple[str, ...]) -> None:
         """Raises `ValueError` for a callback of an unknown encoder."""
-        for place in ("before_encoder", "after_encoder", "after_projector"):
-            for name in getattr(self, place):
+        for moment in ("before_encoder", "after_encoder", "after_projector"):
+            for name in getattr(self, moment):
                 if name not in encoders:
                     raise ValueError(
-                        f"`callbacks.{place}` has `{name}`, which is not an encoder of this model. "
+                        f"`callbacks.{moment}` has `{name}`, which is not an encoder of this model. "
                         f"Use one of {list(encoders)}."
                     )
 

@@ -9,7 +9,7 @@ from .device_table import device_from, device_table, find_device, recognize_devi
 from .devices import Hardware
 from .flops import model_flops, module_model_flops, training_flops
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
-from .limits import MEMORY_SHARE, eager_caps, fitting_tokens, usable_bytes
+from .limits import MEMORY_SHARE, fitting_in_flight, fitting_tokens, usable_bytes
 from .memory import memory_per_rank
 from .peaks import activation_peaks, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, RankMemory
@@ -36,8 +36,8 @@ __all__ = [
     "data_gradients",
     "device_from",
     "device_table",
-    "eager_caps",
     "find_device",
+    "fitting_in_flight",
     "fitting_tokens",
     "layer_flops",
     "layer_table",

@@ -107,17 +107,17 @@ class LayerShape:
     The matrices and norms of a layer.
 
     Args:
-        part (`ModuleSpec`): Its module.
+        module_spec (`ModuleSpec`): Its module.
         matrices (`tuple[Matrix, ...]`): In the order of definition.
         norms (`tuple[Norm, ...]`): All norms.
     """
 
-    part: ModuleSpec
+    module_spec: ModuleSpec
     matrices: tuple[Matrix, ...]
     norms: tuple[Norm, ...]
 
     @classmethod
-    def of(cls, part: ModuleSpec, uses: Sequence[ParameterUse]) -> LayerShape:
+    def of(cls, module_spec: ModuleSpec, uses: Sequence[ParameterUse]) -> LayerShape:
         """Builds it from the parameters that the layer reads."""
         names = {use.parameter.name for use in uses}
         matrices: dict[str, Matrix] = {}
@@ -138,7 +138,7 @@ class LayerShape:
             elif len(p.shape) == 1 and p.name.endswith("weight"):
                 bias = p.name.removesuffix("weight") + "bias"
                 norms.append(Norm(p.name, p.shape[0], p.trainable, bias not in names))
-        return cls(part, tuple(matrices.values()), tuple(norms))
+        return cls(module_spec, tuple(matrices.values()), tuple(norms))
 
     @cached_property
     def attention(self) -> tuple[Matrix, ...]:
@@ -174,22 +174,22 @@ class Precision:
         return self.compute != self.stream
 
     @classmethod
-    def of(cls, part: ModuleSpec, value_bytes: int) -> Precision:
+    def of(cls, module_spec: ModuleSpec, value_bytes: int) -> Precision:
         """Precision of a module with `value_bytes` per value in matrix products."""
-        inside = (p for p in part.parameters if 0 <= p.layer < part.num_layers and len(p.shape) > 1)
+        inside = (p for p in module_spec.parameters if 0 <= p.layer < module_spec.num_layers and len(p.shape) > 1)
         first = next((p for p in inside if "float" in p.dtype), None)
         stream = FULL if first is None else DTYPE_BYTES.get(first.dtype, FULL)
         return cls(min(value_bytes, stream), stream)
 
 
 def saved_activations(
-    part: ModuleSpec, uses: Sequence[ParameterUse], index: int, precision: Precision, tp_size: int
+    module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, precision: Precision, tp_size: int
 ) -> Polynomial:
     """
     Bytes that autograd saves in a layer for its backward.
 
     Args:
-        part (`ModuleSpec`): The module.
+        module_spec (`ModuleSpec`): The module.
         uses (`Sequence[ParameterUse]`): The parameters that the layer reads.
         index (`int`): `-1` for the part before the layers, `num_layers` for the part after them.
         precision (`Precision`): Compute and storage precision.
@@ -199,33 +199,33 @@ def saved_activations(
         `Polynomial`: Bytes per token, per squared token if attention saves something for each pair of tokens, and
         constant bytes of cast weights.
     """
-    shape = LayerShape.of(part, uses)
-    if not 0 <= index < part.num_layers:
+    shape = LayerShape.of(module_spec, uses)
+    if not 0 <= index < module_spec.num_layers:
         return _saved_after_layers(shape, precision) if index >= 0 else _saved_before_layers(shape, uses, precision)
     split = tp_size if is_split(shape.attention) else 1
     saved = _attention_saved(shape, precision) * (1 / split) + _mask_saved(shape, precision)
     saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, split) for norm in shape.norms))
     for group in [shape.attention, *shape.feed_forwards]:
-        saved += Polynomial(token=_inputs_saved(shape.part, group, precision))
+        saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision))
     for group in shape.feed_forwards:
-        saved += Polynomial(token=_feed_forward_saved(part, group, precision) / tp_size)
+        saved += Polynomial(token=_feed_forward_saved(module_spec, group, precision) / tp_size)
     return saved + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
 
 
-def grouped_copies(part: ModuleSpec, uses: Sequence[ParameterUse] = (), tp_size: int = 1) -> int:
+def grouped_copies(module_spec: ModuleSpec, uses: Sequence[ParameterUse] = (), tp_size: int = 1) -> int:
     """
     Additional values per token that attention saves with a dense mask: keys and values repeated for each query head
     of their group. A single kv head is expanded as a view, without a copy.
 
     Args:
-        part (`ModuleSpec`): The module.
+        module_spec (`ModuleSpec`): The module.
         uses (`Sequence[ParameterUse]`, *optional*): The parameters that a layer reads.
         tp_size (`int`, *optional*, defaults to 1): Size of the tp group.
     """
-    split = tp_size if is_split(LayerShape.of(part, uses).attention) else 1
-    heads, kv_heads = part.num_heads // split, part.num_kv_heads // split
-    is_copied = part.attention in MASKED_ATTENTION and 1 < kv_heads < heads
-    return 2 * (heads - kv_heads) * part.head_width if is_copied else 0
+    split = tp_size if is_split(LayerShape.of(module_spec, uses).attention) else 1
+    heads, kv_heads = module_spec.num_heads // split, module_spec.num_kv_heads // split
+    is_copied = module_spec.attention in MASKED_ATTENTION and 1 < kv_heads < heads
+    return 2 * (heads - kv_heads) * module_spec.head_width if is_copied else 0
 
 
 def with_trainable(uses: Sequence[ParameterUse], trainable: bool) -> list[ParameterUse]:
@@ -248,9 +248,9 @@ def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> 
     Share of each parameter of a layer on one rank of a tp group. Vectors, embeddings, projectors and attention with a
     fused qkv matrix are replicated.
     """
-    part, uses = spec.modules[module], spec.uses.get((module, index), ())
-    shape = LayerShape.of(part, uses)
-    inside, is_head = 0 <= index < part.num_layers, module == LANGUAGE_MODEL and index == part.num_layers
+    module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
+    shape = LayerShape.of(module_spec, uses)
+    inside, is_head = 0 <= index < module_spec.num_layers, module == LANGUAGE_MODEL and index == module_spec.num_layers
     whole = () if is_split(shape.attention) else tuple(matrix.name for matrix in shape.attention)
     result = {}
     for use in uses:
@@ -263,58 +263,64 @@ def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> 
 
 def _attention_saved(shape: LayerShape, precision: Precision) -> Polynomial:
     """Queries, keys and values, the output with a float32 log-sum-exp per head, or all scores."""
-    part = shape.part
+    module_spec = shape.module_spec
     if not shape.attention:
         return Polynomial()
     *inner, last = shape.attention
-    width = last.width_in(part.hidden_size)
-    if part.attention == "eager":
+    width = last.width_in(module_spec.hidden_size)
+    if module_spec.attention == "eager":
         values = 3 * width + (width if last.saves_input(precision) else 0)  # keys and values of each head
         scores = FULL + (precision.compute if precision.compute != FULL else 0)
-        return Polynomial(part.num_heads * scores, values * precision.compute)
-    values = sum(matrix.width_out(part.hidden_size) for matrix in inner) + width
+        return Polynomial(module_spec.num_heads * scores, values * precision.compute)
+    values = sum(matrix.width_out(module_spec.hidden_size) for matrix in inner) + width
     if len(inner) == 1:
-        values += 2 / 3 * inner[0].width_out(part.hidden_size)  # rotated queries and keys, besides the fused output
-    return Polynomial(token=values * precision.compute + FULL * part.num_heads)
+        values += (
+            2 / 3 * inner[0].width_out(module_spec.hidden_size)
+        )  # rotated queries and keys, besides the fused output
+    return Polynomial(token=values * precision.compute + FULL * module_spec.num_heads)
 
 
 def _mask_saved(shape: LayerShape, precision: Precision) -> Polynomial:
     """A dense mask, which is added to the scores of all heads; each rank of a tp group has all of it."""
-    takes_mask = shape.attention and shape.part.name == LANGUAGE_MODEL and shape.part.attention in MASKED_ATTENTION
+    takes_mask = (
+        shape.attention
+        and shape.module_spec.name == LANGUAGE_MODEL
+        and shape.module_spec.attention in MASKED_ATTENTION
+    )
     return Polynomial(float(precision.compute)) if takes_mask else Polynomial()
 
 
 def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, split: int) -> float:
     """Saved bytes per token of a norm over the hidden state, or over queries or keys per head."""
-    part = shape.part
-    if not _ATTENTION.search(norm.name) or norm.size == part.hidden_size:
+    module_spec = shape.module_spec
+    if not _ATTENTION.search(norm.name) or norm.size == module_spec.hidden_size:
         return norm.saved_bytes(norm.size, precision.stream, precision.stream)
-    heads = part.num_heads if "q" in norm.name.split(".")[-2] else part.num_kv_heads
-    return norm.saved_bytes(heads * part.head_width, precision.compute, precision.compute) / split
+    heads = module_spec.num_heads if "q" in norm.name.split(".")[-2] else module_spec.num_kv_heads
+    return norm.saved_bytes(heads * module_spec.head_width, precision.compute, precision.compute) / split
 
 
-def _inputs_saved(part: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
+def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
     """Saved bytes per token for the matrices that read the hidden state, and for adapters."""
     num_copies = sum(matrix.saves_input(precision) for matrix in group[:-1])
     if not precision.is_cast:
         num_copies = min(1, num_copies)
-    saved = float(num_copies * part.hidden_size * precision.compute)
+    saved = float(num_copies * module_spec.hidden_size * precision.compute)
     for matrix in group:
         saved += matrix.adapter_rank * matrix.adapter_bytes
         if matrix.adapter_bytes > precision.stream:
-            width = matrix.width_in(part.hidden_size) if matrix is group[-1] else part.hidden_size
+            width = matrix.width_in(module_spec.hidden_size) if matrix is group[-1] else module_spec.hidden_size
             saved += width * matrix.adapter_bytes
     return saved
 
 
-def _feed_forward_saved(part: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
+def _feed_forward_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
     """Saved bytes per token of the activation function, the factors of a gate, and the input of the last matrix."""
     *inner, last = group
     if not inner:
         return 0.0
-    wide = last.width_in(part.hidden_size)
-    expanded = sum(matrix.width_out(part.hidden_size) for matrix in inner)
-    values = expanded + (part.activation_copies - 1) * wide
+    wide = last.width_in(module_spec.hidden_size)
+    expanded = sum(matrix.width_out(module_spec.hidden_size) for matrix in inner)
+    values = expanded + (module_spec.activation_copies - 1) * wide
     if expanded >= 2 * wide:
         values += wide  # output of the gate's activation function
     if last.saves_input(precision):
@@ -360,11 +366,11 @@ def chain_widths(shape: LayerShape) -> list[tuple[float, int]]:
     multiple of the features of a token merges as many tokens into one; one that does not read the output of the matrix
     before it reads the output of the layers again, such as the mergers of DeepStack.
     """
-    width, share, result = shape.part.hidden_size, 1.0, []
+    width, share, result = shape.module_spec.hidden_size, 1.0, []
     for matrix in shape.matrices:
         rows, columns = matrix.shape
         if columns != width:
-            width, share = shape.part.hidden_size, 1.0
+            width, share = shape.module_spec.hidden_size, 1.0
         if columns > width and columns % width == 0:
             share *= width / columns
         result.append((share, columns))
@@ -387,24 +393,26 @@ class TransientMemory:
 
 
 def transient_memory(
-    part: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
+    module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
 ) -> TransientMemory:
     """
     Peak of the transient memory of one of the repeated layers, in its feed-forward block or its attention.
 
     Args:
-        part (`ModuleSpec`): The module.
+        module_spec (`ModuleSpec`): The module.
         uses (`Sequence[ParameterUse]`): The parameters that the layer reads.
         precision (`Precision`): Compute and storage precision.
         tp_size (`int`): Size of the tp group.
     """
-    shape = LayerShape.of(part, uses)
-    hidden = Polynomial(token=float(part.hidden_size * precision.stream))
+    shape = LayerShape.of(module_spec, uses)
+    hidden = Polynomial(token=float(module_spec.hidden_size * precision.stream))
     forwards, backwards = [Polynomial()], [Polynomial()]
     for group in shape.feed_forwards:
         *inner, last = group
-        wide = last.width_in(part.hidden_size) / tp_size * precision.compute
-        gated = sum(matrix.width_out(part.hidden_size) for matrix in inner) >= 2 * last.width_in(part.hidden_size)
+        wide = last.width_in(module_spec.hidden_size) / tp_size * precision.compute
+        gated = sum(matrix.width_out(module_spec.hidden_size) for matrix in inner) >= 2 * last.width_in(
+            module_spec.hidden_size
+        )
         forwards.append(Polynomial(token=wide * (3 if gated else 2)))
         # The gradients of the activation function's input and output; the input of the last matrix is freed by then.
         backwards.append(Polynomial(token=wide * ((3 if gated else 2) - last.saves_input(precision))))
@@ -412,9 +420,9 @@ def transient_memory(
         split = tp_size if is_split(shape.attention) else 1
         *inner, last = shape.attention
         width = precision.compute * (
-            sum(m.width_out(part.hidden_size) for m in inner) + last.width_in(part.hidden_size)
+            sum(m.width_out(module_spec.hidden_size) for m in inner) + last.width_in(module_spec.hidden_size)
         )
-        pairs = part.num_heads * (FULL + precision.compute) if part.attention == "eager" else 0
+        pairs = module_spec.num_heads * (FULL + precision.compute) if module_spec.attention == "eager" else 0
         forwards.append(Polynomial(pairs / split, 2 * width / split))
         backwards.append(Polynomial(pairs / split, width / split))
     # A forward has the input of the stack and of the layer, the sum after attention and its norm; a backward the

@@ -34,10 +34,10 @@ def active_elements(spec: ModelSpec, module: str, index: int) -> list[tuple[Para
     Parameters that a layer reads, each with the number of elements that one token is multiplied with. After the last
     layer a merger turns several tokens into one, so each of these tokens counts for its share of the matrix.
     """
-    part, uses = spec.modules[module], spec.uses.get((module, index), ())
-    if index < part.num_layers:
+    module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
+    if index < module_spec.num_layers:
         return [(use, use.num_active) for use in uses]
-    shape = LayerShape.of(part, uses)
+    shape = LayerShape.of(module_spec, uses)
     widths = chain_widths(shape)
     shares = {f"{matrix.name}.": share for matrix, (share, _) in zip(shape.matrices, widths, strict=True)}
     names = [f"{use.parameter.name}." for use in uses]  # an adapter's begins with that of its matrix
@@ -52,9 +52,9 @@ def layer_flops(spec: ModelSpec, module: str, index: int) -> tuple[float, float]
     Each matrix element costs two FLOPs per token; attention over `n` tokens costs `4 n^2` per channel, half of that
     if it is causal.
     """
-    part = spec.modules[module]
+    module_spec = spec.modules[module]
     matrices = sum(elements for _, elements in active_elements(spec, module, index))
-    attention = 4.0 * part.attention_width if 0 <= index < part.num_layers else 0.0
+    attention = 4.0 * module_spec.attention_width if 0 <= index < module_spec.num_layers else 0.0
     return 2.0 * matrices, attention / 2 if module == LANGUAGE_MODEL else attention
 
 
@@ -93,18 +93,18 @@ class AnalyticLayers:
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
-        part, uses = self.spec.modules[module], self.spec.uses.get((module, index), ())
-        inside = 0 <= index < part.num_layers
+        module_spec, uses = self.spec.modules[module], self.spec.uses.get((module, index), ())
+        inside = 0 <= index < module_spec.num_layers
         shares = parameter_shares(self.spec, module, index, tp_size)
-        precision = Precision.of(part, self.value_bytes)
-        products_ms = self._products_ms(part, uses, index, shares, precision)
-        attention_ms = self._attention_ms(part, uses, precision, tp_size) if inside else 0.0
+        precision = Precision.of(module_spec, self.value_bytes)
+        products_ms = self._products_ms(module_spec, uses, index, shares, precision)
+        attention_ms = self._attention_ms(module_spec, uses, precision, tp_size) if inside else 0.0
         moved = _weight_bytes(uses, shares, precision, self.engine.fused)
-        work = layer_elementwise(part, uses, index, precision, tp_size, self.engine)
+        work = layer_elementwise(module_spec, uses, index, precision, tp_size, self.engine)
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
         saved, frozen = (
-            saved_activations(part, with_trainable(uses, trained), index, precision, tp_size)
+            saved_activations(module_spec, with_trainable(uses, trained), index, precision, tp_size)
             for trained in (True, False)
         )
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
@@ -117,65 +117,65 @@ class AnalyticLayers:
             activations=saved,
             frozen_activations=frozen,
             launch_ms=(launch_ms, launch_ms),
-            sums=self._sums(part, uses, index, tp_size, products_ms),
+            sums=self._sums(module_spec, uses, index, tp_size, products_ms),
         )
 
     def _products_ms(
         self,
-        part: ModuleSpec,
+        module_spec: ModuleSpec,
         uses: Sequence[ParameterUse],
         index: int,
         shares: Mapping[str, float],
         precision: Precision,
     ) -> float:
         """Milliseconds per token of a layer's matrix products, including reads and writes of their operands."""
-        active = active_elements(self.spec, part.name, index)
+        active = active_elements(self.spec, module_spec.name, index)
         flops = sum(2.0 * shares[use.parameter.name] * elements for use, elements in active)
         width = 0.0
         for use, elements in active:
             rows, columns = _sides(use, elements)
             share = shares[use.parameter.name]
-            whole = max((side for side in (rows, columns) if side == part.hidden_size), default=0.0)
+            whole = max((side for side in (rows, columns) if side == module_spec.hidden_size), default=0.0)
             width += whole + share * (rows + columns - whole)
         moved = precision.compute * width
         return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms
 
     def _attention_ms(
-        self, part: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
+        self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
     ) -> float:
         """
         Milliseconds of attention per squared sequence length. Causal attention computes half of the pairs. Eager
         attention materializes all scores, so it costs matrix products and memory traffic for all pairs, see
         [`chunk_sizes`].
         """
-        split = tp_size if is_split(LayerShape.of(part, uses).attention) else 1
-        share = (0.5 if part.name == LANGUAGE_MODEL else 1.0) / split
-        flops = share * 4.0 * part.attention_width
-        if part.attention != "eager":
-            return flops / self.device.attention_flops_per_ms(part.attention)
+        split = tp_size if is_split(LayerShape.of(module_spec, uses).attention) else 1
+        share = (0.5 if module_spec.name == LANGUAGE_MODEL else 1.0) / split
+        flops = share * 4.0 * module_spec.attention_width
+        if module_spec.attention != "eager":
+            return flops / self.device.attention_flops_per_ms(module_spec.attention)
         scores = (FUSED_SCORE_BYTES if self.engine.fused else SCORE_BYTES) * precision.compute / 2
-        moved = share * scores * part.num_heads
+        moved = share * scores * module_spec.num_heads
         return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms
 
     def _sums(
-        self, part: ModuleSpec, uses: Sequence[ParameterUse], index: int, tp_size: int, products_ms: float
+        self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, tp_size: int, products_ms: float
     ) -> tuple[Polynomial, Polynomial]:
         """
         Times of the tensor-parallel all-reduces in forward and backward: the outputs of the last matrix of each block
         of a layer, and the input gradients of each other matrix, which transformers reduces one by one. For a head
         split by rows, each rank gathers all logits.
         """
-        shape = LayerShape.of(part, uses)
+        shape = LayerShape.of(module_spec, uses)
         ranks = range(self.first_rank, self.first_rank + tp_size)
         if tp_size == 1 or index < 0:
             return Polynomial(), Polynomial()
-        if index == part.num_layers:
-            is_cut = part.name == LANGUAGE_MODEL and shape.matrices and not self.engine.merged_sums
+        if index == module_spec.num_layers:
+            is_cut = module_spec.name == LANGUAGE_MODEL and shape.matrices and not self.engine.merged_sums
             if not is_cut or any(use.parameter.name in self.spec.tied for use in uses if use.multiplies):
                 return Polynomial(), Polynomial()
             logits = self.value_bytes * shape.matrices[-1].shape[0]
             return all_reduce(self.device, logits / 2, ranks), Polynomial()
-        hidden = part.hidden_size * self.value_bytes
+        hidden = module_spec.hidden_size * self.value_bytes
         one = all_reduce(self.device, hidden, ranks)
         if self.engine.hidden_sums:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)

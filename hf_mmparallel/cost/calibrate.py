@@ -239,12 +239,12 @@ def _fit_times(windows: Sequence[NDArray]) -> TimeScale | None:
         return None
     hidden = any((_computed_shares(rows) < 1).any() for rows in windows)
     chosen = _LAUNCHED if hidden else _FORMS[0]
-    least = _left_out_error(windows, chosen)
+    lowest_error = _left_out_error(windows, chosen)
     linked = any(rows[:, _SUMS].any() for rows in windows)
     for form in (form for form in _FORMS if linked or "sums" not in form):
         error = _left_out_error(windows, form)
-        if error < min(_MIN_IMPROVEMENT * least, least - _LOG_PRECISION):
-            chosen, least = form, error
+        if error < min(_MIN_IMPROVEMENT * lowest_error, lowest_error - _LOG_PRECISION):
+            chosen, lowest_error = form, error
     return _fit_form(np.concatenate(windows), chosen)
 
 

@@ -43,7 +43,7 @@ def total(parts: Iterable[Elementwise]) -> Elementwise:
 
 
 def layer_elementwise(
-    part: ModuleSpec,
+    module_spec: ModuleSpec,
     uses: Sequence[ParameterUse],
     index: int,
     precision: Precision,
@@ -54,38 +54,38 @@ def layer_elementwise(
     Element-wise operations of a layer's forward; its backward moves about twice as many bytes.
 
     Args:
-        part (`ModuleSpec`): The module.
+        module_spec (`ModuleSpec`): The module.
         uses (`Sequence[ParameterUse]`): The parameters that the layer reads.
         index (`int`): `-1` for the part before the layers, `num_layers` for the part after them.
         precision (`Precision`): Compute and storage precision.
         tp_size (`int`): Size of the tp group.
         engine (`Engine`): How layers are executed.
     """
-    shape = LayerShape.of(part, uses)
+    shape = LayerShape.of(module_spec, uses)
     norms = total(_norm(shape, norm, precision, tp_size, engine) for norm in shape.norms)
     if index < 0:
-        return norms + _lookups(part, uses, precision)
-    if index >= part.num_layers:
+        return norms + _lookups(module_spec, uses, precision)
+    if index >= module_spec.num_layers:
         return norms + _after_layers(shape, precision, tp_size, engine)
     result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
     for group in shape.feed_forwards:
-        result += _feed_forward(part, group, precision, tp_size, engine)
+        result += _feed_forward(module_spec, group, precision, tp_size, engine)
     residuals = 2 if shape.attention and shape.feed_forwards else 1
     parts = tp_size if engine.split_norms else 1
-    result += Elementwise(residuals * 3.0 * precision.stream * part.hidden_size / parts, residuals)
+    result += Elementwise(residuals * 3.0 * precision.stream * module_spec.hidden_size / parts, residuals)
     if precision.is_cast:
-        widths = sum(matrix.width_in(part.hidden_size) for matrix in shape.matrices)
+        widths = sum(matrix.width_in(module_spec.hidden_size) for matrix in shape.matrices)
         result += Elementwise((precision.stream + precision.compute) * widths, len(shape.matrices))
     return result
 
 
 def _norm(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
     """One kernel, or the float32 operations of an RMS norm."""
-    part, value_bytes = shape.part, precision.stream
+    module_spec, value_bytes = shape.module_spec, precision.stream
     width = norm.size / (tp_size if engine.split_norms else 1)
-    if is_attention(norm.name) and norm.size != part.hidden_size:
-        heads = part.num_heads if "q" in norm.name.split(".")[-2] else part.num_kv_heads
-        width = heads * part.head_width / (tp_size if is_split(shape.attention) else 1)
+    if is_attention(norm.name) and norm.size != module_spec.hidden_size:
+        heads = module_spec.num_heads if "q" in norm.name.split(".")[-2] else module_spec.num_kv_heads
+        width = heads * module_spec.head_width / (tp_size if is_split(shape.attention) else 1)
         value_bytes = precision.compute
     if engine.fused or not norm.is_rms:
         return Elementwise(2.0 * value_bytes * width, 1)
@@ -96,34 +96,36 @@ def _attention(shape: LayerShape, precision: Precision, tp_size: int, engine: En
     """Rotary embeddings of queries and keys, and the transposition of the output."""
     if not shape.attention:
         return Elementwise()
-    part, split = shape.part, tp_size if is_split(shape.attention) else 1
-    width = precision.compute * part.head_width / split
-    result = Elementwise(2.0 * width * part.num_heads, 1 + len(shape.attention))
-    if part.name == LANGUAGE_MODEL:
+    module_spec, split = shape.module_spec, tp_size if is_split(shape.attention) else 1
+    width = precision.compute * module_spec.head_width / split
+    result = Elementwise(2.0 * width * module_spec.num_heads, 1 + len(shape.attention))
+    if module_spec.name == LANGUAGE_MODEL:
         accesses, steps = (2, 1) if engine.fused else (_ROTARY_ACCESSES, _ROTARY_STEPS)
-        result += Elementwise(accesses * width * (part.num_heads + part.num_kv_heads), steps)
+        result += Elementwise(accesses * width * (module_spec.num_heads + module_spec.num_kv_heads), steps)
     return result
 
 
 def _feed_forward(
-    part: ModuleSpec, group: Sequence[Matrix], precision: Precision, tp_size: int, engine: Engine
+    module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision, tp_size: int, engine: Engine
 ) -> Elementwise:
     """The activation function, and the product with a gate."""
     *inner, last = group
     if not inner:
         return Elementwise(0.0, len(group))
-    wide = precision.compute * last.width_in(part.hidden_size) / tp_size
-    gated = sum(matrix.width_out(part.hidden_size) for matrix in inner) >= 2 * last.width_in(part.hidden_size)
-    copies = 1 if engine.fused else part.activation_copies
+    wide = precision.compute * last.width_in(module_spec.hidden_size) / tp_size
+    gated = sum(matrix.width_out(module_spec.hidden_size) for matrix in inner) >= 2 * last.width_in(
+        module_spec.hidden_size
+    )
+    copies = 1 if engine.fused else module_spec.activation_copies
     if engine.fused:
         return Elementwise((3.0 if gated else 2.0) * wide, 1 + len(group))
     return Elementwise((2.0 * copies + (3.0 if gated else 0.0)) * wide, copies + gated + len(group))
 
 
-def _lookups(part: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision) -> Elementwise:
+def _lookups(module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision) -> Elementwise:
     """Embedding lookups."""
     count = sum(use.parameter.is_lookup for use in uses)
-    return Elementwise(2.0 * count * precision.stream * part.hidden_size, count)
+    return Elementwise(2.0 * count * precision.stream * module_spec.hidden_size, count)
 
 
 def _after_layers(shape: LayerShape, precision: Precision, tp_size: int, engine: Engine) -> Elementwise:
@@ -131,7 +133,7 @@ def _after_layers(shape: LayerShape, precision: Precision, tp_size: int, engine:
     result = Elementwise(0.0, len(shape.matrices))
     if not shape.matrices:
         return result
-    if shape.part.name == LANGUAGE_MODEL:
+    if shape.module_spec.name == LANGUAGE_MODEL:
         parts = tp_size if engine.merged_sums else 1
         accesses = 2 * precision.compute if engine.fused_loss else precision.compute + 3 * FULL
         return result + Elementwise(accesses * shape.matrices[-1].shape[0] / parts, 5)

@@ -47,21 +47,21 @@ def _training_flops(model: _Same, module: str) -> tuple[float, float]:
     return training_flops(model.spec, module)
 
 
-def attended_squares(part: ModuleSpec, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
+def attended_squares(module_spec: ModuleSpec, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
     """
     Squared sequence lengths averaged over a module's layers; layers with a window count only what lies inside it,
     whether or not the kernel skips the rest.
 
     Args:
-        part (`ModuleSpec`): The module.
+        module_spec (`ModuleSpec`): The module.
         tokens (`ArrayLike`): Numbers of tokens.
         squares (`ArrayLike`): Sums of squared sequence lengths.
     """
     tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
-    if not part.windows:
+    if not module_spec.windows:
         return squares
-    is_causal = part.name == LANGUAGE_MODEL
-    layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in part.windows)
+    is_causal = module_spec.name == LANGUAGE_MODEL
+    layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in module_spec.windows)
     return np.mean(np.stack(list(layers)), axis=0)
 
 

@@ -18,12 +18,12 @@ class ImageTokens(NamedTuple):
         tokens (`np.ndarray` of shape `[images]`): Tokens in the encoder's layers.
         squares (`np.ndarray` of shape `[images]`): Sums of squared sequence lengths, averaged over the encoder's
             layers.
-        rows (`np.ndarray` of shape `[images]`): Tokens in the language model.
+        feature_tokens (`np.ndarray` of shape `[images]`): Tokens in the language model.
     """
 
     tokens: NDArray
     squares: NDArray
-    rows: NDArray
+    feature_tokens: NDArray
 
 
 class ImageRule(Protocol):
@@ -68,18 +68,18 @@ class Crops:
 
     Args:
         tokens (`int`): Tokens of a crop in the encoder's layers.
-        rows (`int`): Tokens of a crop in the language model.
+        feature_tokens (`int`): Tokens of a crop in the language model.
         count (`Callable[[int, int], int]`, *optional*): Height and width of an image -> number of crops; 1 by default.
     """
 
     tokens: int
-    rows: int
+    feature_tokens: int
     count: Callable[[int, int], int] | None = None
 
     def __call__(self, heights: NDArray, widths: NDArray) -> ImageTokens:
         """See [`ImageRule`]."""
         crops = np.ones(len(heights), dtype=np.int64)
         if self.count is not None:
-            sizes, which = np.unique(np.stack([heights, widths], axis=1), axis=0, return_inverse=True)
-            crops = np.array([self.count(*size) for size in sizes.tolist()], dtype=np.int64)[which.reshape(-1)]
-        return ImageTokens(self.tokens * crops, self.tokens**2.0 * crops, self.rows * crops)
+            sizes, size_of_image = np.unique(np.stack([heights, widths], axis=1), axis=0, return_inverse=True)
+            crops = np.array([self.count(*size) for size in sizes.tolist()], dtype=np.int64)[size_of_image.reshape(-1)]
+        return ImageTokens(self.tokens * crops, self.tokens**2.0 * crops, self.feature_tokens * crops)

@@ -68,19 +68,19 @@ def fitting_tokens(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, mem
             growing[rank] += per_part
             free[rank] -= fixed
             cases[rank].append(running)
-    # The largest part of a replica's work that fits each rank as one microbatch.
-    parts = {}
+    # The largest share of a replica's work that fits each rank as one microbatch.
+    shares = {}
     _check_free(plan, free, memory_bytes)
     for rank, num_bytes in free.items():
         slopes, constant = np.concatenate(cases[rank]).T
         slopes = growing[rank] + slopes
         available = np.maximum(num_bytes - constant, 0.0)
-        parts[rank] = float(np.divide(available, slopes, out=np.full_like(available, np.inf), where=slopes > 0).min())
+        shares[rank] = float(np.divide(available, slopes, out=np.full_like(available, np.inf), where=slopes > 0).min())
     result = {}
     for name, module in plan.modules.items():
         if demands.tokens[name]:
             ranks = {rank for _, _, stage in module.stages() for rank in stage.all_ranks}
-            limit = int(min(min(parts[rank] for rank in ranks), 1e18) * demands.tokens[name])
+            limit = int(min(min(shares[rank] for rank in ranks), 1e18) * demands.tokens[name])
             block = module.context.block * module.cp_size if module.cp_size > 1 else 1
             result[name] = limit - limit % block if limit >= block else limit  # cp ranks have whole blocks
     return result
@@ -148,13 +148,13 @@ def _stored_pairs(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:
     """Rank -> memory left for activations. Raises `ValueError` if a rank has none left."""
     states = state_per_rank(plan, memories)
-    least = {rank: state.total for rank, state in states.items()}
-    fullest = max(least, key=lambda rank: (least[rank], -rank))
-    if least[fullest] >= memory_bytes:
+    state_bytes = {rank: state.total for rank, state in states.items()}
+    fullest = max(state_bytes, key=lambda rank: (state_bytes[rank], -rank))
+    if state_bytes[fullest] >= memory_bytes:
         names = list(dict.fromkeys(name for name, _, _ in plan.stages_of_rank(fullest)))
         raise ValueError(
-            f"Rank {fullest} ({', '.join(names)}) needs {least[fullest] / GIB:.3g} GiB for weights, gradients and "
-            f"optimizer state alone, of {memory_bytes / GIB:.3g} GiB of memory. Raise `pp_size` or `tp_size` of "
+            f"Rank {fullest} ({', '.join(names)}) needs {state_bytes[fullest] / GIB:.3g} GiB for weights, gradients "
+            f"and optimizer state alone, of {memory_bytes / GIB:.3g} GiB of memory. Raise `pp_size` or `tp_size` of "
             f"`{names[-1]}`, freeze more of it, or allow more memory."
         )
     return {rank: memory_bytes - state.total for rank, state in states.items()}
@@ -175,7 +175,7 @@ def steady_in_flight(plan: ParallelPlan) -> dict[StageKey, float]:
     return {key: float(depth) if flow.has_backward(*key) else 1.0 for key, depth in depths.items()}
 
 
-def eager_caps(
+def fitting_in_flight(
     costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes, memory_bytes: float | None = None
 ) -> dict[StageKey, float]:
     """
@@ -201,7 +201,7 @@ def eager_caps(
     memories = stage_memories(costs, plan)
     free = free_bytes(plan, memories, memory_bytes)
     flow = GradientFlow(plan)
-    caps = in_flight_1f1b(plan, step)
+    max_in_flight = in_flight_1f1b(plan, step)
     use = StepUse(costs, plan, step, sizes)
     needed, running = {}, dict.fromkeys(free, 0.0)
     for key, memory in memories.items():
@@ -210,17 +210,17 @@ def eager_caps(
             free[rank] -= fixed
             running[rank] = max(running[rank], extra)
     free = {rank: num_bytes - running[rank] for rank, num_bytes in free.items()}
-    stages = [key for key in caps if flow.has_backward(*key) and needed[key]]
+    stages = [key for key in max_in_flight if flow.has_backward(*key) and needed[key]]
     for key in stages:
         for rank in plan.stage(*key).all_ranks:
-            free[rank] -= caps[key] * needed[key]
+            free[rank] -= max_in_flight[key] * needed[key]
     modules = list(plan.modules)
     for key in sorted(stages, key=lambda key: (modules.index(key[0]), key)):
         ranks = plan.stage(*key).all_ranks
         num_microbatches = len(step.microbatches[key[0]][key[1]])
-        more = min(min(free[rank] for rank in ranks) // needed[key], num_microbatches - caps[key])
+        more = min(min(free[rank] for rank in ranks) // needed[key], num_microbatches - max_in_flight[key])
         if more > 0:
-            caps[key] += more
+            max_in_flight[key] += more
             for rank in ranks:
                 free[rank] -= more * needed[key]
-    return caps
+    return max_in_flight

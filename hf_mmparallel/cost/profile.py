@@ -439,8 +439,8 @@ def window_of(spec: ModelSpec, module: str, index: int) -> int:
         module (`str`): The layer's module; one that the model lacks has no windows.
         index (`int`): As in [`~LayerCosts.layer`].
     """
-    part = spec.modules.get(module)
-    return part.window(index) if part is not None and 0 <= index < part.num_layers else 0
+    module_spec = spec.modules.get(module)
+    return module_spec.window(index) if module_spec is not None and 0 <= index < module_spec.num_layers else 0
 
 
 def measured_costs(spec: ModelSpec, device: Hardware, profile: LayerProfile) -> CostModel:

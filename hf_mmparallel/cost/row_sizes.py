@@ -63,13 +63,13 @@ class RowLayout:
         Layout of a module in a plan: encoders have no padding; rows of a language model are padded unless they are
         packed, and under context parallelism its cp ranks have equally many blocks of a packed row.
         """
-        part = costs.spec.modules[name]
-        attention = part.attention
+        module_spec = costs.spec.modules[name]
+        attention = module_spec.attention
         if name != LANGUAGE_MODEL:
             return cls(attention, padded=False)
         if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
-        window = min(filter(None, part.windows), default=0)
+        window = min(filter(None, module_spec.windows), default=0)
         share = costs.device.masked_attention_share
         if attention == PACKED_ATTENTION:  # with a dense mask it falls back to `"sdpa"`
             share /= costs.device.block_attention_share

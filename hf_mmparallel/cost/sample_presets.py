@@ -85,7 +85,7 @@ class DrawnImages:
             rule (`ImageRule`): Token counts of images in the model.
         """
         images = rule(self.heights, self.widths)
-        tokens = images.rows + self.text_tokens
+        tokens = images.feature_tokens + self.text_tokens
         return SampleSizes(
             {encoder: images.tokens, LANGUAGE_MODEL: tokens},
             {encoder: images.squares, LANGUAGE_MODEL: tokens.astype(float) ** 2},

@@ -148,19 +148,19 @@ class _ModuleMemory:
 
 @lru_cache(maxsize=1024)
 def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: bool) -> _ModuleMemory:
-    part = costs.spec.modules[module]
+    module_spec = costs.spec.modules[module]
     needed = data_gradients(costs.spec)[module]
     trained = [
         any(use.parameter.trainable for use in costs.spec.uses.get((module, index), ()))
-        for index in range(-1, part.num_layers + 1)
+        for index in range(-1, module_spec.num_layers + 1)
     ]
     entries = []
-    for position, index in enumerate(range(-1, part.num_layers + 1)):
+    for position, index in enumerate(range(-1, module_spec.num_layers + 1)):
         has_backward = needed[position] or trained[position]
         saved = _saved(costs, module, index, tp_size) if has_backward else Polynomial()
-        inside = 0 <= index < part.num_layers
+        inside = 0 <= index < module_spec.num_layers
         entry = _layer_entry if inside else _outer_entry
-        entries.append(entry(costs, part, index, tp_size, saved, checkpointing and has_backward))
+        entries.append(entry(costs, module_spec, index, tp_size, saved, checkpointing and has_backward))
     saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
     return _ModuleMemory(saved, forward, backward, (*needed, needed[-1] or trained[-1]))
 
@@ -169,14 +169,14 @@ _Entry = tuple[Polynomial, Polynomial, Polynomial]
 
 
 def _layer_entry(
-    costs: CostModel, part: ModuleSpec, index: int, tp_size: int, saved: Polynomial, recompute: bool
+    costs: CostModel, module_spec: ModuleSpec, index: int, tp_size: int, saved: Polynomial, recompute: bool
 ) -> _Entry:
     """A layer: saved bytes, peak of a forward, and transient bytes of a backward."""
-    precision = Precision.of(part, costs.value_bytes)
-    transient = transient_memory(part, costs.spec.uses.get((part.name, index), ()), precision, tp_size)
+    precision = Precision.of(module_spec, costs.value_bytes)
+    transient = transient_memory(module_spec, costs.spec.uses.get((module_spec.name, index), ()), precision, tp_size)
     if recompute:  # only its input is saved; the rest exists while its backward runs
         return (
-            Polynomial(token=float(part.hidden_size * precision.stream)),
+            Polynomial(token=float(module_spec.hidden_size * precision.stream)),
             transient.forward,
             saved + transient.backward,
         )
@@ -184,10 +184,10 @@ def _layer_entry(
 
 
 def _outer_entry(
-    costs: CostModel, part: ModuleSpec, index: int, tp_size: int, saved: Polynomial, recompute: bool
+    costs: CostModel, module_spec: ModuleSpec, index: int, tp_size: int, saved: Polynomial, recompute: bool
 ) -> _Entry:
     """The part before or after the layers, without the loss."""
-    head, precision = _head(costs, part, index), Precision.of(part, costs.value_bytes)
+    head, precision = _head(costs, module_spec, index), Precision.of(module_spec, costs.value_bytes)
     logits = Polynomial(token=float(precision.compute * head))
     gradient = Polynomial(token=float(FULL * head)) + logits * float(precision.compute != FULL)
     # Each rank of a tp group has a shard of the logits, gathers all shards, and concatenates them.
@@ -203,28 +203,28 @@ def _saved(costs: CostModel, module: str, index: int, tp_size: int) -> Polynomia
     Saved bytes of a layer with its actual trainable parameters: interpolated between the source's values for a fully
     trained and a frozen layer, with a share from the shapes of the parameters.
     """
-    layer, part = costs.layers.layer(module, index, tp_size), costs.spec.modules[module]
+    layer, module_spec = costs.layers.layer(module, index, tp_size), costs.spec.modules[module]
     uses = costs.spec.uses.get((module, index), ())
-    precision = Precision.of(part, costs.value_bytes)
+    precision = Precision.of(module_spec, costs.value_bytes)
     frozen, trained, actual = (
-        saved_activations(part, parameters, index, precision, tp_size).token
+        saved_activations(module_spec, parameters, index, precision, tp_size).token
         for parameters in (with_trainable(uses, False), with_trainable(uses, True), uses)
     )
     share = (actual - frozen) / (trained - frozen) if trained > frozen else 1.0
     return layer.frozen_activations * (1 - share) + layer.activations * share
 
 
-def _head(costs: CostModel, part: ModuleSpec, index: int) -> int:
+def _head(costs: CostModel, module_spec: ModuleSpec, index: int) -> int:
     """Number of logits per token of a layer that ends in a head; otherwise 0."""
-    if part.name != LANGUAGE_MODEL or index != part.num_layers:
+    if module_spec.name != LANGUAGE_MODEL or index != module_spec.num_layers:
         return 0
-    matrices = LayerShape.of(part, costs.spec.uses.get((part.name, index), ())).matrices
+    matrices = LayerShape.of(module_spec, costs.spec.uses.get((module_spec.name, index), ())).matrices
     return matrices[-1].shape[0] if matrices else 0
 
 
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:
     """Memory of a stage on each of its ranks."""
-    grid = (len(stage.ranks), len(stage.ranks[0]))
+    grid = (stage.cp_size, stage.tp_size)
     planned = plan.modules[module]
     copies, sharding = planned.dp_size * grid[0], planned.sharding
     shards = (sharding.shard_size or copies, sharding.shard_size is None) if sharding.zero_stage else (1, False)
@@ -249,15 +249,17 @@ def _stage_memory(
             Number of copies that divide the optimizer's state, and whether these are all, so that the ranks of a tp
             group divide it, too, where they hold a parameter whole.
     """
-    part, (cp_size, tp_size) = costs.spec.modules[module], grid
+    module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
     entries = _module_memory(costs, module, tp_size, checkpointing)
-    places = [i for i in range(-1, part.num_layers + 1) if stage_holds(layers, part.num_layers, i)]
-    last = _last_entry(costs, part, layers[1], entries.needed)
+    layer_indices = [
+        i for i in range(-1, module_spec.num_layers + 1) if stage_holds(layers, module_spec.num_layers, i)
+    ]
+    last = _last_entry(costs, module_spec, layers[1], entries.needed)
     saved, forward, backward = (
-        np.concatenate([table[[1 + index for index in places]], _array([entry])])
+        np.concatenate([table[[1 + index for index in layer_indices]], _array([entry])])
         for table, entry in zip((entries.saved, entries.forward, entries.backward), last, strict=True)
     )
-    weights = _weights(costs.spec, module, places, tp_size, shards)
+    weights = _weights(costs.spec, module, layer_indices, tp_size, shards)
     trained = float(weights.gradients.sum())
     return StageMemory(
         RankMemory(weights.total, trained, 2 * weights.updated),
@@ -266,10 +268,10 @@ def _stage_memory(
         backward,
         np.append(weights.gradients, 0.0),
         np.append(weights.largest, 0.0),
-        _input_bytes(part),
+        _input_bytes(module_spec),
         cp_size,
         min(trained if is_copied else weights.tied, GRADIENT_BUCKET_BYTES),
-        part.is_encoder and layers[1] == part.num_layers and not entries.needed[-1],
+        module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
     )
 
 
@@ -288,11 +290,11 @@ class _Weights:
 
 
 def _weights(
-    spec: ModelSpec, module: str, places: Sequence[int], tp_size: int, shards: tuple[int, bool]
+    spec: ModelSpec, module: str, layer_indices: Sequence[int], tp_size: int, shards: tuple[int, bool]
 ) -> _Weights:
-    result = _Weights(np.zeros(len(places)), np.zeros(len(places)))
+    result = _Weights(np.zeros(len(layer_indices)), np.zeros(len(layer_indices)))
     seen: set[str] = set()
-    for row, index in reversed(list(enumerate(places))):  # a tied gradient is allocated by the first backward
+    for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward
         shares = parameter_shares(spec, module, index, tp_size)
         for use in spec.uses.get((module, index), ()):
             p, value_bytes = use.parameter, DTYPE_BYTES.get(use.parameter.dtype, FULL)
@@ -312,41 +314,41 @@ def _weights(
     return result
 
 
-def _last_entry(costs: CostModel, part: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
+def _last_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
     """
     The loss, which saves all log-probabilities in float32, or the tensors that a stage sends, whose gradients are
     received and concatenated in its backward.
     """
-    precision, is_last = Precision.of(part, costs.value_bytes), stop == part.num_layers
-    head = _head(costs, part, stop) if is_last else 0
+    precision, is_last = Precision.of(module_spec, costs.value_bytes), stop == module_spec.num_layers
+    head = _head(costs, module_spec, stop) if is_last else 0
     if head:
         saved, logits = float(FULL * head), float(precision.compute * head)
         live = Polynomial(token=saved + logits + (saved if precision.compute != FULL else 0.0))
         has_backward = float(needed[-1])
         return Polynomial(token=saved * has_backward), live, Polynomial(token=2 * saved * has_backward)
-    sent = feature_bytes(costs, part) if is_last else float(part.hidden_size * precision.stream)
+    sent = feature_bytes(costs, module_spec) if is_last else float(module_spec.hidden_size * precision.stream)
     out, gradient = Polynomial(token=sent), needed[-1] if is_last else needed[stop + 1]
     return (out, out, out * 2.0) if gradient else (Polynomial(), out, Polynomial())
 
 
-def _input_bytes(part: ModuleSpec) -> float:
+def _input_bytes(module_spec: ModuleSpec) -> float:
     """Bytes of the inputs per token: the input of the first convolution for a patch or frame, or ids."""
-    if not part.is_encoder:
-        return _TEXT_BYTES if part.name == LANGUAGE_MODEL else 0.0
-    first = next((p for p in part.parameters if p.layer == -1 and len(p.shape) > 2), None)
+    if not module_spec.is_encoder:
+        return _TEXT_BYTES if module_spec.name == LANGUAGE_MODEL else 0.0
+    first = next((p for p in module_spec.parameters if p.layer == -1 and len(p.shape) > 2), None)
     if first is None:
         return 0.0
     return float(FULL * np.prod(first.shape[1:]))
 
 
-def feature_bytes(costs: CostModel, part: ModuleSpec, merged: bool = True) -> float:
+def feature_bytes(costs: CostModel, module_spec: ModuleSpec, merged: bool = True) -> float:
     """Bytes of features per token of an encoder's layers, or per feature token with `merged=False`."""
-    if not part.is_encoder:
+    if not module_spec.is_encoder:
         return 0.0
-    shape = LayerShape.of(part, costs.spec.uses.get((part.name, part.num_layers), ()))
+    shape = LayerShape.of(module_spec, costs.spec.uses.get((module_spec.name, module_spec.num_layers), ()))
     share = min((share for share, _ in chain_widths(shape)), default=1.0) if merged else 1.0
-    copies = len(part.features) if part.inner_features else 1
-    return share * copies * costs.spec.language_model.hidden_size * Precision.of(part, costs.value_bytes).stream
+    copies = len(module_spec.features) if module_spec.inner_features else 1
+    return share * copies * costs.spec.language_model.hidden_size * Precision.of(module_spec, costs.value_bytes).stream
 
 
 def stage_memories(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageMemory]:
@@ -364,7 +366,7 @@ def stage_memories(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, Stage
     result = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
-            kind = (name, stage.layers, len(stage.ranks), len(stage.ranks[0]))
+            kind = (name, stage.layers, stage.cp_size, stage.tp_size)
             if kind not in known:
                 known[kind] = stage_memory(costs, plan, name, stage)
             result[name, replica, index] = known[kind]

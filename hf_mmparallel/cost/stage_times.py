@@ -51,9 +51,9 @@ def inner_gradient_share(spec: ModelSpec, module: str, index: int) -> tuple[floa
     Input gradients that a layer computes for its own weights if its input needs none: the share of its matrices after
     the first trained one, and whether attention is among them.
     """
-    part = spec.modules[module]
-    shape = LayerShape.of(part, spec.uses.get((module, index), ()))
-    inside = 0 <= index < part.num_layers
+    module_spec = spec.modules[module]
+    shape = LayerShape.of(module_spec, spec.uses.get((module, index), ()))
+    inside = 0 <= index < module_spec.num_layers
     groups: list[Sequence[Matrix]] = [[matrix] for matrix in shape.matrices]
     if inside:
         *inner, last = shape.attention or (None,)
@@ -133,7 +133,7 @@ class LayerTable:
         """Cost of a stage on each of its ranks."""
         first = 0 if stage.layers[0] == 0 else stage.layers[0] + 1
         stop = num_layers + 2 if stage.layers[1] == num_layers else stage.layers[1] + 1
-        count = len(stage.ranks)
+        cp_size = stage.cp_size
         rows = range(first, stop)
         polynomials, windows = [], {}
         for kind, table in enumerate((self.forward, self.backward)):
@@ -141,9 +141,9 @@ class LayerTable:
             for row in rows:
                 if self.windows[row]:
                     slopes = windows.setdefault(float(self.windows[row]), [0.0, 0.0])
-                    slopes[kind] += float(table[row, 0]) / count
+                    slopes[kind] += float(table[row, 0]) / cp_size
                     whole[row - first, 0] = 0.0
-            polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(count))
+            polynomials.append(Polynomial(*whole.sum(axis=0).tolist()).over(cp_size))
         launches = self.launches[first:stop].sum(axis=0)
         return StageCost(
             *polynomials,
@@ -185,20 +185,20 @@ def layer_table(
         checkpointing (`bool`, *optional*, defaults to `False`): Whether activations are recomputed.
         first_rank (`int`, *optional*, defaults to 0): Position in its node of the first rank of a tp group.
     """
-    part = costs.spec.modules[module]
+    module_spec = costs.spec.modules[module]
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
     forward, backward, launches = [], [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
         layer = layers.layer(module, index, tp_size).with_sums
         share = trainable_share(costs.spec, module, index)
         inner = (1.0, True) if data_gradient else inner_gradient_share(costs.spec, module, index)
-        recompute = checkpointing and 0 <= index < part.num_layers
+        recompute = checkpointing and 0 <= index < module_spec.num_layers
         forward.append(layer.forward)
         backward.append(backward_of(layer, data_gradient, share, recompute, inner))
         has_backward = data_gradient or share > 0
         forward_launch, backward_launch = layer.launch_ms
         launches.append((forward_launch, has_backward * (backward_launch + recompute * forward_launch)))
-    windows = np.array([0, *(part.window(layer) for layer in range(part.num_layers)), 0], float)
+    windows = np.array([0, *(module_spec.window(layer) for layer in range(module_spec.num_layers)), 0], float)
     tables = [np.array([(p.square, p.token, p.constant) for p in column]) for column in (forward, backward)]
     return LayerTable(tables[0], tables[1], np.array(launches), windows, module == LANGUAGE_MODEL)
 
@@ -286,12 +286,13 @@ class StageCost:
         exposed = of_token * tokens - of_square * squares
         return np.maximum(computed, self.launch_ms[is_backward]) + np.maximum(0.0, exposed)
 
-    def _windowed_ms(self, tokens: float, squares: float, place: int) -> float:
+    def _windowed_ms(self, tokens: float, squares: float, direction: int) -> float:
         """Time of attention in layers with a window."""
         if not self.windows:
             return 0.0
         return sum(
-            entry[place] * float(windowed_squares(tokens, squares, entry[0], self.is_causal)) for entry in self.windows
+            entry[direction] * float(windowed_squares(tokens, squares, entry[0], self.is_causal))
+            for entry in self.windows
         )
 
 
@@ -324,21 +325,21 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
 def _first_rank(costs: CostModel, stage: Stage) -> int:
     """Position in its node of the first rank of the slowest tp group; 0 if tp groups are within nodes."""
     size = costs.device.node_size
-    crossing = [row for row in stage.ranks if row[0] // size != row[-1] // size]
+    crossing = [tp_group for tp_group in stage.mesh if tp_group[0] // size != tp_group[-1] // size]
     return min(crossing, key=costs.device.link_bytes_per_ms)[0] % size if crossing else 0
 
 
 def _stage_cost(
     costs: CostModel, module: str, stage: Stage, table: LayerTable, checkpointing: bool, waits_ms: float
 ) -> StageCost:
-    part, cp_size, tp_size = costs.spec.modules[module], len(stage.ranks), len(stage.ranks[0])
-    cost = table.stage(stage, part.num_layers)
+    module_spec, cp_size, tp_size = costs.spec.modules[module], stage.cp_size, stage.tp_size
+    cost = table.stage(stage, module_spec.num_layers)
     if waits_ms:
         waits = Polynomial(token=waits_ms)
         cost = replace(cost, forward=cost.forward + waits, backward=cost.backward + waits)
     if cp_size == 1:
         return cost
-    width = 2 * part.num_kv_heads * part.head_width / tp_size
+    width = 2 * module_spec.num_kv_heads * module_spec.head_width / tp_size
     received = costs.value_bytes * width * (cp_size - 1) / cp_size
     gather_ms = received / costs.device.link_bytes_per_ms(stage.cp_groups[0])
     squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / cp_size

@@ -30,7 +30,7 @@ class StepCost:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement.
         sizes (`SampleSizes`): Tokens of each batch index of the step.
-        groups (`Sequence[SyncGroup]`, *optional*): The gradient all-reduces, for [`~StepCost.sync_ms`].
+        sync_groups (`Sequence[SyncGroup]`, *optional*): The gradient all-reduces, for [`~StepCost.sync_ms`].
         stages (`Mapping[tuple[str, int, int], StageCost]`, *optional*):
             Precomputed [`stage_costs`] of the plan, or of a larger plan that it is a part of.
     """
@@ -41,10 +41,10 @@ class StepCost:
         plan: ParallelPlan,
         step: StepPlan,
         sizes: SampleSizes,
-        groups: Sequence[SyncGroup] = (),
+        sync_groups: Sequence[SyncGroup] = (),
         stages: Mapping[StageKey, StageCost] | None = None,
     ):
-        self.costs, self.plan, self.step, self.sizes, self.groups = costs, plan, step, sizes, groups
+        self.costs, self.plan, self.step, self.sizes, self.sync_groups = costs, plan, step, sizes, sync_groups
         self.stages = stage_costs(costs, plan) if stages is None else stages
         self._links: dict[tuple[StageKey, StageKey], tuple[float, float]] = {}
         self._crossing: dict[tuple, int] = {}
@@ -115,10 +115,9 @@ class StepCost:
         if message.kind == "grad":
             before, after = after, before
         num_tokens = self.chunks[before.module, before.replica, before.microbatch, before.chunk].tokens
-        part = self.costs.spec.modules[before.module]
         if message.crosses_boundary:
-            num_tokens, part = self._crossing_tokens(before, after), self.costs.spec.language_model
-        num_bytes = self.costs.value_bytes * num_tokens * part.hidden_size
+            num_tokens = self._crossing_tokens(before, after)
+        num_bytes = self.costs.value_bytes * num_tokens * self.costs.spec.edge_width(before.module, after.module)
         ends = before.stage_key, after.stage_key
         if ends not in self._links:
             self._links[ends] = self._link(*ends)
@@ -135,9 +134,7 @@ class StepCost:
         keys = [(graph.stages[a], graph.stages[b]) for a, b in pairs.T.tolist()]
         latency_ms, rate = np.array([self._link(*key) for key in keys]).reshape(-1, 2)[kind.ravel()].T
         crosses = np.array([a[0] != b[0] for a, b in keys], bool)[kind.ravel()]
-        modules = {name: self.costs.spec.modules[name].hidden_size for name in self.plan.modules}
-        width = np.array([modules[key[0]] for key in graph.stages])[ends[0]]
-        width[crosses] = self.costs.spec.language_model.hidden_size
+        width = np.array([self.costs.spec.edge_width(a[0], b[0]) for a, b in keys], np.int64)[kind.ravel()]
         num_tokens = self._forward_sizes(graph)[0][before]
         num_tokens[crosses] = self._all_crossing(graph, before[crosses], after[crosses])
         times_ms = latency_ms + self.costs.value_bytes * num_tokens * width / rate
@@ -186,7 +183,7 @@ class StepCost:
 
     def sync_ms(self, index: int) -> float:
         """Time of a gradient all-reduce."""
-        group = self.groups[index]
+        group = self.sync_groups[index]
         module = group.stages[0][0]
         gradient_bytes = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)
         num_bytes = sum(gradient_bytes[name] for name in group.parameters)
@@ -207,7 +204,7 @@ def _gradient_bytes(costs: CostModel, module: str, tp_size: int) -> dict[str, fl
 
 def message_tokens(step: StepPlan, sizes: SampleSizes, before: Task, after: Task) -> int:
     """
-    Maximum number of tokens, with the hidden size of the language model, sent from the chunk of `before` to that of
+    Maximum number of tokens, of [`ModelSpec.edge_width`] values each, sent from the chunk of `before` to that of
     `after`. From an encoder: one feature token per token of its layers (merging may leave fewer), at most the language
     model tokens of the samples. To a generator: the hidden states of all language model tokens of the samples.
     """

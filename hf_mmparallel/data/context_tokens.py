@@ -10,9 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..arrange import BLOCK, ContextAssignment, ContextCosts, assign_context
-from ..arrange.tokens.assignment import Mode
-from ..arrange.tokens.blocks import Method
+from ..arrange.tokens import BLOCK, ContextAssignment, ContextCosts, Method, Mode, assign_context
 from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
@@ -129,7 +127,7 @@ class ContextSharder:
                 if module == LANGUAGE_MODEL:
                     needed.add((replica, index))
                 else:
-                    needed.update(step.places[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices)
+                    needed.update(step.location_of[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices)
         return {
             (LANGUAGE_MODEL, replica, index, chunk): batch_indices
             for replica, index in sorted(needed)

@@ -24,7 +24,8 @@ class GlobalBatch:
         position (`int`, *optional*, defaults to 0): Number of samples drawn in the epoch, including these.
         sizes (`SampleSizes`, *optional*): Sizes of the samples, if measured during drawing.
         bad (`Mapping[int, BadSample]`, *optional*): Batch index -> its sample, if it could not be measured.
-        limits (`Mapping[str, int]`, *optional*): Module -> maximum tokens per microbatch, overrides the planner's.
+        token_limits (`Mapping[str, int]`, *optional*):
+            Module -> maximum tokens per microbatch; overrides the planner's.
     """
 
     samples: tuple[int, ...]
@@ -32,7 +33,7 @@ class GlobalBatch:
     position: int = 0
     sizes: SampleSizes | None = field(default=None, compare=False)
     bad: Mapping[int, BadSample] = field(default_factory=dict, compare=False)
-    limits: Mapping[str, int] | None = field(default=None, compare=False)
+    token_limits: Mapping[str, int] | None = field(default=None, compare=False)
 
     def without(self, batch_indices: Collection[int]) -> GlobalBatch:
         """The global batch without the samples at some batch indices, which still count as drawn."""
@@ -103,7 +104,7 @@ class GlobalBatchSampler:
     def with_limits(self, global_batch: GlobalBatch) -> GlobalBatch:
         """The global batch with the limits of its microbatches, if they override the planner's."""
         limits = None if self.limits_of is None else self.limits_of(global_batch)
-        return global_batch if limits is None else replace(global_batch, limits=limits)
+        return global_batch if limits is None else replace(global_batch, token_limits=limits)
 
     def global_batches(self) -> Iterator[GlobalBatch]:
         """The global batches of the epoch."""

@@ -98,10 +98,10 @@ def _draw_module(axes: list[Any], balance: Balance, name: str, color: str, limit
     mean = float(np.concatenate(replicas).mean())
     for replica, axis in enumerate(axes):
         times = replicas[replica]
-        places = np.arange(len(times))
-        axis.bar(places, times, 0.84, color=tint(color, 0.45), zorder=2)
+        positions = np.arange(len(times))
+        axis.bar(positions, times, 0.84, color=tint(color, 0.45), zorder=2)
         if name in balance.deferred_ms:
-            axis.bar(places, balance.deferred_ms[name][replica], 0.84, color=color, zorder=3)
+            axis.bar(positions, balance.deferred_ms[name][replica], 0.84, color=color, zorder=3)
         axis.axhline(mean, color=_INK, linewidth=0.7, linestyle=(0, (4, 3)), zorder=4)
         _style(axis, limits, last=replica == len(axes) - 1)
         if len(replicas) > 1:

@@ -1,5 +1,5 @@
 """
 Attention kernels: the definition of bitfield attention, its CPU path, Triton, its registration in transformers.
 
-Uses nothing of the package but `_environment`; may be imported by everything above.
+Imports nothing of the package except `_environment`; every other level may import it.
 """

@@ -128,7 +128,9 @@ class ModuleSpec:
         num_kv_heads (`int`): Key and value heads of a layer.
         intermediate_size (`int`): Width of the feed-forward layers.
         parameters (`tuple[ParameterSpec, ...]`): In state-dict order, one entry for tied names.
-        features (`tuple[FeatureSpec, ...]`): Features passed to the language model; empty for the language model.
+        features (`tuple[FeatureSpec, ...]`):
+            Features passed to the modules behind it, see [`ModelSpec.edge_features`]; empty for a module that passes
+            its hidden states, and for the last one.
         tower (`str`): Name of the submodule without the projector.
         inner_features (`bool`):
             Whether features are read from inside the stack, which then can't be split into stages.
@@ -167,7 +169,7 @@ class ModuleSpec:
 
     @property
     def is_encoder(self) -> bool:
-        return bool(self.features)
+        return bool(self.features) and self.name != LANGUAGE_MODEL
 
     @property
     def attention_width(self) -> int:
@@ -232,7 +234,7 @@ class ModelSpec:
     @property
     def generators(self) -> tuple[str, ...]:
         """The modules behind the language model."""
-        return tuple(name for name, module in self.modules.items() if name != LANGUAGE_MODEL and not module.features)
+        return tuple(name for name, module in self.modules.items() if name != LANGUAGE_MODEL and not module.is_encoder)
 
     @property
     def language_model(self) -> ModuleSpec:
@@ -247,12 +249,20 @@ class ModelSpec:
         )
         return (*into, *(Edge(LANGUAGE_MODEL, name) for name in self.generators))
 
+    def edge_features(self, source: str, target: str) -> tuple[FeatureSpec, ...] | None:
+        """
+        The features that go from one module to another, in the order of [`Edge.layers`]; `None` if hidden states do:
+        between the stages of a module, and from a module without features, as the language model of a plan with
+        generators. (The executor carries only features from one module to another, so that such plans don't run.)
+        """
+        return self.modules[source].features or None if source != target else None
+
     def edge_width(self, source: str, target: str) -> int:
         """
         Width of the tensors that go from one module to another, or between the stages of one: a module with features
-        ends in a projector to the width of its target, others hand over their hidden states.
+        ends in a projector to the width of its target, others pass their hidden states.
         """
-        return self.modules[target if self.modules[source].features else source].hidden_size
+        return self.modules[source if self.edge_features(source, target) is None else target].hidden_size
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
@@ -279,7 +289,7 @@ class ModelSpec:
                 result.setdefault((name, parameter.layer), []).append(use)
                 if second is not None:
                     result.setdefault(second, []).append(ParameterUse(parameter, matrix))
-        return {place: tuple(uses) for place, uses in result.items()}
+        return {key: tuple(uses) for key, uses in result.items()}
 
     @property
     def num_parameters(self) -> int:

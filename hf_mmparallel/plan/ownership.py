@@ -56,13 +56,13 @@ def partly_frozen_stages(
 @dataclass(frozen=True)
 class Cut:
     """
-    One part of a tensor that is cut into equal parts, each on other ranks.
+    One of the equal slices into which a dimension of a tensor is cut, each on other ranks.
 
     Args:
         axis (`str`): The axis of parallelism that cuts: `"tp"`, `"ep"` (experts) or `"dp"` (ZeRO).
         dim (`int`, *optional*): The dimension that is cut; `None` for the flattened tensor.
-        index (`int`): Index of the part.
-        num_parts (`int`): Number of parts.
+        index (`int`): Index of the slice.
+        num_slices (`int`): Number of slices.
         num_blocks (`int`, *optional*, defaults to 1):
             Equal blocks of the dimension that are each cut, such as gate and up matrices in one tensor.
     """
@@ -70,7 +70,7 @@ class Cut:
     axis: Literal["tp", "ep", "dp"]
     dim: int | None
     index: int
-    num_parts: int
+    num_slices: int
     num_blocks: int = 1
 
 
@@ -246,7 +246,7 @@ def _tp_columns(
         uses (`Sequence[tuple[str, Sequence[int]]]`): Modules that use it, with the stage of each replica.
     """
     keys = dict.fromkeys((name, replica, index) for name, table in uses for replica, index in enumerate(table))
-    tp_groups = [tp_group for key in keys for tp_group in plan.stage(*key).ranks]
+    tp_groups = [tp_group for key in keys for tp_group in plan.stage(*key).mesh]
     return tuple(keys), [tuple(sorted({ranks[t] for ranks in tp_groups})) for t in range(len(tp_groups[0]))]
 
 
@@ -307,7 +307,7 @@ def sync_groups_of(trained: Mapping[str, ParameterShards], modules: Sequence[str
     for name, shards in trained.items():
         if id(shards) not in lists:
             summed = dict.fromkeys(
-                (shards.stages, shard.holders, shard.zero_cut.num_parts if shard.zero_cut else 1)
+                (shards.stages, shard.holders, shard.zero_cut.num_slices if shard.zero_cut else 1)
                 for shard in shards.shards
                 if len(shard.holders) > 1
             )

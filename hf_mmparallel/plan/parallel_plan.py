@@ -11,7 +11,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from .assignments import ASSIGNMENTS
+from .arrangement_policies import ARRANGEMENT_POLICIES
 from .model_spec import LANGUAGE_MODEL, Edge
 from .reading import read_count, read_flag, read_list, read_mapping, read_name, reject_unknown_keys
 from .schedules import POLICIES, SCHEDULES, Schedule, SchedulePolicy
@@ -65,29 +65,37 @@ class Stage:
 
     Args:
         layers (`tuple[int, int]`): First layer, and one past the last layer.
-        ranks (`tuple[tuple[int, ...], ...]`): The mesh of global ranks, `cp_size` tp groups of `tp_size` ranks.
+        mesh (`tuple[tuple[int, ...], ...]`): Its ranks in `cp_size` tp groups of `tp_size`; `ranks` in a plan file.
         trainable (`bool`, *optional*, defaults to `True`): Whether any parameter of the stage gets a gradient.
         partly_frozen (`bool`, *optional*, defaults to `False`):
             Whether some of its parameters are frozen; a plan does not say which.
     """
 
     layers: tuple[int, int]
-    ranks: tuple[tuple[int, ...], ...]
+    mesh: tuple[tuple[int, ...], ...]
     trainable: bool = True
     partly_frozen: bool = False
 
+    @property
+    def cp_size(self) -> int:
+        return len(self.mesh)
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.mesh[0])
+
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
-        return tuple(rank for tp_group in self.ranks for rank in tp_group)
+        return tuple(rank for tp_group in self.mesh for rank in tp_group)
 
     @property
     def cp_groups(self) -> tuple[tuple[int, ...], ...]:
         """The cp groups: ranks with the same tp rank, which have the same shards and share the tokens of a row."""
-        return tuple(zip(*self.ranks, strict=True))
+        return tuple(zip(*self.mesh, strict=True))
 
     def cp_rank_of(self, rank: int) -> int:
         """The cp rank of `rank`."""
-        return next(index for index, tp_group in enumerate(self.ranks) if rank in tp_group)
+        return next(index for index, tp_group in enumerate(self.mesh) if rank in tp_group)
 
     @property
     def num_layers(self) -> int:
@@ -141,7 +149,7 @@ class ModulePlan:
         """
         The mesh of the first stage; `((0,),)` if the plan is a part in which no replica of the module has stages.
         """
-        return self.replicas[self.with_stages[0]][0].ranks if self.with_stages else ((0,),)
+        return self.replicas[self.with_stages[0]][0].mesh if self.with_stages else ((0,),)
 
     @cached_property
     def with_stages(self) -> tuple[int, ...]:
@@ -239,8 +247,8 @@ class ParallelPlan:
         return {index: tuple(features) for index, features in sorted(result.items())}
 
     def to_dict(self) -> dict[str, Any]:
-        method = self.microbatch_assignment
-        assignment = {} if method is None else {"microbatch_assignment": method}
+        arrangement = self.microbatch_assignment
+        assignment = {} if arrangement is None else {"microbatch_assignment": arrangement}
         return {
             "schedule": self.schedule,
             **assignment,
@@ -255,7 +263,7 @@ class ParallelPlan:
                         [
                             {
                                 "layers": list(stage.layers),
-                                "ranks": [list(tp_group) for tp_group in stage.ranks],
+                                "ranks": [list(tp_group) for tp_group in stage.mesh],
                                 "trainable": PARTLY if stage.partly_frozen else stage.trainable,
                             }
                             for stage in stages
@@ -291,10 +299,10 @@ class ParallelPlan:
         schedule = data.get("schedule", "1f1b")
         reject_unknown_keys("`schedule`", [schedule], SCHEDULES)
         count = read_count(data.get("num_microbatches", 1), "`num_microbatches` of the plan", 1)
-        method = data.get("microbatch_assignment")
-        if method is not None:
-            reject_unknown_keys("`microbatch_assignment`", [method], list(ASSIGNMENTS))
-        return cls(_sources_first(modules, edges), edges, schedule, count, method)
+        arrangement = data.get("microbatch_assignment")
+        if arrangement is not None:
+            reject_unknown_keys("`microbatch_assignment`", [arrangement], list(ARRANGEMENT_POLICIES))
+        return cls(_sources_first(modules, edges), edges, schedule, count, arrangement)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -353,18 +361,18 @@ def _read_stage(data: Any, what: str) -> Stage:
     if len(layers) != 2 or layers[0] >= layers[1]:
         raise ValueError(f"`layers` of {what} are {list(layers)}; write the first layer and one past the last layer.")
     tp_groups = read_list(data["ranks"], f"`ranks` of {what}")
-    ranks = tuple(
+    mesh = tuple(
         tuple(read_count(rank, f"A rank of {what}") for rank in read_list(tp_group, f"A tp group of {what}"))
         for tp_group in tp_groups
     )
-    if not ranks or not all(ranks):
+    if not mesh or not all(mesh):
         raise ValueError(f"{what} has no ranks. Give it tp groups of at least one rank, such as `[[0]]`.")
     trainable = data.get("trainable", True)
     if trainable == PARTLY:
-        return Stage((layers[0], layers[1]), ranks, partly_frozen=True)
+        return Stage((layers[0], layers[1]), mesh, partly_frozen=True)
     if not isinstance(trainable, bool):
         raise ValueError(f"`trainable` of {what} is `{trainable!r}`; it must be `true`, `false` or `{PARTLY}`.")
-    return Stage((layers[0], layers[1]), ranks, trainable)
+    return Stage((layers[0], layers[1]), mesh, trainable)
 
 
 def _read_edge(data: Any, modules: Sequence[str]) -> Edge:

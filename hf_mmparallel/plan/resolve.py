@@ -137,12 +137,12 @@ def resolve_plan(
             stages = []
             for index, layers in enumerate(ranges):
                 if host is not None:
-                    ranks = host.replicas[replica][index].ranks
+                    mesh = host.replicas[replica][index].mesh
                 else:
                     first = next_rank + (replica * plugin.pp_size + index) * plugin.cp_size * plugin.tp_size
                     starts = range(first, first + plugin.cp_size * plugin.tp_size, plugin.tp_size)
-                    ranks = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
-                stages.append(Stage(layers, ranks, trainable[index], partly[index]))
+                    mesh = tuple(tuple(range(start, start + plugin.tp_size)) for start in starts)
+                stages.append(Stage(layers, mesh, trainable[index], partly[index]))
             replicas.append(tuple(stages))
         if host is None:
             next_rank += plugin.num_ranks
@@ -228,7 +228,7 @@ def _check_meshes(name: str, module: ModulePlan) -> None:
     Raises `ValueError` unless all stages have meshes of one shape without duplicate ranks, and each rank has the same
     tp rank in all of them.
     """
-    meshes = [stage.ranks for _, _, stage in module.stages()]
+    meshes = [stage.mesh for _, _, stage in module.stages()]
     if not meshes:
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
     sizes = sorted({len(tp_group) for mesh in meshes for tp_group in mesh})

@@ -89,7 +89,7 @@ class Workloads:
             sample has no input for the module. Such samples are in no microbatch of an encoder.
         backward_ratio (`Mapping[str, float]`): Module -> backward time / forward time, 0 without a backward.
         tokens (`Mapping[str, np.ndarray]`): Module -> int64 `[samples]`.
-        max_tokens (`Mapping[str, int]`):
+        token_limits (`Mapping[str, int]`):
             Module -> maximum tokens per microbatch, from the user's setting or the memory limit; no limit for modules
             left out. A sample with more tokens gets a microbatch of its own.
         row_ms (`np.ndarray` of shape `[samples]`, *optional*):
@@ -100,7 +100,7 @@ class Workloads:
     forward_ms: Mapping[str, np.ndarray]
     backward_ratio: Mapping[str, float]
     tokens: Mapping[str, np.ndarray]
-    max_tokens: Mapping[str, int]
+    token_limits: Mapping[str, int]
     row_ms: np.ndarray | None = None
 
     @property
@@ -109,10 +109,10 @@ class Workloads:
 
     def tokens_of_limit(self, module: str) -> np.ndarray:
         """
-        Tokens of each sample that count against `max_tokens`, int64 `[samples]`: at most `max_tokens`, so that a
+        Tokens of each sample that count against `token_limits`, int64 `[samples]`: at most the limit, so that a
         larger sample fills a microbatch by itself.
         """
-        return np.minimum(self.tokens[module], self.max_tokens[module])
+        return np.minimum(self.tokens[module], self.token_limits[module])
 
     def take(self, batch_indices: Sequence[int] | np.ndarray) -> Workloads:
         """Workloads of the samples at `batch_indices`, in that order."""

@@ -33,13 +33,14 @@ class SampleLocations:
         batch_indices (`np.ndarray` of shape `[samples]`): Batch indices.
         replica (`np.ndarray` of shape `[samples]`): Replica of each batch index.
         microbatch (`np.ndarray` of shape `[samples]`): Index of its microbatch within the replica.
-        place (`np.ndarray` of shape `[samples]`): Index of its microbatch among those of all replicas.
+        microbatch_index (`np.ndarray` of shape `[samples]`):
+            Index of its microbatch among the microbatches of all these replicas.
     """
 
     batch_indices: NDArray
     replica: NDArray
     microbatch: NDArray
-    place: NDArray
+    microbatch_index: NDArray
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class ChunkTable:
     chunk_of: NDArray
 
     def find(self, replica: NDArray, microbatch: NDArray, chunk: NDArray) -> NDArray:
-        """The places of some chunks by replica, microbatch and index, all of which are among them."""
+        """Indices in the arrays of some of their chunks, given by replica, microbatch and chunk."""
         width, depth = int(self.microbatch.max()) + 1, int(self.chunk.max()) + 1
-        own = (self.replica * width + self.microbatch) * depth + self.chunk
-        return np.searchsorted(own, (replica * width + microbatch) * depth + chunk)
+        keys = (self.replica * width + self.microbatch) * depth + self.chunk
+        return np.searchsorted(keys, (replica * width + microbatch) * depth + chunk)
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,9 @@ class StepPlan:
         return replica, microbatch
 
     @cached_property
-    def places(self) -> Mapping[tuple[str, int], tuple[int, int]]:
-        """(module, batch index) -> (replica, microbatch)."""
-        return _Places(self)
+    def location_of(self) -> Mapping[tuple[str, int], tuple[int, int]]:
+        """(module, batch index) -> (replica, microbatch): [`~StepPlan.locations`] of single samples."""
+        return _LocationOf(self)
 
     def consumer_turns(self, module: str, replica: int, target: str) -> dict[int, int]:
         """
@@ -142,47 +143,44 @@ class StepPlan:
             `dict[int, int]`: Batch index -> turn, in the order of the replica's batch indices. The number of turns is
             the largest number of microbatches among the replicas of `target` that this replica feeds.
         """
-        batch_indices = np.array(list(chain.from_iterable(self.microbatches[module][replica])), np.int64)
-        consumers, indices = (location[batch_indices] for location in self.locations[target])
-        used = consumers >= 0
-        if not used.any():
-            return {}
-        counts = (self.whole or self)._counts[target][consumers[used]]
-        turns = turn_of(indices[used], counts, counts.max())
-        return dict(zip(batch_indices[used].tolist(), turns.tolist(), strict=True))
+        samples = self.batch_indices_of(module, [replica])
+        used, turns, _ = self.turns(samples, target)
+        return dict(zip(samples.batch_indices[used].tolist(), turns.tolist(), strict=True))
 
     @cached_property
     def chunks(self) -> _Chunks:
         """
-        (module, replica, microbatch) -> its chunks, each with its own forward and backward.
-
-        An encoder's microbatch is split into chunks by the turn in which its features are consumed; a microbatch
-        without samples has no chunks. A microbatch of the language model is one chunk. The chunks of a replica are
-        computed on first access.
+        (module, replica, microbatch) -> its chunks, each with its own forward and backward: those of
+        [`~StepPlan.chunk_table`], which are computed for a replica on first access.
         """
         return _Chunks(self, {} if self.whole is None else self.whole.chunks.known)
 
     def chunk_table(self, module: str, replicas: Sequence[int]) -> ChunkTable:
         """
-        The chunks of several replicas of a module as arrays, which is much faster than [`~StepPlan.chunks`].
+        The chunks of several replicas of a module as arrays.
+
+        An encoder's microbatch is split into chunks by the turn in which its features are consumed; samples that
+        nothing consumes have the microbatch's index in place of a turn. A microbatch without samples has no chunks. A
+        microbatch of the language model is one chunk.
 
         Args:
             module (`str`): The module.
             replicas (`Sequence[int]`): Its replicas, in ascending order.
         """
-        places = self.batch_indices_of(module, replicas)
-        key = np.full(len(places.batch_indices), -1)
+        samples = self.batch_indices_of(module, replicas)
+        key = np.full(len(samples.batch_indices), -1)
         for target in self.targets.get(module, ()) if module != LANGUAGE_MODEL else ():
-            used, turns, _ = self.turns(places, target)
+            used, turns, _ = self.turns(samples, target)
             key[used] = np.maximum(key[used], turns)
-        key = np.where(key < 0, places.microbatch, key)
+        key = np.where(key < 0, samples.microbatch, key)
         width = int(key.max(initial=0)) + 1
-        cells, chunk_of = np.unique(places.place * width + key, return_inverse=True)
+        cells, chunk_of = np.unique(samples.microbatch_index * width + key, return_inverse=True)
         first = np.empty(len(cells), np.int64)
         first[chunk_of] = np.arange(len(chunk_of))  # any sample of each chunk
-        place = cells // width
-        chunk = np.arange(len(cells)) - np.searchsorted(place, place)
-        return ChunkTable(places.replica[first], places.microbatch[first], chunk, places.batch_indices, chunk_of)
+        microbatch_index = cells // width
+        chunk = np.arange(len(cells)) - np.searchsorted(microbatch_index, microbatch_index)
+        replica, microbatch = samples.replica[first], samples.microbatch[first]
+        return ChunkTable(replica, microbatch, chunk, samples.batch_indices, chunk_of)
 
     def batch_indices_of(self, module: str, replicas: Sequence[int]) -> SampleLocations:
         """
@@ -196,11 +194,11 @@ class StepPlan:
         counts = np.fromiter(map(len, chosen), np.int64, len(chosen))
         microbatches = list(chain.from_iterable(chosen))
         sizes = np.fromiter(map(len, microbatches), np.int64, len(microbatches))
-        place = np.repeat(np.arange(len(microbatches)), sizes)
-        replica = np.repeat(np.asarray(replicas, np.int64), counts)[place]
-        microbatch = (np.arange(len(microbatches)) - np.repeat(np.cumsum(counts) - counts, counts))[place]
-        batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64, len(place))
-        return SampleLocations(batch_indices, replica, microbatch, place)
+        microbatch_index = np.repeat(np.arange(len(microbatches)), sizes)
+        replica = np.repeat(np.asarray(replicas, np.int64), counts)[microbatch_index]
+        microbatch = (np.arange(len(microbatches)) - np.repeat(np.cumsum(counts) - counts, counts))[microbatch_index]
+        batch_indices = np.fromiter(chain.from_iterable(microbatches), np.int64, len(microbatch_index))
+        return SampleLocations(batch_indices, replica, microbatch, microbatch_index)
 
     def turns(self, given: SampleLocations, target: str) -> tuple[NDArray, NDArray, NDArray]:
         """
@@ -217,9 +215,9 @@ class StepPlan:
         consumers, indices = (location[given.batch_indices] for location in self.locations[target])
         used = np.flatnonzero(consumers >= 0)
         counts = (self.whole or self)._counts[target][consumers[used]]
-        most = np.zeros(int(given.replica.max(initial=-1)) + 1, np.int64)
-        np.maximum.at(most, given.replica[used], counts)
-        turns = most[given.replica[used]]
+        turns_of_replica = np.zeros(int(given.replica.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(turns_of_replica, given.replica[used], counts)
+        turns = turns_of_replica[given.replica[used]]
         return used, turn_of(indices[used], counts, turns), turns
 
     def replicas(self, module: str) -> list[int]:
@@ -235,12 +233,12 @@ class StepPlan:
             members (`Collection[tuple[str, int]]`):
                 (module, replica) of the replicas that are kept, which include all that they exchange tensors with.
         """
-        kept: dict[str, list[tuple[BatchIndices, ...]]] = {
+        of_members: dict[str, list[tuple[BatchIndices, ...]]] = {
             name: [()] * len(all_) for name, all_ in self.microbatches.items()
         }
         for name, replica in members:
-            kept[name][replica] = self.microbatches[name][replica]
-        microbatches = {name: tuple(replicas) for name, replicas in kept.items()}
+            of_members[name][replica] = self.microbatches[name][replica]
+        microbatches = {name: tuple(replicas) for name, replicas in of_members.items()}
         return replace(self, microbatches=microbatches, whole=self.whole or self)
 
     @property
@@ -250,10 +248,10 @@ class StepPlan:
         for (module, replica, index), chunks in self.chunks.items():
             for number, batch_indices in enumerate(chunks):
                 consumers = {
-                    (target, *self.places[target, batch_index])
+                    (target, *self.location_of[target, batch_index])
                     for target in self.targets.get(module, ())
                     for batch_index in batch_indices
-                    if (target, batch_index) in self.places
+                    if (target, batch_index) in self.location_of
                 }
                 links.append((module, replica, index, number, tuple(sorted(consumers))))
         return tuple(links)
@@ -274,7 +272,7 @@ class StepPlan:
             assert name != LANGUAGE_MODEL or counts.all(), "a sample is lost"
 
 
-class _Places(Mapping[tuple[str, int], tuple[int, int]]):
+class _LocationOf(Mapping[tuple[str, int], tuple[int, int]]):
     """(module, batch index) -> (replica, microbatch) in a step."""
 
     def __init__(self, step: StepPlan):
@@ -316,18 +314,15 @@ class _Chunks(Mapping[tuple[str, int, int], tuple[BatchIndices, ...]]):
         return self.known[module, replica]
 
     def _split(self, module: str, replica: int) -> tuple[tuple[BatchIndices, ...], ...]:
-        """Splits the microbatches of a replica into chunks."""
-        step = self._step
-        targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
-        turns = [step.consumer_turns(module, replica, target) for target in targets]
-        result = []
-        for index, batch_indices in enumerate(step.microbatches[module][replica]):
-            groups: dict[int, list[int]] = {}
-            for batch_index in batch_indices:
-                consumed = [turn[batch_index] for turn in turns if batch_index in turn]
-                groups.setdefault(max(consumed, default=index), []).append(batch_index)
-            result.append(tuple(tuple(groups[key]) for key in sorted(groups)))
-        return tuple(result)
+        """[`~StepPlan.chunk_table`] of a replica as tuples."""
+        table = self._step.chunk_table(module, [replica])
+        chunks: list[list[int]] = [[] for _ in range(len(table.chunk))]
+        for batch_index, chunk in zip(table.batch_indices.tolist(), table.chunk_of.tolist(), strict=True):
+            chunks[chunk].append(batch_index)
+        result: list[list[BatchIndices]] = [[] for _ in self._step.microbatches[module][replica]]
+        for microbatch, batch_indices in zip(table.microbatch.tolist(), chunks, strict=True):
+            result[microbatch].append(tuple(batch_indices))
+        return tuple(map(tuple, result))
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         for module, replicas in self._step.microbatches.items():

@@ -13,7 +13,7 @@ from ..data.global_batches import GlobalBatch
 from ..drawing.timeline import rank_ranges
 from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, SyncGroup, plan_for_model, sync_groups
 from ..search.problem import PlanningProblem, SearchResult
-from ..steps.method_choice import choose_method
+from ..steps.arrangement_choice import choose_arrangement
 from ..steps.step_planner import Prediction, StepPlanner
 from .inputs import ModelSource, Samples
 from .settings import Settings, check_searchable, has_all_sizes
@@ -69,7 +69,7 @@ class Answer:
         predictions (`tuple[Prediction, ...]`): Predictions of all simulated batches.
         global_batch_size (`int`): Samples of a step.
         microbatch_size (`int`): Samples of a microbatch of one language model replica.
-        method (`str`): The arrangement of samples.
+        arrangement (`str`): The arrangement of samples.
         result (`SearchResult`, *optional*): Result of the search, if there was one.
     """
 
@@ -80,7 +80,7 @@ class Answer:
     predictions: tuple[Prediction, ...]
     global_batch_size: int
     microbatch_size: int
-    method: str
+    arrangement: str
     result: SearchResult | None = None
 
     def with_result(self, result: SearchResult) -> Answer:
@@ -91,7 +91,7 @@ class Answer:
             prediction=best.typical,
             predictions=best.predictions,
             microbatch_size=best.microbatch_size,
-            method=best.candidate.method,
+            arrangement=best.candidate.arrangement,
             result=result,
         )
 
@@ -100,7 +100,7 @@ class Answer:
         return self.prediction.plan
 
     @property
-    def groups(self) -> list[SyncGroup]:
+    def sync_groups(self) -> list[SyncGroup]:
         """The gradient all-reduces."""
         return sync_groups(self.costs.spec, self.plan)
 
@@ -194,7 +194,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
         memory_bytes=settings.memory_bytes,
         microbatch_size=settings.microbatch_size,
         schedule=settings.schedule or settings.plugin.named_schedule,
-        method=settings.microbatch_assignment,
+        arrangement=settings.microbatch_assignment,
         fixed=fixed,
         checkpointing=settings.checkpointing,
         seed=inputs.seed,
@@ -204,8 +204,8 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel) -> Answer:
     result = search_plans(problem)
     best = result.best
     size = best.microbatch_size
-    method = best.candidate.method
-    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, method, result)
+    arrangement = best.candidate.arrangement
+    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, arrangement, result)
 
 
 def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: ParallelPlan) -> Answer:
@@ -227,12 +227,12 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     sizes = inputs.samples.draw(pool, batch, inputs.seed)
     limit = _memory_for(settings, costs, plan, sizes)
     planner = StepPlanner(costs, plan, sync_groups(costs.spec, plan), size, memory_bytes=limit)
-    method = settings.microbatch_assignment or planner.method
+    arrangement = settings.microbatch_assignment or planner.arrangement
     if settings.microbatch_assignment is None and not inputs.samples.are_alike:
-        method = choose_method(planner, [sizes]).method
-    planner = replace(planner, method=method)
+        arrangement = choose_arrangement(planner, [sizes]).arrangement
+    planner = replace(planner, arrangement=arrangement)
     prediction = _predicted(planner, sizes)
-    return Answer(settings, inputs, costs, prediction, (prediction,), batch, size, method)
+    return Answer(settings, inputs, costs, prediction, (prediction,), batch, size, arrangement)
 
 
 def _predicted(planner: StepPlanner, sizes: SampleSizes) -> Prediction:

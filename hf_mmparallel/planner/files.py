@@ -50,7 +50,7 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
     figures = [f"{label}: {text}" for label, text in summary(answer)]
     training = [f"parallel={str(Path(path).name)!r}", f"global_batch_size={answer.global_batch_size}"]
     training += [f"per_device_train_batch_size={answer.microbatch_size}"]
-    training += [f"microbatch_assignment={answer.method!r}"]
+    training += [f"microbatch_assignment={answer.arrangement!r}"]
     training += ["packing=True"] * bool(answer.settings.packing)
     lines = [
         f"A plan of {answer.inputs.source.name} for {answer.plan.world_size} ranks of {answer.settings.gpu_type}.",
@@ -86,10 +86,11 @@ def plan_yaml(answer: Answer) -> str:
     modules = data.pop("modules")
     text = _yaml(data) + "modules:\n"
     for name, item in modules.items():
-        module, part = answer.plan.modules[name], answer.costs.spec.modules[name]
-        total = sum(p.num_elements for p in part.parameters)
-        trained = sum(p.num_elements for p in part.parameters if p.trainable)
-        text += f"  # {module.layout}; {part.num_layers} layers, {total:,} parameters, {trained:,} of them trained\n"
+        module, module_spec = answer.plan.modules[name], answer.costs.spec.modules[name]
+        total = sum(p.num_elements for p in module_spec.parameters)
+        trained = sum(p.num_elements for p in module_spec.parameters if p.trainable)
+        counts = f"{module_spec.num_layers} layers, {total:,} parameters, {trained:,} of them trained"
+        text += f"  # {module.layout}; {counts}\n"
         replicas = item.pop("replicas")
         text += f"  {_yaml_key(name)}:\n"
         text += "".join(f"    {key}: {_yaml_line([value])[1:-1]}\n" for key, value in item.items()) + "    replicas:\n"
@@ -177,7 +178,7 @@ def _figures(answer: Answer) -> dict[str, Any]:
         "gpu_type": answer.settings.gpu_type,
         "global_batch_size": answer.global_batch_size,
         "microbatch_size": answer.microbatch_size,
-        "microbatch_assignment": answer.method,
+        "microbatch_assignment": answer.arrangement,
         "num_microbatches": max(map(len, prediction.planned.step.microbatches[LANGUAGE_MODEL])),
         "schedule": plan.schedule,
         "layouts": {name: module.layout for name, module in plan.modules.items()},
@@ -217,11 +218,11 @@ def page_of(
     cells = plan_cells(answer.plan, answer.costs.spec, prediction.simulation, answer.memory)
     curves = memory_timeline(answer.costs, answer.plan, planned.step, sizes, prediction.simulation.spans)
     limit = answer.settings.memory_gib
-    if answer.method == "contiguous":
+    if answer.arrangement == "contiguous":
         workloads = {"contiguous": step_balance(planned.step, planned.workloads)}
     else:
         both = compare_with_contiguous(answer.plan, planned.step, planned.workloads, answer.microbatch_size)
-        workloads = dict(zip(("before, contiguous", f"after, {answer.method}"), both, strict=True))
+        workloads = dict(zip(("before, contiguous", f"after, {answer.arrangement}"), both, strict=True))
     installed = environment()
     versions = {name: installed[name] for name in ("hf_mmparallel", "python", "torch", "transformers")}
     others = [] if result is None else list(zip(result.runners_up, result.reasons, strict=True))

@@ -45,8 +45,8 @@ class Cells:
 
 def range_text(counts: Sequence[int]) -> str:
     """`8`, or `5 to 11` if numbers differ."""
-    least, most = min(counts), max(counts)
-    return str(most) if least == most else f"{least} to {most}"
+    lowest, highest = min(counts), max(counts)
+    return str(highest) if lowest == highest else f"{lowest} to {highest}"
 
 
 def plan_table(

@@ -114,7 +114,7 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         ("Global batch", f"{batch_text(answer)}{chosen}"),
         ("Samples", samples_text(answer)),
         ("Costs", f"{costs_text(answer)}; frozen: {', '.join(frozen) or 'nothing'}"),
-        ("Groups", groups_text(answer.plan, answer.groups)),
+        ("Groups", groups_text(answer.plan, answer.sync_groups)),
     ]
     result = answer.result
     text = "none: the sizes are given"
@@ -153,7 +153,7 @@ def batch_text(answer: Answer) -> str:
     """`64 samples, 8 microbatches of ...`."""
     plan, step = answer.plan, answer.prediction.planned.step
     counts = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
-    if answer.method == "contiguous":
+    if answer.arrangement == "contiguous":
         each = f"up to {answer.microbatch_size}"
     else:
         each = f"on average {answer.global_batch_size / sum(counts):.3g}"
@@ -162,7 +162,7 @@ def batch_text(answer: Answer) -> str:
     noun = plural(1, "microbatch") if max(counts) == 1 else f"{range_text(counts)} microbatches"
     return (
         f"{answer.global_batch_size:,} samples, {noun} of {each} on each language-model replica, "
-        f"schedule {plan.schedule}, arranged by `{answer.method}`{rows}"
+        f"schedule {plan.schedule}, arranged by `{answer.arrangement}`{rows}"
     )
 
 
@@ -181,10 +181,11 @@ def samples_text(answer: Answer) -> str:
     return f"{samples.origin}; mean tokens: {spread}"
 
 
-def groups_text(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> str:
+def groups_text(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> str:
     """Process groups and point-to-point channels of a run."""
-    rows = {row for m in plan.modules.values() for _, _, s in m.stages() for row in s.ranks if len(row) > 1}
-    process_groups = rows | set(context_groups(plan)) | {group.ranks for group in groups}
+    stages = [stage for module in plan.modules.values() for _, _, stage in module.stages()]
+    tp_groups = {tp_group for stage in stages for tp_group in stage.mesh if len(tp_group) > 1}
+    process_groups = tp_groups | set(context_groups(plan)) | {group.ranks for group in sync_groups}
     return f"{len(process_groups)} besides the world; {len(talking_pairs(plan)):,} channels between ranks"
 
 

@@ -41,17 +41,17 @@ def measured_constants(device: torch.device, dtype: torch.dtype, budget_s: float
     known = known_device(device) if device.type == "cuda" else None
     hardware = known or measure_device(device)
     hardware = hardware.computing_in(str(dtype).removeprefix("torch."))
-    found = {field: float(getattr(hardware, field)) for field in (*PEAK_OF_DTYPE.values(), "memory_gb_per_s")}
-    found["launch_us"] = _launch_us(device)
-    found["matmul_efficiency"] = _share(_product_flops(device, dtype, budget_s), 1e12 * hardware.peak_tflops)
+    result = {field: float(getattr(hardware, field)) for field in (*PEAK_OF_DTYPE.values(), "memory_gb_per_s")}
+    result["launch_us"] = _launch_us(device)
+    result["matmul_efficiency"] = _share(_product_flops(device, dtype, budget_s), 1e12 * hardware.peak_tflops)
     rates = {form: _attention_flops(device, dtype, budget_s, form) for form in ("flash", "masked", "block")}
-    found["attention_efficiency"] = _share(rates["flash"], 1e12 * hardware.peak_tflops)
+    result["attention_efficiency"] = _share(rates["flash"], 1e12 * hardware.peak_tflops)
     for form in ("masked", "block"):
-        found[f"{form}_attention_share"] = round(rates[form] / rates["flash"], 4)
-    found["memory_efficiency"] = _share(_moved_bytes(device, dtype, budget_s), 1e9 * hardware.memory_gb_per_s)
+        result[f"{form}_attention_share"] = round(rates[form] / rates["flash"], 4)
+    result["memory_efficiency"] = _share(_moved_bytes(device, dtype, budget_s), 1e9 * hardware.memory_gb_per_s)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        found["link_latency_us"] = _latency_us()
-    return found
+        result["link_latency_us"] = _latency_us()
+    return result
 
 
 def _share(rate: float, peak: float) -> float:

@@ -48,8 +48,8 @@ def text_inputs(
     batch = {"input_ids": input_ids, "labels": input_ids.clone()}
     if packed:
         sequence = torch.arange(1, num_sequences + 1, device=device)[:, None].expand_as(input_ids)
-        places = torch.arange(length, device=device).expand_as(input_ids)
-        batch |= {"attention_words": encode_words(sequence), "position_ids": places}
+        positions = torch.arange(length, device=device).expand_as(input_ids)
+        batch |= {"attention_words": encode_words(sequence), "position_ids": positions}
         batch = {name: value.reshape(1, -1) for name, value in batch.items()}
     return batch
 
@@ -86,17 +86,17 @@ def _images(names: tuple[str, ...], config: Any, num_items: int, length: int) ->
     """Square images `[items, channels, side, side]` of the wanted size and of the config's size, and tiled images."""
     channels, patch = _number(config, _CHANNELS, 3), _number(config, _PATCHES, 16)
     merge = _number(config, _MERGES, 1)
-    wanted = patch * merge * max(1, round(math.sqrt(length) / merge))
-    own = _number(config, _SIZES, wanted)
-    for side in dict.fromkeys((wanted, own)):
+    wanted_side = patch * merge * max(1, round(math.sqrt(length) / merge))
+    config_side = _number(config, _SIZES, wanted_side)
+    for side in dict.fromkeys((wanted_side, config_side)):
         pixels = torch.zeros(num_items, channels, side, side)
         yield {names[0]: pixels}
         yield {names[0]: pixels, **_sizes(names, num_items, side)}
     for tiles in range(1, MAX_TILES + 1):
-        pixels = torch.zeros(num_items, tiles, channels, own, own)
+        pixels = torch.zeros(num_items, tiles, channels, config_side, config_side)
         masks = [name for name in names if name.endswith("pixel_attention_mask")]
-        mask = torch.ones(num_items, tiles, own, own, dtype=torch.bool)
-        yield {names[0]: pixels, **_sizes(names, num_items, own), **dict.fromkeys(masks, mask)}
+        mask = torch.ones(num_items, tiles, config_side, config_side, dtype=torch.bool)
+        yield {names[0]: pixels, **_sizes(names, num_items, config_side), **dict.fromkeys(masks, mask)}
 
 
 def _sizes(names: tuple[str, ...], num_items: int, side: int) -> dict[str, Tensor]:

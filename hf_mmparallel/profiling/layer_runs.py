@@ -108,21 +108,21 @@ class Skeleton:
             stack[index] = self.layers[module][index].train()
         names = {use.parameter.name for use in self.spec.uses.get((module, index), ())}
         used = {id(p) for name, p in self.model.named_parameters() if name in names}
-        places = [
+        uses = [
             (owner, attribute, parameter)
             for owner in self.model.modules()
             for attribute, parameter in owner._parameters.items()
             if parameter is not None and id(parameter) in used
         ]
-        random = {id(parameter): _random_parameter(parameter, self.device) for _, _, parameter in places}
-        for owner, attribute, parameter in places:
+        random = {id(parameter): _random_parameter(parameter, self.device) for _, _, parameter in uses}
+        for owner, attribute, parameter in uses:
             owner._parameters[attribute] = random[id(parameter)]
         try:
             if mesh is not None:
                 apply_module_tp(self.model, self.spec.modules[module], mesh, names)
             yield stack[index] if is_layer else None
         finally:
-            for owner, attribute, parameter in places:
+            for owner, attribute, parameter in uses:
                 owner._parameters[attribute] = parameter
             if replaced is not None:
                 stack[index] = replaced

@@ -32,7 +32,7 @@ def link_constants(world: World) -> dict[str, float]:
     and of several ranks of a node, the slowest counts.
 
     Rates of sums are those of a ring (bus bandwidth); between nodes all ranks sum, and a rank has its share. Messages
-    go in a ring of the ranks of a node, or of the ranks with the same place in each node, all at once.
+    go in a ring of the ranks of a node, or of the ranks with the same position in each node, all at once.
 
     Args:
         world ([`World`]): The ranks.
@@ -46,19 +46,19 @@ def link_constants(world: World) -> dict[str, float]:
         return {}
     nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
     rank, node_size = world.rank, min(map(len, nodes))
-    own = next(node for node in nodes if rank in node)
+    own_node = next(node for node in nodes if rank in node)
     groups: list[Any] = [world.new_group(node) for node in nodes] if len(nodes) > 1 else [world.group]
-    group = groups[nodes.index(own)]
-    found: dict[str, float | None] = {}
-    if len(own) > 1:
-        values = *_sums(world.device, group, len(own)), *_messages(world, own)
-        found.update(zip(_INSIDE, values, strict=True))
+    group = groups[nodes.index(own_node)]
+    constants: dict[str, float | None] = {}
+    if len(own_node) > 1:
+        values = *_sums(world.device, group, len(own_node)), *_messages(world, own_node)
+        constants.update(zip(_INSIDE, values, strict=True))
     if len(nodes) > 1:
         world.end_group(group)
         rate, latency_us = _sums(world.device, world.group, len(hosts))
-        values = rate / node_size, latency_us, *_messages(world, _same_place(nodes, own.index(rank)))
-        found.update(zip(_BETWEEN, values, strict=True))
-    slowest = _slowest(world.all_gather(found, "comparing measured links"))
+        values = rate / node_size, latency_us, *_messages(world, _same_position(nodes, own_node.index(rank)))
+        constants.update(zip(_BETWEEN, values, strict=True))
+    slowest = _slowest(world.all_gather(constants, "comparing measured links"))
     # A sum over all ranks uses the network cards of all devices of a node.
     return slowest if len(nodes) == 1 else slowest | {"node_size": node_size, "network_cards": node_size}
 
@@ -80,9 +80,9 @@ def measured_links(hardware: Hardware, world: World) -> Hardware:
     return replace(hardware, **{**found, "link_gb_per_s": max(inside, found["node_link_gb_per_s"])})
 
 
-def _same_place(nodes: Sequence[Sequence[int]], place: int) -> list[int]:
-    """The ranks with a place in their nodes that every node has; none for places that some lack."""
-    return [node[place] for node in nodes] if place < min(map(len, nodes)) else []
+def _same_position(nodes: Sequence[Sequence[int]], position: int) -> list[int]:
+    """The ranks with a position in their nodes that every node has; none for positions that some lack."""
+    return [node[position] for node in nodes] if position < min(map(len, nodes)) else []
 
 
 def _slowest(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
@@ -112,8 +112,8 @@ def _messages(world: World, ring: Sequence[int]) -> tuple[float | None, float | 
     """
     if not ring:
         return None, None
-    wire, place = world.wire_device, ring.index(world.rank)
-    target, source = (world.processes[ring[(place + step) % len(ring)]] for step in (1, -1))
+    wire, position = world.wire_device, ring.index(world.rank)
+    target, source = (world.processes[ring[(position + step) % len(ring)]] for step in (1, -1))
     count = _BYTES.get(wire.type, _BYTES["cuda"]) // 4
 
     def exchange(sent: torch.Tensor, received: torch.Tensor) -> None:

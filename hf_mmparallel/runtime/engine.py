@@ -204,7 +204,7 @@ class ParallelEngine(nn.Module):
         """Applies tensor parallelism to the stages of this rank."""
         for module, replica, index in self.stages:
             stage = self.plan.stage(module, replica, index)
-            mesh = self.groups.tp_mesh(stage.ranks[stage.cp_rank_of(self.rank)])
+            mesh = self.groups.tp_mesh(stage.mesh[stage.cp_rank_of(self.rank)])
             if mesh is not None:
                 owned = {name for name, shards in self.shards.items() if (module, replica, index) in shards.stages}
                 self.partial |= apply_module_tp(self.module, self.spec.modules[module], mesh, owned)
@@ -279,7 +279,7 @@ class ParallelEngine(nn.Module):
     def leads_cp_rank(self, task: Task) -> bool:
         """Whether this rank is the first of its tp group in a task's stage, and so reports for its cp rank."""
         stage = self.plan.stage(task.module, task.replica, task.stage)
-        return stage.ranks[stage.cp_rank_of(self.rank)][0] == self.rank
+        return stage.mesh[stage.cp_rank_of(self.rank)][0] == self.rank
 
     def train_step(self, batch: StepBatch, step_index: int) -> StepTotals:
         """

@@ -20,13 +20,13 @@ def talking_pairs(plan: ParallelPlan) -> list[tuple[int, int]]:
     for module in plan.modules.values():
         for stages in module.replicas:
             for before, after in pairwise(stages):
-                for sources, targets in zip(before.ranks, after.ranks, strict=True):
+                for sources, targets in zip(before.mesh, after.mesh, strict=True):
                     pairs.update(_pairs(sources, targets))
     for edge in plan.edges:
         for source in plan.modules[edge.source].replicas:
             for replica, stages in enumerate(plan.modules[edge.target].replicas):
                 for index in plan.edge_stages(edge, replica):
-                    for sources, targets in product(source[-1].ranks, stages[index].ranks):
+                    for sources, targets in product(source[-1].mesh, stages[index].mesh):
                         pairs.update(_pairs(sources, targets))
     return sorted(pairs)
 
@@ -51,7 +51,7 @@ def context_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
 
 def tp_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
     """The ranks of each tp group of several ranks, in the order of their shards."""
-    groups = [ranks for module in plan.modules.values() for _, _, stage in module.stages() for ranks in stage.ranks]
+    groups = [ranks for module in plan.modules.values() for _, _, stage in module.stages() for ranks in stage.mesh]
     return list(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1))
 
 

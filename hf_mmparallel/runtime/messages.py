@@ -69,7 +69,7 @@ class StepMessages:
         samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
         cp_ranks, places = self.inputs.feature_owners(here, features).select(samples)
         other_cp_ranks = None
-        if len(self.inputs.stage(there).ranks) > 1:
+        if self.inputs.stage(there).cp_size > 1:
             other_cp_ranks, _ = self.inputs.feature_owners(there, features).select(samples)
         ends = (cp_ranks, other_cp_ranks) if is_producer else (other_cp_ranks, cp_ranks)
         meshes = payload.producer_mesh, payload.consumer_mesh

@@ -36,7 +36,7 @@ def rank_local_suffix(parameter: torch.Tensor) -> str:
     if isinstance(whole, DTensor):
         suffix += f"@{whole.device_mesh.get_local_rank()}of{whole.device_mesh.size()}"
     if flat_slice is not None:
-        suffix += f"@zero{flat_slice.index}of{flat_slice.num_parts}"
+        suffix += f"@zero{flat_slice.index}of{flat_slice.num_slices}"
     return suffix
 
 

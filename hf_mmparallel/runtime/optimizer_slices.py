@@ -1,7 +1,7 @@
 """
 ZeRO-1: each rank's optimizer updates a slice of the parameters that several ranks hold.
 
-A slice is an equal part of the flattened values that a rank has of one parameter. Sums of gradients end on the rank
+A slice is an equal share of the flattened values that a rank has of one parameter. Sums of gradients end on the rank
 that updates the slice. A step sends as many bytes as without: a reduce-scatter before it, an all-gather after it.
 """
 
@@ -25,35 +25,33 @@ from ..plan import SyncGroup
 @dataclass(frozen=True)
 class FlatSlice:
     """
-    Part `index` of `num_parts` of a flattened tensor. All parts but the last ones have the same number of elements.
+    Slice `index` of `num_slices` of a flattened tensor. All slices but the last ones have the same length.
 
     Args:
-        index (`int`): Index of the part.
-        num_parts (`int`): Number of parts, one on each rank of a shard group.
+        index (`int`): Index of the slice.
+        num_slices (`int`): Number of slices, one on each rank of a shard group.
         group (`ProcessGroup`): The shard group.
     """
 
     index: int
-    num_parts: int
+    num_slices: int
     group: Any
 
     def length(self, numel: int) -> int:
-        """Elements of a part of a tensor of `numel` elements, padding of the last parts included."""
-        return -(-numel // self.num_parts)
+        """Elements of a slice of a tensor of `numel` elements, padding of the last slices included."""
+        return -(-numel // self.num_slices)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a contiguous tensor, one-dimensional; shares its memory."""
+        """The slice of a contiguous tensor, one-dimensional; shares its memory."""
         length = self.length(tensor.numel())
         start = min(self.index * length, tensor.numel())
         return tensor.view(-1)[start : start + length]
 
-    def whole(self, part: torch.Tensor, numel: int) -> torch.Tensor:
-        """The flattened tensor of `numel` elements, of which each rank of the group has its part. Collective."""
+    def whole(self, values: torch.Tensor, numel: int) -> torch.Tensor:
+        """The flattened tensor of `numel` elements, of which each rank of the group has its slice. Collective."""
         length = self.length(numel)
-        padded = part.new_zeros(length)
-        padded[: part.numel()] = part
-        gathered = part.new_empty(length * self.num_parts)
-        dist.all_gather_single(gathered, padded, group=self.group)
+        gathered = values.new_empty(length * self.num_slices)
+        dist.all_gather_single(gathered, padded(values, length), group=self.group)
         return gathered[:numel]
 
 
@@ -131,9 +129,10 @@ class OptimizerSlices:
         started: deque[tuple[Any, torch.Tensor, FlatSlice, list[nn.Parameter]]] = deque()
         for flat_slice, members in self.groups:
             for bucket in buckets(members, lambda parameter: parameter.dtype):
-                slices = [padded(self.by_parameter[member], flat_slice, local(member).numel()) for member in bucket]
+                lengths = [flat_slice.length(local(member).numel()) for member in bucket]
+                slices = [padded(self.by_parameter[m], length) for m, length in zip(bucket, lengths, strict=True)]
                 mine = slices[0] if len(slices) == 1 else torch.cat(slices)
-                gathered = mine.new_empty(flat_slice.num_parts, mine.numel())
+                gathered = mine.new_empty(flat_slice.num_slices, mine.numel())
                 work = dist.all_gather_single(gathered.view(-1), mine, group=flat_slice.group, async_op=True)
                 started.append((work, gathered, flat_slice, bucket))
                 if len(started) > 1:  # two buckets at a time
@@ -143,7 +142,7 @@ class OptimizerSlices:
 
 
 def _copy_gathered(work: Any, gathered: torch.Tensor, flat_slice: FlatSlice, bucket: Sequence[nn.Parameter]) -> None:
-    """Waits for a bucket of weights, `[num_parts, elements of the slices]`, and copies it into the parameters."""
+    """Waits for a bucket of weights, `[num_slices, elements of the slices]`, and copies it into the parameters."""
     work.wait()
     lengths = [flat_slice.length(local(member).numel()) for member in bucket]
     for member, columns in zip(bucket, gathered.split(lengths, 1), strict=True):
@@ -151,21 +150,18 @@ def _copy_gathered(work: Any, gathered: torch.Tensor, flat_slice: FlatSlice, buc
         values.copy_(columns.reshape(-1)[: values.numel()].view(values.shape))
 
 
-def padded(part: torch.Tensor, flat_slice: FlatSlice, numel: int) -> torch.Tensor:
-    """A rank's part of a tensor of `numel` elements, with zeros up to the length of every part."""
-    missing = flat_slice.length(numel) - part.numel()
-    return torch.cat([part.detach(), part.new_zeros(missing)]) if missing else part.detach()
+def padded(values: torch.Tensor, length: int) -> torch.Tensor:
+    """A one-dimensional tensor with zeros up to a length."""
+    missing = length - values.numel()
+    return torch.cat([values.detach(), values.new_zeros(missing)]) if missing else values.detach()
 
 
-def by_slice(tensors: Sequence[torch.Tensor], num_parts: int) -> torch.Tensor:
-    """Some tensors as a matrix of `num_parts` rows, row `i` with part `i` of each; zeros fill the last parts."""
+def by_slice(tensors: Sequence[torch.Tensor], num_slices: int) -> torch.Tensor:
+    """Some tensors as a matrix of `num_slices` rows: row `i` has slice `i` of each, zeros fill the last slices."""
     columns = []
     for tensor in tensors:
-        length = -(-tensor.numel() // num_parts)
-        flat = tensor.reshape(-1)
-        if length * num_parts > flat.numel():
-            flat = torch.cat([flat, flat.new_zeros(length * num_parts - flat.numel())])
-        columns.append(flat.view(num_parts, length))
+        length = -(-tensor.numel() // num_slices)
+        columns.append(padded(tensor.reshape(-1), length * num_slices).view(num_slices, length))
     return columns[0].contiguous() if len(columns) == 1 else torch.cat(columns, 1)
 
 

@@ -122,7 +122,7 @@ def _check_independence(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Raises `ValueError` if the update of a flattened part of a parameter is not that part of its update."""
+    """Raises `ValueError` if the update of a slice of a flattened parameter is not that slice of its update."""
     for index, group in enumerate(optimizer.param_groups):
         likes = {parameter.dim(): parameter for parameter in group["params"] if parameter in sliced}
         for like in likes.values():

@@ -96,12 +96,13 @@ class Payloads:
 
     def _payload(self, producer: StageKey, consumer: StageKey) -> Payload:
         source, target = producer[0], consumer[0]
-        meshes = [self.plan.stage(*key).ranks for key in (producer, consumer)]
+        meshes = [self.plan.stage(*key).mesh for key in (producer, consumer)]
         features = outputs = None
-        specs = self.spec.modules[source].features
-        if source != target:
+        all_features = self.spec.edge_features(source, target)
+        assert all_features is not None or source == target, f"`{source}` has no features for `{target}`"
+        if all_features is not None:
             outputs = self.plan.edge_stages(self._edges[source, target], consumer[1])[consumer[2]]
-            features = tuple(specs[index] for index in outputs)
+            features = tuple(all_features[index] for index in outputs)
         return Payload(
             producer,
             consumer,
@@ -111,7 +112,7 @@ class Payloads:
             needs_grad=self._flow.has_backward(*producer),
             features=features,
             outputs=outputs,
-            num_outputs=len(specs),
+            num_outputs=len(all_features or ()),
         )
 
 

@@ -50,7 +50,7 @@ def replicated_parameters(
     named = dict(sharded.model.named_parameters())
     result = []
     for ranks in groups.tp_meshes:
-        own = {key for key in stages if ranks in sharded.plan.stage(*key).ranks}
+        own = {key for key in stages if ranks in sharded.plan.stage(*key).mesh}
         modules = {}
         for name, shards in sharded.shards.items():
             module = next((key[0] for key in shards.stages if key in own), None)

@@ -74,7 +74,7 @@ class ShardedModel:
     def tp_group_of_owner(self, name: str) -> tuple[int, ...]:
         """The tp group with which the owner of a parameter holds it."""
         shards = self.shards[name]
-        tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).ranks)
+        tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
         return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
 
     def save(self, folder: str | Path) -> None:

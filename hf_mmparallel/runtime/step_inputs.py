@@ -61,7 +61,7 @@ class StepInputs:
 
     def tp_group(self, task: Task) -> tuple[int, ...]:
         """The tp group of this rank in the mesh of a task, whose ranks have the same tokens."""
-        return self.stage(task).ranks[self.cp_rank(task)]
+        return self.stage(task).mesh[self.cp_rank(task)]
 
     def is_last(self, task: Task) -> bool:
         """Whether the task's stage is the last one of its replica."""
@@ -87,7 +87,7 @@ class StepInputs:
             return self.whole_batch(task)
         if task.key not in self._local:
             whole, stage, cp_rank = self.whole_batch(task), self.stage(task), self.cp_rank(task)
-            shared_by = stage.cp_groups[stage.ranks[cp_rank].index(self.rank)]
+            shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]
             shard = sharding.shard(cp_rank, self.groups[shared_by], whole[WORDS].device)
             self._local[task.key] = {**sharding.local(whole, cp_rank), WORDS: shard}
         return self._local[task.key]
@@ -140,7 +140,7 @@ class StepInputs:
                 self._owners[key] = FeatureOwners(order)
             else:
                 owners = [sharding.owners[feature.modality] for feature in features]
-                self._owners[key] = FeatureOwners(order, owners, len(self.stage(task).ranks))
+                self._owners[key] = FeatureOwners(order, owners, self.stage(task).cp_size)
         return self._owners[key]
 
     def _sharding(self, task: Task) -> ContextSharding | None:

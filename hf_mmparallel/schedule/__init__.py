@@ -7,8 +7,8 @@ Pure functions of `plan` and numbers; may be imported by all code that plans, ru
 from .actions import Action, DeadlockError, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
 from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
-from .lowering import build_program, condensed_program, lower, receive_ahead
-from .parts import Condensed, Part, condense, condensed_ranks
+from .lowering import build_program, lower, program_of_parts, receive_ahead
+from .parts import Part, Representatives, find_representatives, representative_ranks
 from .program import Program
 from .program_checks import check_program
 from .replay import Replay, simulate_parts
@@ -17,7 +17,6 @@ from .simulator import Simulation, Span, SumSpan, microbatch_forward_ms, simulat
 
 __all__ = [
     "Action",
-    "Condensed",
     "DeadlockError",
     "GradientFlow",
     "Message",
@@ -25,6 +24,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "Replay",
+    "Representatives",
     "Simulation",
     "Span",
     "SumSpan",
@@ -34,17 +34,17 @@ __all__ = [
     "build_graph",
     "build_program",
     "check_program",
-    "condense",
-    "condensed_program",
-    "condensed_ranks",
     "default_cost",
+    "find_representatives",
     "in_flight_1f1b",
     "in_flight_eager",
     "in_flight_limits",
     "lower",
     "microbatch_forward_ms",
     "order_tasks",
+    "program_of_parts",
     "receive_ahead",
+    "representative_ranks",
     "schedule_tasks",
     "simulate",
     "simulate_parts",

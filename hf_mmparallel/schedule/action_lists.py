@@ -103,10 +103,10 @@ class PartActions:
         """The hash of each code below `first_sum`, and a 0 for gradient sums."""
         graph = self.graph
         names = np.array([zlib.crc32(key[0].encode()) for key in graph.stages], np.int64)
-        places = np.array([key[1:] for key in graph.stages], np.int64).reshape(-1, 2)
+        replica_and_stage = np.array([key[1:] for key in graph.stages], np.int64).reshape(-1, 2)
         stage, microbatch, chunk = graph.columns
         is_backward = (graph.forward >= 0).astype(np.int64)
-        tasks = _task_hashes(np.stack([is_backward, names[stage], *places[stage].T, microbatch, chunk]))
+        tasks = _task_hashes(np.stack([is_backward, names[stage], *replica_and_stage[stage].T, microbatch, chunk]))
         source, target = tasks[graph.links]
         transfers = [_action_hashes(_OPS[op], -1, source, target) for op in ("send", "recv")]
         return np.concatenate([_action_hashes(is_backward, -1, tasks), *transfers, [np.uint64(0)]])
@@ -189,9 +189,9 @@ class TaskTimes(Mapping[Task, tuple[float, float]]):
         result = {}
         for task in tasks:
             for graph, starts, ends in self.parts:
-                place = graph.place(task)
-                if place is not None:
-                    result[task] = (starts[place], ends[place])
+                index = graph.index_of(task)
+                if index is not None:
+                    result[task] = (starts[index], ends[index])
         return result
 
 

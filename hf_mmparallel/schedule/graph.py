@@ -18,8 +18,9 @@ class GradientFlow:
     The stages of a plan that run backwards, and the inputs whose gradients they compute.
 
     A stage computes the gradient of an input iff a trainable parameter lies before that input (Cornstarch, section
-    4.3). The answers are per stage; a single chunk can need less, such as a sample without images on a frozen
-    language model behind a trainable encoder. [`Program.has_backward`] is exact per chunk.
+    4.3). [`build_graph`] decides this for each chunk, and [`Program.has_backward`] repeats its decision; here, without
+    a step, a stage runs backwards if any of its chunks can. (A sample without images on a frozen language model behind
+    a trainable encoder has none.)
 
     Args:
         plan (`ParallelPlan`): The plan.
@@ -80,9 +81,9 @@ class TaskGraph:
     def num_messages(self) -> int:
         return self.links.shape[1]
 
-    def place(self, task: Task) -> int | None:
+    def index_of(self, task: Task) -> int | None:
         """The index of a task; `None` if it is not in the graph."""
-        stage = self._stage_numbers.get(task.stage_key)
+        stage = self._stage_indices.get(task.stage_key)
         if stage is None:
             return None
         same = (self.columns == np.array([[stage], [task.microbatch], [task.chunk]])).all(axis=0)
@@ -90,18 +91,19 @@ class TaskGraph:
         return int(matches[0]) if len(matches) else None
 
     @cached_property
-    def _stage_numbers(self) -> dict[StageKey, int]:
-        return {key: number for number, key in enumerate(self.stages)}
+    def _stage_indices(self) -> dict[StageKey, int]:
+        return {key: index for index, key in enumerate(self.stages)}
 
-    def task(self, place: int) -> Task:
+    def task(self, index: int) -> Task:
         """The task with an index."""
-        stage, microbatch, chunk = self.columns[:, place].tolist()
-        name, replica, index = self.stages[stage]
-        return Task("fwd" if place < self.num_forwards else "bwd", name, replica, index, microbatch, chunk)
+        stage, microbatch, chunk = self.columns[:, index].tolist()
+        module, replica, stage_index = self.stages[stage]
+        kind = "fwd" if index < self.num_forwards else "bwd"
+        return Task(kind, module, replica, stage_index, microbatch, chunk)
 
-    def message(self, number: int) -> Message:
+    def message(self, index: int) -> Message:
         """The message with an index."""
-        source, target = self.links[:, number].tolist()
+        source, target = self.links[:, index].tolist()
         return Message("act" if source < self.num_forwards else "grad", self.task(source), self.task(target))
 
     @cached_property
@@ -232,9 +234,9 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Ta
         order = np.concatenate([np.repeat(-i, module.columns.shape[1]) for i, module in enumerate(modules.values())])
         replica, index = np.array([key[1:] for key in stages]).reshape(-1, 2)[columns[0, back]].T
         back = back[np.lexsort((back, -index, replica, order[back]))]
-        place = np.full(columns.shape[1], -1)
-        place[back] = columns.shape[1] + np.arange(len(back))
-        grads = place[links[::-1, runs_back[links[0]]]]
+        backward_of = np.full(columns.shape[1], -1)  # index of the backward of each forward
+        backward_of[back] = columns.shape[1] + np.arange(len(back))
+        grads = backward_of[links[::-1, runs_back[links[0]]]]
         columns, forward = np.concatenate([columns, columns[:, back]], axis=1), np.concatenate([forward, back])
         links = np.concatenate([links, grads], axis=1)
     return TaskGraph(stages, columns, forward, links)
@@ -289,7 +291,10 @@ def _forwards(plan: ParallelPlan, step: StepPlan) -> dict[str, _Forwards]:
 
 
 def _links(plan: ParallelPlan, modules: dict[str, _Forwards], num_tasks: int) -> tuple[NDArray, NDArray]:
-    """Messages between forwards, `[2, links]`, and whether each forward has a backward."""
+    """
+    Messages between forwards, `[2, links]`, and whether each forward has a backward: its stage is trainable, or a
+    forward that feeds it has one.
+    """
     runs_back = np.zeros(num_tasks, bool)
     entering: dict[str, list[NDArray]] = {}
     links: list[NDArray] = []

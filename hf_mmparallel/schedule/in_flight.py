@@ -79,12 +79,13 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
         for target in (edge.target for edge in plan.edges if edge.source == name):
             behind = np.maximum(behind, _ahead(step, given, target, first[target], module.dp_size))
         first[name] = behind + np.array([len(stages) for stages in module.replicas])
-        for replica, most in zip(module.with_stages, first[name][list(module.with_stages)].tolist(), strict=True):
-            limits.update({(name, replica, i): most - i for i in range(len(module.replicas[replica]))})
+        of_replicas = first[name][list(module.with_stages)].tolist()
+        for replica, limit in zip(module.with_stages, of_replicas, strict=True):
+            limits.update({(name, replica, i): limit - i for i in range(len(module.replicas[replica]))})
     return limits
 
 
-def _ahead(step: StepPlan, given: SampleLocations, target: str, caps: NDArray, num_replicas: int) -> NDArray:
+def _ahead(step: StepPlan, given: SampleLocations, target: str, max_in_flight: NDArray, num_replicas: int) -> NDArray:
     """
     Maximum number of microbatches by which each replica of a module must be ahead of its consumer.
 
@@ -92,23 +93,24 @@ def _ahead(step: StepPlan, given: SampleLocations, target: str, caps: NDArray, n
         step (`StepPlan`): The arrangement.
         given (`SampleLocations`): Replica and microbatch of the module's batch indices.
         target (`str`): The consumer.
-        caps (`np.ndarray`): int64 `[replicas of the consumer]`: its microbatches in flight.
+        max_in_flight (`np.ndarray`): int64 `[replicas of the consumer]`: its microbatches in flight.
         num_replicas (`int`): Number of replicas of the module.
     """
     used, turn, turns = step.turns(given, target)
     replica, consumer = given.replica[used], step.locations[target][0][given.batch_indices[used]]
     counts = np.array(list(map(len, (step.whole or step).microbatches[target])))
     depth = np.zeros(num_replicas, np.int64)  # turns in flight downstream; 0 without a consumer
-    np.maximum.at(depth, replica, np.ceil(caps[consumer] * turns / counts[consumer]).astype(np.int64))
-    places, place = np.unique(given.place[used], return_inverse=True)  # microbatches without samples have no tasks
-    owner = np.empty(len(places), np.int64)
-    owner[place] = replica
-    index = np.arange(len(places)) - np.searchsorted(owner, owner)
+    np.maximum.at(depth, replica, np.ceil(max_in_flight[consumer] * turns / counts[consumer]).astype(np.int64))
+    # Microbatches without samples have no tasks.
+    used_microbatches, microbatch = np.unique(given.microbatch_index[used], return_inverse=True)
+    owner = np.empty(len(used_microbatches), np.int64)
+    owner[microbatch] = replica
+    index = np.arange(len(used_microbatches)) - np.searchsorted(owner, owner)
     wanted = np.zeros((num_replicas, int(turn.max(initial=-1)) + 1), np.int64)  # microbatches needed by each turn
-    np.maximum.at(wanted, (replica, turn), index[place] + 1)
+    np.maximum.at(wanted, (replica, turn), index[microbatch] + 1)
     wanted = np.maximum.accumulate(wanted, axis=1)
-    last = np.zeros(len(places), np.int64)  # turn of the last gradient of each microbatch
-    np.maximum.at(last, place, turn)
+    last = np.zeros(len(used_microbatches), np.int64)  # turn of the last gradient of each microbatch
+    np.maximum.at(last, microbatch, turn)
     done = np.zeros_like(wanted)
     np.add.at(done, (owner, last), 1)
     done = np.cumsum(done, axis=1) - done
@@ -132,11 +134,11 @@ def in_flight_eager(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]
         step (`StepPlan`): The arrangement.
     """
     encoders = plan.encoders
-    return {key: cap + 2 * (key[0] in encoders) for key, cap in in_flight_1f1b(plan, step).items()}
+    return {key: limit + 2 * (key[0] in encoders) for key, limit in in_flight_1f1b(plan, step).items()}
 
 
 def in_flight_limits(
-    plan: ParallelPlan, step: StepPlan, caps: Mapping[StageKey, float] | None = None
+    plan: ParallelPlan, step: StepPlan, fitting_in_flight: Mapping[StageKey, float] | None = None
 ) -> dict[StageKey, float]:
     """
     Maximum microbatches in flight on each stage under the plan's schedule.
@@ -144,17 +146,19 @@ def in_flight_limits(
     Args:
         plan (`ParallelPlan`): The layout and the name of its schedule.
         step (`StepPlan`): The arrangement.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
-            For the schedule `"eager"`: the limits that fit into memory, see [`eager_caps`]; [`in_flight_eager`] when
-            left out. Limits below those of 1F1B, with which ranks would deadlock, are raised to them.
+        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
+            For the schedule `"eager"`: the microbatches that fit into memory, see [`~cost.fitting_in_flight`];
+            [`in_flight_eager`] when left out. Limits below those of 1F1B, with which ranks would deadlock, are raised
+            to them.
 
     Returns:
         `dict[tuple[str, int, int], float]`: (module, replica, stage) -> microbatches, without the stages that run
         all forwards first.
     """
     encoders = plan.encoders
-    least = {k: cap for k, cap in in_flight_1f1b(plan, step).items() if not plan.policy.keeps_all(k[0] in encoders)}
+    limits = in_flight_1f1b(plan, step)
+    limits = {key: limit for key, limit in limits.items() if not plan.policy.keeps_all(key[0] in encoders)}
     if not plan.policy.fills_memory:
-        return least
-    wanted = in_flight_eager(plan, step) if caps is None else caps
-    return {key: max(limit, wanted.get(key, limit)) for key, limit in least.items()}
+        return limits
+    wanted = in_flight_eager(plan, step) if fitting_in_flight is None else fitting_in_flight
+    return {key: max(limit, wanted.get(key, limit)) for key, limit in limits.items()}

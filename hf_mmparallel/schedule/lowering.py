@@ -15,19 +15,24 @@ from .action_lists import PartActions, ProgramActions, TaskTimes
 from .actions import Action
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
-from .parts import Part, condense
+from .parts import Part, find_representatives
 from .program import Program
 from .program_checks import verify
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
+
+# Position of a task at its start event. Its receives come before, at `c * m + i`: with `m` messages in the order of
+# their sends, message `i` comes with message `c` of its receive queue, which the task needs, so that the receives of a
+# task are sorted by `c` and then by `i`. Its sends come after, at `_RUN + 1 + i`. Fewer than 2**31 messages fit.
+_RUN = 2**62
 
 
 def build_program(
     plan: ParallelPlan,
     step: StepPlan,
-    groups: Sequence[SyncGroup],
+    sync_groups: Sequence[SyncGroup],
     cost: Cost | None = None,
     training: bool = True,
-    caps: Mapping[StageKey, float] | None = None,
+    fitting_in_flight: Mapping[StageKey, float] | None = None,
     check: bool = True,
 ) -> Program:
     """
@@ -36,10 +41,10 @@ def build_program(
     Args:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement of the global batch.
-        groups (`Sequence[SyncGroup]`): The gradient sums, see [`sync_groups`]; not used without training.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums, see [`sync_groups`]; not used without training.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
         training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
+        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
             (module, replica, stage) -> maximum microbatches in flight that fit into memory, for the schedule
             `"eager"`; see [`in_flight_limits`].
         check (`bool`, *optional*, defaults to `True`): Whether the program is verified; required if it is to run.
@@ -48,39 +53,47 @@ def build_program(
         `Program`: The actions with predicted times. Steps of equal `step.structure` and equal costs have equal
         programs.
     """
-    condensed = condense(plan, groups)
-    program = condensed.expand(condensed_program(condensed.parts(step), cost, training, caps, check))
+    representatives = find_representatives(plan, sync_groups)
+    parts = representatives.parts(step)
+    program = representatives.expand(program_of_parts(parts, cost, training, fitting_in_flight, check))
     return Program({rank: program.actions.get(rank, ()) for rank in range(plan.world_size)}, program.times_ms)
 
 
-def condensed_program(
+def program_of_parts(
     parts: Iterable[Part],
     cost: Cost | None = None,
     training: bool = True,
-    caps: Mapping[StageKey, float] | None = None,
+    fitting_in_flight: Mapping[StageKey, float] | None = None,
     check: bool = True,
 ) -> Program:
     """
-    [`build_program`] for some parts of a step, with one rank for all ranks that run the same list. The program of a
-    part does not depend on the other parts.
+    [`build_program`] for some parts of a step, on representatives. The program of a part does not depend on the other
+    parts.
 
     Args:
-        parts (`Iterable[Part]`): Parts, see [`Condensed.parts`].
+        parts (`Iterable[Part]`): Parts, see [`Representatives.parts`].
     """
     rows, times = [], []
     for part in parts:
-        groups = part.groups if training else ()
-        graph, _, timeline = order_part(part, cost or default_cost, training, caps)
-        program = lower(part.plan, graph, timeline, groups)
+        sync_groups = part.sync_groups if training else ()
+        graph, _, timeline = order_part(part, cost or default_cost, training, fitting_in_flight)
+        program = lower(part.plan, graph, timeline, sync_groups)
         if check:
-            verify(part.plan, graph, groups, program, is_part=True, order=blocking_order(graph, timeline, groups))
-        rows.append(part.condensed(program))
+            verify(
+                part.plan,
+                graph,
+                sync_groups,
+                program,
+                is_part=True,
+                order=blocking_order(graph, timeline, sync_groups),
+            )
+        rows.append(part.renumbered(program))
         times.append((graph, timeline.start_ms, timeline.end_ms))
     return Program(ProgramActions(rows), TaskTimes(times))
 
 
 def order_part(
-    part: Part, cost: Cost, training: bool, caps: Mapping[StageKey, float] | None
+    part: Part, cost: Cost, training: bool, fitting_in_flight: Mapping[StageKey, float] | None
 ) -> tuple[TaskGraph, list[float], Timeline]:
     """
     The tasks of a part, their durations, and their order.
@@ -89,43 +102,44 @@ def order_part(
         part (`Part`): The part.
         cost (`Callable[[Task], float]`): Task -> milliseconds.
         training (`bool`): Whether the step has backwards.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`build_program`].
+        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*): See [`build_program`].
     """
     graph = build_graph(part.plan, part.step, training)
     times_ms = task_times(cost, graph)
-    limits = in_flight_limits(part.plan, part.step, caps)
-    return graph, times_ms, order_tasks(part.plan, graph, times_ms, limits, training and may_alternate(part.plan))
+    max_in_flight = in_flight_limits(part.plan, part.step, fitting_in_flight)
+    alternate = training and may_alternate(part.plan)
+    return graph, times_ms, order_tasks(part.plan, graph, times_ms, max_in_flight, alternate)
 
 
-def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> Program:
+def lower(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> Program:
     """
     Writes the action list of every rank.
 
     A send comes right after the task that produces the message, a receive before the task that needs it and, between
-    two ranks, in the order of the sends. Gradient sums come in the order of `groups` on every rank, each at the same
-    instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums, is
-    done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
+    two ranks, in the order of the sends. Gradient sums come in the order of `sync_groups` on every rank, each at the
+    same instant of the simulation on all of its ranks: when the slowest of its stages, and of those of earlier sums,
+    is done. (With sums after each rank's own last backward, ranks shared by several modules could deadlock.)
 
     Args:
         plan (`ParallelPlan`): The layout.
         graph (`TaskGraph`): The tasks.
         timeline (`Timeline`): Their order.
-        groups (`Sequence[SyncGroup]`): The gradient sums.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
 
     Returns:
             `Program`: The program.
     """
-    lists = _lists(plan, graph, timeline, groups)
+    lists = _lists(plan, graph, timeline, sync_groups)
     return Program(ProgramActions([lists]), TaskTimes([(graph, timeline.start_ms, timeline.end_ms)]))
 
 
-def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> PartActions:
-    """[`lower`] in arrays: the lists are sorted by the event of each action and its position at the event."""
+def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> PartActions:
+    """[`lower`] in arrays: the list of a rank is sorted by the event of each action and its position at the event."""
     started, finished = np.array(timeline.started, np.int64), np.array(timeline.finished, np.int64)
     num_tasks, num_messages = graph.num_tasks, graph.num_messages
     source, target = graph.links
     ranks = StageRanks(plan)
-    # Tuples of rank, event, position at the event, code
+    # Tuples of rank, event, position at the event (see `_RUN`), code
     task, rank = ranks.of(graph.columns[0])
     actions = [(rank, started[task], np.full(len(task), _RUN), task)]
     order = np.empty(num_messages, np.int64)  # of the messages, by the time of their sends
@@ -133,19 +147,16 @@ def _lists(plan: ParallelPlan, graph: TaskGraph, timeline: Timeline, groups: Seq
     message, rank = ranks.of(graph.columns[0, source])
     actions.append((rank, started[source[message]], _RUN + 1 + order[message], num_tasks + message))
     message, rank = ranks.of(graph.columns[0, target])
-    event, place = _receives(ranks, graph, started[target], order, message, rank)
-    actions.append((rank, event, place, num_tasks + num_messages + message))
-    instants = np.array(sync_instants(graph, timeline, groups), np.int64)
-    number = np.repeat(np.arange(len(groups)), [len(group.ranks) for group in groups])
-    rank = np.fromiter(chain.from_iterable(group.ranks for group in groups), np.int64, len(number))
+    event, position = _receives(ranks, graph, started[target], order, message, rank)
+    actions.append((rank, event, position, num_tasks + num_messages + message))
+    instants = np.array(sync_instants(graph, timeline, sync_groups), np.int64)
+    number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
+    rank = np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number))
     actions.append((rank, instants[number], number, num_tasks + 2 * num_messages + number))
-    rank, event, place, code = map(np.concatenate, zip(*actions, strict=True))
+    rank, event, position, code = map(np.concatenate, zip(*actions, strict=True))
     by_event = rank * (2 * num_tasks + 1) + event
     starts = np.cumsum([0, *np.bincount(rank, minlength=plan.world_size).tolist()])
-    return PartActions(graph, starts, code[np.lexsort((place, by_event))], {r: r for r in range(plan.world_size)})
-
-
-_RUN = 2**62  # position of a task at its event: after its receives, and before its sends
+    return PartActions(graph, starts, code[np.lexsort((position, by_event))], {r: r for r in range(plan.world_size)})
 
 
 def _receives(
@@ -165,12 +176,15 @@ def _receives(
     queue = _receive_queues(ranks, graph, message, rank)
     by_queue = np.lexsort((order[message], queue))
     sent, event, queue = order[message[by_queue]], needed[message[by_queue]], queue[by_queue]
-    # The least event from each receive to the end of its queue, and its index. Queue, event and index are packed into
-    # one integer each, so that a running minimum from the end does it: later queues have larger keys. The product of
-    # the three ranges stays below 2**63 for a million receives of a million tasks in a million queues.
+    # For each receive, the receive of its queue from here to the end that is needed first: the one it comes with. A
+    # running minimum from the end finds it, over keys of queue, event and index in one integer; later queues have
+    # larger keys. With queues 0, 0, 0, 1, events 7, 5, 9, 4 (each below 10) and 4 receives the keys are 28, 21, 38,
+    # 59, their minima 21, 21, 38, 59, and modulo 4 the receives 1, 1, 2, 3: the first comes with the second, at event
+    # 5. A key is below queues x events x receives, which int64 holds for two million of each.
     count = len(queue)
-    span = int(needed.max(initial=0)) + 1
-    key = ((queue * span + event) * count + np.arange(count))[::-1]
+    num_events = int(needed.max(initial=0)) + 1
+    assert (int(queue.max(initial=0)) + 1) * num_events * max(count, 1) < 2**63, "too many receives for int64 keys"
+    key = ((queue * num_events + event) * count + np.arange(count))[::-1]
     covering = (np.minimum.accumulate(key) % max(count, 1))[::-1]
     result = np.empty((2, count), np.int64)
     result[:, by_queue] = event[covering], sent[covering] * len(order) + sent
@@ -180,8 +194,8 @@ def _receives(
 def _receive_queues(ranks: StageRanks, graph: TaskGraph, message: NDArray, rank: NDArray) -> NDArray:
     """The receive queue of each receive, as an index."""
     receive, source = ranks.of(graph.columns[0, graph.links[0, message]])
-    size = int(ranks.ranks.max(initial=0)) + 1
-    channel, number = np.unique(rank[receive] * size + source, return_inverse=True)
+    num_ranks = int(ranks.ranks.max(initial=0)) + 1
+    channel, number = np.unique(rank[receive] * num_ranks + source, return_inverse=True)
     first = np.flatnonzero(np.diff(receive, prepend=-1))
     if len(first) == len(receive):  # each source is a single rank
         return number
@@ -205,35 +219,35 @@ def receive_ahead(actions: Sequence[Action]) -> list[Action]:
         `list[Action]`: The same actions.
     """
     result: list[Action] = []
-    place: int | None = None  # index of the last task
+    last_task: int | None = None  # index of the last task
     for action in actions:
-        if action.message is not None and action.op == "recv" and place is not None:
-            before = result[place].task
+        if action.message is not None and action.op == "recv" and last_task is not None:
+            before = result[last_task].task
             if before is not None and before.key != action.message.target.key:
-                result.insert(place, action)
-                place += 1
+                result.insert(last_task, action)
+                last_task += 1
                 continue
-            place = None  # later receives must not overtake this one
+            last_task = None  # later receives must not overtake this one
         elif action.task is not None:
-            place = len(result)
+            last_task = len(result)
         result.append(action)
     return result
 
 
-def sync_instants(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> list[int]:
+def sync_instants(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> list[int]:
     """
     The event of a timeline after which each gradient sum comes; groups without backwards come with the next one.
 
     Args:
         graph (`TaskGraph`): The tasks.
         timeline (`Timeline`): Their order.
-        groups (`Sequence[SyncGroup]`): The gradient sums.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
     """
     last = last_backwards(graph, timeline.finished)
     of_stage = dict(zip(graph.stages, last.tolist(), strict=True))
-    instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in groups]
+    instants = [max((of_stage.get(stage, -1) for stage in group.stages), default=-1) for group in sync_groups]
     next_instant = 2 * graph.num_tasks
-    for number in reversed(range(len(groups))):
+    for number in reversed(range(len(sync_groups))):
         next_instant = instants[number] = next_instant if instants[number] < 0 else instants[number]
     return list(accumulate(instants, max))
 
@@ -245,9 +259,9 @@ def last_backwards(graph: TaskGraph, finished: Sequence[int]) -> NDArray:
     return last
 
 
-def blocking_order(graph: TaskGraph, timeline: Timeline, groups: Sequence[SyncGroup]) -> NDArray:
+def blocking_order(graph: TaskGraph, timeline: Timeline, sync_groups: Sequence[SyncGroup]) -> NDArray:
     """Position of each task and each gradient sum in the order of a timeline, int64 `[tasks + groups]`."""
-    events = np.array([*timeline.started, *sync_instants(graph, timeline, groups)], np.int64)
+    events = np.array([*timeline.started, *sync_instants(graph, timeline, sync_groups)], np.int64)
     order = np.empty(len(events), np.int64)
     order[np.argsort(events, kind="stable")] = np.arange(len(events))
     return order

@@ -2,7 +2,8 @@
 The parts of a step: connected components of replicas that exchange tensors or share ranks, planned one by one.
 
 Ranks of different parts share gradient sums only, whose order is the same on every rank. So a rank schedules and
-verifies its own part only, and ranks of the same stages, which run the same list, are condensed to one rank.
+verifies its own part only. All ranks of the same stages run the same list: one of them, the *representative*, stands
+for all.
 """
 
 from __future__ import annotations
@@ -30,61 +31,62 @@ class Part:
 
     Args:
         plan (`ParallelPlan`):
-            The stages of these replicas only, with one rank for all ranks that run the same list, numbered from 0.
+            The stages of these replicas only, on the representatives of their ranks, which are numbered from 0.
         whole_plan (`ParallelPlan`): The stages of these replicas only, with all ranks and their original numbers.
         step (`StepPlan`): The microbatches of these replicas only.
-        groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
-        ranks (`tuple[int, ...]`): The rank in the condensed plan of each rank of `plan`.
-        sums (`tuple[int, ...]`): The index in the condensed plan of each of `groups`.
+        sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of these ranks, with the stages of this part.
+        representatives (`tuple[int, ...]`): The number of each rank of `plan` in [`Representatives`].
+        sync_indices (`tuple[int, ...]`): The index of each of `sync_groups` in [`Representatives`].
     """
 
     plan: ParallelPlan
     whole_plan: ParallelPlan
     step: StepPlan
-    groups: tuple[SyncGroup, ...]
-    ranks: tuple[int, ...]
-    sums: tuple[int, ...]
+    sync_groups: tuple[SyncGroup, ...]
+    representatives: tuple[int, ...]
+    sync_indices: tuple[int, ...]
 
-    def condensed(self, program: Program) -> PartActions:
-        """The lists of a program of this part, with the ranks and gradient sums of the condensed plan."""
+    def renumbered(self, program: Program) -> PartActions:
+        """The lists of a program of this part, with ranks and gradient sums numbered as in [`Representatives`]."""
         assert isinstance(program.actions, ProgramActions)
         (lists,) = program.actions.parts
         codes = lists.codes.copy()
         is_sum = codes >= lists.first_sum
-        codes[is_sum] = lists.first_sum + np.array(self.sums, np.int64)[codes[is_sum] - lists.first_sum]
-        list_of = {self.ranks[rank]: index for rank, index in lists.list_of.items()}
+        codes[is_sum] = lists.first_sum + np.array(self.sync_indices, np.int64)[codes[is_sum] - lists.first_sum]
+        list_of = {self.representatives[rank]: index for rank, index in lists.list_of.items()}
         return PartActions(lists.graph, lists.starts, codes, list_of)
 
 
 @dataclass(frozen=True)
-class Condensed:
+class Representatives:
     """
-    A plan with one rank for all ranks that run the same list.
+    A plan on representatives: one rank stands for all ranks that run the same list.
 
     Args:
-        plan (`ParallelPlan`): The plan with condensed ranks, numbered from 0.
-        groups (`tuple[SyncGroup, ...]`): The gradient sums of the condensed ranks.
-        sums (`tuple[tuple[int, ...], ...]`): For each of `groups`, the indices in `all_groups` that it replaces.
+        plan (`ParallelPlan`): The plan on representatives, which are numbered from 0.
+        sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of the representatives.
+        represented (`tuple[tuple[int, ...], ...]`):
+            For each of `sync_groups`, the indices in `whole_sync_groups` of those that it stands for.
         whole_plan (`ParallelPlan`): The plan with all ranks.
-        all_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
-        numbers (`dict[int, int]`): Rank of the whole plan -> its rank in the condensed plan.
+        whole_sync_groups (`tuple[SyncGroup, ...]`): The gradient sums of the whole plan.
+        numbers (`dict[int, int]`): Rank of the whole plan -> number of its representative.
     """
 
     plan: ParallelPlan
-    groups: tuple[SyncGroup, ...]
-    sums: tuple[tuple[int, ...], ...]
+    sync_groups: tuple[SyncGroup, ...]
+    represented: tuple[tuple[int, ...], ...]
     whole_plan: ParallelPlan
-    all_groups: tuple[SyncGroup, ...]
+    whole_sync_groups: tuple[SyncGroup, ...]
     numbers: dict[int, int]
 
     @property
-    def whole_groups(self) -> tuple[SyncGroup, ...]:
-        """For each of `groups`, the first gradient sum of the whole plan that it replaces."""
-        return tuple(self.all_groups[indices[0]] for indices in self.sums)
+    def first_represented(self) -> tuple[SyncGroup, ...]:
+        """For each of `sync_groups`, the first gradient sum of the whole plan that it stands for."""
+        return tuple(self.whole_sync_groups[indices[0]] for indices in self.represented)
 
     @cached_property
     def _ranks(self) -> list[list[int]]:
-        """The ranks of the whole plan that each condensed rank replaces."""
+        """The ranks of the whole plan that each representative stands for."""
         result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
         for rank, number in self.numbers.items():
             result[number].append(rank)
@@ -92,12 +94,12 @@ class Condensed:
 
     @cached_property
     def _sums_of_whole(self) -> dict[int, dict[int, tuple[int, ...]]]:
-        """Rank of the whole plan -> index in `groups` -> the indices in `all_groups` of its gradient sums."""
+        """Rank of the whole plan -> index in `sync_groups` -> indices of its own sums in `whole_sync_groups`."""
         result: dict[int, dict[int, tuple[int, ...]]] = {rank: {} for rank in self.numbers}
-        for condensed, indices in enumerate(self.sums):
+        for number, indices in enumerate(self.represented):
             for index in indices:
-                for rank in self.all_groups[index].ranks:
-                    result[rank][condensed] = (*result[rank].get(condensed, ()), index)
+                for rank in self.whole_sync_groups[index].ranks:
+                    result[rank][number] = (*result[rank].get(number, ()), index)
         return result
 
     # Parts
@@ -115,16 +117,16 @@ class Condensed:
 
     @cached_property
     def _members_of_rank(self) -> list[list[int]]:
-        """The replicas of each condensed rank, as indices of `_members`."""
+        """The replicas of each representative, as indices of `_members`."""
         result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
-        for place, ranks in enumerate(self._ranks_of_member):
+        for member, ranks in enumerate(self._ranks_of_member):
             for rank in ranks:
-                result[rank].append(place)
+                result[rank].append(member)
         return result
 
     @cached_property
     def _ranks_of_member(self) -> list[tuple[int, ...]]:
-        """The condensed ranks of each replica."""
+        """The representatives of each replica."""
         return [
             tuple(sorted({rank for stage in self.plan.modules[name].replicas[replica] for rank in stage.all_ranks}))
             for name, replica in self._members
@@ -138,9 +140,9 @@ class Condensed:
 
     @cached_property
     def _sums_of_rank(self) -> list[list[int]]:
-        """The gradient sums of each condensed rank."""
+        """The gradient sums of each representative."""
         result: list[list[int]] = [[] for _ in range(self.plan.world_size)]
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self.sync_groups):
             for rank in group.ranks:
                 result[rank].append(number)
         return result
@@ -149,7 +151,7 @@ class Condensed:
     def _sums_of_stage(self) -> dict[StageKey, list[int]]:
         """The gradient sums that wait for each stage."""
         result: dict[StageKey, list[int]] = {}
-        for number, group in enumerate(self.groups):
+        for number, group in enumerate(self.sync_groups):
             for stage in group.stages:
                 result.setdefault(stage, []).append(number)
         return result
@@ -167,7 +169,7 @@ class Condensed:
         return connected_components(coo_array((np.ones(len(first)), (first, second)), (size, size)), False)[1]
 
     def parts_of_stages(self, step: StepPlan) -> np.ndarray:
-        """The part of each stage of the condensed plan, int64 `[stages]`."""
+        """The part of each stage, int64 `[stages]`."""
         counts = [len(module.replicas[d]) for module in self.plan.modules.values() for d in range(module.dp_size)]
         return np.repeat(self._labels(step), counts).astype(np.int64)
 
@@ -181,16 +183,16 @@ class Condensed:
         """
         labels = self._labels(step)
         if rank is None:
-            for places in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
-                yield self._part(step, places.tolist())
+            for indices in np.split(np.argsort(labels, kind="stable"), np.cumsum(np.bincount(labels))[:-1]):
+                yield self._part(step, indices.tolist())
         elif rank in self.numbers:
             member = self._members_of_rank[self.numbers[rank]][0]
             yield self._part(step, np.flatnonzero(labels == labels[member]).tolist())
 
-    def _part(self, step: StepPlan, places: Sequence[int]) -> Part:
+    def _part(self, step: StepPlan, indices: Sequence[int]) -> Part:
         """The part with some of the replicas, given as indices of `_members`."""
-        members = [self._members[place] for place in places]
-        ranks = sorted(set(chain.from_iterable(self._ranks_of_member[place] for place in places)))
+        members = [self._members[index] for index in indices]
+        ranks = sorted(set(chain.from_iterable(self._ranks_of_member[index] for index in indices)))
         number = {rank: local for local, rank in enumerate(ranks)}
         plan = self.plan.part(members)
         stages: dict[int, list[StageKey]] = {}
@@ -204,21 +206,23 @@ class Condensed:
         for rank in ranks:
             for group in self._sums_of_rank[rank]:
                 on_ranks.setdefault(group, []).append(number[rank])
-        sums = sorted(on_ranks)
-        groups = tuple(SyncGroup(tuple(on_ranks[group]), (), tuple(stages.get(group, ()))) for group in sums)
+        sync_indices = sorted(on_ranks)
+        sync_groups = tuple(
+            SyncGroup(tuple(on_ranks[group]), (), tuple(stages.get(group, ()))) for group in sync_indices
+        )
         return Part(
             replace(plan, modules=modules),
             self.whole_plan.part(members),
             step.part(members),
-            groups,
+            sync_groups,
             tuple(ranks),
-            tuple(sums),
+            tuple(sync_indices),
         )
 
     # The ranks of the whole plan
 
     def expand(self, program: Program) -> Program:
-        """Expands a program of condensed ranks to all ranks of the whole plan."""
+        """Expands a program of representatives to all ranks of the whole plan."""
         assert isinstance(program.actions, ProgramActions)
         parts = [
             replace(
@@ -231,22 +235,23 @@ class Condensed:
         return Program(ProgramActions(parts), program.times_ms)
 
 
-def condense(plan: ParallelPlan, groups: Sequence[SyncGroup]) -> Condensed:
+def find_representatives(plan: ParallelPlan, sync_groups: Sequence[SyncGroup]) -> Representatives:
     """
-    Replaces all ranks of the same stages by one rank. The predicted time of a step does not change.
+    Puts a plan on representatives. The predicted time of a step does not change.
 
     Args:
         plan (`ParallelPlan`): The plan.
-        groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks run them.
+        sync_groups (`Sequence[SyncGroup]`): Its gradient sums, in the order in which ranks run them.
     """
-    numbers = condensed_ranks(plan)
+    numbers = representative_ranks(plan)
     modules = {name: _renumbered(module, numbers) for name, module in plan.modules.items()}
     alike: dict[tuple, list[int]] = {}
-    for index, group in enumerate(groups):
+    for index, group in enumerate(sync_groups):
         alike.setdefault((_renumber(group.ranks, numbers), group.stages, group.parameters), []).append(index)
-    condensed = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
-    sums = tuple(map(tuple, alike.values()))
-    return Condensed(replace(plan, modules=modules), condensed, sums, plan, tuple(groups), numbers)
+    own_groups = tuple(SyncGroup(ranks, parameters, stages) for ranks, stages, parameters in alike)
+    represented = tuple(map(tuple, alike.values()))
+    own_plan = replace(plan, modules=modules)
+    return Representatives(own_plan, own_groups, represented, plan, tuple(sync_groups), numbers)
 
 
 def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
@@ -254,7 +259,7 @@ def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
     replicas: list[tuple[Stage, ...]] = [()] * module.dp_size
     for replica in module.with_stages:
         stages = module.replicas[replica]
-        replicas[replica] = tuple(replace(stage, ranks=(_renumber(stage.all_ranks, numbers),)) for stage in stages)
+        replicas[replica] = tuple(replace(stage, mesh=(_renumber(stage.all_ranks, numbers),)) for stage in stages)
     return replace(module, replicas=tuple(replicas))
 
 
@@ -263,8 +268,8 @@ def _renumber(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:
     return tuple(sorted({numbers[rank] for rank in ranks}))
 
 
-def condensed_ranks(plan: ParallelPlan) -> dict[int, int]:
-    """Rank -> rank in the condensed plan."""
+def representative_ranks(plan: ParallelPlan) -> dict[int, int]:
+    """Rank -> number of the representative of all ranks of the same stages."""
     stages: dict[int, list] = {}
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():

@@ -16,7 +16,7 @@ from .proof import Proof
 
 
 def check_program(
-    plan: ParallelPlan, step: StepPlan, groups: Sequence[SyncGroup], program: Program, training: bool = True
+    plan: ParallelPlan, step: StepPlan, sync_groups: Sequence[SyncGroup], program: Program, training: bool = True
 ) -> None:
     """
     Checks that a program performs each action of a step exactly once, and that it can't deadlock.
@@ -24,7 +24,7 @@ def check_program(
     Args:
         plan (`ParallelPlan`): The layout.
         step (`StepPlan`): The arrangement of the global batch.
-        groups (`Sequence[SyncGroup]`): The gradient sums; not used without training.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums; not used without training.
         program (`Program`): The program.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards and gradient sums.
 
@@ -33,13 +33,13 @@ def check_program(
             orders.
         `DeadlockError`: If ranks wait for each other; the message has the action that each rank waits at.
     """
-    verify(plan, build_graph(plan, step, training), groups if training else (), program)
+    verify(plan, build_graph(plan, step, training), sync_groups if training else (), program)
 
 
 def verify(
     plan: ParallelPlan,
     graph: TaskGraph,
-    groups: Sequence[SyncGroup],
+    sync_groups: Sequence[SyncGroup],
     program: Program,
     is_part: bool = False,
     order: NDArray | None = None,
@@ -48,7 +48,7 @@ def verify(
     [`check_program`] for an existing graph.
 
     For a [`Part`] it also checks that there is an order of its blocking actions in which the gradient sums come in the
-    order of `groups`. Then no program composed of such parts can deadlock: between two sums each part proceeds
+    order of `sync_groups`. Then no program composed of such parts can deadlock: between two sums each part proceeds
     independently of the others, and all parts reach the same sums in the same order.
 
     Given an order of the blocking actions, see [`Proof`], the lists are first verified with numpy. A program that does
@@ -56,10 +56,10 @@ def verify(
     """
     parts = program.actions.parts if isinstance(program.actions, ProgramActions) else ()
     if order is not None and len(parts) == 1 and parts[0].graph is graph:
-        proof = Proof(plan, graph, groups, parts[0])
+        proof = Proof(plan, graph, sync_groups, parts[0])
         if proof.holds(order, in_order=is_part):
             return
-    _Checker(plan, graph, groups, program).check(in_order=is_part)
+    _Checker(plan, graph, sync_groups, program).check(in_order=is_part)
 
 
 def waiting_table(waiting: Mapping[int, Action], limit: int = 32) -> str:
@@ -73,8 +73,8 @@ def waiting_table(waiting: Mapping[int, Action], limit: int = 32) -> str:
 class _Checker:
     """Walks every rank's list once, then looks for cycles among blocking actions."""
 
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, groups: Sequence[SyncGroup], program: Program):
-        self.graph, self.groups, self.program = graph, groups, program
+    def __init__(self, plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], program: Program):
+        self.graph, self.sync_groups, self.program = graph, sync_groups, program
         self.task_index: dict[Task, int] = {task: index for index, task in enumerate(graph.tasks)}
         self.message_index: dict[Message, int] = {message: index for index, message in enumerate(graph.messages)}
         by_stage: dict[StageKey, tuple[int, ...]] = {
@@ -87,7 +87,7 @@ class _Checker:
         self.sent: dict[tuple[int, int], list[int]] = {}
         self.received: dict[tuple[int, int], list[int]] = {}
         # Blocking nodes, which occupy all of their ranks at once: the tasks, then the gradient sums.
-        self.successors: list[list[int]] = [[] for _ in range(len(graph.tasks) + len(groups))]
+        self.successors: list[list[int]] = [[] for _ in range(len(graph.tasks) + len(sync_groups))]
         self.blocking: dict[int, list[int]] = {}
 
     def check(self, in_order: bool) -> None:
@@ -125,7 +125,7 @@ class _Checker:
             elif kind == "recv":
                 self._check_recv(rank, action, number, done)
             else:
-                summed.update(self.groups[number].stages)
+                summed.update(self.sync_groups[number].stages)
             if kind in ("task", "sync"):
                 node = number if kind == "task" else len(self.graph.tasks) + number
                 if blocking:
@@ -146,7 +146,9 @@ class _Checker:
             ranks = () if number is None else self.ranks[self.graph.ends[number][end]]
         else:
             number = action.index
-            ranks = self.groups[number].ranks if number is not None and 0 <= number < len(self.groups) else ()
+            ranks = (
+                self.sync_groups[number].ranks if number is not None and 0 <= number < len(self.sync_groups) else ()
+            )
         if number is None or rank not in ranks:
             raise ProgramError(f"Rank {rank} has `{action}`, which is not among its actions in this step. Remove it.")
         return number
@@ -201,7 +203,7 @@ class _Checker:
                 counts[rank] += 1
             for rank in self.ranks[target]:
                 counts[rank] += 1
-        for group in self.groups:
+        for group in self.sync_groups:
             for rank in group.ranks:
                 counts[rank] += 1
         for rank, count in enumerate(counts):
@@ -220,7 +222,7 @@ class _Checker:
                 yield Action("send", message=message)
             if rank in self.ranks[target]:
                 yield Action("recv", message=message)
-        yield from (Action("sync", index=i) for i, group in enumerate(self.groups) if rank in group.ranks)
+        yield from (Action("sync", index=i) for i, group in enumerate(self.sync_groups) if rank in group.ranks)
 
     def _check_channel(self, channel: tuple[int, int]) -> None:
         """Checks that the receives from one rank to another are in the order of the sends."""

@@ -22,19 +22,22 @@ class Proof:
     Args:
         plan (`ParallelPlan`): The layout.
         graph ([`TaskGraph`]): The tasks of the step; the same object as in the lists.
-        groups (`Sequence[SyncGroup]`): The gradient sums.
+        sync_groups (`Sequence[SyncGroup]`): The gradient sums.
         lists ([`PartActions`]): The program.
     """
 
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, groups: Sequence[SyncGroup], lists: PartActions):
-        self.graph, self.lists, self.groups, self.num_ranks = graph, lists, groups, plan.world_size
+    def __init__(self, plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], lists: PartActions):
+        self.graph, self.lists, self.sync_groups, self.num_ranks = graph, lists, sync_groups, plan.world_size
         self.ranks = StageRanks(plan)
-        self.num_codes = lists.first_sum + len(groups)
+        self.num_codes = lists.first_sum + len(sync_groups)
         # Index of the task, message or sum, and the rank, of each expected action.
         self.tasks = self.ranks.of(graph.columns[0])
         self.sends, self.receives = (self.ranks.of(graph.columns[0, ends]) for ends in graph.links)
-        number = np.repeat(np.arange(len(groups)), [len(group.ranks) for group in groups])
-        self.sums = number, np.fromiter(chain.from_iterable(group.ranks for group in groups), np.int64, len(number))
+        number = np.repeat(np.arange(len(sync_groups)), [len(group.ranks) for group in sync_groups])
+        self.sums = (
+            number,
+            np.fromiter(chain.from_iterable(group.ranks for group in sync_groups), np.int64, len(number)),
+        )
 
     def holds(self, order: NDArray, in_order: bool) -> bool:
         """
@@ -81,8 +84,8 @@ class Proof:
         if not len(self.keys):
             return np.full(len(rank), -1)
         key = self._key(rank, code)
-        place = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
-        return np.where(self.keys[place] == key, self.by_key[place], -1)
+        position = np.minimum(np.searchsorted(self.keys, key), len(self.keys) - 1)
+        return np.where(self.keys[position] == key, self.by_key[position], -1)
 
     def _is_ordered(self) -> bool:
         """Whether each list by itself is in a valid order; records the positions of tasks and sends."""
@@ -106,7 +109,9 @@ class Proof:
     def _sums_are_late(self, task: NDArray, rank: NDArray, at: NDArray) -> bool:
         """Whether every backward comes before the gradient sums of its stage."""
         numbers = {key: number for number, key in enumerate(self.graph.stages)}
-        pairs = [(n, numbers[key]) for n, group in enumerate(self.groups) for key in group.stages if key in numbers]
+        pairs = [
+            (n, numbers[key]) for n, group in enumerate(self.sync_groups) for key in group.stages if key in numbers
+        ]
         number, stage = np.array(pairs, np.int64).reshape(-1, 2).T
         owner, holder = self.ranks.of(stage)
         sum_at = self._at(holder, self.lists.first_sum + number[owner])
@@ -117,8 +122,8 @@ class Proof:
         if not len(key):
             return True
         wanted = self.graph.columns[0, task] * self.num_ranks + rank
-        place = np.minimum(np.searchsorted(key, wanted), len(key) - 1)  # the first sum of the stage on the rank
-        return bool(((key[place] != wanted) | (at < sum_at[place])).all())
+        position = np.minimum(np.searchsorted(key, wanted), len(key) - 1)  # the first sum of the stage on the rank
+        return bool(((key[position] != wanted) | (at < sum_at[position])).all())
 
     def _keeps_channels(self) -> bool:
         """Whether the receives from one rank to another are in the order of the sends."""
@@ -134,11 +139,11 @@ class Proof:
         """Whether the blocking actions come in the given order, so that ranks can't deadlock."""
         codes, first = self.lists.codes, self.graph.num_tasks
         is_sum = codes >= self.lists.first_sum
-        places = np.flatnonzero((codes < first) | is_sum)
-        nodes = order[np.where(is_sum, codes - self.lists.first_sum + first, codes)[places]]
-        same = np.diff(self.rank_of[places]) == 0
+        positions = np.flatnonzero((codes < first) | is_sum)
+        nodes = order[np.where(is_sum, codes - self.lists.first_sum + first, codes)[positions]]
+        same = np.diff(self.rank_of[positions]) == 0
         # A send comes after the preceding blocking action of its rank.
-        before = nodes[np.searchsorted(places, self.send_at) - 1] if len(places) else nodes
+        before = nodes[np.searchsorted(positions, self.send_at) - 1] if len(positions) else nodes
         sums = order[first:]
         return bool(
             (np.diff(nodes)[same] > 0).all()

@@ -12,13 +12,13 @@ from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .graph import TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
 from .lowering import last_backwards
-from .parts import Condensed
+from .parts import Representatives
 from .scheduler import Cost, Timeline, default_cost, order_tasks, task_times
 from .simulator import Simulation, Span, SumSpan
 
 
 def simulate_parts(
-    condensed: Condensed,
+    representatives: Representatives,
     step: StepPlan,
     cost: Cost | None = None,
     messages_ms: Callable[[TaskGraph], Sequence[float]] | None = None,
@@ -26,14 +26,14 @@ def simulate_parts(
     *,
     order_cost: Cost | None = None,
     training: bool = True,
-    caps: Mapping[StageKey, float] | None = None,
+    fitting_in_flight: Mapping[StageKey, float] | None = None,
 ) -> Replay:
     """
-    The result of [`simulate`] for the program of [`condensed_program`], without writing and verifying the program:
+    The result of [`simulate`] for the program of [`program_of_parts`], without writing and verifying the program:
     tasks in a simulated order can't deadlock. All parts are in one graph.
 
     Args:
-        condensed ([`Condensed`]): The layout.
+        representatives ([`Representatives`]): The layout, on representatives.
         step (`StepPlan`): The arrangement.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
         messages_ms (`Callable[[TaskGraph], Sequence[float]]`, *optional*):
@@ -41,23 +41,24 @@ def simulate_parts(
         sync_ms (`Callable[[int], float]`, *optional*): Time of the gradient sum of a group; 0 when left out.
         order_cost (`Callable[[Task], float]`, *optional*): The cost by which tasks are ordered; `cost` when left out.
         training (`bool`, *optional*, defaults to `True`): Whether the step has backwards and gradient sums.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*): See [`condensed_program`].
+        fitting_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*): See [`program_of_parts`].
 
     Returns:
         [`Replay`]: The times of all tasks.
     """
-    plan = condensed.plan
+    plan = representatives.plan
     cost, order_cost = cost or default_cost, order_cost or cost or default_cost
     graph = build_graph(plan, step, training)
     times_ms = task_times(order_cost, graph)
-    parts = condensed.parts_of_stages(step)
+    parts = representatives.parts_of_stages(step)
     alternate = training and may_alternate(plan)
-    timeline = order_tasks(plan, graph, times_ms, in_flight_limits(plan, step, caps), alternate, parts)
+    max_in_flight = in_flight_limits(plan, step, fitting_in_flight)
+    timeline = order_tasks(plan, graph, times_ms, max_in_flight, alternate, parts)
     if order_cost is not cost:
         times_ms = task_times(cost, graph)
     replay = Replay(plan, graph, timeline, times_ms, parts, messages_ms)
     if training:
-        replay.run_sums(condensed.groups, sync_ms)
+        replay.run_sums(representatives.sync_groups, sync_ms)
     replay.finish()
     return replay
 
@@ -95,11 +96,11 @@ class Replay:
     def run_until(self, part: int, instant: float) -> None:
         """Runs the tasks of a part that start before an event of its timeline."""
         started, free_ms, end_ms, order = self.started, self.free_ms, self.end_ms, self.order[part]
-        for place in range(self.num_done[part], len(order)):
-            index = order[place]
+        for position in range(self.num_done[part], len(order)):
+            index = order[position]
             if started[index] > instant:
                 return
-            self.num_done[part] = place + 1
+            self.num_done[part] = position + 1
             ranks = self.ranks[self.stage_of[index]]
             start = max([free_ms[rank] for rank in ranks])
             for source, travel_ms in self.incoming[index]:
@@ -114,12 +115,12 @@ class Replay:
         for part in range(self.num_parts):
             self.run_until(part, math.inf)
 
-    def run_sums(self, groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
+    def run_sums(self, sync_groups: Sequence[SyncGroup], sync_ms: Callable[[int], float] | None) -> None:
         """
         Runs gradient sums one after the other, each once all parts have reached it; records those that take time.
         """
-        instants = self._instants(groups)
-        for number, group in enumerate(groups):
+        instants = self._instants(sync_groups)
+        for number, group in enumerate(sync_groups):
             for part, instant in instants[number].items():
                 self.run_until(part, instant)
             start = max(self.free_ms[rank] for rank in group.ranks)
@@ -134,7 +135,7 @@ class Replay:
                     first = spans.pop().start_ms
                 spans.append(SumSpan(rank, first, end))
 
-    def _instants(self, groups: Sequence[SyncGroup]) -> list[dict[int, float]]:
+    def _instants(self, sync_groups: Sequence[SyncGroup]) -> list[dict[int, float]]:
         """For each gradient sum, part -> the event of its timeline after which it comes, as in [`sync_instants`]."""
         last = last_backwards(self.graph, self.finished)
         numbers = {key: number for number, key in enumerate(self.graph.stages)}
@@ -142,7 +143,7 @@ class Replay:
         for ranks, part in zip(self.ranks, self.parts.tolist(), strict=True):
             part_of_rank[list(ranks)] = part
         result: list[dict[int, float]] = []
-        for group in groups:
+        for group in sync_groups:
             stages = [numbers[key] for key in group.stages]
             latest = np.full(self.num_parts, -1)
             np.maximum.at(latest, self.parts[stages], last[stages])
@@ -164,7 +165,7 @@ class Replay:
         return max(self.free_ms, default=0.0)
 
     def simulation(self) -> Simulation:
-        """The result, on the ranks of the condensed plan."""
+        """The result, on representatives."""
         times = zip(self.graph.tasks, self.stage_of, self.start_ms, self.end_ms, strict=True)
         spans = [Span(rank, task, start, end) for task, stage, start, end in times for rank in self.ranks[stage]]
         spans.sort(key=lambda span: (span.start_ms, span.rank))

@@ -17,7 +17,7 @@ from ..plan import ParallelPlan, StageKey
 from .actions import Task
 from .graph import TaskCounts, TaskGraph
 from .in_flight import task_phases
-from .windows import Windows
+from .windows import Windows, latest_equal
 
 Cost = Callable[[Task], float]
 """Task -> milliseconds. An object with a method `of_graph`, [`TaskGraph`] -> times of its tasks, is faster."""
@@ -57,9 +57,29 @@ def default_cost(task: Task) -> float:
 
 class _Tables:
     """
-    The constants of a simulation as lists of integers, with which an event takes a few microseconds. Tasks and stages
-    are indices of the graph, cells those of [`TaskCounts`]. A *component* is a connected component of stages that
-    share ranks; if all of its stages are on the same ranks, one rank represents them.
+    The constants of a simulation as lists, with which an event takes a few microseconds. Tasks and stages are indices
+    of the graph. A *cell* is a microbatch on a stage, see [`TaskCounts`]. A *component* is a connected component of
+    stages that share ranks; if all of its stages are on the same ranks, the first rank stands for all of them.
+
+    Attributes:
+        times_ms: Task -> its duration.
+        stage_of, microbatch, chunk: Task -> its stage, microbatch and chunk.
+        cell: Task -> its cell.
+        opens: Task -> whether it is the first forward of a cell with a backward, and so raises the number in flight.
+        missing: Task -> number of its dependencies.
+        followers, stops: The dependents of task `i` are `followers[stops[i] : stops[i + 1]]`. (One list for all tasks,
+            since many short ones would keep the garbage collector busy.)
+        phases: Task -> its phase; `None` if there is only one.
+        num_forwards: Number of forwards, which come before all backwards.
+        backwards_left: Cell -> number of its backwards.
+        forwards: Stage -> its forwards, in order.
+        max_in_flight: Stage -> maximum microbatches in flight.
+        ranks: Stage -> its ranks, or the one that stands for them.
+        first_rank: Stage -> the first of its ranks.
+        component_of: Stage -> its component.
+        components: Component -> its stages.
+        one_at_a_time: Component -> whether all of its stages are on the same ranks.
+        components_of_part, tasks_of_part: Part -> its components and its tasks.
     """
 
     def __init__(
@@ -67,11 +87,11 @@ class _Tables:
         plan: ParallelPlan,
         graph: TaskGraph,
         times_ms: Sequence[float],
-        caps: Mapping[StageKey, float],
+        max_in_flight: Mapping[StageKey, float],
         parts: NDArray | None = None,
     ):
         self.graph, self.times_ms, self.num_ranks = graph, times_ms, plan.world_size
-        self.caps = [caps.get(key, math.inf) for key in graph.stages]
+        self.max_in_flight = [max_in_flight.get(key, math.inf) for key in graph.stages]
         ranks = [stage.all_ranks for module in plan.modules.values() for _, _, stage in module.stages()]
         self.components = _connected_components(ranks)
         self.component_of = [0] * len(ranks)
@@ -83,16 +103,17 @@ class _Tables:
         part_of_component = parts[[stages[0] for stages in self.components]]
         self.components_of_part = _lists(part_of_component, np.arange(len(self.components)), count)
         self.tasks_of_part = _lists(parts[graph.columns[0]], np.arange(graph.num_tasks), count)
-        # Whether all stages of a component are on the same ranks, and so run one at a time.
-        self.in_turn = [len({ranks[stage] for stage in stages}) == 1 for stages in self.components]
-        self.ranks = [of[:1] if self.in_turn[c] else of for of, c in zip(ranks, self.component_of, strict=True)]
+        self.one_at_a_time = [len({ranks[stage] for stage in stages}) == 1 for stages in self.components]
+        self.ranks = [
+            of_stage[:1] if self.one_at_a_time[component] else of_stage
+            for of_stage, component in zip(ranks, self.component_of, strict=True)
+        ]
         self.first_rank = [of_stage[0] for of_stage in self.ranks]
         self.phases = _phases(plan, graph)
         self.num_forwards = graph.num_forwards
 
         first, counts = graph.num_forwards, TaskCounts.of(graph)
         self.missing, self.backwards_left = counts.missing.tolist(), counts.backwards.tolist()
-        # One list for all tasks, since many short ones would keep the garbage collector busy.
         self.followers = counts.followers.tolist()
         self.stops = [0, *np.cumsum(counts.num_followers).tolist()]
         self.forwards = _lists(graph.columns[0, :first], np.arange(first), len(graph.stages))
@@ -146,9 +167,8 @@ class _Simulation:
                 return None
             assert running, "limits below those of `in_flight_1f1b` deadlock"
             dirty: set[int] = set()
-            # Ends that only rounding tells apart are one event, so that all ranks continue with the same tasks.
-            limit = running[0][0] * (1 + 1e-12) + 1e-9
-            while running and running[0][0] <= limit:
+            event_ms = latest_equal(running[0][0])
+            while running and running[0][0] <= event_ms:
                 now, index = pop(running)
                 left -= 1
                 finish(index)
@@ -175,10 +195,10 @@ class _Simulation:
     def _candidate(self, stage: int) -> int:
         """The task that a stage would run next, -1 for none."""
         tables, phases, forward, fits = self.tables, self.phases, -1, False
-        queue, place = tables.forwards[stage], self.next[stage]
-        if place < len(queue):
-            index = queue[place]
-            fits = not tables.opens[index] or self.in_flight[stage] < tables.caps[stage]
+        queue, position = tables.forwards[stage], self.next[stage]
+        if position < len(queue):
+            index = queue[position]
+            fits = not tables.opens[index] or self.in_flight[stage] < tables.max_in_flight[stage]
             if fits and not self.missing[index] and (phases is None or phases.is_due(index)):
                 forward = index
         backwards = self.backwards[stage]
@@ -195,7 +215,7 @@ class _Simulation:
     def _dispatch(self, component: int, now: float) -> None:
         """Starts tasks on the free ranks of a component, by priority, until none can start."""
         stages, tables, busy = self.tables.components[component], self.tables, self.busy
-        if tables.in_turn[component]:
+        if tables.one_at_a_time[component]:
             if busy[tables.ranks[stages[0]][0]]:
                 return
             if len(stages) == 1:
@@ -286,32 +306,32 @@ def _phases(plan: ParallelPlan, graph: TaskGraph) -> list[int] | None:
 
 
 def _connected_components(ranks: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Groups stages that share ranks, directly or through other stages."""
-    size = 1 + max(map(max, ranks), default=0)
+    """Sets of stages that share ranks, directly or through other stages."""
+    num_ranks = 1 + max(map(max, ranks), default=0)
     stages = np.repeat(np.arange(len(ranks)), list(map(len, ranks)))
     ends = (np.ones(len(stages)), (stages, len(ranks) + np.fromiter(chain.from_iterable(ranks), np.int64)))
-    shape = (len(ranks) + size,) * 2
+    shape = (len(ranks) + num_ranks,) * 2
     labels = connected_components(coo_array(ends, shape), False)[1][: len(ranks)]
-    groups: dict[int, list[int]] = {}
+    components: dict[int, list[int]] = {}
     for stage, label in enumerate(labels.tolist()):
-        groups.setdefault(label, []).append(stage)
-    return list(groups.values())
+        components.setdefault(label, []).append(stage)
+    return list(components.values())
 
 
 def schedule_tasks(
     plan: ParallelPlan,
     graph: TaskGraph,
     cost: Cost | None = None,
-    caps: Mapping[StageKey, float] | None = None,
+    max_in_flight: Mapping[StageKey, float] | None = None,
     alternate: bool = False,
 ) -> Timeline:
     """
     Orders the tasks of a graph.
 
-    A stage runs a forward after each backward, otherwise backwards first, with at most `caps` microbatches in flight.
-    The phases of the schedule follow one after the other on each rank, see [`task_phases`]. (With deferral backwards
-    arrive in bursts; if all of them ran first, later stages would run out of work.) Forwards of a stage run in the
-    order of its chunks, backwards in the order in which their gradients arrive.
+    A stage runs a forward after each backward, otherwise backwards first, with at most `max_in_flight` microbatches in
+    flight. The phases of the schedule follow one after the other on each rank, see [`task_phases`]. (With deferral
+    backwards arrive in bursts; if all of them ran first, later stages would run out of work.) Forwards of a stage run
+    in the order of its chunks, backwards in the order in which their gradients arrive.
 
     If the input of the forward after a backward has not arrived, the stage runs another backward, if one is ready.
     Forwards then run in bursts, too, and delay the backwards that earlier stages wait for. With `alternate` a second
@@ -324,7 +344,7 @@ def schedule_tasks(
         plan (`ParallelPlan`): The layout and the name of the schedule.
         graph (`TaskGraph`): The tasks.
         cost (`Callable[[Task], float]`, *optional*): Task -> milliseconds; [`default_cost`] when left out.
-        caps (`Mapping[tuple[str, int, int], float]`, *optional*):
+        max_in_flight (`Mapping[tuple[str, int, int], float]`, *optional*):
             (module, replica, stage) -> maximum microbatches in flight, see [`in_flight_limits`]; no limit for stages
             left out.
         alternate (`bool`, *optional*, defaults to `False`): Whether to simulate the second order as well.
@@ -332,14 +352,14 @@ def schedule_tasks(
     Returns:
         `Timeline`: When each task runs.
     """
-    return order_tasks(plan, graph, task_times(cost or default_cost, graph), caps or {}, alternate)
+    return order_tasks(plan, graph, task_times(cost or default_cost, graph), max_in_flight or {}, alternate)
 
 
 def order_tasks(
     plan: ParallelPlan,
     graph: TaskGraph,
     times_ms: Sequence[float],
-    caps: Mapping[StageKey, float],
+    max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
     parts: NDArray | None = None,
 ) -> Timeline:
@@ -352,10 +372,10 @@ def order_tasks(
             each are numbered from 0. One part when left out.
     """
     if parts is None and graph.num_tasks >= _MANY_TASKS:
-        timeline = _in_windows(plan, graph, times_ms, caps, alternate)
+        timeline = _in_windows(plan, graph, times_ms, max_in_flight, alternate)
         if timeline is not None:
             return timeline
-    tables = _Tables(plan, graph, times_ms, caps, parts)
+    tables = _Tables(plan, graph, times_ms, max_in_flight, parts)
     best, waiting = _Simulation(tables), None
     for part in range(len(tables.tasks_of_part)):
         end_ms = best.run(part)
@@ -371,21 +391,21 @@ def _in_windows(
     plan: ParallelPlan,
     graph: TaskGraph,
     times_ms: Sequence[float],
-    caps: Mapping[StageKey, float],
+    max_in_flight: Mapping[StageKey, float],
     alternate: bool,
 ) -> Timeline | None:
     """The vectorised simulation; `None` if [`Windows`] does not support the case."""
     ranks = [set(stage.all_ranks) for module in plan.modules.values() for _, _, stage in module.stages()]
     if sum(map(len, ranks)) > len(set().union(*ranks)) or any(task_phases(plan).values()):
         return None
-    limits = [caps.get(key, math.inf) for key in graph.stages]
+    of_stages = [max_in_flight.get(key, math.inf) for key in graph.stages]
     counts = TaskCounts.of(graph)
-    best = Windows(graph, counts, times_ms, limits, False)
+    best = Windows(graph, counts, times_ms, of_stages, False)
     if not best.run():
         return None
     assert best.is_done, "limits below those of `in_flight_1f1b` deadlock"
     if alternate and best.could_wait:
-        waiting = Windows(graph, counts, times_ms, limits, True)
+        waiting = Windows(graph, counts, times_ms, of_stages, True)
         if not waiting.run():
             return None
         if waiting.is_done and waiting.end_ms.max() < best.end_ms.max():

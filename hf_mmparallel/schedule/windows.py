@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,17 @@ from .graph import TaskCounts, TaskGraph, spread
 
 _MIN_TASKS = 16  # per window on average; with fewer the event loop is faster
 _MAX_ELEMENTS = 4_000_000  # of the table of stages and their backwards
+
+_ROUNDING = 1e-12  # relative difference of times that rounding makes: of sums of a few thousand durations
+_ROUNDING_MS = 1e-9  # the same for times near 0
+
+
+def latest_equal(time_ms: Any) -> Any:
+    """
+    The latest time that counts as equal to a time. Ends that only rounding tells apart are one event in which all
+    ranks continue: with two events, the order of tasks would depend on the order in which durations are added.
+    """
+    return time_ms * (1 + _ROUNDING) + _ROUNDING_MS
 
 
 class Windows:
@@ -27,14 +39,19 @@ class Windows:
         graph ([`TaskGraph`]): The tasks.
         counts ([`TaskCounts`]): The counters of the graph; not modified.
         times_ms (`Sequence[float]`): Duration of each task.
-        caps (`Sequence[float]`): Maximum microbatches in flight on each stage.
+        max_in_flight (`Sequence[float]`): Maximum microbatches in flight on each stage.
         alternate (`bool`): Whether stages wait for a forward after each backward.
     """
 
     def __init__(
-        self, graph: TaskGraph, counts: TaskCounts, times_ms: Sequence[float], caps: Sequence[float], alternate: bool
+        self,
+        graph: TaskGraph,
+        counts: TaskCounts,
+        times_ms: Sequence[float],
+        max_in_flight: Sequence[float],
+        alternate: bool,
     ):
-        self.graph, self.alternate, self.caps = graph, alternate, np.array(caps, float)
+        self.graph, self.alternate, self.max_in_flight = graph, alternate, np.array(max_in_flight, float)
         self.times_ms = np.array(times_ms, float)
         self.could_wait = False
         count, first, size = graph.num_tasks, graph.num_forwards, len(graph.stages)
@@ -103,7 +120,7 @@ class Windows:
         """Starts the next task on each of some free stages, if one is ready."""
         forward = self.queue[self.next[stages]]
         due, came_ms = self.due[stages], self.came_ms[stages]
-        fits = ~self.opens[forward] | (self.in_flight[stages] < self.caps[stages])
+        fits = ~self.opens[forward] | (self.in_flight[stages] < self.max_in_flight[stages])
         fits &= self.next[stages] < self.stop[stages]
         forward_ms = np.where(fits & (self.missing[forward] == 0), self.ready_ms[forward], math.inf)
         backward_ms = came_ms.min(axis=1, initial=math.inf)
@@ -134,7 +151,7 @@ class Windows:
     def _is_apart(self) -> bool:
         """Whether no two different end times are so close that the event loop treats them as one."""
         ends = np.sort(self.end_ms[~np.isnan(self.end_ms)])
-        return not ((ends[1:] != ends[:-1]) & (ends[1:] <= ends[:-1] * (1 + 1e-12) + 1e-9)).any()
+        return not ((ends[1:] != ends[:-1]) & (ends[1:] <= latest_equal(ends[:-1]))).any()
 
     def events(self) -> tuple[NDArray, NDArray]:
         """Numbers of the start and end events of each task; at equal times ends come first."""

@@ -256,8 +256,8 @@ def _best_whole(strategies: Strategies) -> tuple[int, NDArray | None, float]:
         stages, times = strategies.take(tried).whole_stages(limit)
         reached = np.isfinite(times)
         if reached.any():
-            place = int(np.argmin(times))
-            rows, best = tried[reached], (int(tried[place]), stages[place], float(times[place]))
+            fastest = int(np.argmin(times))
+            rows, best = tried[reached], (int(tried[fastest]), stages[fastest], float(times[fastest]))
         else:
             low = limit
         if best[2] <= low * _CLOSE or not np.isfinite(low):

@@ -110,10 +110,10 @@ class _Block:
     num_estimated: int
     num_too_large: int
 
-    def estimated(self, place: int) -> EstimatedCandidate:
+    def estimated(self, index: int) -> EstimatedCandidate:
         """The candidate at an index."""
-        estimates = {name: table.estimate(self.combinations.rows[name][place]) for name, table in self.tables.items()}
-        step_ms, min_compute_ms = (float(values[place]) for values in (self.step_ms, self.combinations.min_compute_ms))
+        estimates = {name: table.estimate(self.combinations.rows[name][index]) for name, table in self.tables.items()}
+        step_ms, min_compute_ms = (float(values[index]) for values in (self.step_ms, self.combinations.min_compute_ms))
         return EstimatedCandidate(step_ms, estimates, self.colocated_with, self.num_microbatches, min_compute_ms)
 
 
@@ -181,11 +181,11 @@ class CandidateSpace:
 
     def _in_order(self, score: NDArray, chosen: NDArray) -> Iterator[EstimatedCandidate]:
         """The chosen candidates, smallest score first."""
-        places = np.flatnonzero(chosen)
+        indices = np.flatnonzero(chosen)
         starts = np.cumsum([0, *(len(block.step_ms) for block in self._blocks)])
-        for place in places[np.argsort(score[places], kind="stable")].tolist():
-            block = int(np.searchsorted(starts, place, "right")) - 1
-            yield self._blocks[block].estimated(place - int(starts[block]))
+        for index in indices[np.argsort(score[indices], kind="stable")].tolist():
+            block = int(np.searchsorted(starts, index, "right")) - 1
+            yield self._blocks[block].estimated(index - int(starts[block]))
 
     @cached_property
     def _step_ms(self) -> NDArray:
@@ -300,7 +300,11 @@ class CandidateSpace:
         }
         problem = self.problem
         return Candidate(
-            layouts, estimated.colocated_with, estimated.num_microbatches, problem.first_schedule, problem.first_method
+            layouts,
+            estimated.colocated_with,
+            estimated.num_microbatches,
+            problem.first_schedule,
+            problem.first_arrangement,
         )
 
 

@@ -130,10 +130,10 @@ def _columns(
     placed = (kind, options.over_nodes(kind))
     bottleneck, slow = (options.slowest_stages_ms(config, num_samples)[pp_size - 1] for config in placed)
     whole, slow_whole = (float(options.layer_ms(config, num_samples).sum()) for config in placed)
-    least = options.slowest_stages_ms(kind, num_samples, padded=False)[pp_size - 1]
+    unpadded_ms = options.slowest_stages_ms(kind, num_samples, padded=False)[pp_size - 1]
     least_whole = float(options.layer_ms(kind, num_samples, padded=False).sum())
     slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
-    uneven, of_replicas = (options.unevenness(parts) for parts in (dp_size * count, dp_size))
+    uneven, of_replicas = (options.unevenness(num_shares) for num_shares in (dp_size * count, dp_size))
     sums = np.array([options.sync_ms(kind, dp_size, int(stages)) for stages in pp_size])
     running = options.running_bytes(kind, num_samples)
     saved, least_saved = (options.saved_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
@@ -151,7 +151,7 @@ def _columns(
         "slowest_stage_ms": of_replicas * slowest,
         # A replica's microbatches average out on the slowest stage; the other stages wait for the largest one.
         "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest + uneven * (through - slowest) + sums,
-        "min_compute_ms": count * least,
+        "min_compute_ms": count * unpadded_ms,
         "mean_ms": count * least_whole / pp_size,
         "state_bytes": options.state_bytes(kind, pp_size),
         "last_state_bytes": options.state_bytes(kind, pp_size, last=True),
@@ -196,10 +196,10 @@ class Combinations:
     def __len__(self) -> int:
         return len(self.num_ranks)
 
-    def take(self, places: NDArray) -> Combinations:
+    def take(self, indices: NDArray) -> Combinations:
         """The combinations at some indices."""
-        columns = {f.name: getattr(self, f.name)[places] for f in fields(self) if f.name != "rows"}
-        return Combinations({name: rows[places] for name, rows in self.rows.items()}, **columns)
+        columns = {f.name: getattr(self, f.name)[indices] for f in fields(self) if f.name != "rows"}
+        return Combinations({name: rows[indices] for name, rows in self.rows.items()}, **columns)
 
     def with_ranks(self, num_ranks: int) -> Combinations:
         """The combinations with this number of ranks."""
@@ -297,26 +297,29 @@ def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
     return order[rank < count]
 
 
-def side_by_side(parts: Sequence[Combinations], weight: float, limit: int) -> Combinations:
+def side_by_side(modules: Sequence[Combinations], weight: float, limit: int) -> Combinations:
     """
     Places modules that do not feed each other on separate ranks.
 
     Args:
-        parts (`Sequence[Combinations]`): The modules.
+        modules (`Sequence[Combinations]`): The modules.
         weight (`float`): Number of microbatches minus one.
         limit (`int`): Maximum ranks of all modules together.
     """
-    side, *others = parts
+    side, *others = modules
     for other in others:
         side, other = limit_pairs([side, other], weight)
         side = side.on_separate_ranks(other, None, limit, in_series=False).pruned(weight)
     return side
 
 
-def limit_pairs(parts: Sequence[Combinations], weight: float) -> list[Combinations]:
+def limit_pairs(modules: Sequence[Combinations], weight: float) -> list[Combinations]:
     """Prunes the layouts of modules such that all pairs can be evaluated."""
-    parts = [part.pruned(weight, _MANY >> 3) for part in parts]
-    if np.prod([len(part) for part in parts], dtype=float) <= _MOST_PAIRS:
-        return parts
-    scores = (part.warm_up_ms + weight * part.slowest_stage_ms for part in parts)
-    return [part.take(best_per_group(part.num_ranks, score, 3)) for part, score in zip(parts, scores, strict=True)]
+    modules = [layouts.pruned(weight, _MANY >> 3) for layouts in modules]
+    if np.prod([len(layouts) for layouts in modules], dtype=float) <= _MOST_PAIRS:
+        return modules
+    scores = (layouts.warm_up_ms + weight * layouts.slowest_stage_ms for layouts in modules)
+    return [
+        layouts.take(best_per_group(layouts.num_ranks, score, 3))
+        for layouts, score in zip(modules, scores, strict=True)
+    ]

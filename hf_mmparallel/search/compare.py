@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, ParallelPlan, SampleSizes
-from ..steps.condensed import on_all_ranks, predict_condensed
+from ..steps.representatives import on_all_ranks, predict_batch
 from .allocation import Allocation, allocate
 from .candidates import CandidateSpace, diversify
 from .encoders_replicated import ReplicatedEncoders
@@ -94,7 +94,7 @@ def compare(problem: PlanningProblem, result: SearchResult) -> tuple[ComparedPla
         `tuple[ComparedPlan, ...]`: One plan per baseline. It exceeds the memory only if all of its kind do.
     """
     batches = [prediction.sizes for prediction in result.best.predictions]
-    judge = _BaselineEvaluator(replace(problem, fixed={}, method="contiguous"), batches)
+    judge = _BaselineEvaluator(replace(problem, fixed={}, arrangement="contiguous"), batches)
     return (
         judge.unaware(),
         judge.single_layout(),
@@ -136,11 +136,11 @@ def _as_answer(result: SearchResult, candidate: Candidate) -> RankedPlan | None:
         return None
     if any(layouts[name].activation_checkpointing != value for name, value in problem.checkpointing.items()):
         return None
-    if problem.schedule not in (None, candidate.schedule) or problem.method not in (None, candidate.method):
+    if problem.schedule not in (None, candidate.schedule) or problem.arrangement not in (None, candidate.arrangement):
         return None
     # An arrangement that exceeds the memory for some batch is no result, though its layout may be with another one.
-    methods = (candidate.method,) if candidate.method in problem.methods else problem.methods
-    plans = [_on_batches(result, replace(candidate, method=method)) for method in methods]
+    arrangements = (candidate.arrangement,) if candidate.arrangement in problem.arrangements else problem.arrangements
+    plans = [_on_batches(result, replace(candidate, arrangement=arrangement)) for arrangement in arrangements]
     return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_ms, default=None)
 
 
@@ -149,7 +149,7 @@ def _on_batches(result: SearchResult, candidate: Candidate) -> RankedPlan | None
     limit, planner = result.problem.memory_bytes, step_planner(result.problem, candidate)
     try:
         batches = [prediction.sizes for prediction in result.best.predictions]
-        predictions = [predict_condensed(planner, planner.condensed, sizes) for sizes in batches]
+        predictions = [predict_batch(planner, sizes) for sizes in batches]
     except ValueError:  # its state leaves no memory for activations
         return None
     ranked = RankedPlan(candidate, planner.plan, tuple(map(on_all_ranks, predictions)), result.best.estimate_ms)
@@ -279,7 +279,7 @@ class _BaselineEvaluator:
         fitting = [step for step in steps if step.memory_bytes <= self._limit_bytes]
         best = min(fitting, key=lambda s: s.step_ms) if fitting else min(steps, key=lambda s: s.memory_bytes)
         note = "every stage of the language model runs all encoders again; simulated, the engine has no such plan"
-        words = "; ".join(part for part in (note, self._excess(best.memory_bytes)) if part)
+        words = "; ".join(text for text in (note, self._excess(best.memory_bytes)) if text)
         figures = (best.step_ms, best.bubble_fraction, best.memory_bytes, best.flops_utilisation)
         return ComparedPlan(REPLICATED, None, str(best.layout), *figures, words)
 
@@ -320,8 +320,8 @@ class _BaselineEvaluator:
     def _demand(self, name: str, microbatch_size: int, checkpointing: bool) -> ModuleDemand:
         """Demand of a module for a mean sample."""
         spec = self.problem.spec
-        part, options = spec.modules[name], ModuleOptions(self.problem, name)
-        heads = math.gcd(part.num_heads, part.num_kv_heads, part.intermediate_size)
+        module_spec, options = spec.modules[name], ModuleOptions(self.problem, name)
+        heads = math.gcd(module_spec.num_heads, module_spec.num_kv_heads, module_spec.intermediate_size)
         sample_ms = {
             size: float(options.layer_ms(ParallelConfig(1, size, checkpointing), microbatch_size).sum())
             / microbatch_size
@@ -329,7 +329,7 @@ class _BaselineEvaluator:
             if heads % size == 0
         }
         alone = ParallelConfig(1, 1, checkpointing)
-        optimizer = _OPTIMIZER_BYTES * sum(p.num_elements for p in part.parameters if p.trainable)
+        optimizer = _OPTIMIZER_BYTES * sum(p.num_elements for p in module_spec.parameters if p.trainable)
         role: Role = "generator" if name in spec.generators else "encoder"
         return ModuleDemand(
             sample_ms,
@@ -362,23 +362,23 @@ class _BaselineEvaluator:
         return _UNLIMITED if limit is None else limit
 
     def _evaluated(
-        self, candidate: Candidate, method: str, count: int | None = None, problem: PlanningProblem | None = None
+        self, candidate: Candidate, arrangement: str, count: int | None = None, problem: PlanningProblem | None = None
     ) -> RankedPlan:
         """A candidate on the first `count` batches; on all by default."""
         problem = replace(problem or self.problem, memory_bytes=None)
-        planner = step_planner(problem, replace(candidate, method=method))
-        predictions = tuple(predict_condensed(planner, planner.condensed, batch) for batch in self.batches[:count])
-        return RankedPlan(replace(candidate, method=method), planner.plan, predictions, 0.0)
+        planner = step_planner(problem, replace(candidate, arrangement=arrangement))
+        predictions = tuple(predict_batch(planner, batch) for batch in self.batches[:count])
+        return RankedPlan(replace(candidate, arrangement=arrangement), planner.plan, predictions, 0.0)
 
     def _best(
-        self, candidates: Iterable[Candidate], method: str, assumed: PlanningProblem | None = None
+        self, candidates: Iterable[Candidate], arrangement: str, assumed: PlanningProblem | None = None
     ) -> RankedPlan:
         """The fastest of the first candidates that fit, by the costs of `assumed`; the smallest one if none fits."""
         entries: list[tuple[bool, float, Candidate]] = []
         num_tasks = 0
         for candidate in candidates:
-            ranked = self._evaluated(candidate, method, 1)
-            believed = ranked if assumed is None else self._evaluated(candidate, method, 1, assumed)
+            ranked = self._evaluated(candidate, arrangement, 1)
+            believed = ranked if assumed is None else self._evaluated(candidate, arrangement, 1, assumed)
             over = ranked.peak_memory_bytes > self._limit_bytes
             entries.append((over, ranked.peak_memory_bytes if over else believed.step_ms, candidate))
             num_tasks += candidate.num_tasks
@@ -390,7 +390,7 @@ class _BaselineEvaluator:
                 break
         tried = []
         for _, _, candidate in sorted(entries, key=lambda entry: entry[:2]):
-            ranked = self._evaluated(candidate, method)
+            ranked = self._evaluated(candidate, arrangement)
             if ranked.peak_memory_bytes <= self._limit_bytes:
                 return ranked
             tried.append(ranked)
@@ -409,13 +409,13 @@ class _BaselineEvaluator:
         peak = ranked.peak_memory_bytes
         busy = _mean(1 - on_all_ranks(prediction).simulation.bubble_fraction for prediction in ranked.predictions)
         utilisation = _mean(prediction.flops_utilisation for prediction in ranked.predictions)
-        words = "; ".join(part for part in (note, self._excess(peak)) if part)
+        words = "; ".join(text for text in (note, self._excess(peak)) if text)
         figures = (ranked.step_ms, 1 - share * busy, peak, share * utilisation)
         return ComparedPlan(name, ranked.plan, str(ranked.candidate), *figures, words, ranked.candidate)
 
     def _sharded(self, plan: FullySharded) -> ComparedPlan:
         note = "estimated, parameters gathered layer by layer"
-        words = "; ".join(part for part in (note, self._excess(plan.memory_bytes)) if part)
+        words = "; ".join(text for text in (note, self._excess(plan.memory_bytes)) if text)
         figures = (plan.step_ms, plan.bubble_fraction, plan.memory_bytes, plan.flops_utilisation)
         return ComparedPlan(SHARDED, None, str(plan), *figures, words)
 

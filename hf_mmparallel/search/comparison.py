@@ -104,9 +104,9 @@ class StepComparer:
                 rows[task.module, kind_of(task), layers].append(np.array([*costs.of(task), duration_ms]))
         groups = []
         for (module, kind, layers), tasks in sorted(rows.items()):
-            for part in _by_size(np.array(tasks)):
-                tokens, squares, predicted, *base, measured = part.sum(axis=0).tolist()
-                groups.append(TaskGroup(module, kind, layers, len(part), tokens, squares, measured, predicted, *base))
+            for group in _by_size(np.array(tasks)):
+                tokens, squares, predicted, *base, measured = group.sum(axis=0).tolist()
+                groups.append(TaskGroup(module, kind, layers, len(group), tokens, squares, measured, predicted, *base))
         return tuple(groups)
 
     def causes(self, step: MeasuredStep) -> dict[str, float]:
@@ -122,7 +122,7 @@ class StepComparer:
         """
         planner, prediction = self.planner, step.prediction
         program = prediction.planned.program
-        cost = StepCost(planner.costs, planner.plan, prediction.planned.step, prediction.sizes, planner.groups)
+        cost = StepCost(planner.costs, planner.plan, prediction.planned.step, prediction.sizes, planner.sync_groups)
         off: dict[str, float] = defaultdict(float)
         for task, duration_ms in step.durations.items():
             off[f"{task.module}/{kind_of(task)}"] += abs(duration_ms - cost(task))
@@ -209,7 +209,7 @@ def _by_size(rows: np.ndarray) -> Iterable[np.ndarray]:
     base = rows[:, 3]
     if np.ptp(base) <= _SPREAD * base.max(initial=0.0):
         return [rows]
-    return [part for part in np.array_split(rows[np.argsort(base, kind="stable")], _GROUPS) if len(part)]
+    return [group for group in np.array_split(rows[np.argsort(base, kind="stable")], _GROUPS) if len(group)]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
-from ..schedule import Task, condense, condensed_program, simulate
+from ..schedule import Task, find_representatives, program_of_parts, simulate
 from .options import ModuleOptions, ParallelConfig, divisors
 from .problem import Candidate, Layout, PlanningProblem
 from .single_layout import even_layers
@@ -90,7 +90,7 @@ class ReplicatedEncoders:
                 dp_size = problem.num_ranks // kind.tp_size // pp_size
                 if pp_size > language.max_stages or problem.global_batch_size % dp_size:
                     continue
-                layers = even_layers(language.part.num_layers, pp_size)
+                layers = even_layers(language.module_spec.num_layers, pp_size)
                 layout = Layout(layers, dp_size, tp_size=kind.tp_size, activation_checkpointing=kind.checkpointing)
                 for count in self._microbatch_counts(problem.global_batch_size // dp_size):
                     yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))
@@ -133,7 +133,7 @@ class ReplicatedEncoders:
 
     def _language_plan(self, replicated: ReplicatedLayout) -> tuple[ParallelPlan, ModelSpec]:
         """The plan of the language model alone, whose stages have a backward if an encoder needs one."""
-        tied = {name: place for name, place in self.spec.tied.items() if place[0] == LANGUAGE_MODEL}
+        tied = {name: use for name, use in self.spec.tied.items() if use[0] == LANGUAGE_MODEL}
         language = ModelSpec({LANGUAGE_MODEL: replace(self.spec.language_model, features=())}, tied)
         candidate = Candidate(
             {LANGUAGE_MODEL: replicated.layout}, {}, replicated.num_microbatches, self.problem.first_schedule
@@ -151,15 +151,15 @@ class ReplicatedEncoders:
         """(Step in ms, bubble) and peak bytes of the fullest rank."""
         size = -(-self.problem.global_batch_size // (replicated.layout.dp_size * replicated.num_microbatches))
         step = contiguous_step(plan, range(batch.num_samples), size)
-        few = condense(plan, sync_groups(language, plan))
+        representatives = find_representatives(plan, sync_groups(language, plan))
         costs = self.problem.costs
-        stages = StepCost(costs, plan, step, batch, few.whole_groups)
+        stages = StepCost(costs, plan, step, batch, representatives.first_represented)
         encoders = {name: self._encoder_kind(name, replicated.layout) for name in self.spec.encoders}
         tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
         batch_indices = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, batch_indices, batch)
-        program = condensed_program(few.parts(step), cost, check=False)
-        simulation = simulate(few.plan, program, cost, stages.message_ms, stages.sync_ms)
+        program = program_of_parts(representatives.parts(step), cost, check=False)
+        simulation = simulate(representatives.plan, program, cost, stages.message_ms, stages.sync_ms)
         sums_ms = [
             self.options[name].sync_ms(kind, self.problem.num_ranks // kind.tp_size, 1)
             for name, kind in encoders.items()
@@ -201,9 +201,9 @@ def _with_encoders(
     def encoders_ms(task: Task) -> float:
         key = (task.kind, task.replica, task.microbatch)
         if key not in known:
-            chunk, place = batch_indices[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
+            chunk, direction = batch_indices[task.module, task.replica, task.microbatch], int(task.kind != "fwd")
             known[key] = math.fsum(
-                float(table.times(batch.tokens[name][chunk].sum(), batch.squares[name][chunk].sum())[place].sum())
+                float(table.times(batch.tokens[name][chunk].sum(), batch.squares[name][chunk].sum())[direction].sum())
                 for name, table in tables.items()
             )
         return known[key]

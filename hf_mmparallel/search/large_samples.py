@@ -19,7 +19,7 @@ def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...]
         maximum tokens of a microbatch there.
     """
     workloads = prediction.planned.workloads
-    for name, limit in workloads.max_tokens.items():
+    for name, limit in workloads.token_limits.items():
         tokens = workloads.tokens[name]
         for replica in prediction.planned.step.microbatches.get(name, ()):
             for batch_indices in replica:
@@ -34,7 +34,7 @@ def runs_large_samples_alone(prediction: Prediction) -> bool:
     them: less than half of the samples in the module with the fewest. (Modules on the same ranks split the memory in
     proportion to their work, so that large samples of one module lower the limits of the others as well.)
     """
-    counts = dict.fromkeys(prediction.planned.workloads.max_tokens, 0)
+    counts = dict.fromkeys(prediction.planned.workloads.token_limits, 0)
     for name, batch_indices, _, _ in large_samples(prediction):
         if len(batch_indices) > 1:
             return False

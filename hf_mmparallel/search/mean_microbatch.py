@@ -65,28 +65,28 @@ class MeanMicrobatches:
     def layout(self, cp_size: int) -> RowLayout:
         """Memory layout of the samples of a microbatch."""
         if cp_size not in self._layouts:
-            rows = tuple((rank,) for rank in range(cp_size))
-            module = ModulePlan(((Stage((0, 1), rows),),))
+            mesh = tuple((rank,) for rank in range(cp_size))
+            module = ModulePlan(((Stage((0, 1), mesh),),))
             self._layouts[cp_size] = RowLayout.of(self.problem.costs, self.name, module)
         return self._layouts[cp_size]
 
-    def _computed_shares(self, layout: RowLayout, num_parts: int) -> NDArray:
+    def _computed_shares(self, layout: RowLayout, num_microbatches: int) -> NDArray:
         """`[3]`: size of all microbatches of a batch, over the tokens and squared sequence lengths of its samples."""
-        if num_parts not in self._groups:
-            self._groups[num_parts] = self._split(num_parts)
-        computed = layout.of_groups(self.batch, self.name, self._groups[num_parts]).sum(axis=0)
+        if num_microbatches not in self._groups:
+            self._groups[num_microbatches] = self._split(num_microbatches)
+        computed = layout.of_groups(self.batch, self.name, self._groups[num_microbatches]).sum(axis=0)
         tokens, squares = float(self.batch.tokens[self.name].sum()), float(self.batch.squares[self.name].sum())
         whole = np.array([tokens, squares, squares])
         return np.divide(computed, whole, out=np.array([1.0, 1.0, 0.0]), where=whole > 0)
 
-    def _split(self, num_parts: int) -> Sequence[NDArray]:
+    def _split(self, num_microbatches: int) -> Sequence[NDArray]:
         """Splits the samples of a batch into microbatches."""
         count = self.batch.num_samples
-        if num_parts == count or self.problem.first_method not in _BY_LENGTH:
-            return np.array_split(np.arange(count), num_parts)
+        if num_microbatches == count or self.problem.first_arrangement not in _BY_LENGTH:
+            return np.array_split(np.arange(count), num_microbatches)
         padded = self.layout(1).of_samples(self.batch, self.name, even=False)
         row_ms, _ = layer_table(self.problem.costs, self.name).sample_ms(padded[1], padded[0])
-        parts = [np.ones(num_parts)]
+        parts = [np.ones(num_microbatches)]
         _, group = group_by_length(row_ms, self.batch.tokens[self.name], parts, np.zeros((count, 1)))
         order = np.argsort(group, kind="stable")
         return np.split(order, np.flatnonzero(np.diff(group[order])) + 1)

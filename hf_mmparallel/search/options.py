@@ -59,7 +59,7 @@ class ModuleOptions:
 
     def __init__(self, problem: PlanningProblem, name: str):
         self.problem, self.name = problem, name
-        self.part: ModuleSpec = problem.spec.modules[name]
+        self.module_spec: ModuleSpec = problem.spec.modules[name]
         self.microbatches = MeanMicrobatches(problem, name)
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
         self._slowest_stages: dict[tuple[ParallelConfig, float, bool], NDArray] = {}
@@ -69,7 +69,7 @@ class ModuleOptions:
 
     @property
     def max_stages(self) -> int:
-        return 1 if self.part.inner_features else min(self.part.num_layers, self.problem.num_ranks)
+        return 1 if self.module_spec.inner_features else min(self.module_spec.num_layers, self.problem.num_ranks)
 
     def allows(self, size: str, value: int) -> bool:
         """Whether the user has left this size open or set it to this value."""
@@ -78,9 +78,9 @@ class ModuleOptions:
     @cached_property
     def kinds(self) -> tuple[ParallelConfig, ...]:
         """Tensor-parallel sizes within a node that divide the model's sizes, with and without recomputation."""
-        part, device = self.part, self.problem.costs.device
+        module_spec, device = self.module_spec, self.problem.costs.device
         largest = min(device.node_size, self.problem.num_ranks)
-        counts = (part.num_heads, part.num_kv_heads, part.intermediate_size)
+        counts = (module_spec.num_heads, module_spec.num_kv_heads, module_spec.intermediate_size)
         tensor = [
             size
             for size in range(1, largest + 1)
@@ -164,29 +164,30 @@ class ModuleOptions:
         padded, alone = (np.add(*table.sample_ms(tokens, squares)) for squares, tokens in sizes)
         return sorted(padded.tolist(), reverse=True), sorted(alone.tolist(), reverse=True)
 
-    def unevenness(self, num_parts: int) -> float:
+    def unevenness(self, count: int) -> float:
         """Largest over mean part of a batch, split by the longest-processing-time rule."""
-        if num_parts not in self._unevenness:
-            loads = [0.0] * num_parts
-            for time_ms in self._sample_ms[num_parts >= self.microbatches.batch.num_samples]:
+        if count not in self._unevenness:
+            loads = [0.0] * count
+            for time_ms in self._sample_ms[count >= self.microbatches.batch.num_samples]:
                 heapq.heapreplace(loads, loads[0] + time_ms)
-            mean = sum(loads) / num_parts
-            self._unevenness[num_parts] = max(loads) / mean if mean else 1.0
-        return self._unevenness[num_parts]
+            mean = sum(loads) / count
+            self._unevenness[count] = max(loads) / mean if mean else 1.0
+        return self._unevenness[count]
 
     def _memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
         """Memory of a stage with layers `first` to `stop`."""
         key = (kind.cp_size, kind.tp_size, kind.checkpointing, first, stop)
         if key not in self._memories:
-            rows = tuple(tuple(range(row, row + kind.tp_size)) for row in range(0, kind.num_ranks, kind.tp_size))
-            stage = Stage((first, stop), rows)
+            firsts = range(0, kind.num_ranks, kind.tp_size)
+            mesh = tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts)
+            stage = Stage((first, stop), mesh)
             alone = ParallelPlan({self.name: ModulePlan(((stage,),), kind.checkpointing)})
             self._memories[key] = stage_memory(self.problem.costs, alone, self.name, stage)
         return self._memories[key]
 
     def state(self, cp_size: int, tp_size: int) -> RankMemory:
         """Weights, gradients and optimizer state of all layers on a rank."""
-        return self._memory(ParallelConfig(cp_size, tp_size, False), 0, self.part.num_layers).state
+        return self._memory(ParallelConfig(cp_size, tp_size, False), 0, self.module_spec.num_layers).state
 
     def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False) -> Any:
         """
@@ -197,14 +198,14 @@ class ModuleOptions:
             pp_size (`int` or `np.ndarray`): Number of stages.
             last (`bool`, *optional*, defaults to `False`): Whether to estimate the last stage.
         """
-        num_layers = self.part.num_layers
+        num_layers = self.module_spec.num_layers
         whole = self._memory(kind, 0, num_layers).state.total
         end, layer = (memory.state.total for memory in self._ends(kind)[-1 if last else 0])
         return np.where(pp_size == 1, whole, end + (num_layers / pp_size - 1) * layer)
 
     def _ends(self, kind: ParallelConfig) -> tuple[tuple[StageMemory, StageMemory], ...]:
         """Memory of a stage with the first layer only and with an inner layer only; the same for the last layer."""
-        last = self.part.num_layers
+        last = self.module_spec.num_layers
         if last == 1:
             alone = self._memory(kind, 0, 1)
             return (alone, alone), (alone, alone)
@@ -221,13 +222,13 @@ class ModuleOptions:
     def _chunk_sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
         """`[stored token pairs, tokens, 0]` of a mean microbatch, see [`activation_sizes`]."""
         tokens, _, scores = self._sizes(kind, num_samples, padded)
-        copies = grouped_copies(self.part) if scores else 0
+        copies = grouped_copies(self.module_spec) if scores else 0
         return np.array([scores + copies * tokens, tokens, 0.0])
 
     @cached_property
     def _trained_bytes(self) -> float:
         """Bytes of the gradients of the whole module, in float32 at least."""
-        trained = (p for p in self.part.parameters if p.trainable)
+        trained = (p for p in self.module_spec.parameters if p.trainable)
         return float(sum(p.num_elements * max(DTYPE_BYTES.get(p.dtype, FULL), FULL) for p in trained))
 
     @cached_property
@@ -250,7 +251,7 @@ class ModuleOptions:
     def saved_bytes(self, kind: ParallelConfig, num_samples: float = 1.0, padded: bool = True) -> float:
         """Saved activations of all layers for a mean microbatch on each rank."""
         chunk = self._chunk_sizes(kind, num_samples, padded)
-        return self._memory(kind, 0, self.part.num_layers).saved_bytes(chunk)
+        return self._memory(kind, 0, self.module_spec.num_layers).saved_bytes(chunk)
 
 
 def divisors(number: int) -> list[int]:

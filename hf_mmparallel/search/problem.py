@@ -9,7 +9,7 @@ import numpy as np
 
 from ..cost import CostModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlan, ParallelPlan, SampleSizes, Stage
-from ..plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
+from ..plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
 from ..plan.ownership import partly_frozen_stages, trainable_stages
 from ..plan.schedules import SCHEDULES, Schedule
 from ..steps.step_planner import Prediction
@@ -58,14 +58,14 @@ class Candidate:
         colocated_with (`Mapping[str, str]`, *optional*): Module -> the module whose ranks it shares.
         num_microbatches (`int`, *optional*, defaults to 1): Microbatches of each replica of the language model.
         schedule (`str`, *optional*, defaults to `"1f1b"`): Name of the schedule.
-        method (`str`, *optional*, defaults to `"hierarchical"`): Arrangement of batches, see [`ARRANGEMENTS`].
+        arrangement (`str`, *optional*, defaults to `"hierarchical"`): Arrangement of batches, see [`ARRANGEMENTS`].
     """
 
     layouts: Mapping[str, Layout]
     colocated_with: Mapping[str, str] = field(default_factory=dict)
     num_microbatches: int = 1
     schedule: Schedule = "1f1b"
-    method: str = "hierarchical"
+    arrangement: str = "hierarchical"
 
     @property
     def num_ranks(self) -> int:
@@ -109,7 +109,7 @@ class Candidate:
         for name, layout in self.layouts.items():
             start = starts[self.colocated_with.get(name, name)]
             modules[name] = _module_plan(spec, name, layout, start)
-        return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, self.method)
+        return ParallelPlan(modules, spec.edges, self.schedule, self.num_microbatches, self.arrangement)
 
 
 def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> ModulePlan:
@@ -123,9 +123,9 @@ def _module_plan(spec: ModelSpec, name: str, layout: Layout, first: int) -> Modu
         stages = []
         for index, layers in enumerate(ranges):
             start = first + (replica * layout.pp_size + index) * grid
-            rows = range(start, start + grid, layout.tp_size)
-            ranks = tuple(tuple(range(row, row + layout.tp_size)) for row in rows)
-            stages.append(Stage(layers, ranks, trainable[index], partly[index]))
+            firsts = range(start, start + grid, layout.tp_size)
+            mesh = tuple(tuple(range(rank, rank + layout.tp_size)) for rank in firsts)
+            stages.append(Stage(layers, mesh, trainable[index], partly[index]))
         replicas.append(tuple(stages))
     return ModulePlan(tuple(replicas), layout.activation_checkpointing)
 
@@ -143,7 +143,7 @@ class PlanningProblem:
         memory_bytes (`float`, *optional*): Memory limit of a rank; no limit by default.
         microbatch_size (`int`, *optional*): Samples of a microbatch of a language model replica; searched by default.
         schedule (`str`, *optional*): Name of the schedule; searched by default.
-        method (`str`, *optional*): Arrangement of batches, see [`ARRANGEMENTS`]; searched by default.
+        arrangement (`str`, *optional*): Arrangement of batches, see [`ARRANGEMENTS`]; searched by default.
         fixed (`Mapping[str, Mapping[str, int]]`, *optional*):
             Module -> sizes set by the user, such as `{"language_model": {"tp_size": 4}}`.
         checkpointing (`Mapping[str, bool]`, *optional*):
@@ -160,7 +160,7 @@ class PlanningProblem:
     memory_bytes: float | None = None
     microbatch_size: int | None = None
     schedule: Schedule | None = None
-    method: str | None = None
+    arrangement: str | None = None
     fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
     effort: int = 384
@@ -176,20 +176,20 @@ class PlanningProblem:
         return self.schedule or SCHEDULES[0]
 
     @property
-    def first_method(self) -> str:
+    def first_arrangement(self) -> str:
         """The arrangement for the comparison of layouts."""
-        return self.method or self.methods[0]
+        return self.arrangement or self.arrangements[0]
 
     @property
-    def methods(self) -> tuple[str, ...]:
+    def arrangements(self) -> tuple[str, ...]:
         """
         The arrangements to try: a single one if all samples have the same size; with a memory limit those that respect
         it for every batch.
         """
-        if self.method is not None:
-            return (self.method,)
+        if self.arrangement is not None:
+            return (self.arrangement,)
         equal = all((values == values[0]).all() for values in self.sizes.tokens.values() if len(values))
-        return ("contiguous",) if equal else ASSIGNMENT_CANDIDATES if self.memory_bytes is None else KEEPING_LIMITS
+        return ("contiguous",) if equal else ARRANGEMENT_CANDIDATES if self.memory_bytes is None else KEEPING_LIMITS
 
     @property
     def schedules(self) -> tuple[Schedule, ...]:

@@ -50,12 +50,14 @@ class RatioLayouts(CandidateSpace):
             total = self.problem.num_ranks
             for count in self._microbatch_counts(dp_size):
                 tables = {name: self._table(name, dp_size, count) for name in self.options}
-                parts = {n: Combinations.of(n, table).with_ranks(ranks[n]) for n, table in tables.items()}
-                encoders = [parts.pop(name) for name in spec.encoders]
+                modules = {n: Combinations.of(n, table).with_ranks(ranks[n]) for n, table in tables.items()}
+                encoders = [modules.pop(name) for name in spec.encoders]
                 combined = side_by_side(encoders, float(count - 1), total) if encoders else None
-                for part in parts.values():
+                for layouts in modules.values():
                     combined = (
-                        part if combined is None else combined.on_separate_ranks(part, None, total, in_series=True)
+                        layouts
+                        if combined is None
+                        else combined.on_separate_ranks(layouts, None, total, in_series=True)
                     )
                 if combined is not None:
                     yield tables, {}, count, combined
@@ -64,7 +66,7 @@ class RatioLayouts(CandidateSpace):
         """The candidate with its layers split evenly."""
         layouts = {
             name: Layout(
-                even_layers(self.options[name].part.num_layers, estimate.pp_size),
+                even_layers(self.options[name].module_spec.num_layers, estimate.pp_size),
                 estimate.dp_size,
                 estimate.kind.cp_size,
                 estimate.kind.tp_size,

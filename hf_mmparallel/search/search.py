@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..steps.condensed import on_all_ranks
+from ..steps.representatives import on_all_ranks
 from .candidates import CandidateSpace, diversify
 from .explain import bound_of, no_plan_error, reason_for
 from .problem import PlanningProblem, SearchResult

@@ -14,7 +14,7 @@ from ..cost.memory import state_per_rank
 from ..cost.stage_memory import stage_memories
 from ..plan import LANGUAGE_MODEL, SampleSizes, sync_groups
 from ..plan.schedules import Schedule
-from ..steps.condensed import predict_condensed
+from ..steps.representatives import predict_batch
 from ..steps.step_planner import Prediction, StepPlanner
 from .candidates import CandidateSpace, EstimatedCandidate
 from .large_samples import runs_large_samples_alone
@@ -235,7 +235,7 @@ class Simulations:
         replicas for this layout and the next ones of its shape, if the slices say that they could be the fastest.
         Covers as many shapes as a share of the effort allows, at least two, but none that is much slower.
         """
-        if len(self.problem.schedules) == len(self.problem.methods) == 1:
+        if len(self.problem.schedules) == len(self.problem.arrangements) == 1:
             return
         shapes: dict[tuple, list[_Simulated]] = {}
         for simulated in sorted(self._simulated.values(), key=lambda s: s.step_ms):
@@ -247,10 +247,10 @@ class Simulations:
                 break
             orders, slice_tasks = self._best_orders(first)
             num_tasks += slice_tasks
-            for place, simulated in enumerate(layouts[:_ORDERED_LAYOUTS]):
-                for (schedule, method), ratio in orders[: 1 if place else _ORDERS]:
+            for index, simulated in enumerate(layouts[:_ORDERED_LAYOUTS]):
+                for (schedule, arrangement), ratio in orders[: 1 if index else _ORDERS]:
                     if ratio * simulated.step_ms <= _PROMISING * self.best_ms:
-                        candidate = replace(simulated.candidate, schedule=schedule, method=method)
+                        candidate = replace(simulated.candidate, schedule=schedule, arrangement=arrangement)
                         self._simulate_whole(candidate, simulated.estimated)
                         num_tasks += candidate.num_tasks
 
@@ -261,13 +261,13 @@ class Simulations:
         """
         candidate, times = first.candidate, {}
         parts = 1 if candidate.num_tasks <= _SMALL_STEP else _parts(candidate)
-        for schedule, method in itertools.product(self.problem.schedules, self.problem.methods):
-            ordered = replace(candidate, schedule=schedule, method=method)
+        for schedule, arrangement in itertools.product(self.problem.schedules, self.problem.arrangements):
+            ordered = replace(candidate, schedule=schedule, arrangement=arrangement)
             step_ms, fits = self._slice(ordered, first.estimated, parts)
             if fits:
-                times[schedule, method] = step_ms
+                times[schedule, arrangement] = step_ms
         num_tasks = len(times) * candidate.num_tasks // parts
-        first_ms = times.pop((candidate.schedule, candidate.method), first.step_ms)
+        first_ms = times.pop((candidate.schedule, candidate.arrangement), first.step_ms)
         orders = sorted(times, key=times.__getitem__)
         return [(order, times[order] / first_ms) for order in orders], num_tasks
 
@@ -356,7 +356,7 @@ class Simulations:
         """Predicts a batch."""
         problem = replace(self.problem, global_batch_size=batch.num_samples, memory_bytes=memory_bytes)
         planner = step_planner(problem, candidate)
-        return predict_condensed(planner, planner.condensed, batch)
+        return predict_batch(planner, batch)
 
 
 def _parts(candidate: Candidate) -> int:
@@ -377,7 +377,7 @@ def _mean_ms(racer: tuple[_Simulated, list[Prediction]]) -> float:
 
 def _key(candidate: Candidate) -> str:
     """Identifies a candidate."""
-    return f"{candidate}; {candidate.schedule}, {candidate.method}"
+    return f"{candidate}; {candidate.schedule}, {candidate.arrangement}"
 
 
 def _sizes(candidate: Candidate) -> tuple:
@@ -438,6 +438,6 @@ def step_planner(problem: PlanningProblem, candidate: Candidate) -> StepPlanner:
         plan,
         sync_groups(problem.spec, plan),
         microbatch_size,
-        candidate.method,
+        candidate.arrangement,
         memory_bytes=problem.memory_bytes,
     )

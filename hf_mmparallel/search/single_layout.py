@@ -42,8 +42,8 @@ class SingleLayouts:
     def __init__(self, problem: PlanningProblem):
         self.problem, spec = problem, problem.spec
         self.options = {name: ModuleOptions(problem, name) for name in spec.modules}
-        parts = (spec.encoders, (LANGUAGE_MODEL,), spec.generators)
-        self.parts = [tuple(part) for part in parts if part]
+        modules = (spec.encoders, (LANGUAGE_MODEL,), spec.generators)
+        self.sharing = [names for names in map(tuple, modules) if names]  # modules that share their stages
         self._known: dict[tuple, list[float]] = {}
 
     def __iter__(self) -> Iterator[EstimatedCandidate]:
@@ -62,7 +62,7 @@ class SingleLayouts:
         """The candidate with its layers split evenly."""
         layouts = {
             name: Layout(
-                even_layers(self.options[name].part.num_layers, estimate.pp_size),
+                even_layers(self.options[name].module_spec.num_layers, estimate.pp_size),
                 estimate.dp_size,
                 tp_size=estimate.kind.tp_size,
                 activation_checkpointing=estimate.kind.checkpointing,
@@ -102,8 +102,8 @@ class SingleLayouts:
             estimates = {name: self._estimate(name, kinds[name], dp_size, 1, num_samples) for name in self.options}
             yield EstimatedCandidate(count * warm_up_ms, estimates, colocated_with, count)
             return
-        colocated_with = {name: part[0] for part in self.parts for name in part[1:]}
-        slowest = [self._slowest(part, kinds, num_samples) for part in self.parts]
+        colocated_with = {name: names[0] for names in self.sharing for name in names[1:]}
+        slowest = [self._slowest(names, kinds, num_samples) for names in self.sharing]
         splits = []
         for stages in self._splits(pp_size):
             slowest_stage_ms = max(times[size - 1] for times, size in zip(slowest, stages, strict=True))
@@ -111,27 +111,27 @@ class SingleLayouts:
         for step_ms, stages in heapq.nsmallest(_MAX_SPLITS, splits):
             estimates = {
                 name: self._estimate(name, kinds[name], dp_size, size, num_samples)
-                for part, size in zip(self.parts, stages, strict=True)
-                for name in part
+                for names, size in zip(self.sharing, stages, strict=True)
+                for name in names
             }
             yield EstimatedCandidate(step_ms, estimates, colocated_with, count)
 
-    def _slowest(self, part: tuple[str, ...], kinds: ParallelConfigs, num_samples: float) -> list[float]:
+    def _slowest(self, names: tuple[str, ...], kinds: ParallelConfigs, num_samples: float) -> list[float]:
         """Time of the slowest stage of modules that share their stages, for 1, 2, ... stages."""
-        key = part, tuple(kinds[name] for name in part), num_samples
+        key = names, tuple(kinds[name] for name in names), num_samples
         if key not in self._known:
-            layers_ms = [self.options[name].layer_ms(kinds[name], num_samples) for name in part]
-            most = min(self.options[name].max_stages for name in part)
-            stages = (sum(_stage_ms(values, count) for values in layers_ms) for count in range(1, most + 1))
+            layers_ms = [self.options[name].layer_ms(kinds[name], num_samples) for name in names]
+            max_stages = min(self.options[name].max_stages for name in names)
+            stages = (sum(_stage_ms(values, count) for values in layers_ms) for count in range(1, max_stages + 1))
             self._known[key] = [float(np.max(values)) for values in stages]
         return self._known[key]
 
     def _splits(self, pp_size: int) -> Iterator[tuple[int, ...]]:
-        """Numbers of stages of each part, from one to its number of layers."""
-        most = [min(self.options[name].max_stages for name in part) for part in self.parts]
-        for ends in itertools.combinations(range(1, pp_size), len(self.parts) - 1):
+        """Numbers of stages of modules that share them, from one to its number of layers."""
+        limits = [min(self.options[name].max_stages for name in names) for names in self.sharing]
+        for ends in itertools.combinations(range(1, pp_size), len(self.sharing) - 1):
             stages = tuple(np.diff([0, *ends, pp_size]).tolist())
-            if all(count <= limit for count, limit in zip(stages, most, strict=True)):
+            if all(count <= limit for count, limit in zip(stages, limits, strict=True)):
                 yield stages
 
     def _estimate(

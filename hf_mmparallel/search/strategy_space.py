@@ -114,9 +114,9 @@ class StrategySpace:
         for size, tables in self._every_option.items():
             fitting = []
             for index, table in enumerate(tables):
-                least = self._least(size, index, table)
-                fits = least <= self._num_layers[index] * SAME
-                fitting.append(table[fits & (least * table[:, 0] * table[:, 1] <= self.num_ranks * SAME)])
+                min_stages = self._least(size, index, table)
+                fits = min_stages <= self._num_layers[index] * SAME
+                fitting.append(table[fits & (min_stages * table[:, 0] * table[:, 1] <= self.num_ranks * SAME)])
             if all(map(len, fitting)):
                 options[size] = tuple(fitting)
         return options
@@ -223,12 +223,12 @@ class StrategySpace:
 
     def _least_bytes(self, index: int) -> float:
         """Minimum memory of a rank of a module."""
-        num_layers, least = int(self._num_layers[index]), np.inf
+        num_layers, min_bytes = int(self._num_layers[index]), np.inf
         for size, tables in self._every_option.items():
             tp_size, _, _, state, saved, _ = tables[index].T
             in_flight = min(num_layers + int(self._least_after[index]), self._num_microbatches(size))
-            least = min(least, float(((state + saved * in_flight) / (tp_size * num_layers)).min()))
-        return least
+            min_bytes = min(min_bytes, float(((state + saved * in_flight) / (tp_size * num_layers)).min()))
+        return min_bytes
 
     def _combinations(self, dp_size: int, tables: tuple[NDArray, ...], limit_ms: float) -> NDArray:
         """
@@ -252,13 +252,13 @@ class StrategySpace:
         bound = self._through(grids[0]) + reduce(np.add, grids[1])
         fits = (bound <= limit_ms) & (reduce(np.add, grids[2]) <= self.num_ranks * SAME)
         chosen = np.nonzero(fits)
-        rows = [table[keep][places] for table, keep, places in zip(tables, alone, chosen, strict=True)]
+        rows = [table[keep][indices] for table, keep, indices in zip(tables, alone, chosen, strict=True)]
         return np.stack(rows, axis=1)
 
     def _bound_with_the_best(self, passes: list[NDArray], work: list[NDArray], index: int) -> NDArray:
         """`[options]` of a module: a lower bound for any options of the other modules."""
         best = [values.min(initial=np.inf) for values in passes]
-        rest = sum(values.min(initial=np.inf) for place, values in enumerate(work) if place != index)
+        rest = sum(values.min(initial=np.inf) for other, values in enumerate(work) if other != index)
         return self._through([*best[:index], passes[index], *best[index + 1 :]]) + work[index] + rest
 
     def _through(self, values: list) -> NDArray:

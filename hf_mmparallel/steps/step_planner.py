@@ -8,11 +8,11 @@ from functools import cached_property
 from typing import Protocol
 
 from ..arrange import arrange_step
-from ..cost import CostModel, RankMemory, StepCost, batch_workloads, eager_caps, memory_per_rank, model_flops
+from ..cost import CostModel, RankMemory, StepCost, batch_workloads, fitting_in_flight, memory_per_rank, model_flops
 from ..cost.optimizer import optimizer_ms
 from ..cost.stage_times import StageCost, stage_costs
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads
-from ..schedule import Condensed, Program, Simulation, condense, condensed_program, simulate
+from ..schedule import Program, Representatives, Simulation, find_representatives, program_of_parts, simulate
 
 SizeFunction = Callable[[Sequence[int]], SampleSizes]
 
@@ -20,7 +20,7 @@ SizeFunction = Callable[[Sequence[int]], SampleSizes]
 class SampleBatch(Protocol):
     """
     Samples of a global batch in the sampler's order, their epoch, their sizes (if they were measured when they were
-    drawn), and limits of microbatches (if they differ from the planner's).
+    drawn), and token limits of microbatches (if they differ from the planner's).
     """
 
     @property
@@ -33,7 +33,7 @@ class SampleBatch(Protocol):
     def sizes(self) -> SampleSizes | None: ...
 
     @property
-    def limits(self) -> Mapping[str, int] | None: ...
+    def token_limits(self) -> Mapping[str, int] | None: ...
 
 
 @dataclass(frozen=True)
@@ -65,37 +65,37 @@ class StepPlanner:
     Args:
         costs (`CostModel`): Costs of the model's layers.
         plan (`ParallelPlan`): The layout.
-        groups (`Sequence[SyncGroup]`): The gradient all-reduces.
+        sync_groups (`Sequence[SyncGroup]`): The gradient all-reduces.
         microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        method (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
+        arrangement (`str`, *optional*, defaults to `"contiguous"`): A name in [`ARRANGEMENTS`].
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*):
             Dataset indices -> their sizes; without it all samples count the same.
         max_tokens (`int`, *optional*): Maximum LM tokens per microbatch.
         memory_bytes (`float`, *optional*): Memory of a rank that microbatches have to fit.
         training (`bool`, *optional*, defaults to `True`): Whether there are backwards.
-        limits (`Mapping[str, int]`, *optional*):
-            Module -> maximum tokens per microbatch for all steps of a run, see [`~StepPlanner.with_limits`]; computed
-            for each batch by default.
+        token_limits (`Mapping[str, int]`, *optional*):
+            Module -> maximum tokens per microbatch for all steps of a run, see [`~StepPlanner.with_token_limits`];
+            computed for each batch by default.
     """
 
     costs: CostModel
     plan: ParallelPlan
-    groups: Sequence[SyncGroup]
+    sync_groups: Sequence[SyncGroup]
     microbatch_size: int
-    method: str = "contiguous"
+    arrangement: str = "contiguous"
     sizes: SizeFunction | None = None
     max_tokens: int | None = None
     memory_bytes: float | None = None
     training: bool = True
-    limits: Mapping[str, int] | None = None
+    token_limits: Mapping[str, int] | None = None
 
-    def with_method(self, method: str) -> StepPlanner:
+    def with_arrangement(self, arrangement: str) -> StepPlanner:
         """The same planner with another arrangement; shares cached properties of the layout."""
-        result = replace(self, method=method)
-        result.__dict__.update(condensed=self.condensed, stage_costs=self.stage_costs)
+        result = replace(self, arrangement=arrangement)
+        result.__dict__.update(representatives=self.representatives, stage_costs=self.stage_costs)
         return result
 
-    def with_limits(self, typical: SampleSizes) -> StepPlanner:
+    def with_token_limits(self, typical: SampleSizes) -> StepPlanner:
         """
         The same planner with limits of microbatches computed once, so that they can be reported, and compared with all
         samples, before the first step.
@@ -107,7 +107,7 @@ class StepPlanner:
             `ValueError`: If the memory of a rank is insufficient for microbatches of any size.
         """
         workloads = batch_workloads(self.costs, self.plan, typical, self.max_tokens, self.memory_bytes)
-        return replace(self, limits=workloads.max_tokens)
+        return replace(self, token_limits=workloads.token_limits)
 
     def __call__(self, global_batch: SampleBatch, rank: int | None = None) -> PlannedStep:
         """
@@ -125,14 +125,14 @@ class StepPlanner:
         sizes = global_batch.sizes
         if sizes is None and self.sizes is not None:
             sizes = self.sizes(global_batch.samples)
-        limits = self.limits if global_batch.limits is None else global_batch.limits
-        return self.arrange(global_batch.samples, sizes, limits, global_batch.epoch)
+        token_limits = self.token_limits if global_batch.token_limits is None else global_batch.token_limits
+        return self.arrange(global_batch.samples, sizes, token_limits, global_batch.epoch)
 
     def arrange(
         self,
         samples: Sequence[int],
         sizes: SampleSizes | None,
-        limits: Mapping[str, int] | None = None,
+        token_limits: Mapping[str, int] | None = None,
         epoch: int = 0,
     ) -> PlannedStep:
         """
@@ -141,24 +141,24 @@ class StepPlanner:
         Args:
             samples (`Sequence[int]`): Dataset indices in the sampler's order.
             sizes (`SampleSizes`, *optional*): Sizes of the samples; without them all count the same.
-            limits (`Mapping[str, int]`, *optional*):
+            token_limits (`Mapping[str, int]`, *optional*):
                 Module -> maximum tokens per microbatch; computed for these samples by default.
             epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
         """
         if sizes is None:
             workloads = Workloads.alike(self.plan.modules, len(samples))
         else:
-            memory_bytes = self.memory_bytes if limits is None else None
+            memory_bytes = self.memory_bytes if token_limits is None else None
             workloads = batch_workloads(self.costs, self.plan, sizes, self.max_tokens, memory_bytes)
-            if limits is not None:
-                workloads = replace(workloads, max_tokens=limits)
-        step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.method, epoch)
+            if token_limits is not None:
+                workloads = replace(workloads, token_limits=token_limits)
+        step = arrange_step(self.plan, samples, workloads, self.microbatch_size, self.arrangement, epoch)
         return PlannedStep(step, Program({}), sizes, workloads)
 
     @cached_property
-    def condensed(self) -> Condensed:
-        """The layout with one representative of all ranks that run the same program."""
-        return condense(self.plan, self.groups)
+    def representatives(self) -> Representatives:
+        """The layout on representatives."""
+        return find_representatives(self.plan, self.sync_groups)
 
     @cached_property
     def stage_costs(self) -> Mapping[StageKey, StageCost]:
@@ -170,15 +170,15 @@ class StepPlanner:
         The program of a step, with costs from the sizes of its samples if they are known; only for the ranks in the
         part of `rank` if that is given.
         """
-        cost = caps = None
-        parts = list(self.condensed.parts(step, rank))
+        cost = fitting = None
+        parts = list(self.representatives.parts(step, rank))
         plan, own_step = (self.plan, step) if rank is None or not parts else (parts[0].whole_plan, parts[0].step)
         if sizes is not None:
-            cost = StepCost(self.costs, plan, own_step, sizes, self.groups, self.stage_costs)
+            cost = StepCost(self.costs, plan, own_step, sizes, self.sync_groups, self.stage_costs)
             if plan.policy.fills_memory and self.training:
-                caps = eager_caps(self.costs, plan, own_step, sizes, self.memory_bytes)
-        program = condensed_program(parts, cost, self.training, caps)
-        return self.condensed.expand(program)
+                fitting = fitting_in_flight(self.costs, plan, own_step, sizes, self.memory_bytes)
+        program = program_of_parts(parts, cost, self.training, fitting)
+        return self.representatives.expand(program)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """
@@ -190,7 +190,7 @@ class StepPlanner:
         """
         sizes = planned.sizes if sizes is None else sizes
         assert sizes is not None
-        cost = StepCost(self.costs, self.plan, planned.step, sizes, self.groups)
+        cost = StepCost(self.costs, self.plan, planned.step, sizes, self.sync_groups)
         simulation = simulate(self.plan, planned.program, cost, cost.message_ms, cost.sync_ms)
         memory = memory_per_rank(self.costs, self.plan, planned.step, sizes, simulation.peak_in_flight)
         update_ms = optimizer_ms(self.costs, self.plan) if self.training else 0.0

@@ -51,13 +51,13 @@ class FoundPlan:
         plan (`ParallelPlan`): The plan.
         global_batch_size (`int`): Samples of an optimizer step.
         microbatch_size (`int`): Samples of a microbatch of one language-model replica.
-        method (`str`, *optional*): Arrangement of batches; `None` for that of the arguments.
+        arrangement (`str`, *optional*): Arrangement of batches; `None` for that of the arguments.
     """
 
     plan: ParallelPlan
     global_batch_size: int
     microbatch_size: int
-    method: str | None = None
+    arrangement: str | None = None
 
     def applied(
         self, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
@@ -67,7 +67,7 @@ class FoundPlan:
         args.global_batch_size = self.global_batch_size
         args.per_device_train_batch_size = self.microbatch_size
         args.gradient_accumulation_steps = 1
-        args.microbatch_assignment = args.microbatch_assignment or self.method
+        args.microbatch_assignment = args.microbatch_assignment or self.arrangement
         return replace(plugin, auto=False, plan=self.plan, schedule=self.plan.schedule), args
 
 
@@ -136,7 +136,7 @@ def _resumed_or_searched(
         saved = replace(saved, num_microbatches=num_microbatches(batch, size, dp_size))
         return FoundPlan(saved, batch, size, saved.microbatch_assignment), AutoSearch(None, origin)
     answer = _searched(prepared, sizes, plugin, args, batch)
-    return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.method), AutoSearch(answer, origin)
+    return FoundPlan(answer.plan, batch, answer.microbatch_size, answer.arrangement), AutoSearch(answer, origin)
 
 
 def saved_plan(
@@ -206,7 +206,7 @@ def _searched(
         batch,
         memory_bytes=memory_bytes,
         schedule=plugin.schedule,
-        method=args.microbatch_assignment,
+        arrangement=args.microbatch_assignment,
         fixed=possible_sizes(prepared.model, prepared.spec, plugin),
         checkpointing=checkpointing,
         seed=args.seed,
@@ -229,8 +229,8 @@ def _searched(
     name = getattr(prepared.model.config, "name_or_path", "") or type(prepared.model).__name__
     inputs = Inputs(ModelSource(name, prepared.model, prepared.spec, {}), samples, args.layer_profile, args.seed)
     size = best.microbatch_size
-    method = best.candidate.method
-    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, method, result)
+    arrangement = best.candidate.arrangement
+    return Answer(settings, inputs, costs, best.typical, best.predictions, batch, size, arrangement, result)
 
 
 def _checkpointing(

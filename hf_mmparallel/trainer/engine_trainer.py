@@ -21,7 +21,7 @@ from ..data.step_dataset import StepBatch
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime.engine import ParallelEngine
-from ..steps.method_choice import DEFAULT_METHOD
+from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..world import World, shared_failure
 from . import build
 from .agreement import SampleAgreement, check_output_folder
@@ -131,14 +131,14 @@ class EngineTrainer(Trainer):
         self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")
-        self._method = DEFAULT_METHOD  # if the arguments name no arrangement; the value of rank 0 decides
+        self._arrangement = DEFAULT_ARRANGEMENT  # if the arguments name no arrangement; the value of rank 0 decides
 
     def _report(self) -> None:
         """Prints the plan and the search for it."""
         answer = None if self.search is None else self.search.answer
         searched = None if answer is None else answer.inputs.samples.measured
         report = PlanReport(self._engine, self.training_sizes, self.global_batch_size, self.rows, searched).show()
-        self._method = self._method if report.choice is None else report.choice.method
+        self._arrangement = self._arrangement if report.choice is None else report.choice.arrangement
         self._steps.limits.has_warned = report.large is not None and report.large.num_over > 0
         if self.search is not None:
             report_search(self.search, Path(self.args.output_dir))

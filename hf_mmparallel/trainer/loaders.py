@@ -20,7 +20,7 @@ from ..data.step_dataset import StepDataset, as_is, keys_of_rank
 from ..data.streams import StreamSampler, StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..runtime.engine import ParallelEngine
-from ..steps.method_choice import DEFAULT_METHOD
+from ..steps.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..steps.step_planner import SizeFunction, StepPlanner
 from ..world import World
 from .arguments import AUTO, MultimodalTrainingArguments
@@ -67,7 +67,7 @@ class StepLoaders:
         self.args: Any = context.args
 
     def training(
-        self, sampler_of: SamplerOf, sizes: TrainingSizes, method: str, learned: Mark | None = None
+        self, sampler_of: SamplerOf, sizes: TrainingSizes, arrangement: str, learned: Mark | None = None
     ) -> TrainingLoader:
         """
         Global batches of the training set in the stock Trainer's order, arranged as the arguments say. Collective.
@@ -75,7 +75,7 @@ class StepLoaders:
         Args:
             sampler_of (`Callable`): Training set -> its sampler.
             sizes ([`TrainingSizes`]): Sizes of the training samples.
-            method (`str`): Arrangement if the arguments name none; that of rank 0 counts.
+            arrangement (`str`): Arrangement if the arguments name none; that of rank 0 counts.
             learned (`tuple[float, int, int]`, *optional*): Memory ratio of the run that is resumed.
         """
         dataset = self.context.train_dataset
@@ -85,12 +85,12 @@ class StepLoaders:
         dataset = self._windowed(dataset, self.args.dataloader_drop_last)
         order = self._training_order(dataset, sampler_of)
         global_batches = GlobalBatchSampler(order, self.batch_size, self.args.dataloader_drop_last)
-        agreed = self.context.world.from_first_rank(lambda: method)
+        agreed = self.context.world.from_first_rank(lambda: arrangement)
         shared = sizes.shared(dataset, self.batch_size)
         base = base_planner(self.engine, self.args.per_device_train_batch_size)
         planner = training_planner(base, self.args, shared.source, agreed)
         if shared.typical is not None:
-            planner = planner.with_limits(shared.typical)
+            planner = planner.with_token_limits(shared.typical)
         memory_ratio, loader_planner = self._memory_ratio(planner, shared, learned), planner
         if shared.is_measured_by_batch:  # global batches then bring their sizes, and workers need no source of them
             global_batches = self._sized(dataset, global_batches, shared)
@@ -242,7 +242,7 @@ def base_planner(engine: ParallelEngine, microbatch_size: int) -> StepPlanner:
 
 
 def training_planner(
-    planner: StepPlanner, args: MultimodalTrainingArguments, sizes: SizeFunction | None, method: str | None = None
+    planner: StepPlanner, args: MultimodalTrainingArguments, sizes: SizeFunction | None, arrangement: str | None = None
 ) -> StepPlanner:
     """
     A planner of training steps with the arrangement and the limits that the arguments ask for.
@@ -251,11 +251,11 @@ def training_planner(
         planner ([`StepPlanner`]): See [`base_planner`].
         args ([`MultimodalTrainingArguments`]): The arguments.
         sizes (`Callable[[Sequence[int]], SampleSizes]`, *optional*): Dataset indices -> sizes.
-        method (`str`, *optional*): Arrangement if the arguments name none.
+        arrangement (`str`, *optional*): Arrangement if the arguments name none.
     """
     return replace(
         planner,
-        method=args.microbatch_assignment or method or DEFAULT_METHOD,
+        arrangement=args.microbatch_assignment or arrangement or DEFAULT_ARRANGEMENT,
         sizes=sizes,
         max_tokens=args.max_tokens_per_microbatch,
         memory_bytes=allowed_bytes(args, planner.costs.device),

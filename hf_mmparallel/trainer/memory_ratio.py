@@ -91,13 +91,13 @@ class MemoryRatio:
         assert self.planner.memory_bytes is not None
         corrected = replace(self.planner, memory_bytes=self.planner.memory_bytes / ratio)
         try:
-            self.limits = corrected.with_limits(self.typical).limits
+            self.limits = corrected.with_token_limits(self.typical).token_limits
         except ValueError as error:
             logger.warning(
                 f"Ranks need {ratio:.2f} times the memory that is predicted, with which no microbatch fits: {error} "
                 "Microbatches stay as they are."
             )
-            self.limits = self.planner.limits
+            self.limits = self.planner.token_limits
             return
         assert self.limits is not None
         limits = " and ".join(f"{limit:,} tokens in `{name}`" for name, limit in self.limits.items())

@@ -69,7 +69,7 @@ def plan_section(
         *("| " + " | ".join(str(row[name]) for name in head) + " |" for row in rows),
     ]
     if engine.planner is not None:
-        lines += ["", f"The samples of a global batch are arranged by `{engine.planner.method}`."]
+        lines += ["", f"The samples of a global batch are arranged by `{engine.planner.arrangement}`."]
     for picture, title in (
         (SCHEDULE, "Predicted schedule of one step"),
         (WORKLOADS, "Predicted forward of each microbatch of one step"),

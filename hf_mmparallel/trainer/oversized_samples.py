@@ -105,7 +105,7 @@ class LimitWatch:
         """
         if self.has_warned or workloads is None:
             return
-        for name, limit in workloads.max_tokens.items():
+        for name, limit in workloads.token_limits.items():
             tokens = workloads.tokens[name]
             largest = int(np.argmax(tokens)) if len(tokens) else 0
             if len(tokens) and tokens[largest] > limit:

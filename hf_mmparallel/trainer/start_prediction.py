@@ -12,11 +12,11 @@ from ..data.global_batches import GlobalBatch
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
 from ..plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
-from ..plan.assignments import KEEPING_LIMITS
+from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine
 from ..schedule import Simulation
-from ..steps.condensed import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
-from ..steps.method_choice import MethodChoice, choose_method
+from ..steps.arrangement_choice import ArrangementChoice, choose_arrangement
+from ..steps.representatives import iteration_ms, on_all_ranks, predict_arranged, simulate_arranged
 from ..steps.step_planner import PlannedStep, StepPlanner
 from .loaders import base_planner, training_planner
 from .oversized_samples import LargeSamples
@@ -38,7 +38,7 @@ class StepReport:
         balances (`tuple[Balance, Balance]`, *optional*):
             Balance in the sampler's order and as arranged, where sizes are known.
         before_ms (`float`, *optional*): Duration of the step in the sampler's order, optimizer included.
-        choice ([`MethodChoice`], *optional*): Arrangement and reason, where the arguments name none.
+        choice ([`ArrangementChoice`], *optional*): Arrangement and reason, where the arguments name none.
         large ([`LargeSamples`], *optional*): Samples above the limits of microbatches, where there are limits.
         optimizer_ms (`float`, *optional*, defaults to 0.0): Duration of the optimizer's step.
     """
@@ -48,7 +48,7 @@ class StepReport:
     memory: Mapping[int, RankMemory] | None
     balances: tuple[Balance, Balance] | None = None
     before_ms: float | None = None
-    choice: MethodChoice | None = None
+    choice: ArrangementChoice | None = None
     large: LargeSamples | None = None
     optimizer_ms: float = 0.0
 
@@ -120,26 +120,26 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tu
         source, start = sizes.of_rank(dataset), sizes.at_start(dataset, batch_size)
     planner = training_planner(base_planner(engine, args.per_device_train_batch_size), args, source)
     if start is not None:
-        planner = planner.with_limits(start.sizes.like_the_mean(batch_size))
+        planner = planner.with_token_limits(start.sizes.like_the_mean(batch_size))
     global_batch = representative_batch(dataset, planner.sizes, batch_size, args)
     if not global_batch.samples:
         planner, global_batch = replace(planner, sizes=None), GlobalBatch(tuple(range(batch_size)))
     choice, known = None, None if planner.sizes is None else planner.sizes(global_batch.samples)
     if args.microbatch_assignment is None and known is not None and known.known:
-        choice = choose_method(planner, [known])
-        planner = planner.with_method(choice.method)
+        choice = choose_arrangement(planner, [known])
+        planner = planner.with_arrangement(choice.arrangement)
     planned = planner.arrange_batch(global_batch)
     if known is None or not known.known:
         tokens = mean_tokens(context, context.train_dataset)
         if tokens is None:
             return planner, StepReport(planned, simulate_arranged(planner, planned), None)
         return planner, _costed(planner, planned, SampleSizes.uniform(tokens, len(global_batch.samples)))
-    before = planner.with_method("contiguous").arrange_batch(global_batch)
+    before = planner.with_arrangement("contiguous").arrange_batch(global_batch)
     balances = step_balance(before.step, planned.workloads), step_balance(planned.step, planned.workloads)
     before_ms = iteration_ms(planner, before)
     large = None
-    if start is not None and planner.limits and planner.method in KEEPING_LIMITS:
-        large = LargeSamples.of(start, planner.limits)
+    if start is not None and planner.token_limits and planner.arrangement in KEEPING_LIMITS:
+        large = LargeSamples.of(start, planner.token_limits)
     report = _costed(planner, planned)
     before_ms += report.optimizer_ms
     return planner, replace(report, balances=balances, before_ms=before_ms, choice=choice, large=large)
@@ -147,5 +147,5 @@ def predict(engine: ParallelEngine, sizes: TrainingSizes, batch_size: int) -> tu
 
 def _costed(planner: StepPlanner, planned: PlannedStep, sizes: SampleSizes | None = None) -> StepReport:
     """The prediction for a step, by the sizes of its samples or by `sizes`."""
-    prediction = on_all_ranks(predict_arranged(planner, planner.condensed, planned, sizes))
+    prediction = on_all_ranks(predict_arranged(planner, planned, sizes))
     return StepReport(planned, prediction.simulation, prediction.memory, optimizer_ms=prediction.optimizer_ms)

@@ -15,7 +15,7 @@ from ..data.streams import is_stream
 from ..drawing.timeline import gantt_png
 from ..drawing.workload_chart import BEFORE, balance_png, number_text
 from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan
-from ..plan.assignments import KEEPING_LIMITS
+from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..planner.tables import plan_table, range_text
 from ..profiling.device_detection import core_per_rank
 from ..runtime.engine import ParallelEngine
@@ -47,20 +47,20 @@ def size_origin(context: RunContext) -> str:
     return "the dataset's `token_counts`" if counts else "the dataset's metadata"
 
 
-def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[str]:
+def arrangement_lines(arrangement: str, origin: str, prediction: StepReport) -> list[str]:
     """The arrangement of samples into microbatches, and how even these are."""
-    if prediction.balances is None and method == "contiguous":
+    if prediction.balances is None and arrangement == "contiguous":
         return ["Samples are in the sampler's order, `contiguous`. Their sizes are unknown."]
     if prediction.balances is None:
         return [
-            f"Sizes of samples are unknown, all count the same, and `{method}` arranges them by their number. Give "
-            "`token_columns`, or `sample_tokens` to the Trainer."
+            f"Sizes of samples are unknown, all count the same, and `{arrangement}` arranges them by their number. "
+            "Give `token_columns`, or `sample_tokens` to the Trainer."
         ]
     old, new = ({name: number_text(b.std_ms(name)) for name in b.forward_ms} for b in prediction.balances)
     step_ms, before_ms = number_text(prediction.step_ms), number_text(prediction.before_ms or 0.0)
     deviation = "standard deviation of a microbatch's forward"
     reason = "" if prediction.choice is None else f": {prediction.choice}"
-    if method == "contiguous":
+    if arrangement == "contiguous":
         spread = ", ".join(f"{name} {std} ms" for name, std in new.items())
         return [
             f"Samples are in the sampler's order, `contiguous`{reason}.",
@@ -68,7 +68,7 @@ def arrangement_lines(method: str, origin: str, prediction: StepReport) -> list[
         ]
     spread = ", ".join(f"{name} {old[name]} -> {std} ms" for name, std in new.items())
     return [
-        f"Samples are arranged by `{method}`, with sizes from {origin}{reason}.",
+        f"Samples are arranged by `{arrangement}`, with sizes from {origin}{reason}.",
         f"Predicted, in the sampler's order -> arranged: a step {before_ms} -> {step_ms} ms, the optimizer's with it; "
         f"{deviation} {spread}. "
         f"{prediction.balances[1].deferred_fraction:.0%} of samples are deferred.",
@@ -141,7 +141,7 @@ class PlanReport:
         if prediction.large is not None and prediction.large.num_over:
             logger.warning(prediction.large.warning)
         with not_worth_a_run("The picture of the predicted step"):
-            draw_prediction(Path(str(args.output_dir)), planner.method, prediction)
+            draw_prediction(Path(str(args.output_dir)), planner.arrangement, prediction)
         return prediction
 
     def lines(self, planner: StepPlanner, prediction: StepReport) -> list[str]:
@@ -150,7 +150,7 @@ class PlanReport:
         args = context.args
         step, cp_size = prediction.planned.step, plan.modules[LANGUAGE_MODEL].cp_size
         counts = [len(microbatches) for microbatches in step.microbatches[LANGUAGE_MODEL]]
-        if planner.method == "contiguous":
+        if planner.arrangement == "contiguous":
             per_microbatch = f"up to {args.per_device_train_batch_size}"
         else:
             per_microbatch = f"on average {len(step.samples) / sum(counts):.3g}"
@@ -160,7 +160,7 @@ class PlanReport:
         ]
         if cp_size == 1:
             lines.append(str(self.rows))
-        lines += arrangement_lines(planner.method, size_origin(context), prediction)
+        lines += arrangement_lines(planner.arrangement, size_origin(context), prediction)
         if prediction.large is not None:
             lines.append(str(prediction.large))
         lines += settings_without_effect(args, prediction.balances is not None, device.type == "cuda")
@@ -196,13 +196,13 @@ class PlanReport:
             return planner.sizes(global_batch.samples) if global_batch.samples else None
 
 
-def draw_prediction(folder: Path, method: str, prediction: StepReport) -> None:
+def draw_prediction(folder: Path, arrangement: str, prediction: StepReport) -> None:
     """Draws the predicted step into a folder, and where sizes are known its balance."""
     folder.mkdir(parents=True, exist_ok=True)
     gantt_png(prediction.simulation, folder / SCHEDULE, title="Predicted schedule of one step")
     if prediction.balances is not None:
         before, after = prediction.balances
-        panels = {BEFORE: before, f"after, {method}": after}
+        panels = {BEFORE: before, f"after, {arrangement}": after}
         balance_png(panels, folder / WORKLOADS, title="Predicted forward of each microbatch of one step")
 
 
@@ -216,8 +216,8 @@ def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
     most = max(len(microbatches) for microbatches in replicas)
     if 2 * most < asked:
         logger.warning(
-            f"`microbatch_assignment={planner.method!r}` makes {most} microbatches or fewer for each replica of the "
-            f"language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It has "
-            "at most as many as the encoders' work is times that of the largest sample, few where most samples are "
-            'text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
+            f"`microbatch_assignment={planner.arrangement!r}` makes {most} microbatches or fewer for each replica of "
+            f"the language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. "
+            "It has at most as many as the encoders' work is times that of the largest sample, few where most samples "
+            'are text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
         )

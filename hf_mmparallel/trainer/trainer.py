@@ -158,7 +158,7 @@ class MultimodalParallelTrainer(EngineTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """Its items are steps of all ranks, whose planner the engine gets. Collective."""
         made = self._loaders.training(
-            self._get_train_sampler, self.training_sizes, self._method, self._steps.learned_ratio
+            self._get_train_sampler, self.training_sizes, self._arrangement, self._steps.learned_ratio
         )
         self._engine.planner, self._steps.memory_ratio = made.planner, made.memory_ratio
         return made.loader

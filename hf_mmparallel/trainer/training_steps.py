@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..data.step_dataset import StepBatch, StepDataset
-from ..plan.assignments import KEEPING_LIMITS
+from ..plan.arrangement_policies import KEEPING_LIMITS
 from ..runtime.engine import ParallelEngine, StepTotals
 from ..world import ACTIVITY, shared_failure
 from .agreement import SampleAgreement, TargetCount
@@ -82,7 +82,7 @@ class TrainingSteps:
         if batch is None:
             return None
         self.progress.step(batch.planned_for)
-        if engine.planner is not None and engine.planner.method in KEEPING_LIMITS:
+        if engine.planner is not None and engine.planner.arrangement in KEEPING_LIMITS:
             self.limits.saw(batch.step, batch.workloads)
         return batch
 

@@ -64,15 +64,17 @@ def test_every_sample_counts_once_and_is_deferred_or_not(case, data):
     balance = step_balance(step, workloads(**times))
     late = []
     for batch_index in range(len(step.samples)):
-        replica, taken = step.places[LANGUAGE_MODEL, batch_index]
+        replica, taken = step.location_of[LANGUAGE_MODEL, batch_index]
         encoders = [
-            (name, *step.places[name, batch_index]) for name in step.targets if (name, batch_index) in step.places
+            (name, *step.location_of[name, batch_index])
+            for name in step.targets
+            if (name, batch_index) in step.location_of
         ]
         found = False
         for name, copy, index in encoders:
             # Turns: the microbatches of that replica, of those that this copy feeds, which has most of them.
             fed = {
-                step.places[LANGUAGE_MODEL, other][0]
+                step.location_of[LANGUAGE_MODEL, other][0]
                 for batch_indices in step.microbatches[name][copy]
                 for other in batch_indices
             }

@@ -50,12 +50,12 @@ def flat(replicas) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("method", BASELINES)
+@pytest.mark.parametrize("arrangement", BASELINES)
 @given(heavy_tailed(24), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=30)
-def test_every_sample_is_once_in_every_module_that_has_work_for_it(method, workloads, vision, language, size):
+def test_every_sample_is_once_in_every_module_that_has_work_for_it(arrangement, workloads, vision, language, size):
     plan = make_plan((vision, 1), (language, 2))
-    step = arrange_step(plan, range(workloads.num_samples), workloads, size, method)
+    step = arrange_step(plan, range(workloads.num_samples), workloads, size, arrangement)
     assert sorted(flat(step.microbatches[LANGUAGE_MODEL])) == list(range(workloads.num_samples))
     busy = np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
     assert sorted(flat(step.microbatches["vision"])) == busy
@@ -63,17 +63,17 @@ def test_every_sample_is_once_in_every_module_that_has_work_for_it(method, workl
     assert {len(replica) for replica in step.microbatches[LANGUAGE_MODEL]} == {count}
     # No deferral: what an encoder takes at one place, the language model takes at the same place.
     parts = len(step.microbatches["vision"][0]) // count
-    assert parts == (2 if method == "sub_microbatches" else 1)
+    assert parts == (2 if arrangement == "sub_microbatches" else 1)
     for batch_index in busy:
-        assert step.places["vision", batch_index][1] // parts == step.places[LANGUAGE_MODEL, batch_index][1]
+        assert step.location_of["vision", batch_index][1] // parts == step.location_of[LANGUAGE_MODEL, batch_index][1]
     assert simulate(plan, build_program(plan, step, sync_groups(SPEC, plan))).iteration_ms >= 0
 
 
-@pytest.mark.parametrize("method", BASELINES)
-def test_with_equal_copies_an_encoder_copy_feeds_one_of_the_language_model(method):
+@pytest.mark.parametrize("arrangement", BASELINES)
+def test_with_equal_copies_an_encoder_copy_feeds_one_of_the_language_model(arrangement):
     rng = np.random.default_rng(0)
     workloads = make_workloads(*rng.lognormal(1, 1, (2, 48)))
-    found = ARRANGEMENTS[method](make_plan((3, 2), (3, 2)), workloads, 4)
+    found = ARRANGEMENTS[arrangement](make_plan((3, 2), (3, 2)), workloads, 4)
     for mine, theirs in zip(found["vision"], found[LANGUAGE_MODEL], strict=True):
         assert sorted(flat([mine])) == sorted(flat([theirs]))
 

@@ -96,9 +96,9 @@ def test_an_encoder_microbatch_is_cut_by_who_takes_it():
         (LANGUAGE_MODEL, 1, 0): ((2,),),
         (LANGUAGE_MODEL, 1, 1): (),
     }
-    assert step.places[LANGUAGE_MODEL, 3] == (0, 1)
-    assert step.places["vision", 2] == (0, 0)
-    assert ("vision", 3) not in step.places
+    assert step.location_of[LANGUAGE_MODEL, 3] == (0, 1)
+    assert step.location_of["vision", 2] == (0, 0)
+    assert ("vision", 3) not in step.location_of
 
 
 def test_structure_is_all_that_a_program_reads():

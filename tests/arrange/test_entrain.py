@@ -38,12 +38,12 @@ def test_every_sample_is_once_in_every_module_and_at_most_a_microbatch_late(work
     assert sorted(encoded) == np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
     for replica, microbatches in enumerate(step.microbatches["vision"]):
         for batch_index in step.consumer_turns("vision", replica, LANGUAGE_MODEL):
-            taker, index = step.places[LANGUAGE_MODEL, batch_index]
+            taker, index = step.location_of[LANGUAGE_MODEL, batch_index]
             # In turns of the encoder, which has as many as the replica of its colocated that has most.
             turn = turn_of(index, len(step.microbatches[LANGUAGE_MODEL][taker]), len(microbatches))
-            assert turn >= step.places["vision", batch_index][1]
+            assert turn >= step.location_of["vision", batch_index][1]
             if language == vision:
-                assert turn - step.places["vision", batch_index][1] in (0, 1)
+                assert turn - step.location_of["vision", batch_index][1] in (0, 1)
     build_program(plan, step, sync_groups(SPEC, plan))
 
 
@@ -128,9 +128,9 @@ def test_deviations_on_synthchartnet_fall_by_what_the_paper_says(model):
     plan, found = resolve_plan(PUBLISHED_MODELS[model].spec, sizes), {}
     for seed in range(5):
         work = PUBLISHED_MODELS[model].workloads(PUBLISHED["synthchartnet"].draw(512, seed))
-        for method in ("disttrain", "entrain"):
-            balance = step_balance(arrange_step(plan, range(512), work, 4, method), work)
+        for arrangement in ("disttrain", "entrain"):
+            balance = step_balance(arrange_step(plan, range(512), work, 4, arrangement), work)
             for name in plan.modules:
-                found.setdefault((method, name), []).append(balance.std_ms(name))
+                found.setdefault((arrangement, name), []).append(balance.std_ms(name))
     fewer = {name: np.mean(found["disttrain", name]) / np.mean(found["entrain", name]) for name in plan.modules}
     assert fewer["vision"] > 10.6 and fewer[LANGUAGE_MODEL] > 4.1

@@ -60,8 +60,8 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
         turns = [max(own) for own in np.split(np.array(counts), groups)]
         assert [len(own) for own in step.microbatches[name]] == np.repeat(turns, dp_size // groups).tolist()
         for batch_index in np.flatnonzero(work.forward_ms[name] > 0).tolist():
-            replica, index = step.places[LANGUAGE_MODEL, batch_index]
-            copy, same = step.places[name, batch_index]
+            replica, index = step.location_of[LANGUAGE_MODEL, batch_index]
+            copy, same = step.location_of[name, batch_index]
             group = replica * groups // language
             # The same microbatch, where all replicas of the language model have as many.
             assert same == int((index + 0.5) * turns[group] / counts[replica]) and copy * groups // dp_size == group
@@ -78,7 +78,7 @@ def test_a_plan_knows_what_is_in_front_and_what_behind():
     assert plan_of(language_model=ModulePlugin()).generators == ()
 
 
-@pytest.mark.parametrize("method", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @settings(max_examples=12, deadline=None)
 @given(
     st.tuples(*[st.integers(1, 4)] * 4),
@@ -87,7 +87,9 @@ def test_a_plan_knows_what_is_in_front_and_what_behind():
     st.sampled_from([0.0, 0.4, 1.0]),
     st.booleans(),
 )
-def test_generators_take_what_the_language_model_takes(method, sizes, num_samples, microbatch_size, empty, together):
+def test_generators_take_what_the_language_model_takes(
+    arrangement, sizes, num_samples, microbatch_size, empty, together
+):
     encoder, language, image, audio = sizes
     other = ModulePlugin(colocate_with=IMAGE) if together else ModulePlugin(audio)
     plan = plan_of(
@@ -100,18 +102,18 @@ def test_generators_take_what_the_language_model_takes(method, sizes, num_sample
     rng = np.random.default_rng(num_samples)
     for name in plan.generators:
         work.forward_ms[name][rng.random(num_samples) < empty] = 0
-    step = arrange_step(plan, range(num_samples), work, microbatch_size, method)
+    step = arrange_step(plan, range(num_samples), work, microbatch_size, arrangement)
     check(plan, work, step)
-    assert step == arrange_step(plan, range(num_samples), work, microbatch_size, method)
+    assert step == arrange_step(plan, range(num_samples), work, microbatch_size, arrangement)
     # A microbatch of the language model is one chunk, whatever is generated of it.
     assert all(len(own) <= 1 for key, own in step.chunks.items() if key[0] == LANGUAGE_MODEL)
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "tapered"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "tapered"])
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.floats(1.0, 2.0))
 @example(42, 1, 4, 18, 1.2)  # one that is hard to divide among copies
-def test_limits_of_generators_hold(method, seed, language, generator, num_samples, capacity):
+def test_limits_of_generators_hold(arrangement, seed, language, generator, num_samples, capacity):
     plan = plan_of(
         vision=ModulePlugin(), language_model=ModulePlugin(language), image_generator=ModulePlugin(generator)
     )
@@ -120,8 +122,8 @@ def test_limits_of_generators_hold(method, seed, language, generator, num_sample
     limits = {IMAGE: max(1, int(capacity * several * work.tokens[IMAGE].max()))}
     if seed % 2:
         limits[LANGUAGE_MODEL] = int(2 * work.tokens[LANGUAGE_MODEL].max())
-    work = dataclasses.replace(work, max_tokens=limits)
-    step = arrange_step(plan, range(num_samples), work, 8, method)
+    work = dataclasses.replace(work, token_limits=limits)
+    step = arrange_step(plan, range(num_samples), work, 8, arrangement)
     check(plan, work, step)
     for name, limit in limits.items():
         assert loads(step.microbatches[name], work.tokens[name]).max() <= limit
@@ -131,7 +133,7 @@ def test_deferral_leaves_generators_the_room_that_they_need():
     plan = plan_of(vision=ModulePlugin(), language_model=ModulePlugin(3), image_generator=ModulePlugin(3))
     for seed in range(8):
         work = draw(plan, 32, seed)
-        work = dataclasses.replace(work, max_tokens={IMAGE: int(2 * work.tokens[IMAGE].max())})
+        work = dataclasses.replace(work, token_limits={IMAGE: int(2 * work.tokens[IMAGE].max())})
         step = arrange_step(plan, range(32), work, 11)
         # Bins that are filled to the last token take one more.
         assert len(step.microbatches[IMAGE][0]) <= Batch(plan, work, 1).fewest.max() + 1
@@ -141,7 +143,7 @@ def test_a_sample_that_no_generator_has_room_for_is_alone():
     plan = plan_of(language_model=ModulePlugin(), image_generator=ModulePlugin())
     work = draw(plan, 8)
     limit = int(work.tokens[IMAGE].max()) - 1
-    work = dataclasses.replace(work, max_tokens={IMAGE: limit})
+    work = dataclasses.replace(work, token_limits={IMAGE: limit})
     largest = int(work.tokens[IMAGE].argmax())
     (microbatches,) = arrange_step(plan, range(8), work, 8).microbatches[IMAGE]
     for batch_indices in microbatches:
@@ -247,9 +249,9 @@ def test_a_generator_on_the_ranks_of_the_language_model_adds_to_its_stages():
     assert dict(zip(pipeline.modules, pipeline.shares, strict=True))[IMAGE] == (0.5, 0.5, 0.0)
 
 
-@pytest.mark.parametrize("method", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("kind", ["none", "one", "nothing to do", "no text", "giant"])
-def test_odd_batches(method, kind):
+def test_odd_batches(arrangement, kind):
     for encoder, language, generator in itertools.product((1, 3), (1, 2), (1, 2)):
         plan = plan_of(
             vision=ModulePlugin(encoder),
@@ -262,4 +264,4 @@ def test_odd_batches(method, kind):
                 own[:] = 0
         if kind == "giant":
             work.forward_ms[IMAGE][5] = 1e3
-        check(plan, work, arrange_step(plan, range(work.num_samples), work, 2, method))
+        check(plan, work, arrange_step(plan, range(work.num_samples), work, 2, arrangement))

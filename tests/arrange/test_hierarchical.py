@@ -27,14 +27,14 @@ def make_plan(vision: int, language: int, stages: int = 1) -> ParallelPlan:
     return resolve_plan(model_spec(), plugins)
 
 
-def draw(plan: ParallelPlan, num_samples: int, seed: int = 0, text: float = 0.2, **max_tokens: int) -> Workloads:
+def draw(plan: ParallelPlan, num_samples: int, seed: int = 0, text: float = 0.2, **token_limits: int) -> Workloads:
     """Work with a tail up to `LARGEST`, independent in all modules; a part `text` has none in each encoder."""
     rng = np.random.default_rng(seed)
     forward = {name: np.minimum(rng.lognormal(0, 0.7, num_samples), LARGEST) for name in plan.modules}
     for name in list(forward)[:-1]:
         forward[name][rng.random(num_samples) < text] = 0
     tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in forward.items()}
-    return Workloads(forward, dict.fromkeys(forward, 2.0), tokens, max_tokens)
+    return Workloads(forward, dict.fromkeys(forward, 2.0), tokens, token_limits)
 
 
 def loads(microbatches, weights) -> np.ndarray:
@@ -53,10 +53,10 @@ def check(plan: ParallelPlan, work: Workloads, step: StepPlan) -> None:
             s for s in range(work.num_samples) if name == LANGUAGE_MODEL or work.forward_ms[name][s] > 0
         ]
         for batch_index in batch_indices:
-            later = step.places[LANGUAGE_MODEL, batch_index][1] - step.places[name, batch_index][1]
+            later = step.location_of[LANGUAGE_MODEL, batch_index][1] - step.location_of[name, batch_index][1]
             assert later in (0, 1)
-        if name in work.max_tokens:
-            assert loads(replicas, work.tokens[name]).max(initial=0) <= work.max_tokens[name]
+        if name in work.token_limits:
+            assert loads(replicas, work.tokens[name]).max(initial=0) <= work.token_limits[name]
 
 
 @settings(max_examples=40, deadline=None)
@@ -88,7 +88,7 @@ def test_limits_hold(seed, vision, language, num_samples, capacity):
     several = max(1, -(-language // vision))
     limits = {"vision": several, LANGUAGE_MODEL: 1}
     limits = {name: max(1, int(capacity * several * work.tokens[name].max())) for name, several in limits.items()}
-    work = dataclasses.replace(work, max_tokens=limits)
+    work = dataclasses.replace(work, token_limits=limits)
     check(plan, work, arrange_step(plan, range(num_samples), work, 4))
 
 
@@ -96,7 +96,7 @@ def test_limits_make_more_microbatches():
     plan = make_plan(2, 2, 2)
     work = draw(plan, 64)
     limit = int(1.2 * work.tokens[LANGUAGE_MODEL].max())
-    step = arrange_step(plan, range(64), dataclasses.replace(work, max_tokens={LANGUAGE_MODEL: limit}), 16)
+    step = arrange_step(plan, range(64), dataclasses.replace(work, token_limits={LANGUAGE_MODEL: limit}), 16)
     count = len(step.microbatches[LANGUAGE_MODEL][0])
     assert count > 2 and work.tokens[LANGUAGE_MODEL].sum() / limit / 2 <= count
 
@@ -113,7 +113,7 @@ def test_a_sample_above_the_limit_gets_a_microbatch_of_its_own(seed, replicas, n
     plan = make_plan(*replicas)
     work = draw(plan, num_samples, seed)
     limits = {name: max(1, int(share * tokens.max())) for name, tokens in work.tokens.items()}
-    work = dataclasses.replace(work, max_tokens=limits)
+    work = dataclasses.replace(work, token_limits=limits)
     microbatches = (tapered if taper else hierarchical)(plan, work, 4)
     shares_encoder = replicas[0] < replicas[1]
     for name, limit in limits.items():
@@ -145,7 +145,7 @@ def test_replicas_that_share_an_encoder_fit_beside_each_other_in_it(capacity, ar
     plan = make_plan(1, 4)
     work = draw(plan, 128)
     limit = int(capacity * work.tokens["vision"].max())
-    work = dataclasses.replace(work, max_tokens={"vision": limit})
+    work = dataclasses.replace(work, token_limits={"vision": limit})
     step = arrange_step(plan, range(128), work, 4, arrangement.__name__)
     check(plan, work, step)
     assert len(step.microbatches["vision"][0]) < 1.5 * work.tokens["vision"].sum() / limit
@@ -163,7 +163,7 @@ def test_where_too_many_replicas_share_an_encoder_the_limit_of_the_language_mode
     plan = make_plan(1, 4)
     work = draw(plan, 32, text=0.0)
     limit = int(2 * work.tokens[LANGUAGE_MODEL].max())
-    work = dataclasses.replace(work, max_tokens={"vision": 1000, LANGUAGE_MODEL: limit})
+    work = dataclasses.replace(work, token_limits={"vision": 1000, LANGUAGE_MODEL: limit})
     microbatches = tapered(plan, work, 4)
     assert loads(microbatches[LANGUAGE_MODEL], work.tokens[LANGUAGE_MODEL]).max() <= limit
 
@@ -240,7 +240,7 @@ def test_the_fewest_microbatches_are_those_that_all_tokens_need(vision, count):
     work = Workloads.alike(plan.modules, 16)
     tokens = {name: 10 * own for name, own in work.tokens.items()}
     assert Batch(plan, work, 1).fewest.max() == 1
-    assert Batch(plan, dataclasses.replace(work, tokens=tokens, max_tokens={"vision": 20}), 1).fewest.max() == count
+    assert Batch(plan, dataclasses.replace(work, tokens=tokens, token_limits={"vision": 20}), 1).fewest.max() == count
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -262,7 +262,7 @@ def test_several_encoders(merged):
         )
         assert mine.std() < 0.5 * theirs.std()
     places = {
-        name: [step.places.get((name, batch_index)) for batch_index in range(128)] for name in ("audio", "vision")
+        name: [step.location_of.get((name, batch_index)) for batch_index in range(128)] for name in ("audio", "vision")
     }
     both = [(a, v) for a, v in zip(places["audio"], places["vision"], strict=True) if a and v]
     assert all(a == v for a, v in both) or not merged
@@ -272,8 +272,8 @@ def test_programs_can_be_built_and_end_sooner_with_smaller_microbatches_at_the_e
     plan = make_plan(1, 1, 2)
     work = draw(plan, 96, text=0.0)
 
-    def time_ms(method: str) -> float:
-        step = arrange_step(plan, range(96), work, 6, method)
+    def time_ms(arrangement: str) -> float:
+        step = arrange_step(plan, range(96), work, 6, arrangement)
         check(plan, work, step)
 
         def cost(task) -> float:

@@ -114,7 +114,7 @@ def test_orders_move_only_the_largest_microbatches():
                 assert len(set(order[(microbatch == index) & (replica == own)].tolist())) == 1
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "tapered"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "tapered"])
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -125,7 +125,7 @@ def test_orders_move_only_the_largest_microbatches():
     ids=["alike", "a shared encoder", "several encoder replicas"],
 )
 @pytest.mark.parametrize("limits", [{}, {LANGUAGE_MODEL: 2500, VISION: 6000}], ids=["no limit", "limits"])
-def test_a_padded_batch_is_arranged_in_every_layout(method, sizes, limits):
+def test_a_padded_batch_is_arranged_in_every_layout(arrangement, sizes, limits):
     plan = resolve_plan(model_spec(), sizes)
     rng = np.random.default_rng(3)
     tokens = rng.integers(20, 900, 64)
@@ -137,7 +137,7 @@ def test_a_padded_batch_is_arranged_in_every_layout(method, sizes, limits):
         limits,
         row_ms=1.1 * tokens,
     )
-    step = arrange_step(plan, range(64), workloads, 4, method)
+    step = arrange_step(plan, range(64), workloads, 4, arrangement)
     for replica in step.microbatches[LANGUAGE_MODEL]:
         for batch_indices in replica:
             own = tokens[list(batch_indices)]
@@ -145,7 +145,7 @@ def test_a_padded_batch_is_arranged_in_every_layout(method, sizes, limits):
     for replica in step.microbatches[VISION]:
         for batch_indices in replica:
             assert not limits or images[list(batch_indices)].sum() <= limits[VISION]
-    packed = arrange_step(plan, range(64), replace(workloads, row_ms=None), 4, method)
+    packed = arrange_step(plan, range(64), replace(workloads, row_ms=None), 4, arrangement)
     padding = [_computed(tokens, own) for own in (step, packed)]
     assert padding[0] < 0.8 * padding[1]
 

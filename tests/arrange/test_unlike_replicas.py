@@ -46,18 +46,18 @@ def iteration_ms(plan: ParallelPlan, step: StepPlan, workloads: Workloads) -> fl
     return simulate(plan, build_program(plan, step, [], cost), cost).iteration_ms
 
 
-@pytest.mark.parametrize("method", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("num_encoders", [1, 3])
-def test_every_arrangement_follows_the_counts(method, num_encoders):
+def test_every_arrangement_follows_the_counts(arrangement, num_encoders):
     plan = unlike(num_encoders)
     workloads = PUBLISHED_MODELS["llama3-3b"].workloads(PUBLISHED["llava-150k"].draw(96, 0))
     workloads.forward_ms["vision"][:] *= 0.1  # so that encoders of one stage hold nobody up
     workloads.forward_ms["vision"][::7] = 0  # text alone
     counts = microbatch_counts(plan, workloads, 8)
-    step = arrange_step(plan, range(96), workloads, 4, method)
+    step = arrange_step(plan, range(96), workloads, 4, arrangement)
     step.check(plan)
     assert counts.sum() == 24 and list(counts) == sorted(counts, reverse=True) and counts[0] > counts[2]
-    if method != "entrain":  # which makes fewer where single samples are large
+    if arrangement != "entrain":  # which makes fewer where single samples are large
         assert [len(own) for own in step.microbatches[LANGUAGE_MODEL]] == counts.tolist()
     busy = np.flatnonzero(workloads.forward_ms["vision"] > 0).tolist()
     encoded = [
@@ -69,16 +69,16 @@ def test_every_arrangement_follows_the_counts(method, num_encoders):
     assert sorted(encoded) == busy
     # No replica is far from its share of the work, and nothing is taken before it is encoded.
     loads = np.array([own.sum() for own in step_balance(step, workloads).forward_ms[LANGUAGE_MODEL]])
-    if method not in ("contiguous", "batch_rebalance", "sub_microbatches"):
+    if arrangement not in ("contiguous", "batch_rebalance", "sub_microbatches"):
         assert loads / loads.sum() == pytest.approx(counts / counts.sum(), rel=0.06)
-    parts = 2 if method == "sub_microbatches" else 1
+    parts = 2 if arrangement == "sub_microbatches" else 1
     for replica in range(num_encoders):
         for batch_index, turn in step.consumer_turns("vision", replica, LANGUAGE_MODEL).items():
-            assert step.places["vision", batch_index][1] // parts <= turn
+            assert step.location_of["vision", batch_index][1] // parts <= turn
     cost = task_times(plan, step, workloads)
     simulation = simulate(plan, build_program(plan, step, [], cost), cost)
-    caps = in_flight_1f1b(plan, step)
-    assert all(peak < caps[key] + 1 for key, peak in simulation.peak_in_flight.items())
+    max_in_flight = in_flight_1f1b(plan, step)
+    assert all(peak < max_in_flight[key] + 1 for key, peak in simulation.peak_in_flight.items())
 
 
 def test_a_step_is_as_long_as_the_closed_form_says():

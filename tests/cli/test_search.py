@@ -13,7 +13,7 @@ from hf_mmparallel.cli.main import main
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import MultimodalParallelPlugin, plan_for_model
-from hf_mmparallel.plan.assignments import KEEPING_LIMITS
+from hf_mmparallel.plan.arrangement_policies import KEEPING_LIMITS
 from hf_mmparallel.search.simulations import AS_FAST
 
 GENERATOR = "image:layers=4,hidden=64,heads=4,intermediate=128,tokens=256"

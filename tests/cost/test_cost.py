@@ -151,7 +151,7 @@ def test_each_matrix_that_is_cut_by_columns_sums_the_gradient_of_its_input():
 
 def test_gradient_sums_take_time():
     cost = cost_of(model(), language_model=ModulePlugin(dp_size=2))
-    (place,) = [i for i, group in enumerate(cost.groups) if group.stages[0][0] == LANGUAGE_MODEL]
+    (place,) = [i for i, group in enumerate(cost.sync_groups) if group.stages[0][0] == LANGUAGE_MODEL]
     num_bytes = 4 * (STACK + HEAD + LAYERS * HIDDEN)  # in float32
     assert cost.sync_ms(place) == pytest.approx(num_bytes / 450e6)
 

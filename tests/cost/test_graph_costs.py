@@ -9,7 +9,7 @@ from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads
 from hf_mmparallel.cost.stage_times import stage_costs
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
-from hf_mmparallel.schedule import build_graph, condense
+from hf_mmparallel.schedule import build_graph, find_representatives
 from tests.cost.models import PLAIN, model
 
 LAYOUTS = {
@@ -37,13 +37,13 @@ def test_of_a_graph_as_one_by_one(windows, attention, layout, blocking):
     )
     step = arrange_step(plan, range(48), batch_workloads(costs, plan, sizes), 4)
     cost = StepCost(costs, plan, step, sizes)
-    for condensed in (False, True):
-        graph = build_graph(condense(plan, ()).plan if condensed else plan, step)
+    for on_representatives in (False, True):
+        graph = build_graph(find_representatives(plan, ()).plan if on_representatives else plan, step)
         assert cost.of_graph(graph).tolist() == [cost(task) for task in graph.tasks]
         assert cost.messages_ms(graph) == [cost.message_ms(message) for message in graph.messages]
         assert len(set(cost.messages_ms(graph))) > 2
     known = stage_costs(costs, plan)
-    for part in condense(plan, ()).parts(step):
+    for part in find_representatives(plan, ()).parts(step):
         few = StepCost(costs, part.whole_plan, part.step, sizes, (), known)
         graph = build_graph(part.plan, part.step)
         assert few.of_graph(graph).tolist() == [cost(task) for task in graph.tasks]

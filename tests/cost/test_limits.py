@@ -9,7 +9,7 @@ import pytest
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.arrange import arrange_step, contiguous_step
 from hf_mmparallel.arrange.balance import deferred_fraction
-from hf_mmparallel.cost import eager_caps, fitting_tokens, memory_per_rank
+from hf_mmparallel.cost import fitting_in_flight, fitting_tokens, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import build_program, in_flight_1f1b, simulate
@@ -103,25 +103,25 @@ def test_state_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"Rank 1 \(language_model\) .* 0\.000931 GiB .*Raise `pp_size` or `tp_size`"):
         fitting_tokens(h100(spec), plan, sizes_of(1, 1), 1e6)
     with pytest.raises(ValueError, match="Rank 1"):
-        eager_caps(h100(spec), plan, contiguous_step(plan, range(4), 1), sizes_of(1, 1, 4), 1e6)
+        fitting_in_flight(h100(spec), plan, contiguous_step(plan, range(4), 1), sizes_of(1, 1, 4), 1e6)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_eager_caps_fill_the_memory_and_keep_to_it(name):
+def test_eager_fills_the_memory_and_keeps_to_it(name):
     spec = model()
     plan = replace(resolve_plan(spec, PLANS[name]), schedule="eager")
     step, sizes = contiguous_step(plan, range(16), 1), sizes_of(300, 200)
-    least, caps = in_flight_1f1b(plan, step), eager_caps(h100(spec), plan, step, sizes, BUDGET)
-    assert all(caps[key] >= least[key] for key in least)
-    assert any(caps[key] > least[key] for key in least)
-    used = memory_per_rank(h100(spec), plan, step, sizes, caps)
+    least, fitting = in_flight_1f1b(plan, step), fitting_in_flight(h100(spec), plan, step, sizes, BUDGET)
+    assert all(fitting[key] >= least[key] for key in least)
+    assert any(fitting[key] > least[key] for key in least)
+    used = memory_per_rank(h100(spec), plan, step, sizes, fitting)
     assert max(m.total for m in used.values()) <= BUDGET
-    for key, cap in caps.items():
-        if cap < len(step.microbatches[key[0]][key[1]]):
-            more = memory_per_rank(h100(spec), plan, step, sizes, {**caps, key: cap + 1})
+    for key, limit in fitting.items():
+        if limit < len(step.microbatches[key[0]][key[1]]):
+            more = memory_per_rank(h100(spec), plan, step, sizes, {**fitting, key: limit + 1})
             assert max(more[rank].total for rank in plan.stage(*key).all_ranks) > BUDGET
-    simulation = simulate(plan, build_program(plan, step, [], caps=caps))
-    assert all(simulation.peak_in_flight[key] <= caps[key] for key in caps)
+    simulation = simulate(plan, build_program(plan, step, [], fitting_in_flight=fitting))
+    assert all(simulation.peak_in_flight[key] <= fitting[key] for key in fitting)
     if name != "shared ranks":
         assert simulation.peak_in_flight["vision", 0, 0] > least["vision", 0, 0]
 
@@ -132,28 +132,28 @@ def test_encoders_run_ahead_first():
     step, sizes = contiguous_step(plan, range(16), 1), sizes_of(300, 200)
     least = in_flight_1f1b(plan, step)
     in_use = max(m.total for m in memory_per_rank(h100(spec), plan, step, sizes, least).values())
-    found = [eager_caps(h100(spec), plan, step, sizes, (1 + share / 50) * in_use) for share in range(50)]
-    caps = next(caps for caps in found if caps["vision", 0, 0] > least["vision", 0, 0])
-    assert caps[LANGUAGE_MODEL, 0, 0] == least[LANGUAGE_MODEL, 0, 0]
+    found = [fitting_in_flight(h100(spec), plan, step, sizes, (1 + share / 50) * in_use) for share in range(50)]
+    fitting = next(fitting for fitting in found if fitting["vision", 0, 0] > least["vision", 0, 0])
+    assert fitting[LANGUAGE_MODEL, 0, 0] == least[LANGUAGE_MODEL, 0, 0]
 
 
 def test_without_a_limit_encoders_run_two_forwards_ahead():
     spec = model()
     plan = resolve_plan(spec, PLANS["ranks of their own"])
     step = contiguous_step(plan, range(16), 1)
-    caps = eager_caps(h100(spec), plan, step, sizes_of(300, 200))
-    assert caps == {("vision", 0, 0): 5, (LANGUAGE_MODEL, 0, 0): 2, (LANGUAGE_MODEL, 0, 1): 1}
+    fitting = fitting_in_flight(h100(spec), plan, step, sizes_of(300, 200))
+    assert fitting == {("vision", 0, 0): 5, (LANGUAGE_MODEL, 0, 0): 2, (LANGUAGE_MODEL, 0, 1): 1}
 
 
-@pytest.mark.parametrize("method", ["hierarchical", "entrain", "tapered"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "entrain", "tapered"])
 @pytest.mark.parametrize("data_parallel", [(1, 1), (2, 2), (4, 2), (2, 4)])
-def test_deferral_keeps_no_more_microbatches_than_the_limit_of_tokens_counts(method, data_parallel):
+def test_deferral_keeps_no_more_microbatches_than_the_limit_of_tokens_counts(arrangement, data_parallel):
     """A microbatch counts until its last sample's backward, also where others of its samples are done before."""
     times = PUBLISHED_MODELS["llama3-1b"]
     names = ("vision", LANGUAGE_MODEL)
     degrees = {name: ModulePlugin(dp_size=dp, pp_size=2) for name, dp in zip(names, data_parallel, strict=True)}
     plan = resolve_plan(times.spec, degrees)
-    step = arrange_step(plan, range(96), times.workloads(PUBLISHED["synthchartnet"].draw(96, 1)), 4, method)
+    step = arrange_step(plan, range(96), times.workloads(PUBLISHED["synthchartnet"].draw(96, 1)), 4, arrangement)
     assert deferred_fraction(step) > 0
     spans = simulate(plan, build_program(plan, step, [])).spans
     in_flight = steady_in_flight(plan)

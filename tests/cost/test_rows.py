@@ -109,9 +109,9 @@ def test_padded_microbatches_hold_samples_of_similar_length():
     )
     workloads = batch_workloads(costs, plan, sizes)
     computed = {}
-    for method in ("contiguous", "hierarchical", "tapered"):
-        step = arrange_step(plan, range(128), workloads, 4, method)
+    for arrangement in ("contiguous", "hierarchical", "tapered"):
+        step = arrange_step(plan, range(128), workloads, 4, arrangement)
         chunks = chunk_sizes(costs, plan, step, sizes)
-        computed[method] = sum(size.tokens for key, size in chunks.items() if key[0] == LANGUAGE_MODEL)
+        computed[arrangement] = sum(size.tokens for key, size in chunks.items() if key[0] == LANGUAGE_MODEL)
     assert computed["contiguous"] > 1.5 * lengths.sum()
     assert computed["hierarchical"] < 1.15 * lengths.sum() and computed["tapered"] < 1.15 * lengths.sum()

@@ -23,7 +23,7 @@ def test_a_sample_costs_what_a_task_of_it_alone_does(frozen, checkpointing):
     plan = resolve_plan(spec, {"vision": ModulePlugin(activation_checkpointing=checkpointing)})
     cost = StepCost(costs, plan, ALONE, SIZES)
     found = batch_workloads(costs, plan, SIZES)
-    assert found.max_tokens == {} and found.tokens["vision"].tolist() == [80, 0, 90]
+    assert found.token_limits == {} and found.tokens["vision"].tolist() == [80, 0, 90]
     assert found.forward_ms["vision"][1] == 0
     for name in plan.modules:
         forward = [cost(Task("fwd", name, 0, 0, index)) for index in range(3)]
@@ -47,9 +47,9 @@ def test_the_tighter_limit_counts():
     spec = model()
     costs = analytic_costs(spec, find_device("h100"))
     plan = resolve_plan(spec, {})
-    assert batch_workloads(costs, plan, SIZES, 77).max_tokens == {LANGUAGE_MODEL: 77}
-    fits = batch_workloads(costs, plan, SIZES, None, 1e8).max_tokens
+    assert batch_workloads(costs, plan, SIZES, 77).token_limits == {LANGUAGE_MODEL: 77}
+    fits = batch_workloads(costs, plan, SIZES, None, 1e8).token_limits
     assert set(fits) == set(plan.modules)
-    less = batch_workloads(costs, plan, SIZES, fits[LANGUAGE_MODEL] - 1, 1e8).max_tokens
+    less = batch_workloads(costs, plan, SIZES, fits[LANGUAGE_MODEL] - 1, 1e8).token_limits
     assert less == {**fits, LANGUAGE_MODEL: fits[LANGUAGE_MODEL] - 1}
-    assert batch_workloads(costs, plan, SIZES, fits[LANGUAGE_MODEL] + 1, 1e8).max_tokens == fits
+    assert batch_workloads(costs, plan, SIZES, fits[LANGUAGE_MODEL] + 1, 1e8).token_limits == fits

@@ -165,7 +165,7 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
                 assert batch.shardings.keys() == {key for key in every if key[1] == replica}
             else:
                 batch_indices = {batch_index for row in step.microbatches[module][replica] for batch_index in row}
-                fed = {step.places[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices}
+                fed = {step.location_of[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices}
                 assert batch.shardings.keys() == {(LANGUAGE_MODEL, *place, 0) for place in fed}
 
 

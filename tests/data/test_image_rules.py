@@ -91,7 +91,7 @@ def rule_of(family, folder):
 )
 def test_images_of_one_size(family, layers, rows, tmp_path):
     found = rule_of(family, tmp_path)(*SIZES)
-    assert found.tokens.tolist() == layers and found.rows.tolist() == rows
+    assert found.tokens.tolist() == layers and found.feature_tokens.tolist() == rows
     assert found.squares.tolist() == [count**2 for count in layers]
 
 
@@ -103,7 +103,7 @@ def test_tiles_are_those_of_the_processor(tmp_path):
     assert tiles[0] == 1 and len(set(tiles)) == 3
     assert found.tokens.tolist() == [1025 * count for count in tiles]
     assert found.squares.tolist() == [1025**2 * count for count in tiles]
-    assert found.rows.tolist() == [256 * count for count in tiles]
+    assert found.feature_tokens.tolist() == [256 * count for count in tiles]
 
 
 def test_patches_by_the_model_s_own_sides(tmp_path):
@@ -111,7 +111,7 @@ def test_patches_by_the_model_s_own_sides(tmp_path):
     found = rule_of("qwen2_5_vl", tmp_path / "2.5")(*SIZES)
     assert found.tokens.tolist() == [32 * 32, 64 * 128, 18 * 72]
     assert found.squares.tolist() == [count**2 for count in found.tokens.tolist()]
-    assert found.rows.tolist() == [256, 32 * 64, 9 * 36]
+    assert found.feature_tokens.tolist() == [256, 32 * 64, 9 * 36]
     found = rule_of("qwen3_vl", tmp_path / "3")(*SIZES)
     assert found.tokens.tolist() == [28 * 28, 56 * 112, 16 * 62]
     assert found.squares.tolist() == [count**2 for count in found.tokens.tolist()]
@@ -141,7 +141,7 @@ def test_an_encoder_that_fails_is_told_of(tmp_path):
 def test_layers_that_see_rows_and_columns(tmp_path):
     """The encoder of GOT-OCR takes `[1, 64, 64, hidden]`."""
     found = rule_of("got_ocr2", tmp_path)(*SIZES)
-    assert found.tokens.tolist() == [64 * 64] * 3 and found.rows.tolist() == [256] * 3
+    assert found.tokens.tolist() == [64 * 64] * 3 and found.feature_tokens.tolist() == [256] * 3
 
 
 def test_published_samples_keep_their_texts_in_every_model(tmp_path):

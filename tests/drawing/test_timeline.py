@@ -22,7 +22,7 @@ from tests.schedule.builders import cases, chain, make_step, module_spec
 @pytest.fixture(scope="module")
 def simulation() -> Simulation:
     case = chain(3, 4)
-    return simulate(case.plan, build_program(case.plan, case.step, case.groups))
+    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups))
 
 
 def test_text(simulation):
@@ -81,7 +81,7 @@ def test_events_of_a_track_never_overlap(case, seed, sync_ms):
     def cost(task):
         return costs.setdefault(task, float(rng.uniform(0, 3)))
 
-    simulation = simulate(case.plan, build_program(case.plan, case.step, case.groups), cost, 0.1, sync_ms)
+    simulation = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), cost, 0.1, sync_ms)
     with tempfile.TemporaryDirectory() as folder:
         chrome_trace(simulation, Path(folder) / "trace.json")
         text = (Path(folder) / "trace.json").read_text()

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS, VISION
+from hf_mmparallel.arrange.arrangements import arrange_step
 from hf_mmparallel.arrange.balance import compare_with_contiguous
-from hf_mmparallel.arrange.methods import arrange_step
 from hf_mmparallel.page import MemoryCurves, PlanChoice, PlanPage, TextTable, write_page
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, StepPlan, Workloads, resolve_plan
 from hf_mmparallel.schedule import Simulation, Task, build_program, simulate

@@ -74,7 +74,7 @@ def html(page) -> str:
 
 
 def run(case: Case, sync_ms: float = 0.0) -> Simulation:
-    return simulate(case.plan, build_program(case.plan, case.step, case.groups), sync_ms=sync_ms)
+    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), sync_ms=sync_ms)
 
 
 def spans_of(data: dict, rows_of_ranks: list[tuple[int, ...]]) -> list[Span]:

@@ -31,7 +31,7 @@ def copies(spec, plan, name) -> list[tuple]:
             for index, stage in enumerate(stages):
                 inside = [min(max(layer, 0), module.num_layers - 1) in range(*stage.layers) for layer in layers]
                 if any(inside):
-                    found += [((module_name, replica, index), row) for row in stage.ranks]
+                    found += [((module_name, replica, index), row) for row in stage.mesh]
     return found
 
 
@@ -134,7 +134,7 @@ def test_copies_with_different_stages_are_summed_layer_by_layer():
     spec = model_spec()
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
     (first, second), module = plan.modules[LANGUAGE_MODEL].replicas[0], plan.modules[LANGUAGE_MODEL]
-    whole = dataclasses.replace(first, layers=(0, 4), ranks=((3,),))
+    whole = dataclasses.replace(first, layers=(0, 4), mesh=((3,),))
     module = dataclasses.replace(module, replicas=((first, second), (whole,)))
     plan = dataclasses.replace(plan, modules={**plan.modules, LANGUAGE_MODEL: module})
     groups = {group.ranks: group.parameters for group in sync_groups(spec, plan)}
@@ -181,10 +181,10 @@ def part(array: np.ndarray, cuts: tuple[Cut, ...]) -> np.ndarray:
     """The elements that cuts leave, as their meaning is written down."""
     for cut in cuts:
         if cut.dim is None:
-            array = np.array_split(array.ravel(), cut.num_parts)[cut.index]
+            array = np.array_split(array.ravel(), cut.num_slices)[cut.index]
         else:
             blocks = np.split(array, cut.num_blocks, cut.dim)
-            array = np.concatenate([np.array_split(b, cut.num_parts, cut.dim)[cut.index] for b in blocks], cut.dim)
+            array = np.concatenate([np.array_split(b, cut.num_slices, cut.dim)[cut.index] for b in blocks], cut.dim)
     return array
 
 

@@ -23,7 +23,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
     save_layout,
 )
-from hf_mmparallel.plan.assignments import ASSIGNMENTS
+from hf_mmparallel.plan.arrangement_policies import ARRANGEMENT_POLICIES
 from tests.plan.specs import model_spec, specs_and_plans
 
 PLUGIN = MultimodalParallelPlugin(
@@ -71,7 +71,7 @@ def test_the_fingerprint_sees_every_field():
     module = PLAN.modules[LANGUAGE_MODEL]
     stages = [
         dataclasses.replace(stage, trainable=False),
-        dataclasses.replace(stage, ranks=((5, 4),)),
+        dataclasses.replace(stage, mesh=((5, 4),)),
         dataclasses.replace(stage, layers=(2, 4)),
     ]
     modules = [dataclasses.replace(module, replicas=((module.replicas[0][0], changed),)) for changed in stages]
@@ -370,4 +370,4 @@ def test_a_plan_keeps_the_arrangement_that_it_was_chosen_with(tmp_path):
 
 
 def test_the_arrangements_of_plans_are_those_that_there_are():
-    assert list(ASSIGNMENTS) == list(ARRANGEMENTS)
+    assert list(ARRANGEMENT_POLICIES) == list(ARRANGEMENTS)

@@ -11,6 +11,7 @@ from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ContextSettings,
     Edge,
+    FeatureSpec,
     ModulePlan,
     ModulePlugin,
     MultimodalParallelPlugin,
@@ -32,7 +33,7 @@ def resolve(vision: dict | None = None, language: dict | None = None, spec=SPEC,
 
 
 def rows(plan: ParallelPlan, name: str) -> list[list[tuple]]:
-    return [[(stage.layers, stage.ranks) for stage in stages] for stages in plan.modules[name].replicas]
+    return [[(stage.layers, stage.mesh) for stage in stages] for stages in plan.modules[name].replicas]
 
 
 def flags(plan: ParallelPlan, name: str) -> list[bool]:
@@ -328,3 +329,18 @@ def test_microbatches_of_the_plugin_win():
     assert (plan.num_microbatches, plan.schedule, plan.modules["vision"].dp_size) == (4, "gpipe", 2)
     plugin.num_microbatches = 7
     assert plan_for_model(plugin, SPEC, 3, num_microbatches=4).num_microbatches == 7
+
+
+def test_what_crosses_an_edge_is_features_or_hidden_states():
+    language, made = SPEC.language_model, dataclasses.replace(SPEC.modules["vision"], name="image", features=())
+    made = dataclasses.replace(made, hidden_size=24, parameters=())
+    spec = dataclasses.replace(SPEC, modules={**SPEC.modules, "image": made})
+    assert spec.generators == ("image",) and spec.edge_features(LANGUAGE_MODEL, "image") is None
+    assert spec.edge_width(LANGUAGE_MODEL, "image") == language.hidden_size
+    assert spec.edge_features("vision", LANGUAGE_MODEL) == spec.modules["vision"].features
+    assert spec.edge_features("vision", "vision") is None
+    read = dataclasses.replace(language, features=(FeatureSpec("image"),))
+    spec = dataclasses.replace(spec, modules={**spec.modules, LANGUAGE_MODEL: read})
+    assert LANGUAGE_MODEL not in spec.encoders and spec.generators == ("image",)
+    assert spec.edge_features(LANGUAGE_MODEL, "image") == read.features
+    assert spec.edge_width(LANGUAGE_MODEL, "image") == 24

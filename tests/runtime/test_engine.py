@@ -168,7 +168,7 @@ def test_a_layout_equals_one_process(name):
     ranks = check(modules, **options)
     plan = plan_of(modules, options.get("family", "llava"))
     for rank, found in enumerate(ranks):
-        sizes = {len(plan.stage(*key).ranks[0]) for key in plan.stages_of_rank(rank)}
+        sizes = {plan.stage(*key).tp_size for key in plan.stages_of_rank(rank)}
         assert (found["sharded"] > 0) == (sizes == {2})
 
 

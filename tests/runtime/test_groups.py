@@ -51,7 +51,7 @@ def permuted() -> ParallelPlan:
     plan = resolve_plan(model_spec(), {LANGUAGE_MODEL: ModulePlugin(dp_size=2, cp_size=2, tp_size=2)})
     module = plan.modules[LANGUAGE_MODEL]
     grids = (((4, 2), (1, 3)), ((7, 5), (8, 6)))
-    replicas = tuple((replace(stages[0], ranks=grid),) for stages, grid in zip(module.replicas, grids, strict=True))
+    replicas = tuple((replace(stages[0], mesh=grid),) for stages, grid in zip(module.replicas, grids, strict=True))
     return replace(plan, modules={**plan.modules, LANGUAGE_MODEL: replace(module, replicas=replicas)})
 
 

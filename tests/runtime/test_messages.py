@@ -205,7 +205,7 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
     loss = sum(
         float(loss)
         for task, (loss, _) in result.losses.items()
-        if rank in [row[0] for row in case.plan.stage(*task.stage_key).ranks]
+        if rank in [row[0] for row in case.plan.stage(*task.stage_key).mesh]
     )
     return loss, seen, {key: leaf.grad for key, leaf in leaves.items()}
 
@@ -213,7 +213,7 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
 def run_in_threads(case: Case) -> list[Outcome]:
     """A step on ranks that are threads, with collectives of their own."""
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
-    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.cp_groups)}
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.mesh, *stage.cp_groups)}
     world = LoopbackWorld(5.0)
 
     def body(rank: int) -> Outcome:
@@ -236,10 +236,10 @@ def assert_exact_and_adjoint(case: Case, outcomes: Sequence[Outcome]) -> None:
     """Every rank saw the features of its tokens, and every encoder rank got their gradients."""
     x, y = case.values(1), case.values(2)
     taken = [batch_index for row in case.step.microbatches["vision"] for box in row for batch_index in box]
-    where = {batch_index: case.step.places["vision", batch_index][0] for batch_index in taken}
+    where = {batch_index: case.step.location_of["vision", batch_index][0] for batch_index in taken}
     for index, feature in enumerate(case.spec.modules["vision"].features):
         for batch_index in taken:
-            replica = case.step.places[LANGUAGE_MODEL, batch_index][0]
+            replica = case.step.location_of[LANGUAGE_MODEL, batch_index][0]
             for stage in case.plan.modules[LANGUAGE_MODEL].replicas[replica]:
                 if stage.layers[0] <= feature.layer < stage.layers[1]:
                     for column in stage.cp_groups:  # together its ranks saw each row once

@@ -118,7 +118,7 @@ def one_process(case: Case) -> tuple[float, dict[tuple[str, int], Tensor]]:
     for sample in case.tokens:
         ids, features = case.ids(sample), []
         for module in WIDTHS:
-            if (module, sample) not in case.step.places:
+            if (module, sample) not in case.step.location_of:
                 features = []
                 continue
             leaf = leaves[module, sample] = case.embedded(module, sample).requires_grad_()
@@ -241,7 +241,7 @@ def run_in_threads(case: Case) -> list[tuple[float, dict]]:
     spec = model_spec()
     program = build_program(case.plan, case.step, sync_groups(spec, case.plan))
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
-    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.ranks, *stage.cp_groups)}
+    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.mesh, *stage.cp_groups)}
     world = LoopbackWorld(10.0)
     cuts = cut_for_all(case)
 
@@ -262,7 +262,7 @@ def run_in_threads(case: Case) -> list[tuple[float, dict]]:
         led = [
             float(loss)
             for task, (loss, _) in result.losses.items()
-            if rank in [group[0] for group in case.plan.stage(*task.stage_key).ranks]
+            if rank in [group[0] for group in case.plan.stage(*task.stage_key).mesh]
         ]
         return sum(led), leaves
 
@@ -280,7 +280,7 @@ def test_any_graph_of_modules_equals_one_process(case):
         outcomes = run_in_threads(case)
     assert sum(loss for loss, _ in outcomes) == expected_loss
     for (module, sample), gradient in expected.items():
-        replica, _ = case.step.places[module, sample]
+        replica, _ = case.step.location_of[module, sample]
         stage = case.plan.stage(module, replica, 0)
         for column in stage.cp_groups:  # each cp rank has the gradient of its tokens
             parts = [outcomes[rank][1][module, replica, 0].get(sample) for rank in column]

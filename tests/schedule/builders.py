@@ -28,7 +28,7 @@ from hf_mmparallel.plan.schedules import SCHEDULES
 class Case:
     plan: ParallelPlan
     step: StepPlan
-    groups: list[SyncGroup]
+    sync_groups: list[SyncGroup]
 
 
 def module_spec(

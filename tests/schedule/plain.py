@@ -13,7 +13,8 @@ from math import ceil
 
 import numpy as np
 
-from hf_mmparallel.plan import ParallelPlan, StageKey, StepPlan, SyncGroup
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StageKey, StepPlan, SyncGroup
+from hf_mmparallel.plan.step_plan import turn_of
 from hf_mmparallel.schedule import Action, Message, Program, Task
 from hf_mmparallel.schedule.in_flight import task_phases
 from hf_mmparallel.schedule.scheduler import Timeline
@@ -65,15 +66,41 @@ def build_graph(plan: ParallelPlan, step: StepPlan, training: bool = True) -> Pl
     return PlainGraph(tuple(tasks), tuple(predecessors), messages, tuple(ends))
 
 
+def consumer_turns(step: StepPlan, module: str, replica: int, target: str) -> dict[int, int]:
+    """Batch index -> the turn in which `target` consumes what a replica of `module` makes of it."""
+    takers = {
+        batch_index: (taker, index)
+        for taker, microbatches in enumerate((step.whole or step).microbatches[target])
+        for index, batch_indices in enumerate(microbatches)
+        for batch_index in batch_indices
+    }
+    own = [i for batch_indices in step.microbatches[module][replica] for i in batch_indices if i in takers]
+    counts = {taker: len((step.whole or step).microbatches[target][taker]) for taker, _ in takers.values()}
+    turns = max((counts[takers[i][0]] for i in own), default=0)
+    return {i: turn_of(takers[i][1], counts[takers[i][0]], turns) for i in own}
+
+
+def chunks_of_replica(step: StepPlan, module: str, replica: int) -> list[list[list[int]]]:
+    """The chunks of each microbatch of a replica: its samples by the turn in which they are consumed last."""
+    targets = step.targets.get(module, ()) if module != LANGUAGE_MODEL else ()
+    turns = [consumer_turns(step, module, replica, target) for target in targets]
+    result = []
+    for index, batch_indices in enumerate(step.microbatches[module][replica]):
+        by_turn: dict[int, list[int]] = {}
+        for i in batch_indices:
+            by_turn.setdefault(max((turn[i] for turn in turns if i in turn), default=index), []).append(i)
+        result.append([by_turn[turn] for turn in sorted(by_turn)])
+    return result
+
+
 def _forwards(plan: ParallelPlan, step: StepPlan) -> tuple[list[Task], dict[tuple[str, int, int, int, int], int]]:
     """The forwards of every module in turn, and where the forward of each key is in the list."""
     tasks: list[Task] = []
     place: dict[tuple[str, int, int, int, int], int] = {}
-    chunks = step.chunks
     for name, module in plan.modules.items():
         for replica in module.with_stages:
             num_stages = len(module.replicas[replica])
-            for microbatch, own in enumerate(chunks.of_replica(name, replica)):
+            for microbatch, own in enumerate(chunks_of_replica(step, name, replica)):
                 for chunk in range(len(own)):
                     for stage in range(num_stages):
                         task = Task("fwd", name, replica, stage, microbatch, chunk)
@@ -92,14 +119,14 @@ def _links(
     for edge in edges:
         for replica in step.replicas(edge.target):
             entries[edge.target, replica] = tuple(plan.edge_stages(edge, replica))
-            for microbatch, chunks in enumerate(step.chunks.of_replica(edge.target, replica)):
+            for microbatch, chunks in enumerate(chunks_of_replica(step, edge.target, replica)):
                 for chunk, batch_indices in enumerate(chunks):
                     for batch_index in batch_indices:
                         takers[edge.target, batch_index] = (replica, microbatch, chunk)
     links = []
     for replica in plan.modules[name].with_stages:
         last = len(plan.modules[name].replicas[replica]) - 1
-        for microbatch, chunks in enumerate(step.chunks.of_replica(name, replica)):
+        for microbatch, chunks in enumerate(chunks_of_replica(step, name, replica)):
             for chunk, batch_indices in enumerate(chunks):
                 first = place[name, replica, 0, microbatch, chunk]
                 links.extend((first + stage, first + stage + 1) for stage in range(last))
@@ -127,17 +154,15 @@ def _reversed_stages(plan: ParallelPlan, forwards: list[Task]) -> list[int]:
 class _Stage:
     """The queues of one stage during the simulation."""
 
-    __slots__ = ("backwards", "cap", "forward_due", "forwards", "island", "live", "next", "number", "ranks")
-
-    def __init__(self, number: int, ranks: tuple[int, ...], cap: float):
+    def __init__(self, number: int, ranks: tuple[int, ...], max_in_flight: float):
         self.number = number
         self.ranks = ranks
-        self.cap = cap
+        self.max_in_flight = max_in_flight
         self.island = 0
         self.forwards: list[int] = []
         self.next = 0
         self.backwards: list[int] = []
-        self.live = 0  # microbatches of which a backward is left
+        self.in_flight = 0  # microbatches of which a backward is left
         self.forward_due = False  # what ran last was a backward
 
 
@@ -149,7 +174,7 @@ class _Scheduler:
         plan: ParallelPlan,
         graph: PlainGraph,
         times_ms: Sequence[float],
-        caps: Mapping[StageKey, float],
+        max_in_flight: Mapping[StageKey, float],
         alternate: bool = False,
         limit_ms: float = math.inf,
     ):
@@ -162,10 +187,10 @@ class _Scheduler:
         for name, module in plan.modules.items():
             for replica, index, stage in module.stages():
                 key = (name, replica, index)
-                by_key[key] = _Stage(len(self.stages), stage.all_ranks, caps.get(key, math.inf))
+                by_key[key] = _Stage(len(self.stages), stage.all_ranks, max_in_flight.get(key, math.inf))
                 self.stages.append(by_key[key])
         self.islands = _islands(self.stages)
-        self.in_turn = [len({stage.ranks for stage in island}) == 1 for island in self.islands]
+        self.one_at_a_time = [len({stage.ranks for stage in island}) == 1 for island in self.islands]
         self.stage_of = [by_key[task.stage_key] for task in self.tasks]
         self._read(graph)
         self.phases = _Phases(plan, self.tasks, [stage.ranks for stage in self.stage_of])
@@ -206,7 +231,7 @@ class _Scheduler:
                 return None
             if self.running and self.running[0][0] >= self.limit_ms:
                 return None
-            assert self.running, "caps below those of `in_flight_1f1b` leave nothing to run"
+            assert self.running, "limits below those of `in_flight_1f1b` leave nothing to run"
             dirty: set[int] = set()
             limit = self.running[0][0] * (1 + 1e-12) + 1e-9
             while self.running and self.running[0][0] <= limit:
@@ -225,7 +250,7 @@ class _Scheduler:
             task = self.tasks[index]
             fits = (
                 bool(task.chunk)
-                or stage.live < stage.cap
+                or stage.in_flight < stage.max_in_flight
                 or (stage.number, task.microbatch) not in self.backwards_left
             )
             if not self.missing[index] and fits and self.phases.is_due(index):
@@ -241,7 +266,7 @@ class _Scheduler:
     def _dispatch(self, island: int) -> None:
         """Starts tasks on the island's free ranks, the best first, until none can start."""
         stages = self.islands[island]
-        if self.in_turn[island] and self.busy[stages[0].ranks[0]]:
+        if self.one_at_a_time[island] and self.busy[stages[0].ranks[0]]:
             return
         while True:
             best = None
@@ -254,7 +279,7 @@ class _Scheduler:
             if best is None:
                 return
             self._start(best[-1])
-            if self.in_turn[island]:  # all stages are on the same ranks
+            if self.one_at_a_time[island]:  # all stages are on the same ranks
                 return
 
     def _start(self, index: int) -> None:
@@ -263,7 +288,7 @@ class _Scheduler:
         if self.tasks[index].kind == "fwd":
             stage.next += 1
             if not self.tasks[index].chunk and (stage.number, self.tasks[index].microbatch) in self.backwards_left:
-                stage.live += 1
+                stage.in_flight += 1
         else:
             heapq.heappop(stage.backwards)
         for rank in stage.ranks:
@@ -279,7 +304,7 @@ class _Scheduler:
         if self.tasks[index].kind == "bwd":
             key = (stage.number, self.tasks[index].microbatch)
             self.backwards_left[key] -= 1
-            stage.live -= not self.backwards_left[key]
+            stage.in_flight -= not self.backwards_left[key]
         for rank in stage.ranks:
             self.busy[rank] = False
         self.phases.finish(index)
@@ -351,16 +376,16 @@ def order_tasks(
     plan: ParallelPlan,
     graph: PlainGraph,
     times_ms: Sequence[float],
-    caps: Mapping[StageKey, float],
+    max_in_flight: Mapping[StageKey, float],
     alternate: bool = False,
 ) -> Timeline:
     """Orders the tasks of a graph."""
-    scheduler = _Scheduler(plan, graph, times_ms, caps)
+    scheduler = _Scheduler(plan, graph, times_ms, max_in_flight)
     found = scheduler.run()
     assert found is not None
     if alternate and scheduler.could_wait:
         end_ms = max(found.end_ms, default=0.0)
-        found = _Scheduler(plan, graph, times_ms, caps, True, end_ms).run() or found
+        found = _Scheduler(plan, graph, times_ms, max_in_flight, True, end_ms).run() or found
     return found
 
 
@@ -488,7 +513,7 @@ class _Lanes:
 
 def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
     """How many microbatches may be in flight on each stage under 1F1B."""
-    caps: dict[StageKey, float] = {}
+    max_in_flight: dict[StageKey, float] = {}
     for name in reversed(list(plan.modules)):
         targets = [edge.target for edge in plan.edges if edge.source == name]
         for replica in plan.modules[name].with_stages:
@@ -500,22 +525,24 @@ def in_flight_1f1b(plan: ParallelPlan, step: StepPlan) -> dict[StageKey, float]:
             }
             behind = 0
             for target in targets:
-                taken = step.consumer_turns(name, replica, target)
+                taken = consumer_turns(step, name, replica, target)
                 if not taken:  # nobody waits for what it makes
                     continue
-                depth = _turns_in_flight(step, target, np.unique(step.locations[target][0][list(taken)]), caps)
+                depth = _turns_in_flight(
+                    step, target, np.unique(step.locations[target][0][list(taken)]), max_in_flight
+                )
                 own = np.fromiter((indices[batch_index] for batch_index in taken), np.int64, len(taken))
                 behind = max(behind, _most_ahead(own, np.fromiter(taken.values(), np.int64, len(taken)), depth))
             for index in range(len(stages)):
-                caps[name, replica, index] = len(stages) - index + behind
-    return caps
+                max_in_flight[name, replica, index] = len(stages) - index + behind
+    return max_in_flight
 
 
-def _turns_in_flight(step: StepPlan, target: str, fed: np.ndarray, caps: Mapping[StageKey, float]) -> int:
+def _turns_in_flight(step: StepPlan, target: str, fed: np.ndarray, max_in_flight: Mapping[StageKey, float]) -> int:
     """The most turns that some replicas of `target` have in flight at once."""
     counts = {taker: len(step.microbatches[target][taker]) for taker in fed.tolist()}
     turns = max(counts.values())
-    return max(ceil(caps[target, taker, 0] * turns / count) for taker, count in counts.items())
+    return max(ceil(max_in_flight[target, taker, 0] * turns / count) for taker, count in counts.items())
 
 
 def _most_ahead(indices: np.ndarray, takers: np.ndarray, depth: int) -> int:

@@ -1,4 +1,4 @@
-"""Samples that are taken a microbatch after they are encoded: caps, order, times, and what eager forwards give."""
+"""Samples that are taken a microbatch after they are encoded: limits, order, times, and what eager forwards give."""
 
 import math
 import pickle
@@ -36,14 +36,14 @@ def balanced(case: Case):
     return cost
 
 
-def last_end(case: Case, caps) -> float:
-    return max(schedule_tasks(case.plan, build_graph(case.plan, case.step), balanced(case), caps).end_ms)
+def last_end(case: Case, max_in_flight) -> float:
+    return max(schedule_tasks(case.plan, build_graph(case.plan, case.step), balanced(case), max_in_flight).end_ms)
 
 
 def iteration_ms(case: Case, schedule: Schedule) -> float:
     plan = replace(case.plan, schedule=schedule)
     cost = balanced(case)
-    return simulate(plan, build_program(plan, case.step, case.groups, cost), cost).iteration_ms
+    return simulate(plan, build_program(plan, case.step, case.sync_groups, cost), cost).iteration_ms
 
 
 def test_an_encoder_needs_one_more_in_flight_when_samples_are_deferred():
@@ -80,7 +80,7 @@ def test_eager_is_as_fast_as_unlimited_memory_and_1f1b_nearly(stages, loss):
 
 def test_a_forward_runs_after_each_backward():
     case = deferred(5, 3, 32)
-    actions = build_program(case.plan, case.step, case.groups, balanced(case)).actions[0]
+    actions = build_program(case.plan, case.step, case.sync_groups, balanced(case)).actions[0]
     ops = [action.op for action in actions if action.op in ("fwd", "bwd")]
     last_forward = len(ops) - ops[::-1].index("fwd")
     bunches = [len(bunch) for bunch in "".join(op[0] for op in ops[:last_forward]).split("f") if bunch]
@@ -90,9 +90,9 @@ def test_a_forward_runs_after_each_backward():
 def test_eager_takes_the_caps_that_it_is_given_but_none_below_1f1b():
     case = deferred(2, 2, 16, "eager")
     least = in_flight_1f1b(case.plan, case.step)
-    given_caps = {("vision", 0, 0): 9.0, ("vision", 0, 1): 1.0, (LANGUAGE_MODEL, 0, 0): 2.0}
-    assert in_flight_limits(case.plan, case.step, given_caps) == {**least, ("vision", 0, 0): 9.0}
-    program = build_program(case.plan, case.step, case.groups, caps=given_caps)
+    given = {("vision", 0, 0): 9.0, ("vision", 0, 1): 1.0, (LANGUAGE_MODEL, 0, 0): 2.0}
+    assert in_flight_limits(case.plan, case.step, given) == {**least, ("vision", 0, 0): 9.0}
+    program = build_program(case.plan, case.step, case.sync_groups, fitting_in_flight=given)
     peaks = simulate(case.plan, program).peak_in_flight
     assert least["vision", 0, 0] < peaks["vision", 0, 0] < 10  # chunks of an admitted microbatch are not held back
     assert in_flight_limits(case.plan, case.step) == in_flight_eager(case.plan, case.step)
@@ -113,15 +113,15 @@ def test_1f1b_caps_let_any_arrangement_through(order, num_encoded, num_taken, ra
     case = Case(plan, make_step({"vision": [encoded], LANGUAGE_MODEL: taken}), [])
     times = {task: random.random() for task in build_graph(plan, case.step).tasks}
     simulation = simulate(plan, build_program(plan, case.step, [], times.__getitem__), times.__getitem__)
-    caps = in_flight_1f1b(plan, case.step)
-    # A microbatch is let in whole, so that its chunks may go over the cap by less than one.
-    assert all(peak < caps[key] + 1 for key, peak in simulation.peak_in_flight.items())
+    max_in_flight = in_flight_1f1b(plan, case.step)
+    # A microbatch is let in whole, so that its chunks may go over the limit by less than one.
+    assert all(peak < max_in_flight[key] + 1 for key, peak in simulation.peak_in_flight.items())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager"])
 def test_what_was_not_deferred_goes_back_first(schedule):
     case = deferred(1, 2, 6, schedule)
-    program = build_program(case.plan, case.step, case.groups, balanced(case))
+    program = build_program(case.plan, case.step, case.sync_groups, balanced(case))
     order = [str(action) for action in program.actions[0] if action.op == "bwd"]
     expected = [
         text
@@ -154,7 +154,7 @@ def test_an_encoder_never_waits_for_what_it_sent_to_be_taken(frozen):
     def cost(task):
         return 10.0 if task.module == LANGUAGE_MODEL else 1.0
 
-    program = build_program(plan, case.step, [], cost, caps={("vision", 0, 0): math.inf})
+    program = build_program(plan, case.step, [], cost, fitting_in_flight={("vision", 0, 0): math.inf})
     actions = program.actions[0]
     forwards = [index for index, action in enumerate(actions) if action.op == "fwd"]
     assert all(actions[index + 1].op == "send" for index in forwards)
@@ -168,7 +168,7 @@ def test_an_encoder_never_waits_for_what_it_sent_to_be_taken(frozen):
 
 def test_a_rank_needs_its_own_part_only():
     case = deferred(2, 2, 8, "eager")
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     for rank, actions in program.actions.items():
         own = pickle.loads(pickle.dumps(program.of_rank(rank)))
         assert own.actions == {rank: actions}
@@ -180,7 +180,7 @@ def test_a_rank_needs_its_own_part_only():
 
 def test_forward_times_of_microbatches():
     case = deferred(2, 2, 4)
-    spans = simulate(case.plan, build_program(case.plan, case.step, case.groups), balanced(case)).spans
+    spans = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups), balanced(case)).spans
     found = microbatch_forward_ms(spans)
     assert list(found) == [(LANGUAGE_MODEL, 0), ("vision", 0)]
     assert all(np.allclose(times, [2.0] * 4) for times in found.values())  # two stages of one millisecond

@@ -58,7 +58,7 @@ def straight(
 
 
 def run(case: Case, cost=None) -> Simulation:
-    return simulate(case.plan, build_program(case.plan, case.step, case.groups, cost), cost)
+    return simulate(case.plan, build_program(case.plan, case.step, case.sync_groups, cost), cost)
 
 
 def least_ms(case: Case, graph: TaskGraph, cost) -> float:
@@ -78,8 +78,8 @@ def least_ms(case: Case, graph: TaskGraph, cost) -> float:
     st.booleans(),
 )
 def test_any_layout_has_a_program_that_loses_nothing(case, training):
-    program = build_program(case.plan, case.step, case.groups, uneven, training)
-    check_program(case.plan, case.step, case.groups, program, training)
+    program = build_program(case.plan, case.step, case.sync_groups, uneven, training)
+    check_program(case.plan, case.step, case.sync_groups, program, training)
     simulation = simulate(case.plan, program, uneven)
     graph = build_graph(case.plan, case.step, training)
     assert {span.task for span in simulation.spans} == set(graph.tasks)
@@ -126,7 +126,7 @@ def test_modules_in_front_are_as_deep_as_the_generator_is_long():
     assert in_flight_1f1b(case.plan, case.step) == depths
     assert run(case).peak_in_flight == depths
     assert {
-        name for (name, _, _), cap in in_flight_eager(case.plan, case.step).items() if cap > depths[name, 0, 0]
+        name for (name, _, _), limit in in_flight_eager(case.plan, case.step).items() if limit > depths[name, 0, 0]
     } == {"vision"}
 
 
@@ -172,8 +172,8 @@ def test_gradients_flow_where_something_trainable_lies_before(frozen, backwards,
     assert {task.module for task in graph.tasks if task.kind == "bwd"} == backwards
     crossing = [m for m in graph.messages if m.kind == "grad" and m.crosses_boundary]
     assert {(m.source.module, m.target.module) for m in crossing} == gradients
-    program = build_program(case.plan, case.step, case.groups)
-    check_program(case.plan, case.step, case.groups, program)
+    program = build_program(case.plan, case.step, case.sync_groups)
+    check_program(case.plan, case.step, case.sync_groups, program)
     if LANGUAGE_MODEL not in backwards:  # its forwards wait for nobody, as far ahead as they can
         assert run(case).peak_in_flight[LANGUAGE_MODEL, 0, 0] == 1
 
@@ -226,8 +226,8 @@ def test_a_language_model_that_feeds_no_generator_is_ahead_of_none():
     spec, plan = make_plan(ranks, {name: module_spec(name, 8) for name in ranks})
     rows = [[[2 * batch_index + d] for batch_index in range(6)] for d in range(2)]
     step = make_step({LANGUAGE_MODEL: rows, IMAGE: [rows[0]]}, (IMAGE,))
-    caps = in_flight_1f1b(plan, step)
-    assert [caps[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]
+    max_in_flight = in_flight_1f1b(plan, step)
+    assert [max_in_flight[LANGUAGE_MODEL, d, 0] for d in range(2)] == [2 + 3, 2]
     program = build_program(plan, step, sync_groups(spec, plan))
     check_program(plan, step, sync_groups(spec, plan), program)
     peaks = simulate(plan, program).peak_in_flight

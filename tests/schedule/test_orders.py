@@ -23,7 +23,7 @@ from tests.schedule.builders import Case, make_plan, make_step, module_spec
 
 def order_of(case: Case, rank: int) -> list[str]:
     """Module and kind of the tasks of a rank, repetitions left out."""
-    actions = build_program(case.plan, case.step, case.groups).actions[rank]
+    actions = build_program(case.plan, case.step, case.sync_groups).actions[rank]
     tasks = [f"{action.task.module} {action.task.kind}" for action in actions if action.task is not None]
     return [task for index, task in enumerate(tasks) if index == 0 or tasks[index - 1] != task]
 
@@ -51,7 +51,7 @@ def test_encoders_first_runs_encoders_at_both_ends(shared):
         assert [task for task in own if task in encoder] == encoder
         if shared:
             assert own[0] == encoder[0] and own[-1] == encoder[1]
-    peaks = simulate(plan, build_program(plan, case.step, case.groups)).peak_in_flight
+    peaks = simulate(plan, build_program(plan, case.step, case.sync_groups)).peak_in_flight
     assert [peaks["vision", 0, stage] for stage in range(2)] == [6, 6]
     assert [peaks[LANGUAGE_MODEL, 0, stage] for stage in range(2)] == [2, 1]
 
@@ -79,21 +79,21 @@ def test_waiting_for_a_forward_after_each_backward_never_makes_a_step_longer(enc
 
     found = simulate(plan, build_program(plan, step, [], cost), cost)
     assert found.iteration_ms <= first_order_ms(plan, step, cost) * (1 + 1e-9)
-    caps = in_flight_1f1b(plan, step)
-    assert all(peak <= caps[key] for key, peak in found.peak_in_flight.items())
+    max_in_flight = in_flight_1f1b(plan, step)
+    assert all(peak <= max_in_flight[key] for key, peak in found.peak_in_flight.items())
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager"])
-@pytest.mark.parametrize("method", ["hierarchical", "entrain", "disttrain"])
+@pytest.mark.parametrize("arrangement", ["hierarchical", "entrain", "disttrain"])
 @pytest.mark.parametrize(("dataset", "model"), [("llava-150k", "llama3-3b"), ("cocoqa", "llama3-3b")])
-def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(dataset, model, method, schedule):
+def test_stages_of_entrains_plans_are_faster_when_they_wait_for_a_forward(dataset, model, arrangement, schedule):
     shape, times = PUBLISHED[dataset], PUBLISHED_MODELS[model]
     stages = shape.stated.parallel_sizes[model]["entrain"]
     names = ("vision", LANGUAGE_MODEL)
     sizes = {name: ModulePlugin(pp_size=count) for name, count in zip(names, stages, strict=True)}
     plan = resolve_plan(times.spec, sizes, schedule=schedule)
     work = times.workloads(shape.draw(128, 3))
-    step = arrange_step(plan, range(128), work, 4, method)
+    step = arrange_step(plan, range(128), work, 4, arrangement)
 
     def cost(task):
         module = plan.modules[task.module]

@@ -21,10 +21,10 @@ from hf_mmparallel.schedule import (
     build_graph,
     build_program,
     check_program,
-    condense,
-    condensed_program,
+    find_representatives,
     in_flight_limits,
     lower,
+    program_of_parts,
     schedule_tasks,
 )
 from hf_mmparallel.schedule import lowering as lowering_module
@@ -43,8 +43,8 @@ def uneven(task: Task) -> float:
 
 
 def of_rank(case, rank: int, cost=uneven, training: bool = True) -> Program:
-    condensed = condense(case.plan, case.groups)
-    return condensed.expand(condensed_program(condensed.parts(case.step, rank), cost, training))
+    representatives = find_representatives(case.plan, case.sync_groups)
+    return representatives.expand(program_of_parts(representatives.parts(case.step, rank), cost, training))
 
 
 def exchanging(case) -> dict[int, set[int]]:
@@ -72,7 +72,7 @@ def exchanging(case) -> dict[int, set[int]]:
 @SETTINGS
 @given(CASES, st.booleans())
 def test_a_rank_gets_from_its_part_what_it_gets_from_the_program_of_all_ranks(case, training):
-    whole = build_program(case.plan, case.step, case.groups, uneven, training)
+    whole = build_program(case.plan, case.step, case.sync_groups, uneven, training)
     together = exchanging(case)
     used = {rank for module in case.plan.modules.values() for _, _, s in module.stages() for rank in s.all_ranks}
     for rank in sorted(used):
@@ -109,18 +109,18 @@ def test_each_part_takes_the_better_of_two_orders(case):
 @SETTINGS
 @given(CASES, st.randoms(use_true_random=False))
 def test_gradient_sums_stand_in_one_order_on_all_ranks_whatever_it_is(case, random):
-    groups = list(case.groups)
+    groups = list(case.sync_groups)
     random.shuffle(groups)
     program = build_program(case.plan, case.step, groups, uneven)
     check_program(case.plan, case.step, groups, program)
-    place = _merged(groups, condense(case.plan, groups).numbers)
+    place = _merged(groups, find_representatives(case.plan, groups).numbers)
     for row in program.actions.values():
         order = [(place[action.index], action.index) for action in row if action.index is not None]
         assert order == sorted(order)
 
 
 def _merged(groups, number) -> list[int]:
-    """For each sum the place of the first that it is condensed with."""
+    """For each sum the index of the first with the same representatives."""
     keys = [(frozenset(number[rank] for rank in group.ranks), group.stages, group.parameters) for group in groups]
     return [keys.index(key) for key in keys]
 
@@ -129,11 +129,11 @@ def _merged(groups, number) -> list[int]:
 @given(CASES)
 def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
     order = {name: number for number, name in enumerate(case.plan.modules)}
-    ends = [min((order[name], index) for name, _, index in group.stages) for group in case.groups]
+    ends = [min((order[name], index) for name, _, index in group.stages) for group in case.sync_groups]
     assert ends == sorted(ends, reverse=True)
 
 
-@pytest.mark.parametrize("method", sorted(ARRANGEMENTS))
+@pytest.mark.parametrize("arrangement", sorted(ARRANGEMENTS))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "layouts",
@@ -145,14 +145,14 @@ def test_sums_of_a_plan_come_in_the_order_in_which_backwards_end(case):
     ],
     ids=["two encoders each", "shared encoders", "unlike numbers", "colocated"],
 )
-def test_real_arrangements_with_deferral(method, schedule, layouts):
+def test_real_arrangements_with_deferral(arrangement, schedule, layouts):
     spec = model_spec()
     plan = replace(resolve_plan(spec, layouts), schedule=schedule)
     random = np.random.default_rng(0)
     times = {name: random.lognormal(0, 1, 64) for name in plan.modules}
     times["vision"][random.random(64) < 0.2] = 0.0
     tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in times.items()}
-    step = arrange_step(plan, range(64), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, method)
+    step = arrange_step(plan, range(64), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, arrangement)
     groups = sync_groups(spec, plan)
 
     def cost(task: Task) -> float:
@@ -161,9 +161,9 @@ def test_real_arrangements_with_deferral(method, schedule, layouts):
 
     whole = build_program(plan, step, groups, cost)
     check_program(plan, step, groups, whole)
-    condensed = condense(plan, groups)
+    representatives = find_representatives(plan, groups)
     for rank in range(plan.world_size):
-        part = condensed.expand(condensed_program(condensed.parts(step, rank), cost))
+        part = representatives.expand(program_of_parts(representatives.parts(step, rank), cost))
         assert part.of_rank(rank) == whole.of_rank(rank)
 
 
@@ -179,10 +179,10 @@ def work(dp_size: int) -> tuple[int, int, int]:
         asked.append(task)
         return uneven(task)
 
-    condensed = condense(plan, sync_groups(spec, plan))
-    (part,) = condensed.parts(step, 0)
+    representatives = find_representatives(plan, sync_groups(spec, plan))
+    (part,) = representatives.parts(step, 0)
     tasks = build_graph(part.plan, part.step).tasks
-    program = condensed.expand(condensed_program([part], cost))
+    program = representatives.expand(program_of_parts([part], cost))
     assert set(asked) <= set(tasks)
     return len(tasks), len(asked), len(program.actions)
 
@@ -197,7 +197,7 @@ def test_an_encoder_that_all_share_makes_one_part():
     spec = model_spec()
     plan = resolve_plan(spec, {"vision": ModulePlugin(), LM: ModulePlugin(dp_size=4)})
     step = arrange_step(plan, range(16), Workloads.alike(plan.modules, 16), 2)
-    (part,) = condense(plan, sync_groups(spec, plan)).parts(step)
+    (part,) = find_representatives(plan, sync_groups(spec, plan)).parts(step)
     assert isinstance(part, Part) and part.plan.world_size == 5
     assert part.step == step
 
@@ -211,26 +211,28 @@ def test_a_part_whose_ranks_could_not_come_to_the_sums_in_order_is_refused():
     assert [group.stages[0][0] for group in groups] == [LM, "vision"]
     program = build_program(plan, step, groups, uneven)
     assert [a.index for a in program.actions[0] if a.index is not None] == [0, 1]
-    part = next(condense(plan, groups).parts(step))
+    part = next(find_representatives(plan, groups).parts(step))
     graph = build_graph(part.plan, part.step)
     tasks = [action for action in program.actions[0] if action.index is None]
     swapped = Program({0: (*tasks, Action("sync", index=1), Action("sync", index=0))})
-    verify(part.plan, graph, part.groups, swapped)  # alone it ends
+    verify(part.plan, graph, part.sync_groups, swapped)  # alone it ends
     with pytest.raises(DeadlockError, match="waits at `sync"):
-        verify(part.plan, graph, part.groups, swapped, is_part=True)
+        verify(part.plan, graph, part.sync_groups, swapped, is_part=True)
 
 
 def test_the_checksum_of_a_part_tells_of_its_order_and_its_replicas():
     spec = model_spec()
     plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin(dp_size=2, pp_size=2)})
     step: StepPlan = arrange_step(plan, range(16), Workloads.alike(plan.modules, 16), 2)
-    condensed = condense(plan, sync_groups(spec, plan))
-    programs = {r: condensed.expand(condensed_program(condensed.parts(step, r), uneven)) for r in range(6)}
+    representatives = find_representatives(plan, sync_groups(spec, plan))
+    programs = {r: representatives.expand(program_of_parts(representatives.parts(step, r), uneven)) for r in range(6)}
     replicas = {rank: program.replicas(LM) for rank, program in programs.items()}
     assert sorted(map(sorted, set(replicas.values()))) == [[0], [1]]
     for rank, program in programs.items():
         for other, same in programs.items():
             assert (program.checksum == same.checksum) == (replicas[rank] == replicas[other])
-    late = condensed.expand(condensed_program(condensed.parts(step, 0), lambda t: 1.0 + 9 * (t.module == LM)))
+    late = representatives.expand(
+        program_of_parts(representatives.parts(step, 0), lambda t: 1.0 + 9 * (t.module == LM))
+    )
     assert Program.parse(late.dump()).checksum == late.checksum
     assert late.replicas(LM) == replicas[0]

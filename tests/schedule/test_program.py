@@ -35,12 +35,12 @@ def replaced(program: Program, rank: int, actions) -> Program:
 @SETTINGS
 @given(cases(), st.booleans())
 def test_any_layout_has_a_possible_program(case, training):
-    program = build_program(case.plan, case.step, case.groups, uneven, training)
-    check_program(case.plan, case.step, case.groups, program, training)
+    program = build_program(case.plan, case.step, case.sync_groups, uneven, training)
+    check_program(case.plan, case.step, case.sync_groups, program, training)
     simulation = simulate(case.plan, program, uneven)
     tasks = build_graph(case.plan, case.step, training).tasks
     assert {span.task for span in simulation.spans} == set(tasks)
-    for rank, group in enumerate_ranks(case.groups):
+    for rank, group in enumerate_ranks(case.sync_groups):
         assert sum(a == Action("sync", index=group) for a in program.actions[rank]) == training
 
 
@@ -62,14 +62,14 @@ def test_replay_keeps_the_predicted_times_without_gradient_sums(case):
 @SETTINGS
 @given(cases())
 def test_text_reads_back(case):
-    program = build_program(case.plan, case.step, case.groups, uneven)
+    program = build_program(case.plan, case.step, case.sync_groups, uneven)
     assert Program.parse(program.dump()) == program
 
 
 @settings(SETTINGS, max_examples=120)
 @given(cases(), st.data())
 def test_what_the_checker_accepts_never_deadlocks(case, data):
-    program = build_program(case.plan, case.step, case.groups, uneven)
+    program = build_program(case.plan, case.step, case.sync_groups, uneven)
     for _ in range(8):
         rank = data.draw(st.sampled_from(sorted(program.actions)))
         actions = list(program.actions[rank])
@@ -85,7 +85,7 @@ def test_what_the_checker_accepts_never_deadlocks(case, data):
             actions.pop(i)
         mutant = replaced(program, rank, actions)
         try:
-            check_program(case.plan, case.step, case.groups, mutant)
+            check_program(case.plan, case.step, case.sync_groups, mutant)
         except ProgramError:
             assert mutant != program
             continue
@@ -95,29 +95,29 @@ def test_what_the_checker_accepts_never_deadlocks(case, data):
 
 def test_each_missing_or_doubled_action_is_rejected():
     case = shared()
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     for rank, actions in program.actions.items():
         for i, action in enumerate(actions):
             with pytest.raises(ProgramError):
                 check_program(
-                    case.plan, case.step, case.groups, replaced(program, rank, actions[:i] + actions[i + 1 :])
+                    case.plan, case.step, case.sync_groups, replaced(program, rank, actions[:i] + actions[i + 1 :])
                 )
             with pytest.raises(ProgramError, match="twice"):
-                check_program(case.plan, case.step, case.groups, replaced(program, rank, (*actions, action)))
+                check_program(case.plan, case.step, case.sync_groups, replaced(program, rank, (*actions, action)))
 
 
 def test_sums_in_opposite_orders_deadlock_and_the_error_names_each_rank():
     case = shared()
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     actions = list(program.actions[1])
     places = [i for i, action in enumerate(actions) if action.op == "sync"][:2]
-    first, second = (case.groups[actions[i].index].stages for i in places)
+    first, second = (case.sync_groups[actions[i].index].stages for i in places)
     assert first != second
     bare = [action for action in actions if action.op != "sync"]
     syncs = [action for action in actions if action.op == "sync"]
     mutant = replaced(program, 1, bare + syncs[::-1])
     for attempt in (
-        lambda: check_program(case.plan, case.step, case.groups, mutant),
+        lambda: check_program(case.plan, case.step, case.sync_groups, mutant),
         lambda: simulate(case.plan, mutant),
     ):
         with pytest.raises(DeadlockError, match=r"rank 0 waits at `sync \d`\nrank 1 waits at `sync \d`"):
@@ -150,12 +150,12 @@ def test_late_gradients_are_rejected():
         check_program(plan, step, sync_groups(spec, plan), replaced(program, 0, (fwd, sync, bwd)))
     with pytest.raises(ProgramError, match="before its forward"):
         check_program(plan, step, sync_groups(spec, plan), replaced(program, 0, (bwd, fwd, sync)))
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     recvs = [i for i, action in enumerate(program.actions[1]) if action.op == "recv"]
     actions = list(program.actions[1])
     actions[recvs[0]], actions[recvs[1]] = actions[recvs[1]], actions[recvs[0]]
     with pytest.raises(ProgramError, match="after the task that needs it"):
-        check_program(case.plan, case.step, case.groups, replaced(program, 1, actions))
+        check_program(case.plan, case.step, case.sync_groups, replaced(program, 1, actions))
 
 
 def test_receives_follow_the_order_of_the_sends():
@@ -203,9 +203,9 @@ def test_text_forms():
 
 def test_sums_start_when_their_slowest_stage_is_done():
     case = shared()
-    program = build_program(case.plan, case.step, case.groups)
-    (language,) = {i for i, g in enumerate(case.groups) if g.stages[0][0] == LANGUAGE_MODEL}
-    (vision,) = {i for i, g in enumerate(case.groups) if g.stages[0][0] == "vision"}
+    program = build_program(case.plan, case.step, case.sync_groups)
+    (language,) = {i for i, g in enumerate(case.sync_groups) if g.stages[0][0] == LANGUAGE_MODEL}
+    (vision,) = {i for i, g in enumerate(case.sync_groups) if g.stages[0][0] == "vision"}
     for rank, actions in program.actions.items():
         texts = [str(action) for action in actions]
         last = {name: texts.index(f"bwd {name}.r{rank}.s0 mb2.c0") for name in ("vision", LANGUAGE_MODEL)}

@@ -30,7 +30,7 @@ def test_a_gradient_stays_behind_its_forward_and_is_not_overtaken():
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_only_receives_move_and_each_by_one_task_at_most(case):
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     for before in program.actions.values():
         after = receive_ahead(before)
         assert [a for a in after if a.op == "recv"] == [a for a in before if a.op == "recv"]

@@ -18,7 +18,7 @@ def test_uniform_chain_takes_sum_plus_rest_times_max(num_stages, num_microbatche
     def cost(task):
         return 1.0 if task.kind == "fwd" else backward_ms
 
-    program = build_program(case.plan, case.step, case.groups, cost)
+    program = build_program(case.plan, case.step, case.sync_groups, cost)
     simulation = simulate(case.plan, program, cost)
     stage_ms = [1.0 + backward_ms] * num_stages
     expected = sum(stage_ms) + (num_microbatches - 1) * max(stage_ms)
@@ -29,7 +29,7 @@ def test_uniform_chain_takes_sum_plus_rest_times_max(num_stages, num_microbatche
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_microbatches_in_flight(schedule):
     case = chain(4, 8, schedule)
-    simulation = simulate(case.plan, build_program(case.plan, case.step, case.groups))
+    simulation = simulate(case.plan, build_program(case.plan, case.step, case.sync_groups))
     stages = [("vision", 0, 0), *((LANGUAGE_MODEL, 0, s) for s in range(3))]
     expected = [4, 3, 2, 1] if schedule == "1f1b" else [8] * 4
     assert [simulation.peak_in_flight[stage] for stage in stages] == expected
@@ -37,7 +37,7 @@ def test_microbatches_in_flight(schedule):
 
 def test_messages_and_sums_take_time():
     case = chain(3, 4)
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     base = simulate(case.plan, program).iteration_ms
     assert simulate(case.plan, program, comm_ms=0.5).iteration_ms >= base + 4 * 0.5
     spec, plan = make_plan({LANGUAGE_MODEL: [[(0,)], [(1,)]]})
@@ -49,7 +49,7 @@ def test_messages_and_sums_take_time():
 
 def test_gpipe_runs_all_forwards_first():
     case = chain(3, 4, "gpipe")
-    program = build_program(case.plan, case.step, case.groups)
+    program = build_program(case.plan, case.step, case.sync_groups)
     for actions in program.actions.values():
         kinds = [action.op for action in actions if action.task is not None]
         assert kinds == ["fwd"] * 4 + ["bwd"] * 4

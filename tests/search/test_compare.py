@@ -13,7 +13,7 @@ from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.cost.engine_traits import Engine
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.plan.assignments import KEEPING_LIMITS
+from hf_mmparallel.plan.arrangement_policies import KEEPING_LIMITS
 from hf_mmparallel.search.compare import (
     DISTTRAIN,
     RATIO,
@@ -75,7 +75,7 @@ class TestCompare:
     def test_figures_are_those_of_the_plan_at_the_true_costs(self, answer):
         """Simulated with all ranks and another planner."""
         question, result, others = answer
-        for name, method in (
+        for name, arrangement in (
             (UNAWARE, "contiguous"),
             (SINGLE, "contiguous"),
             (DISTTRAIN, "disttrain"),
@@ -87,7 +87,9 @@ class TestCompare:
             groups = sync_groups(question.spec, plan)
             times, peaks = [], []
             for known in result.best.predictions:
-                planner = StepPlanner(question.costs, plan, groups, size, method, sizes=lambda _, own=known: own.sizes)
+                planner = StepPlanner(
+                    question.costs, plan, groups, size, arrangement, sizes=lambda _, own=known: own.sizes
+                )
                 prediction = planner.predict(planner(GlobalBatch(known.planned.step.samples)))
                 times.append(prediction.step_ms)
                 peaks.append(prediction.peak_memory_bytes)
@@ -117,8 +119,8 @@ class TestCompare:
         poor = replace(result, problem=replace(question, memory_bytes=2.0**40))
         better = with_faster(poor, others.values()).best
         assert better.step_ms < poor.best.step_ms
-        assert better.candidate.method == better.plan.microbatch_assignment
-        assert better.candidate.method in KEEPING_LIMITS
+        assert better.candidate.arrangement == better.plan.microbatch_assignment
+        assert better.candidate.arrangement in KEEPING_LIMITS
 
     def test_what_is_set_binds_what_replaces_an_answer(self, answer):
         question, result, others = answer
@@ -126,7 +128,7 @@ class TestCompare:
             {"fixed": {LANGUAGE_MODEL: {"tp_size": 4, "pp_size": 2}}},
             {"memory_bytes": 2.0**24},
             {"schedule": "gpipe"},
-            {"method": "entrain"},
+            {"arrangement": "entrain"},
             {"checkpointing": {LANGUAGE_MODEL: True, "vision": True}},
         ):
             bound = replace(result, problem=replace(question, **settings))

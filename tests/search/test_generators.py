@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from hf_mmparallel.cost import StepCost, analytic_costs, eager_caps, memory_per_rank
+from hf_mmparallel.cost import StepCost, analytic_costs, fitting_in_flight, memory_per_rank
 from hf_mmparallel.cost.limits import steady_in_flight
 from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, StepPlan, check_plan
 from hf_mmparallel.planner.tables import plan_table
-from hf_mmparallel.schedule import Message, Task, condense, in_flight_1f1b
+from hf_mmparallel.schedule import Message, Task, in_flight_1f1b
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.representatives import predict_batch
 from tests.cost.models import HIDDEN, PLAIN, model, module
 from tests.search.test_search import Exhaustive, problem_of
 
@@ -65,7 +65,7 @@ class ExhaustiveInSeries(Exhaustive):
 )
 def test_the_best_estimate_with_a_generator_is_that_of_exhaustive_search(ranks, batch, frozen, seed):
     problem = problem_of(
-        ranks, batch, seed=seed, spec=model_with(IMAGE, frozen=frozen, encoder=False), method="contiguous"
+        ranks, batch, seed=seed, spec=model_with(IMAGE, frozen=frozen, encoder=False), arrangement="contiguous"
     )
     found = min((own.step_ms for own in CandidateSpace(problem)), default=float("inf"))
     assert found == pytest.approx(ExhaustiveInSeries(problem).best_ms(), rel=1e-9)
@@ -74,7 +74,7 @@ def test_the_best_estimate_with_a_generator_is_that_of_exhaustive_search(ranks, 
 @pytest.mark.parametrize(("names", "encoder"), [((IMAGE,), True), ((IMAGE, AUDIO), False)])
 def test_modules_on_both_sides_are_divided_as_exhaustive_search_does(names, encoder):
     spec = model_with(*names, encoder=encoder)
-    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), method="contiguous")
+    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), arrangement="contiguous")
     exhaustive = ExhaustiveInSeries(problem)
     whole = exhaustive.module
     exhaustive.module = lambda name, dp, pp, tp, again, count: (
@@ -118,7 +118,7 @@ def test_answers_hold_generators(answer):
             )
             assert generated == np.flatnonzero(own.sizes.tokens[IMAGE]).tolist()
             assert all(
-                step.places[IMAGE, batch_index][1] == step.places[LANGUAGE_MODEL, batch_index][1]
+                step.location_of[IMAGE, batch_index][1] == step.location_of[LANGUAGE_MODEL, batch_index][1]
                 for batch_index in generated
             )
 
@@ -151,7 +151,7 @@ def test_layouts_of_any_kind_are_predicted(candidate):
     problem = problem_of(candidate.num_ranks, 16, spec=model_with(IMAGE), schedule=candidate.schedule)
     planner = step_planner(problem, candidate)
     check_plan(planner.plan, problem.spec)
-    found = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), draw_batch(problem, 1))
+    found = predict_batch(planner, draw_batch(problem, 1))
     least = max(found.simulation.busy_ms.values())
     assert found.step_ms >= least > 0 and 0 < found.flops_utilisation < 1
     assert set(found.memory) == set(range(candidate.num_ranks))
@@ -178,7 +178,7 @@ def test_the_language_model_keeps_more_in_flight_in_front_of_a_generator():
         problem, candidate = in_flight_case(generator)
         planner = step_planner(problem, candidate)
         batch = draw_batch(problem, 0)
-        found = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
+        found = predict_batch(planner, batch)
         assert steady_in_flight(planner.plan)[LANGUAGE_MODEL, 0, 0] == 2 + 3 * generator
         assert found.simulation.peak_in_flight[LANGUAGE_MODEL, 0, 0] == 2 + 3 * generator
         rank = planner.plan.stage(LANGUAGE_MODEL, 0, 0).all_ranks[0]
@@ -196,10 +196,10 @@ def test_room_goes_to_modules_in_front_first():
     problem, candidate = in_flight_case(True)
     planner = step_planner(problem, replace(candidate, schedule="eager"))
     batch = draw_batch(problem, 0)
-    step = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch).planned.step
+    step = predict_batch(planner, batch).planned.step
     least = in_flight_1f1b(planner.plan, step)
-    caps = eager_caps(problem.costs, planner.plan, step, batch, 1e12)
-    assert caps["vision", 0, 0] == 8 and all(caps[key] >= cap for key, cap in least.items())
+    max_in_flight = fitting_in_flight(problem.costs, planner.plan, step, batch, 1e12)
+    assert max_in_flight["vision", 0, 0] == 8 and all(max_in_flight[key] >= limit for key, limit in least.items())
 
 
 def test_a_generator_gets_the_hidden_states_of_all_tokens_of_its_samples():
@@ -230,6 +230,5 @@ def test_modules_on_their_own_ranks_take_the_closed_form(names, encoder):
     assert apart
     for own in apart[:4]:
         planner = step_planner(problem, space.candidate(own))
-        condensed = condense(planner.plan, tuple(planner.groups))
-        found = predict_condensed(planner, condensed, draw_batch(problem, 0))
+        found = predict_batch(planner, draw_batch(problem, 0))
         assert found.step_ms == pytest.approx(own.step_ms, rel=0.1)

@@ -14,14 +14,14 @@ from hf_mmparallel.search.mean_microbatch import MeanMicrobatches
 from hf_mmparallel.search.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, draw_batch
 from hf_mmparallel.search.simulations import step_planner
-from hf_mmparallel.steps.condensed import predict_condensed
+from hf_mmparallel.steps.representatives import predict_batch
 from tests.search.test_search import problem_of
 
 BATCH, DP, COUNT = 64, 2, 8
 
 
-def question(method: str, attention: str = "sdpa", packing: bool = False) -> PlanningProblem:
-    problem = problem_of(DP, BATCH, method=method)
+def question(arrangement: str, attention: str = "sdpa", packing: bool = False) -> PlanningProblem:
+    problem = problem_of(DP, BATCH, arrangement=arrangement)
     language = replace(problem.spec.language_model, attention=attention)
     spec = replace(problem.spec, modules={**problem.spec.modules, LANGUAGE_MODEL: language})
     problem = replace(problem, costs=replace(problem.costs.with_spec(spec), packing=packing))
@@ -31,21 +31,21 @@ def question(method: str, attention: str = "sdpa", packing: bool = False) -> Pla
 def arranged(problem: PlanningProblem, cp_size: int = 1) -> np.ndarray:
     """Tokens, squared tokens and stored pairs of a mean microbatch of the batch as it is arranged."""
     layouts = {"vision": Layout((4,), DP), LANGUAGE_MODEL: Layout((4,), DP, cp_size)}
-    candidate = Candidate(layouts, {}, COUNT, "1f1b", problem.first_method)
+    candidate = Candidate(layouts, {}, COUNT, "1f1b", problem.first_arrangement)
     planner = step_planner(problem, candidate)
     batch = draw_batch(problem, 0)
-    step = predict_condensed(planner, planner.condensed, batch).planned.step
+    step = predict_batch(planner, batch).planned.step
     sizes = chunk_sizes(problem.costs, planner.plan, step, batch)
     return np.sum([own for key, own in sizes.items() if key[0] == LANGUAGE_MODEL], axis=0) / (DP * COUNT)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
 @pytest.mark.parametrize(
-    "method, packing, near",
+    "arrangement, packing, near",
     [("contiguous", False, 1e-9), ("hierarchical", False, 0.1), ("tapered", False, 0.1), ("hierarchical", True, 1e-9)],
 )
-def test_a_mean_microbatch_computes_what_arranged_ones_do(method, packing, near, attention):
-    problem = question(method, attention, packing)
+def test_a_mean_microbatch_computes_what_arranged_ones_do(arrangement, packing, near, attention):
+    problem = question(arrangement, attention, packing)
     found = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(1, BATCH / DP / COUNT)
     wanted = arranged(problem)
     assert found == pytest.approx(wanted, rel=near)
@@ -69,9 +69,9 @@ def test_encoders_and_single_samples_have_no_padding():
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_without_padding_nothing_is_above_any_arrangement(cp_size):
-    for method in ("contiguous", "hierarchical"):
+    for arrangement in ("contiguous", "hierarchical"):
         for attention in ("sdpa", "eager"):
-            problem = question(method, attention)
+            problem = question(arrangement, attention)
             least = MeanMicrobatches(problem, LANGUAGE_MODEL).sizes(cp_size, BATCH / DP / COUNT, padded=False)
             assert (least <= arranged(problem, cp_size) * (1 + 1e-9)).all()
 
@@ -86,20 +86,20 @@ def test_padding_is_in_the_closed_form_and_in_the_memory_that_a_microbatch_keeps
     assert own[0].layer_ms(kind, 4.0, padded=False) == pytest.approx(own[1].layer_ms(kind, 4.0))
 
 
-@pytest.mark.parametrize("method", ["contiguous", "hierarchical"])
-def test_the_closed_form_ranks_as_steps_do(method):
+@pytest.mark.parametrize("arrangement", ["contiguous", "hierarchical"])
+def test_the_closed_form_ranks_as_steps_do(arrangement):
     """Samples of very different lengths: with padding, few large microbatches are slower than the closed form said."""
     rng = np.random.default_rng(0)
     lengths = np.rint(300 * np.exp(1.2 * rng.standard_normal(64))).astype(int) + 1
     tokens = {"vision": [[20]] * 64, LANGUAGE_MODEL: [[int(n)] for n in lengths]}
-    problem = replace(problem_of(2, 32, method=method), sizes=SampleSizes.of_sequences(tokens))
+    problem = replace(problem_of(2, 32, arrangement=arrangement), sizes=SampleSizes.of_sequences(tokens))
     space = CandidateSpace(problem)
     closed, simulated = [], []
     for own in space:
         sizes = {name: (c.dp_size, c.pp_size, c.kind.tp_size) for name, c in own.estimates.items()}
         if set(sizes.values()) == {(2, 1, 1)} and not any(c.kind.checkpointing for c in own.estimates.values()):
             planner = step_planner(problem, space.candidate(own))
-            simulated.append(predict_condensed(planner, planner.condensed, draw_batch(problem, 0)).step_ms)
+            simulated.append(predict_batch(planner, draw_batch(problem, 0)).step_ms)
             closed.append(own.step_ms)
     assert len(closed) == 5  # 1 to 16 microbatches
     assert np.array(closed) == pytest.approx(np.array(simulated), rel=0.15)

@@ -15,7 +15,6 @@ from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.schedule import condense
 from hf_mmparallel.search.candidates import CandidateSpace
 from hf_mmparallel.search.explain import reason_for
 from hf_mmparallel.search.options import divisors
@@ -23,7 +22,7 @@ from hf_mmparallel.search.partition import partition_all
 from hf_mmparallel.search.problem import Candidate, Layout, PlanningProblem, RankedPlan, draw_batch
 from hf_mmparallel.search.search import search_plans
 from hf_mmparallel.search.simulations import AS_FAST, in_order, step_planner
-from hf_mmparallel.steps.condensed import on_all_ranks, predict_condensed
+from hf_mmparallel.steps.representatives import on_all_ranks, predict_batch
 from tests.cost.models import LAYERS, PLAIN, model, module
 
 FROZEN = [(), ("vision",), (LANGUAGE_MODEL,), ("vision", LANGUAGE_MODEL)]
@@ -137,7 +136,7 @@ class Exhaustive:
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 6), st.sampled_from([2, 4, 6, 12]), st.sampled_from(FROZEN), st.integers(0, 9), st.booleans())
 def test_the_best_estimate_is_that_of_exhaustive_search(ranks, batch, frozen, seed, packing):
-    problem = problem_of(ranks, batch, frozen, seed, method="contiguous")
+    problem = problem_of(ranks, batch, frozen, seed, arrangement="contiguous")
     problem = replace(problem, costs=replace(problem.costs, packing=packing))
     found = min((own.step_ms for own in CandidateSpace(problem)), default=float("inf"))
     assert found == pytest.approx(Exhaustive(problem).best_ms(), rel=1e-9)
@@ -146,7 +145,7 @@ def test_the_best_estimate_is_that_of_exhaustive_search(ranks, batch, frozen, se
 def test_two_encoders_are_divided_as_exhaustive_search_does():
     spec = model(("audio",))
     spec = replace(spec, modules={"audio": module("audio", True), **spec.modules})
-    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), method="contiguous")
+    problem = problem_of(4, 2, spec=spec, checkpointing=dict.fromkeys(spec.modules, False), arrangement="contiguous")
     exhaustive = Exhaustive(problem)
     whole = exhaustive.module
     exhaustive.module = lambda name, dp, pp, tp, again, count: (
@@ -170,7 +169,7 @@ def test_one_rank_stands_for_all_that_run_the_same_list(candidate):
     planner = step_planner(problem, candidate)
     check_plan(planner.plan, problem.spec)
     batch = draw_batch(problem, 1)
-    few = predict_condensed(planner, condense(planner.plan, tuple(planner.groups)), batch)
+    few = predict_batch(planner, batch)
     all_of_them = replace(planner, sizes=lambda _: batch)
     whole = all_of_them.predict(all_of_them(GlobalBatch(tuple(range(16)))))
     assert few.step_ms == pytest.approx(whole.step_ms)
@@ -191,16 +190,16 @@ def test_which_rank_of_a_node_is_which_does_not_matter(candidate):
     number = np.random.default_rng(5).permutation(candidate.num_ranks).tolist()
 
     def renumbered(stage):
-        return replace(stage, ranks=tuple(tuple(number[rank] for rank in row) for row in stage.ranks))
+        return replace(stage, mesh=tuple(tuple(number[rank] for rank in row) for row in stage.mesh))
 
     modules = {
         name: replace(own, replicas=tuple(tuple(map(renumbered, stages)) for stages in own.replicas))
         for name, own in planner.plan.modules.items()
     }
     plan = replace(planner.plan, modules=modules)
-    other = replace(planner, plan=plan, groups=sync_groups(problem.spec, plan))
+    other = replace(planner, plan=plan, sync_groups=sync_groups(problem.spec, plan))
     batch = draw_batch(problem, 1)
-    found = [predict_condensed(own, condense(own.plan, tuple(own.groups)), batch) for own in (planner, other)]
+    found = [predict_batch(own, batch) for own in (planner, other)]
     assert found[1].step_ms == pytest.approx(found[0].step_ms)
     assert {number[rank]: memory for rank, memory in found[0].memory.items()} == found[1].memory
 
@@ -217,7 +216,7 @@ def test_answers_keep_to_the_rules_of_the_engine(frozen):
         check_plan(plan.plan, problem.spec)
         assert plan.plan.world_size == 6
         assert max(own.peak_memory_bytes for own in plan.predictions) <= 2e9
-        assert sync_groups(problem.spec, plan.plan) == list(step_planner(problem, plan.candidate).groups)
+        assert sync_groups(problem.spec, plan.plan) == list(step_planner(problem, plan.candidate).sync_groups)
         assert plan.bound
 
 
@@ -315,12 +314,12 @@ def test_a_sample_that_no_plan_has_room_for_gets_a_microbatch_of_its_own_and_the
         r"samples of up to 40,000 tokens in `language_model`, where a microbatch may have [\d,]+:", best.bound
     )
     workloads = best.prediction.planned.workloads
-    for name, limit in workloads.max_tokens.items():
+    for name, limit in workloads.token_limits.items():
         for replica in best.prediction.planned.step.microbatches[name]:
             for batch_indices in replica:
                 assert len(batch_indices) == 1 or workloads.tokens[name][list(batch_indices)].sum() <= limit
     with pytest.raises(ValueError, match="fits"):  # the sampler's order keeps to no limit
-        search_plans(replace(problem, method="contiguous", microbatch_size=8))
+        search_plans(replace(problem, arrangement="contiguous", microbatch_size=8))
 
 
 def test_state_that_does_not_fit_is_refused_however_large_samples_are():

@@ -61,7 +61,7 @@ def test_a_rank_plans_what_the_plan_of_all_ranks_says(layouts, schedule, share, 
     )
     draw = GlobalBatch(tuple(range(64)), 0)
     whole = planner(draw)
-    check_program(plan, whole.step, planner.groups, whole.program, training)
+    check_program(plan, whole.step, planner.sync_groups, whole.program, training)
     for rank in range(plan.world_size):
         planned = planner(draw, rank)
         assert planned.step == whole.step

@@ -141,7 +141,7 @@ class Arranged:
     @classmethod
     def of(cls, step: StepPlan, workloads: Workloads) -> Arranged:
         lags = {
-            turn - step.places[name, batch_index][1]
+            turn - step.location_of[name, batch_index][1]
             for name, copies in step.microbatches.items()
             for copy in range(len(copies))
             for batch_index, turn in (step.consumer_turns(name, copy, LM) if name != LM else {}).items()
@@ -153,7 +153,7 @@ class Arranged:
             for batch_indices in replica
         ]
         counts = [len(microbatches) for microbatches in step.microbatches[LM]]
-        return cls(num_chunks, lags, counts, int(max(sums)), workloads.max_tokens.get(LM))
+        return cls(num_chunks, lags, counts, int(max(sums)), workloads.token_limits.get(LM))
 
 
 class Recorder(TrainerCallback):

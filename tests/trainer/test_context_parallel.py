@@ -32,7 +32,7 @@ def on_the_ranks_of_vision(family: str) -> MultimodalParallelPlugin:
         build_model_spec(tiny.FAMILIES[family]()), {VISION: ModulePlugin(tp_size=2), LM: ModulePlugin(cp_size=2)}
     )
     ((stage,),) = plan.modules[LM].replicas
-    shared = replace(plan.modules[LM], replicas=((replace(stage, ranks=((0,), (1,))),),))
+    shared = replace(plan.modules[LM], replicas=((replace(stage, mesh=((0,), (1,))),),))
     return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: shared}))
 
 

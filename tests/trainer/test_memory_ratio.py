@@ -42,7 +42,7 @@ def planner() -> StepPlanner:
     plan = resolve_plan(spec, {"vision": ModulePlugin(), LANGUAGE_MODEL: ModulePlugin()})
     costs = analytic_costs(spec, find_device("cpu"))
     made = StepPlanner(costs, plan, sync_groups(spec, plan), 2, "hierarchical", memory_bytes=64 * MIB)
-    return made.with_limits(TYPICAL)
+    return made.with_token_limits(TYPICAL)
 
 
 def engine_of(predicted: float) -> Any:
@@ -60,8 +60,8 @@ def test_limits_follow_the_largest_ratio_of_a_few_steps(said: list[str]):
     assert len(said) == 1 and said[0].startswith("Ranks need 1.50 times the memory that is predicted")
     ratio.saw_step(engine_of(100.0))
     limits = ratio.limits_of(GlobalBatch((0,), 0, 40))
-    assert limits is not None and own.limits is not None
-    assert all(limits[name] < own.limits[name] for name in own.limits)
+    assert limits is not None and own.token_limits is not None
+    assert all(limits[name] < own.token_limits[name] for name in own.token_limits)
     again = MemoryRatio(own, TYPICAL, lambda: None, ratio.learned)
     assert again.limits_of(GlobalBatch((0,), 0, 32)) is None
     assert again.limits_of(GlobalBatch((0,), 0, 40)) == again.limits_of(GlobalBatch((0,), 1, 8)) == limits
@@ -74,8 +74,8 @@ def test_less_than_predicted_makes_microbatches_larger_within_reason():
         ratio.saw_step(engine_of(100.0))
     limits = ratio.limits_of(GlobalBatch((0,), 0, 8))
     assert ratio.learned is not None and ratio.learned[0] == 0.5
-    assert limits is not None and own.limits is not None
-    assert all(limits[name] > own.limits[name] for name in own.limits)
+    assert limits is not None and own.token_limits is not None
+    assert all(limits[name] > own.token_limits[name] for name in own.token_limits)
 
 
 def test_the_cpu_counts_nothing():
@@ -95,7 +95,7 @@ def learning_run(folder: str, checkpoint: str | None = None, **arguments: Any) -
     train_step = trainer.engine.train_step
 
     def recorded(batch: Any, step: int) -> Any:
-        seen.append((batch.step.microbatches, dict(batch.workloads.max_tokens)))
+        seen.append((batch.step.microbatches, dict(batch.workloads.token_limits)))
         return train_step(batch, step)
 
     trainer.engine.train_step = recorded

@@ -86,7 +86,7 @@ def _llava_plan(rows: tuple[tuple[int, ...], ...]) -> MultimodalParallelPlugin:
     sizes = {VISION: ModulePlugin(), LM: ModulePlugin(dp_size=len(rows), tp_size=len(rows[0]))}
     plan = resolve_plan(build_model_spec(tiny.FAMILIES["llava"]()), sizes)
     copies = zip(plan.modules[LM].replicas, rows, strict=True)
-    module = replace(plan.modules[LM], replicas=tuple((replace(stage, ranks=(row,)),) for (stage,), row in copies))
+    module = replace(plan.modules[LM], replicas=tuple((replace(stage, mesh=(row,)),) for (stage,), row in copies))
     return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: module}))
 
 

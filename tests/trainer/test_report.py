@@ -22,7 +22,7 @@ from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import ModulePlugin, SampleSizes, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.schedule import Simulation
-from hf_mmparallel.steps.method_choice import MethodChoice, choose_method
+from hf_mmparallel.steps.arrangement_choice import ArrangementChoice, choose_arrangement
 from hf_mmparallel.steps.step_planner import StepPlanner
 from hf_mmparallel.trainer import start_prediction
 from hf_mmparallel.trainer import start_report as report
@@ -73,10 +73,10 @@ def test_the_report_has_the_step_that_the_choice_compared():
     plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin(dp_size=2, pp_size=2)})
     costs = analytic_costs(spec, find_device("a40"))
     planner = StepPlanner(costs, plan, sync_groups(spec, plan), 4, sizes=sizes.take)
-    choice = choose_method(planner, [sizes])
-    chosen = replace(planner, method=choice.method)
+    choice = choose_arrangement(planner, [sizes])
+    chosen = replace(planner, arrangement=choice.arrangement)
     told = start_prediction._costed(chosen, chosen.arrange_batch(GlobalBatch(tuple(range(32)))))
-    assert told.step_ms == pytest.approx(choice.step_ms[choice.method])
+    assert told.step_ms == pytest.approx(choice.step_ms[choice.arrangement])
     assert told.step_ms > told.simulation.iteration_ms
 
 
@@ -88,15 +88,15 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
     sizes = TrainingSizes(context([], per_device_train_batch_size=4))
     told = PlanReport(engine, sizes, 32, RowChoice(False, "`packing=False`"))
     predicted: Any = replace(prediction(BEFORE, AFTER), planned=SimpleNamespace(step=step))
-    for method, size in (("hierarchical", "on average 5.33"), ("contiguous", "up to 4")):
-        planner: Any = SimpleNamespace(method=method)
+    for arrangement, size in (("hierarchical", "on average 5.33"), ("contiguous", "up to 4")):
+        planner: Any = SimpleNamespace(arrangement=arrangement)
         first, second, *_ = told.lines(planner, predicted)
         assert first.startswith(f"Global batch of 32 samples: 3 microbatches of {size} samples on each")
         assert second == "Samples are padded to the longest of their microbatch: `packing=False`."
 
 
 def test_an_arrangement_that_nobody_named_is_told_with_its_reason():
-    choice = MethodChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5, "contiguous": 20.25})
+    choice = ArrangementChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5, "contiguous": 20.25})
     told = replace(prediction(BEFORE, AFTER), choice=choice)
     assert arrangement_lines("tapered", "`sample_tokens`", told)[0] == (
         "Samples are arranged by `tapered`, with sizes from `sample_tokens`: predicted to be fastest, 12.5 ms a step "
@@ -182,10 +182,10 @@ def test_a_global_batch_below_the_minimum_stable_one_is_warned_of_once(
         assert warned(split, 4, sizes=lambda own: replace(drawn.take(own), known=False)) == []
 
 
-@pytest.mark.parametrize("method", ["entrain", "hierarchical"])
+@pytest.mark.parametrize("arrangement", ["entrain", "hierarchical"])
 @pytest.mark.parametrize("num_pictures", [2, 64])
 def test_far_fewer_microbatches_than_asked_for_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, method: str, num_pictures: int
+    monkeypatch: pytest.MonkeyPatch, arrangement: str, num_pictures: int
 ):
     """Of 64 samples for two replicas, with microbatches of four, all or two have an image."""
     said: list[str] = []
@@ -194,9 +194,9 @@ def test_far_fewer_microbatches_than_asked_for_are_warned_of(
     vision = np.where(np.arange(64) < num_pictures, 5.0, 0.0)
     alike = Workloads.alike(["vision", LM], 64)
     workloads = replace(alike, forward_ms={**alike.forward_ms, "vision": vision})
-    planner: Any = SimpleNamespace(method=method, microbatch_size=4)
-    report.warn_of_few_microbatches(planner, arrange_step(plan, range(64), workloads, 4, method))
-    assert len(said) == (method == "entrain" and num_pictures == 2)
+    planner: Any = SimpleNamespace(arrangement=arrangement, microbatch_size=4)
+    report.warn_of_few_microbatches(planner, arrange_step(plan, range(64), workloads, 4, arrangement))
+    assert len(said) == (arrangement == "entrain" and num_pictures == 2)
     assert all("makes 1 microbatches or fewer" in text and "asks for 8" in text for text in said)
 
 
@@ -224,7 +224,7 @@ def test_settings_of_a_plan_are_idle_without_one():
 
 def test_the_model_card_says_how_samples_were_arranged(tmp_path: Path):
     plan = resolve_plan(model_spec(), {"vision": ModulePlugin(), LM: ModulePlugin(pp_size=2)})
-    engine: Any = SimpleNamespace(plan=plan, planner=SimpleNamespace(method="disttrain"))
+    engine: Any = SimpleNamespace(plan=plan, planner=SimpleNamespace(arrangement="disttrain"))
     (tmp_path / "workloads.png").touch()
     logs = [{"parallel/forward_ms_std/vision": 1.25, "loss": 2.0}, {"parallel/workload_std_before/vision": 12.0}]
     lines = plan_section(tmp_path, engine, 8, logs).splitlines()

@@ -29,7 +29,7 @@ def _uneven() -> MultimodalParallelPlugin:
     plan = resolve_plan(spec, {VISION: ModulePlugin(), LM: ModulePlugin(dp_size=2)})
     (whole,), (other,) = plan.modules[LM].replicas
     middle = whole.layers[1] // 2
-    halves = (replace(other, layers=(0, middle)), replace(other, layers=(middle, whole.layers[1]), ranks=((3,),)))
+    halves = (replace(other, layers=(0, middle)), replace(other, layers=(middle, whole.layers[1]), mesh=((3,),)))
     module = replace(plan.modules[LM], replicas=((whole,), halves), sharding=ShardingSettings(1))
     return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: module}))
 

@@ -81,14 +81,6 @@ class ContextAssignment:
         starts = (self.blocks.reshape(-1, 1) * self.block).astype(np.int32)
         return (starts + np.arange(self.block, dtype=np.int32)).reshape(-1)
 
-    @cached_property
-    def places(self) -> NDArray:
-        """int64 `[num_tokens]`: index of each token of the row in `order`, its inverse."""
-        used = np.flatnonzero(self.order >= 0)
-        places = np.empty(self.num_tokens, dtype=np.int64)
-        places[self.order[used]] = used
-        return places
-
 
 def padded_length(num_tokens: int, num_ranks: int, block: int = BLOCK) -> int:
     """Minimum length for the tokens in whole blocks, equally many and at least one per rank."""

@@ -126,9 +126,9 @@ class SegmentBins:
             else:
                 break
             here, there = mine[at[0]], at[1]
-            for sums, part in ((tokens, moved[at]), (share, shifted[at])):
-                sums[rank] -= part
-                sums[owner[there]] += part
+            for sums, amount in ((tokens, moved[at]), (share, shifted[at])):
+                sums[rank] -= amount
+                sums[owner[there]] += amount
             owner[here], owner[there] = owner[there], rank
         return owner[:-num_ranks]
 

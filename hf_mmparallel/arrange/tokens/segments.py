@@ -28,14 +28,14 @@ _CORRECTIONS = 10
 
 def independent_segments(segment_ids: ArrayLike) -> tuple[NDArray, NDArray]:
     """
-    Splits a row into consecutive parts such that no segment is in two of them.
+    Splits a row into consecutive pieces such that no segment is in two of them.
 
     Args:
         segment_ids (array of shape `[num_tokens]`, integers): The segment of each token, from 1; 0 is padding.
 
     Returns:
-        `tuple[numpy.ndarray, numpy.ndarray]`: Start and length of each part, int64. Each padding token outside of all
-        segments is a part of its own.
+        `tuple[numpy.ndarray, numpy.ndarray]`: Start and length of each piece, int64. Each padding token outside of all
+        segments is a piece of its own.
     """
     ids = np.asarray(segment_ids)
     if not len(ids):
@@ -73,8 +73,8 @@ def assign_segments(
         [`ContextAssignment`]: The assignment; in mode `"row"` if all blocks would be gathered anyway.
     """
     first, last, ids = np.asarray(first), np.asarray(last), np.asarray(segment_ids)
-    least = padded_length(len(first), num_ranks, block) // num_ranks
-    lengths = range(least, least + max(int(max_padding * least), 0) + 1, block)
+    min_tokens = padded_length(len(first), num_ranks, block) // num_ranks
+    lengths = range(min_tokens, min_tokens + max(int(max_padding * min_tokens), 0) + 1, block)
     row = _SegmentedRow.of(first, last, ids, block)
     split_rows = (_SplitRow.of(row, num_ranks, length) for length in lengths)
     divided = ((split_row, split_row.bins.divide()) for split_row in split_rows)
@@ -130,18 +130,18 @@ class _SegmentedRow:
         head = np.cumsum(size) - size
         everything = np.ones(len(size), dtype=bool)
         work = np.zeros((3, len(size)))
-        for row, offset in zip(work, (0, min(1, block - 1), block - 1), strict=True):
+        for values, offset in zip(work, (0, min(1, block - 1), block - 1), strict=True):
             layout = self.layout(head * block + offset, everything, int(size.sum()) * block)
             if len(head):
-                row[:] = np.add.reduceat(self.block_work(layout), head)
+                values[:] = np.add.reduceat(self.block_work(layout), head)
         return work
 
-    def layout(self, place: NDArray, which: NDArray, length: int) -> NDArray:
+    def layout(self, new_start: NDArray, included: NDArray, length: int) -> NDArray:
         """Index into the row for each of `length` positions of a new one, -1 for empty positions."""
-        sizes = self.length[which]
+        sizes = self.length[included]
         inside = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         layout = np.full(length, -1, dtype=np.int64)
-        layout[np.repeat(place[which], sizes) + inside] = np.repeat(self.start[which], sizes) + inside
+        layout[np.repeat(new_start[included], sizes) + inside] = np.repeat(self.start[included], sizes) + inside
         return layout
 
     def block_work(self, layout: NDArray) -> NDArray:
@@ -163,7 +163,7 @@ class _SplitRow:
     Args:
         row (`_SegmentedRow`): The row.
         whole (`numpy.ndarray`): Indices of the segments that are not split.
-        place (`numpy.ndarray` of shape `[num_segments]`): Start of the split segments.
+        new_start (`numpy.ndarray` of shape `[num_segments]`): New start of the split segments.
         rank_of_block (`numpy.ndarray` of shape `[num_blocks]`): Rank of each block.
         ranks (`list[int]`): Ranks in the order of their bins.
         start (`int`): Start of the first bin: the number of tokens of split segments.
@@ -172,7 +172,7 @@ class _SplitRow:
 
     row: _SegmentedRow
     whole: NDArray
-    place: NDArray
+    new_start: NDArray
     rank_of_block: NDArray
     ranks: list[int]
     start: int
@@ -183,11 +183,11 @@ class _SplitRow:
         """Distributes the blocks of split segments, for `length` tokens per rank."""
         block, work = row.block, row.work
         cut = (row.length > length) | (work[0] > work[0].sum() / num_ranks)
-        place = np.zeros(len(cut), dtype=np.int64)
-        place[cut] = np.cumsum(row.length[cut]) - row.length[cut]
+        new_start = np.zeros(len(cut), dtype=np.int64)
+        new_start[cut] = np.cumsum(row.length[cut]) - row.length[cut]
         start = int(row.length[cut].sum())
         num_cut = -(-start // block)
-        cut_work = row.block_work(row.layout(place, cut, num_cut * block))
+        cut_work = row.block_work(row.layout(new_start, cut, num_cut * block))
         distributed = distribute(cut_work, num_ranks)
         rank_of_block = np.empty(num_ranks * length // block, dtype=np.int64)
         rank_of_block[distributed] = np.arange(num_ranks)[:, None]  # overwritten below from `num_cut` on
@@ -202,21 +202,21 @@ class _SplitRow:
         offset[head] = start % block
         whole = np.flatnonzero(~cut)
         bins = SegmentBins(row.length[whole], work[:, whole], capacity, loads, offset, block, 1 + PARTIAL_COST)
-        return cls(row, whole, place, rank_of_block, ranks, start, bins)
+        return cls(row, whole, new_start, rank_of_block, ranks, start, bins)
 
     def assignment(self, owner: NDArray) -> ContextAssignment:
         """The resulting assignment."""
-        place = self._places(owner)
-        everything = np.ones(len(place), dtype=bool)
+        new_start = self._new_starts(owner)
+        everything = np.ones(len(new_start), dtype=bool)
         block, num_ranks = self.row.block, self.bins.num_ranks
-        layout = self.row.layout(place, everything, len(self.rank_of_block) * block)
+        layout = self.row.layout(new_start, everything, len(self.rank_of_block) * block)
         left = np.ones(len(self.row.first), dtype=bool)
         left[layout[layout >= 0]] = False
         padding, free = np.flatnonzero(left), np.flatnonzero(layout < 0)
         layout[free[: len(padding)]] = padding
 
         blocks = np.argsort(self.rank_of_block, kind="stable").reshape(num_ranks, -1)
-        gathered = _gathered(self._needed_elsewhere(place)[blocks])
+        gathered = _gathered(self._needed_elsewhere(new_start)[blocks])
         work = self.row.block_work(layout)[blocks].sum(axis=1)
         return ContextAssignment(layout, blocks, gathered, work, len(self.row.first), block, "segments")
 
@@ -233,14 +233,14 @@ class _SplitRow:
             bins = replace(bins, loads=bins.loads + assignments[-1].work - expected)
         return min(assignments, key=lambda assignment: assignment.work.max())
 
-    def _places(self, owner: NDArray) -> NDArray:
+    def _new_starts(self, owner: NDArray) -> NDArray:
         """
         Start of each segment.
 
         A bin that is too short is padded while padding is left; one that is too long or can't be padded shifts the
         next one, and the segment at the boundary is split. The shortest segments are placed at such boundaries.
         """
-        place, bins, fits = self.place.copy(), self.bins, self.bins.fit(owner)
+        new_start, bins, fits = self.new_start.copy(), self.bins, self.bins.fit(owner)
         spare = int(bins.capacity.sum() - bins.length.sum())
         cursor = border = self.start
         for rank in self.ranks:
@@ -252,18 +252,18 @@ class _SplitRow:
                 inner = bins.order(mine[2:], cursor + int(bins.length[mine[:1]].sum()))
                 mine = np.concatenate([mine[:1], inner, mine[1:2]])
             sizes = bins.length[mine]
-            place[self.whole[mine]] = cursor + np.cumsum(sizes) - sizes
+            new_start[self.whole[mine]] = cursor + np.cumsum(sizes) - sizes
             cursor += int(sizes.sum())
             border += int(bins.capacity[rank])
             if 0 < border - cursor <= spare:
                 spare -= border - cursor
                 cursor = border
-        return place
+        return new_start
 
-    def _needed_elsewhere(self, place: NDArray) -> NDArray:
+    def _needed_elsewhere(self, new_start: NDArray) -> NDArray:
         """Which blocks have tokens of a segment that spans ranks."""
         block = self.row.block
-        head, tail = place // block, (place + self.row.length - 1) // block
+        head, tail = new_start // block, (new_start + self.row.length - 1) // block
         changes = np.cumsum(np.diff(self.rank_of_block, prepend=self.rank_of_block[:1]) != 0)
         spans = changes[head] != changes[tail]
         marks = np.zeros(len(self.rank_of_block) + 1, dtype=np.int64)

@@ -1,7 +1,7 @@
 """
-The attention that models call, as operators with a gradient.
+Bitfield attention for models, as operators with a gradient.
 
-The operators take only tensors and numbers, so that `torch.compile` and activation checkpointing see nothing else.
+The operators take only tensors and numbers, because `torch.compile` and activation checkpointing handle nothing else.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ def bitfield_attention(
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         mask (`BitfieldMask` or `torch.Tensor` of shape `[batch, length]`):
             The mask, or the int64 mask words of rows in their original order. Pass the same tensors to all layers: a
-            mask is compiled once unless it is modified.
-        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
+            mask is compiled only once unless it is modified.
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*):
             An additional logit per head, which takes part in the softmax but has no value.
-        dropout (`float`, *optional*, defaults to 0.0): Only 0.
-        return_lse (`bool`, *optional*, defaults to `False`): Return the log-sum-exp too, which has no gradient.
+        dropout (`float`, *optional*, defaults to 0.0): Must be 0.
+        return_lse (`bool`, *optional*, defaults to `False`):
+            Whether to return the log-sum-exp as well, which has no gradient.
         backend (`str`, *optional*):
-            `"triton"`, `"cpu"` or `"reference"` (dense, for tests); Triton on a GPU and `"cpu"` elsewhere if left out.
+            `"triton"`, `"cpu"` or `"reference"` (dense, for tests); by default Triton on a GPU and `"cpu"` elsewhere.
 
     Returns:
         `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`; the log-sum-exp
         `[batch, heads, query_length]`, natural, with the sink. A query without visible keys gets 0 and `-inf` (the
-        sink's logit when there are sinks), and gives no gradient.
+        sink's logit if there are sinks), and contributes no gradient.
 
     Raises:
-        `ValueError`: If shapes, dtypes or devices do not go together, or dropout is not 0.
+        `ValueError`: If shapes, dtypes or devices do not match, or dropout is not 0.
     """
     if dropout:
         raise ValueError(
@@ -72,7 +73,7 @@ def bitfield_attention(
 
 
 def _mask_of(words: Tensor, *others: Tensor | None) -> BitfieldMask:
-    """The mask of an operator's tensors; without positions and keys, of whole rows in their original order."""
+    """The mask of an operator's tensors; without positions and keys, that of whole rows in their original order."""
     return whole_rows(words) if others[0] is None else BitfieldMask(words, *others)  # type: ignore[arg-type]
 
 
@@ -160,7 +161,7 @@ _attend_backward.register_autograd(_refuse_second_derivatives, setup_context=lam
 
 
 def _laid_out_like(result: Tensor, tensor: Tensor) -> Tensor:
-    """`result` with the strides that the fake operator promises."""
+    """`result` with the strides of the fake operator's output."""
     promised = torch.empty_like(tensor)
     return result if result.stride() == promised.stride() else promised.copy_(result)
 
@@ -213,7 +214,7 @@ def check_states(query: Tensor, key: Tensor, value: Tensor, backend: str) -> Non
         backend (`str`): One of `BACKENDS`.
 
     Raises:
-        `ValueError`: If they do not.
+        `ValueError`: If they are not.
     """
     if query.ndim != 4 or key.ndim != 4 or value.shape != key.shape:
         raise ValueError(

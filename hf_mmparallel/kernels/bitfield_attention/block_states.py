@@ -1,9 +1,9 @@
 """
 States of pairs of blocks (empty, partial or full), and the values that the kernels test within a block.
 
-Everything comes from minima and maxima over the tokens of a block, so that memory grows with the tokens and with the
-pairs of blocks, never with the pairs of tokens. A pair of blocks that is called empty has no visible pair and one that
-is called full has no hidden one; when in doubt it is partial.
+All states follow from minima and maxima over the tokens of a block, so that memory grows with the number of tokens and
+of pairs of blocks, not of pairs of tokens. An empty pair of blocks has no visible pair of tokens, and a full one has
+no hidden pair; a pair of blocks for which neither is certain is partial.
 
 Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
 """
@@ -18,14 +18,14 @@ from .intervals import RowIntervals
 from .mask import BitfieldMask
 from .words import KIND_BITS, MAX_SEGMENTS, decode_words
 
-# Sorted from the highest, partial blocks come first and empty ones last.
+# In descending order partial blocks come first and empty blocks last.
 EMPTY, FULL, PARTIAL = 0, 1, 2
 NEVER = 2**31 - 1
 
 
 def interval_states(bounds: RowIntervals, places: Tensor, block_q: int, block_k: int) -> Tensor:
     """
-    The state of each pair of blocks when each query sees the keys of its interval, and all of them.
+    The state of each pair of blocks if each query sees all keys of its interval.
 
     Args:
         bounds (`RowIntervals`): The intervals.
@@ -36,11 +36,11 @@ def interval_states(bounds: RowIntervals, places: Tensor, block_q: int, block_k:
     Returns:
         `torch.Tensor`: int8 `[batch, blocks of queries, blocks of keys]`.
     """
-    # A query that sees nothing (its last place is -1) neither reaches a block nor lets one be full.
+    # A query without visible keys (its last position is -1) neither reaches a block nor lets a block be full.
     first = torch.add(bounds.first, bounds.last < 0, alpha=NEVER)
     low_B2M1, high_B2M1 = _query_bounds(torch.stack([first, bounds.last], dim=1), block_q)
     (first_BM1, earliest_last_BM1), (latest_first_BM1, last_BM1) = low_B2M1.unbind(1), high_B2M1.unbind(1)
-    # Of padding, whose place is -1, the first of these is NEVER.
+    # For padding, whose position is -1, the first of these is NEVER.
     if missing := -places.shape[-1] % block_k:
         places = pad(places, (0, missing), value=-1)
     low_B21N, high_B21N = _key_bounds(torch.stack([places & NEVER, places], dim=1), block_k, -1)
@@ -51,30 +51,30 @@ def interval_states(bounds: RowIntervals, places: Tensor, block_q: int, block_k:
 
 
 def general_states(interval_states_BMN: Tensor, mask: BitfieldMask, window: int, block_q: int, block_k: int) -> Tensor:
-    """The state of each pair of blocks when queries do not see all keys of their intervals; arguments as above."""
+    """The state of each pair of blocks if queries do not see all keys of their intervals; arguments as above."""
     some, full = _general_states(mask, window, block_q, block_k)
     return _states(some & (interval_states_BMN != EMPTY), full)
 
 
 def _states(some: Tensor, full: Tensor) -> Tensor:
-    """States from whether any pair is visible and whether all are; what is full has some, too."""
+    """States from whether any pair is visible and whether all pairs are; `full` implies `some`."""
     return some.view(torch.int8) + (some ^ full).view(torch.int8)
 
 
 def query_rows(mask: BitfieldMask, bounds: RowIntervals, general: bool, window: int) -> Tensor:
-    """What the kernels know of each query: int32 `[batch, 2 or 5, query_length]`, see [`MaskPlan`]."""
+    """The values of each query for the kernels: int32 `[batch, 2 or 5, query_length]`, see [`MaskPlan`]."""
     if not general:
         return torch.stack([bounds.first, bounds.last - bounds.first + 1], dim=1)
     fields = decode_words(mask.query_words)
     low = _low_half(mask.query_words)
-    # A query without a span gets the low half of another sample, which no key of its own sample has.
+    # A query without a span gets the low half of another sample, which no key of its sample has.
     span = torch.where(fields.span > 0, low, low ^ 1)
     before_window = mask.query_positions - window if window else torch.full_like(low, -(2**30))
     return torch.stack([low, fields.sees, _horizon(mask), span, before_window], dim=1).to(torch.int32)
 
 
 def key_rows(mask: BitfieldMask, places: Tensor, general: bool) -> Tensor:
-    """What the kernels know of each key, of which `places` are known: int32 `[batch, 1 or 3, key_length]`."""
+    """The values of each key at positions `places` for the kernels: int32 `[batch, 1 or 3, key_length]`."""
     if not general:
         return places[:, None]
     kinds = decode_words(mask.key_words).kinds.to(torch.int32)
@@ -82,7 +82,7 @@ def key_rows(mask: BitfieldMask, places: Tensor, general: bool) -> Tensor:
 
 
 def real_places(mask: BitfieldMask) -> Tensor:
-    """The places of the keys, -1 for padding: int32 `[batch, key_length]`."""
+    """The positions of the keys, -1 for padding: int32 `[batch, key_length]`."""
     return (mask.key_positions + 1) * ((mask.key_words & MAX_SEGMENTS) != 0) - 1
 
 
@@ -110,8 +110,8 @@ def _general_states(mask: BitfieldMask, window: int, block_q: int, block_k: int)
 
 
 def _equal_states(at_q: Tensor, at_k: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Whether some and whether all numbers of queries and keys may be equal; 0 equals no number."""
-    beyond = 2**33  # no word has such a half, so that it lies in no range
+    """Whether some numbers of queries and keys may be equal, and whether all are; 0 is equal to no number."""
+    beyond = 2**33  # no half of a word is as large, so that it is in no range
     low_BM1, high_BM1 = _query_bounds(torch.where(at_q > 0, at_q, beyond), block_q)
     _, real_high_BM1 = _query_bounds(at_q, block_q)
     low_B1N, high_B1N = _key_bounds(torch.where(at_k > 0, at_k, beyond), block_k, beyond)
@@ -122,31 +122,33 @@ def _equal_states(at_q: Tensor, at_k: Tensor, block_q: int, block_k: int) -> tup
 
 
 def _kinds_states(sees: Tensor, kinds: Tensor, block_q: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Whether some query may see some key by its kinds, and whether all see all."""
+    """Whether some query may see some key by its kinds, and whether all queries see all keys."""
     bit = torch.arange(KIND_BITS, device=sees.device)
     sees_BMI, kinds_BNI = ((field[..., None] >> bit) & 1 for field in (sees, kinds))
     all_see, any_sees = _query_bounds(sees_BMI.transpose(1, 2), block_q)  # [B, bits, M, 1]
     all_are, any_is = _key_bounds(kinds_BNI.transpose(1, 2), block_k, 0)  # [B, bits, 1, N]
     some = ((any_sees & any_is) != 0).any(dim=1)
-    # All see all when every query sees every kind that is there, or when one kind is common to all.
+    # All queries see all keys if every query sees every kind that occurs, or if one kind is common to all.
     full = (any_is <= all_see).all(dim=1) | ((all_see & all_are) != 0).any(dim=1)
     return some, full
 
 
 def _horizon(mask: BitfieldMask) -> Tensor:
-    """The last place that each query may look back to; -1 for none."""
+    """The last position that each query sees causally; -1 for none."""
     fields = decode_words(mask.query_words)
     back = torch.where(fields.causal, mask.query_positions, -1)
     return torch.where(fields.sees_all, NEVER, back)
 
 
 def _low_half(words: Tensor) -> Tensor:
-    """Segment and span of words as they lie in memory: int32 of the words' shape."""
+    """The low 32 bits of words, segment and span: int32 of the words' shape."""
     return words.to(torch.int32)
 
 
 def _query_bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum over each block of queries, `[..., blocks, 1]`; the last query fills the last block."""
+    """
+    Minimum and maximum over each block of queries, `[..., blocks, 1]`; the last block is padded with the last query.
+    """
     missing = -values.shape[-1] % block
     if missing:
         values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
@@ -155,7 +157,7 @@ def _query_bounds(values: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _key_bounds(values: Tensor, block: int, fill: int) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum over each block of keys, `[..., 1, blocks]`; `fill` is the value of keys past the end."""
+    """Minimum and maximum over each block of keys, `[..., 1, blocks]`; `fill` is the value for keys past the end."""
     missing = -values.shape[-1] % block
     if missing:
         values = pad(values, (0, missing), value=fill)

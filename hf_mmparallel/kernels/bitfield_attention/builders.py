@@ -1,13 +1,13 @@
 """
-Words of the masks that models are trained with, one function for each family.
+Words of the masks with which models are trained, one function per family of masks.
 
 Rows are described token by token: `segment` is the sample of each token, counted from 1, 0 for padding; `image` is the
-image that a token belongs to, counted from 1 in each sample or in the row, 0 for none. Images are told apart by their
-numbers, so two that lie side by side stay two; [`image_index`] counts them from the grids that a processor returns.
+image of a token, counted from 1 in each sample or in the row, 0 for none. Images are distinguished by their numbers,
+so that two adjacent images remain two; [`image_index`] counts them from the grids that a processor returns.
 
-A fully causal model, such as Llava, Qwen2-VL or InternVL, takes [`causal_words`] whatever its tokens are. A sliding
-window is a number that goes with the layer, not with the words. What a word has no room for raises; what it cannot say
-at all, such as a window to both sides (`|i - j| <= w`), has no function here.
+A fully causal model, such as Llava, Qwen2-VL or InternVL, uses [`causal_words`] for all kinds of tokens. A sliding
+window is a setting of the layer and not in the words. Values that exceed a field of the word raise an error. Masks
+that words cannot express, such as a window in both directions (`|i - j| <= w`), have no function here.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _NAMED_KINDS = len(Kind)
 
 def segments_of_lengths(lengths: Sequence[int], total: int | None = None) -> Tensor:
     """
-    The segments of samples that lie one behind the other.
+    The segments of consecutive samples.
 
     Args:
         lengths (`Sequence[int]`): Tokens of each sample.
-        total (`int`, *optional*): Tokens of the row; what the samples leave over is padding.
+        total (`int`, *optional*): Tokens of the row; tokens after the samples are padding.
 
     Returns:
         `torch.Tensor` of shape `[1, total]`: int64, from 1; 0 for padding.
@@ -50,14 +50,14 @@ def image_index(is_image: Tensor, tokens_per_image: Sequence[int]) -> Tensor:
     The image of each token, counted over the row in the order of its tokens.
 
     Args:
-        is_image (`torch.Tensor` of shape `[length]` or `[1, length]`): bool, the tokens that images stand for.
-        tokens_per_image (`Sequence[int]`): Of each image, as the processor's grids say.
+        is_image (`torch.Tensor` of shape `[length]` or `[1, length]`): bool, true for image tokens.
+        tokens_per_image (`Sequence[int]`): Tokens of each image, from the processor's grids.
 
     Returns:
         `torch.Tensor`: int64 like `is_image`, from 1; 0 for other tokens.
 
     Raises:
-        `ValueError`: If there are more or fewer image tokens than the images have.
+        `ValueError`: If the number of image tokens differs from that of the images.
     """
     counted = int(is_image.sum())
     if counted != sum(tokens_per_image):
@@ -73,7 +73,7 @@ def image_index(is_image: Tensor, tokens_per_image: Sequence[int]) -> Tensor:
 
 def causal_words(segment: Tensor) -> Tensor:
     """
-    Each token sees its sample up to itself: language models, and models that treat image tokens like text.
+    Words with which each token sees its sample up to itself: language models, and models that treat images like text.
 
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
@@ -86,7 +86,8 @@ def causal_words(segment: Tensor) -> Tensor:
 
 def image_span_words(segment: Tensor, image: Tensor) -> Tensor:
     """
-    Each token looks back, and the tokens of one image see each other both ways: Gemma3.
+    Words with which each token sees earlier tokens, and the tokens of an image see each other in both directions:
+    Gemma3.
 
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
@@ -100,11 +101,12 @@ def image_span_words(segment: Tensor, image: Tensor) -> Tensor:
 
 def prefix_words(segment: Tensor, in_prefix: Tensor) -> Tensor:
     """
-    The tokens of a sample's prefix see each other both ways, the rest looks back: prefix language models, PaliGemma.
+    Words with which the tokens of a sample's prefix see each other in both directions, and the others see earlier
+    tokens: prefix language models, PaliGemma.
 
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
-        in_prefix (`torch.Tensor` of shape `[batch, length]`): bool, the image and the prompt.
+        in_prefix (`torch.Tensor` of shape `[batch, length]`): bool, true for the image and the prompt.
 
     Returns:
         `torch.Tensor` of shape `[batch, length]`: int64 words.
@@ -114,11 +116,11 @@ def prefix_words(segment: Tensor, in_prefix: Tensor) -> Tensor:
 
 def embedded_words(segment: Tensor, group: Tensor) -> Tensor:
     """
-    Tokens of a group see that group alone, both ways; text looks back at everything.
+    Words with which the tokens of a group see only this group, in both directions, and text sees all earlier tokens.
 
-    This is how the papers draw encoder outputs inside of the text. With a group for each modality all images of a
-    sample see each other over the text between them, which leaves holes in what they see; with a group for each image
-    there are none. Several samples in a row are the papers' multimodal packing.
+    These are the papers' encoder outputs embedded in text. With one group per modality, all images of a sample see
+    each other across the text between them, which leaves holes in their visible keys; with one group per image there
+    are no holes. Several samples in a row are the papers' multimodal packing.
 
     Args:
         segment (`torch.Tensor` of shape `[batch, length]`): The sample of each token, 0 for padding.
@@ -132,7 +134,7 @@ def embedded_words(segment: Tensor, group: Tensor) -> Tensor:
 
 def prepended_words(encoder_lengths: Sequence[int], text_length: int) -> Tensor:
     """
-    The outputs of encoders, each seeing itself alone, and then text that looks back: the papers' prepended outputs.
+    Words of encoder outputs, each of which sees only itself, followed by causal text: the papers' prepended outputs.
 
     Args:
         encoder_lengths (`Sequence[int]`): Tokens of each encoder.
@@ -147,14 +149,14 @@ def prepended_words(encoder_lengths: Sequence[int], text_length: int) -> Tensor:
 
 def bidirectional_words(lengths: Sequence[int], total: int | None = None) -> Tensor:
     """
-    Samples that see themselves both ways: images or sounds of different sizes in one row of an encoder.
+    Words of samples with bidirectional attention: images or sounds of different sizes in one row of an encoder.
 
-    Windows of an encoder, as in Qwen2.5-VL, are such samples too: the lengths are then the differences of
+    Windows of an encoder, as in Qwen2.5-VL, are such samples as well: the lengths are then the differences of
     `cu_window_seqlens`, with the tokens in the order of the windows.
 
     Args:
         lengths (`Sequence[int]`): Tokens of each image, sound or window.
-        total (`int`, *optional*): Tokens of the row; what is left over is padding.
+        total (`int`, *optional*): Tokens of the row; tokens after the samples are padding.
 
     Returns:
         `torch.Tensor` of shape `[1, total]`: int64 words.
@@ -164,19 +166,19 @@ def bidirectional_words(lengths: Sequence[int], total: int | None = None) -> Ten
 
 def chunked_words(words: Tensor, chunk: int) -> Tensor:
     """
-    The words of layers that look no further back than the start of their chunk, as some layers of Llama 4 do.
+    The words of layers whose tokens see no further back than the start of their chunk, as some layers of Llama 4.
 
-    Chunks are counted from the start of each sample. The other layers keep `words`.
+    Chunks are counted from the start of each sample. The other layers use `words`.
 
     Args:
-        words (`torch.Tensor` of shape `[batch, length]`): int64, each sample in one piece.
+        words (`torch.Tensor` of shape `[batch, length]`): int64, the tokens of each sample consecutive.
         chunk (`int`): Tokens of a chunk.
 
     Returns:
         `torch.Tensor` of shape `[batch, length]`: int64 words with a segment for each chunk.
 
     Raises:
-        `ValueError`: If a sample is in several pieces, or there are more chunks than a word can number.
+        `ValueError`: If the tokens of a sample are not consecutive, or there are more chunks than a word can number.
     """
     if chunk < 1:
         raise ValueError(f"`chunk={chunk}` must be at least 1: it is the number of tokens that see each other.")
@@ -203,9 +205,9 @@ def chunked_words(words: Tensor, chunk: int) -> Tensor:
 
 def noised_words(words: Tensor, noised: Tensor) -> Tensor:
     """
-    Hides images that are being generated from all tokens but their own, as models do that predict noise.
+    Hides images that are being generated from all tokens except their own, as in models that predict noise.
 
-    The noised tokens still see what `words` lets them see of the rest.
+    The noised tokens still see the other tokens that `words` lets them see.
 
     Args:
         words (`torch.Tensor` of shape `[batch, length]`): int64.

@@ -1,15 +1,15 @@
 """
 Bitfield attention of one row whose tokens are distributed over a group of ranks (context parallelism).
 
-Each rank holds the queries, keys and values of its own tokens. Keys and values travel to all ranks, a few kv heads at
-a time, into two alternating buffers: while one group of heads is computed, the next is on its way. Gradients of keys
-and values go back the same way and are summed by the rank that holds the tokens, in the order of the ranks.
+Each rank holds the queries, keys and values of its own tokens. Keys and values are gathered on all ranks, a few kv
+heads at a time, into two alternating buffers: while one group of heads is computed, the next is gathered. Gradients of
+keys and values are returned in the same way and summed by the rank that owns the tokens, in the order of the ranks.
 
-A shard may come in any order: the kernels read the place of each token from the mask, so what the ranks send, laid
-end to end, is just another order of the keys.
+The tokens of a shard may be in any order: the kernels read the position of each token from the mask, so that the
+concatenated shards of all ranks are only another order of the keys.
 
-Letters of shapes: T tokens of the whole row, R ranks, L = rows of a rank, S rows a rank sends, K rows of keys, h kv
-heads that travel together, D head dimension.
+Letters of shapes: T tokens of the whole row, R ranks, L tokens of a rank, S tokens that a rank sends, K keys, h kv
+heads that are gathered together, D head dimension.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ class SequenceShard:
     One rank's shard of a packed row, built by [`shard_sequence`].
 
     Args:
-        mask (`BitfieldMask`): Words and places of this rank's rows `[1, L]`, and of the keys `[1, K]` as they lie once
-            they are gathered: what every rank sends, in the order of the ranks, with this rank's own rows before it
-            when only some rows are sent.
-        order (`torch.Tensor` of shape `[R, L]`): int64, which token of the whole row each row of each rank is; -1 for
+        mask (`BitfieldMask`):
+            Words and positions of this rank's tokens `[1, L]`, and of the gathered keys `[1, K]`: the tokens that each
+            rank sends, in the order of the ranks, preceded by this rank's tokens if only some tokens are sent.
+        order (`torch.Tensor` of shape `[R, L]`): int64, index in the whole row of each token of each rank; -1 for
             padding.
         num_tokens (`int`): T, tokens of the whole row.
         rank (`int`): This rank in `group`.
         group (`torch.distributed.ProcessGroup`): The ranks that share the row.
-        sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the rows this rank sends to the others; all when left
-            out.
-        heads_per_gather (`int`, *optional*, defaults to 2): Kv heads that travel together; the same on every rank.
-        has_backward (`bool`, *optional*, defaults to `False`): Whether the backward pass runs the attention of
-            some rank although the inputs of this one may need no gradient, as where only encoders are trained and some
-            ranks have none of their features. This rank then takes part in it.
+        sent (`torch.Tensor` of shape `[S]`, *optional*): int64, the tokens that this rank sends to the others; all by
+            default.
+        heads_per_gather (`int`, *optional*, defaults to 2):
+            Kv heads that are gathered together; the same on every rank.
+        has_backward (`bool`, *optional*, defaults to `False`): Whether some rank runs the backward of
+            attention, although the inputs of this rank may need no gradient; for example if only encoders are trained
+            and some ranks have none of their features. This rank then takes part in the backward.
     """
 
     mask: BitfieldMask
@@ -63,12 +64,12 @@ class SequenceShard:
 
     @property
     def words(self) -> Tensor:
-        """The words of this rank's rows, int64 `[1, L]`."""
+        """The words of this rank's tokens, int64 `[1, L]`."""
         return self.mask.query_words
 
     @property
     def positions(self) -> Tensor:
-        """The places of this rank's rows in the whole row, int32 `[1, L]`."""
+        """The positions of this rank's tokens in the whole row, int32 `[1, L]`."""
         return self.mask.query_positions
 
     @property
@@ -78,7 +79,7 @@ class SequenceShard:
 
     @property
     def num_sent(self) -> int:
-        """S, the rows that each rank sends."""
+        """S, the number of tokens that each rank sends."""
         return self.order.shape[1] if self.sent is None else len(self.sent)
 
     def take(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
@@ -88,7 +89,7 @@ class SequenceShard:
         Args:
             tensor (`torch.Tensor`): `num_tokens` long along `dim`.
             dim (`int`, *optional*, defaults to 1): The dimension of the tokens.
-            padding (`float`, *optional*, defaults to 0): What the rows of padding get, such as -100 for labels.
+            padding (`float`, *optional*, defaults to 0): Value for padding, such as -100 for labels.
 
         Returns:
             `torch.Tensor`: L long along `dim`.
@@ -110,13 +111,13 @@ class SequenceShard:
     @torch.no_grad()
     def gather_tokens(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
         """
-        The tensor of the whole row from what each rank has of it: the inverse of [`~SequenceShard.take`], without
-        gradients. All ranks call it.
+        The tensor of the whole row, gathered from the shards of all ranks: the inverse of [`~SequenceShard.take`],
+        without gradients. Collective.
 
         Args:
-            tensor (`torch.Tensor`): This rank's rows, L long along `dim`.
+            tensor (`torch.Tensor`): This rank's tokens, L long along `dim`.
             dim (`int`, *optional*, defaults to 1): The dimension of the tokens.
-            padding (`float`, *optional*, defaults to 0): What tokens that no rank holds get.
+            padding (`float`, *optional*, defaults to 0): Value for tokens that no rank holds.
 
         Returns:
             `torch.Tensor`: `num_tokens` long along `dim`, the same on every rank.
@@ -145,29 +146,30 @@ def shard_sequence(
     heads_per_gather: int = HEADS_PER_GATHER,
 ) -> SequenceShard:
     """
-    The part of a packed row that one rank holds.
+    The shard of a packed row that one rank holds.
 
     Args:
-        words (`torch.Tensor` of shape `[1, T]`): int64 mask words of the whole row; the shard lies on their device.
-        order (array of `R * L` integers): Which token each row is, rank by rank; -1 for rows of padding. The same on
-            every rank.
+        words (`torch.Tensor` of shape `[1, T]`): int64 mask words of the whole row; the shard is on their device.
+        order (array of `R * L` integers):
+            Index of each token in the whole row, rank by rank; -1 for padding. The same on every rank.
         rank (`int`): This rank in `group`.
         group (`torch.distributed.ProcessGroup`): The ranks that share the row.
-        positions (array of `R * L` integers, *optional*): The places of the rows of `order` when the samples of the
-            row were laid out anew; the tokens of a sample keep their distances, and no two rows stand at one place.
-            The places in the row when left out.
-        gathered (array of shape `[R, n]`, *optional*): The blocks of each rank's rows, counted from the rank's first
-            row, that the other ranks need; every rank sends equally many. All when left out.
+        positions (array of `R * L` integers, *optional*): The positions of the tokens of `order`, if the samples
+            were rearranged within the row; distances within a sample do not change, and no two tokens have the same
+            position. By default the positions in the row.
+        gathered (array of shape `[R, n]`, *optional*): The blocks of each rank's tokens, counted from the rank's
+            first token, that the other ranks need; every rank sends equally many. All by default.
         block (`int`, *optional*, defaults to 128): Tokens of a block of `gathered`.
-        num_ranks (`int`, *optional*): R; the size of `group` when left out.
-        heads_per_gather (`int`, *optional*, defaults to 2): Kv heads that travel together; the same on every rank.
+        num_ranks (`int`, *optional*): R; by default the size of `group`.
+        heads_per_gather (`int`, *optional*, defaults to 2):
+            Kv heads that are gathered together; the same on every rank.
 
     Returns:
-        `SequenceShard`: What [`context_parallel_attention`] needs to know.
+        `SequenceShard`: The shard, for [`context_parallel_attention`].
 
     Raises:
-        `ValueError`: If the words are not one row, or the order does not hold each of their tokens once in shards of
-            equal length.
+        `ValueError`: If the words are not one row, or the order does not contain each of their tokens once, in shards
+            of equal length.
     """
     if words.dim() != 2 or words.shape[0] != 1:
         raise ValueError(
@@ -191,7 +193,7 @@ def shard_sequence(
         if rows.shape[1] < order.shape[1]:
             sent = rows[rank]
             sent_words = row_words.gather(1, rows)
-            sent_words[rank] = 0  # a key counts once: this rank has its own rows already
+            sent_words[rank] = 0  # a key counts once: this rank's own tokens are in front already
             key_words = torch.cat([row_words[rank], sent_words.flatten()])
             key_positions = torch.cat([row_positions[rank], row_positions.gather(1, rows).flatten()])
     mask = BitfieldMask(row_words[rank][None], row_positions[rank][None], key_words[None], key_positions[None])
@@ -199,7 +201,7 @@ def shard_sequence(
 
 
 def _check_order(order: Tensor, words: Tensor, num_ranks: int) -> None:
-    """Every token that is not padding is in the order once, and the ranks get equally many rows."""
+    """Checks that every token that is not padding is in the order once, and that ranks get equally many tokens."""
     if order.dim() != 1 or len(order) % num_ranks:
         raise ValueError(
             f"`order` has shape {tuple(order.shape)}, which {num_ranks} ranks cannot share equally. Pad it with -1."
@@ -218,7 +220,9 @@ def _check_order(order: Tensor, words: Tensor, num_ranks: int) -> None:
 
 
 def _places(order: Tensor) -> Tensor:
-    """Places of rows, int32: a row of padding goes on from the one before it, so that blocks stay runs of places."""
+    """
+    Positions of tokens, int32: padding continues from the token before it, so that blocks remain runs of positions.
+    """
     rows = torch.arange(order.shape[1], device=order.device).expand_as(order)
     last = torch.where(order >= 0, rows, -1).cummax(dim=1).values
     start = torch.where(last >= 0, order.gather(1, last.clamp_min(0)) - last, 0)
@@ -226,7 +230,7 @@ def _places(order: Tensor) -> Tensor:
 
 
 def _rows_of_blocks(blocks: Any, block: int, order: Tensor) -> Tensor:
-    """Rows of the listed blocks of each rank, int64 `[R, S]`."""
+    """Tokens of the listed blocks of each rank, int64 `[R, S]`."""
     blocks = torch.as_tensor(blocks, dtype=torch.int64, device=order.device).view(order.shape[0], -1)
     num_blocks = order.shape[1] // block
     if order.shape[1] % block or (blocks.numel() and not (int(blocks.min()) >= 0 and int(blocks.max()) < num_blocks)):
@@ -251,30 +255,30 @@ def context_parallel_attention(
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """
-    Bitfield attention of this rank's queries to the keys of all ranks. All ranks of the group call it, forward and
-    backward, in the same order.
+    Bitfield attention of this rank's queries to the keys of all ranks. Collective: all ranks of the group call it,
+    forward and backward, in the same order.
 
     Gradients of `query`, `key` and `value` are those of the sum of all ranks' losses. The gradient of `sinks` is this
-    rank's part of it, like that of any other parameter.
+    rank's partial gradient, as for any other parameter.
 
     Args:
-        query (`torch.Tensor` of shape `[1, heads, L, head_dim]`): Queries of this rank's rows.
-        key (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Keys of this rank's rows; `kv_heads` divides
+        query (`torch.Tensor` of shape `[1, heads, L, head_dim]`): Queries of this rank's tokens.
+        key (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Keys of this rank's tokens; `kv_heads` divides
             `heads`.
-        value (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Values of this rank's rows.
-        shard (`SequenceShard`): Which part of the row this is.
-        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
+        value (`torch.Tensor` of shape `[1, kv_heads, L, head_dim]`): Values of this rank's tokens.
+        shard (`SequenceShard`): This rank's shard of the row.
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
-        return_lse (`bool`, *optional*, defaults to `False`): Whether to return the log-sum-exp of each row too.
+        return_lse (`bool`, *optional*, defaults to `False`): Whether to return the log-sum-exp of each query as well.
 
     Returns:
-        `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and on demand the
-        log-sum-exp `[1, heads, L]`, which has no gradient.
+        `torch.Tensor` or `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and if requested
+        the log-sum-exp `[1, heads, L]`, which has no gradient.
 
     Raises:
-        `ValueError`: If the tensors do not have the rows of the shard.
+        `ValueError`: If the tensors do not have the tokens of the shard.
     """
     _check_rows(query, key, value, shard.words.shape[1])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -333,7 +337,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _query_heads(kv_heads: slice, query: Tensor, key: Tensor) -> slice:
-    """The query heads that read a range of kv heads."""
+    """The query heads of a range of kv heads."""
     ratio = query.shape[1] // key.shape[1]
     return slice(kv_heads.start * ratio, kv_heads.stop * ratio)
 
@@ -348,16 +352,17 @@ def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[
     """
     Yields each group of kv heads with all its keys and values `[1, h, K, D]`, while the next group is gathered.
 
-    A collective starts after what was launched before it on the current stream, and `wait` makes what is launched
-    later start after the collective, on a GPU as on the CPU. So the order of these calls is the order of events:
+    A collective starts after the work launched before it on the current stream, and work launched after `wait` starts
+    after the collective, both on a GPU and on the CPU. The order of the calls therefore determines the order of
+    execution:
 
-    | call | comes after | because |
+    | event | comes after | reason |
     |---|---|---|
-    | gather i + 1 starts | keys and values are there | it sends them |
-    | gather i + 1 starts | the kernel of group i - 1 was launched | that one reads the buffer it writes |
+    | gather i + 1 starts | keys and values are computed | it sends them |
+    | gather i + 1 starts | the kernel of group i - 1 is launched | the kernel reads the buffer to be written |
     | the kernel of group i | wait for gather i | it reads that buffer |
 
-    and gather i + 1 starts before the kernel of group i, so that they run at the same time.
+    Gather i + 1 starts before the kernel of group i, so that they overlap.
     """
     groups = _head_groups(key.shape[1], shard)
     if not shard.num_sent:
@@ -365,7 +370,7 @@ def _gather(key: Tensor, value: Tensor, shard: SequenceShard) -> Iterator[tuple[
         return
     num_own = 0 if shard.sent is None else key.shape[2]
     num_rows = num_own + shard.num_ranks * shard.num_sent
-    first = num_own + shard.rank * shard.num_sent  # what this rank sends lies where all ranks find it
+    first = num_own + shard.rank * shard.num_sent  # all ranks expect the tokens of this rank here
     width = groups[0].stop * key.shape[3]
     buffers = [key.new_empty(num_rows * 2 * width) for _ in groups[:2]]
 
@@ -394,8 +399,9 @@ class _GradientReturn:
     Sends gradients of gathered keys and values to their owners, one group of heads at a time, while the next group is
     computed.
 
-    Every rank receives the others' parts and sums them in the order of the ranks, in float32 at least: the sum does
-    not depend on the backend, and half precision is rounded once per part and once at the end.
+    Every rank receives partial gradients from the other ranks and sums them in the order of the ranks, in float32 or
+    float64: the sum does not depend on the backend, and half precision is rounded once per partial gradient and once
+    at the end.
     """
 
     def __init__(self, key: Tensor, value: Tensor, shard: SequenceShard):
@@ -443,10 +449,10 @@ class _GradientReturn:
 
 
 def _all_gather(output: Tensor, own: Tensor, group: Any) -> Any:
-    """Starts to fill `output` `[R * n, ...]` with each rank's `own` `[n, ...]`, which may be its place in `output`."""
+    """Starts to gather each rank's `own` `[n, ...]` into `output` `[R * n, ...]`; `own` may be a view of `output`."""
     return dist.all_gather_single(output, own, group=group, async_op=True)
 
 
 def _all_to_all(output: Tensor, parts: Tensor, group: Any) -> Any:
-    """Starts to send part j of `parts` `[R * n, ...]` to rank j, and to fill part i of `output` with rank i's."""
+    """Starts to send slice j of `parts` `[R * n, ...]` to rank j, and to receive slice i of `output` from rank i."""
     return dist.all_to_all_single(output, parts, group=group, async_op=True)

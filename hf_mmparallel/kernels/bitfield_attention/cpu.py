@@ -1,11 +1,11 @@
 """
-Bitfield attention on a CPU: torch's own flash attention over the rectangles of the mask that are not empty.
+Bitfield attention on a CPU: torch's flash attention over the non-empty rectangles of the mask.
 
-The backward pass walks through the same calls as the forward pass, with the log-sum-exp of whole rows, so no weights
-are kept. A soft cap, which flash attention does not know, takes the same calls through scores that are written out, a
-few rows at a time.
+The backward pass makes the same calls as the forward pass, with the log-sum-exp over all keys of a query, so that no
+weights are saved. With a soft cap, which flash attention does not support, the same calls compute scores explicitly,
+for a few queries at a time.
 
-B batch, H query heads, K kv heads, G query heads of a kv head, T rows, S keys, D head dim.
+B batch, H query heads, K kv heads, G query heads of a kv head, T queries, S keys, D head dim.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .reference import dense_mask, known_weights, last_dim_dense, sink_gradient
 
 __all__ = ["backward", "compile_mask", "forward"]
 
-_MOST_SCORES = 2**22  # kept at once where scores are written out
+_MOST_SCORES = 2**22  # scores in memory at once, with a soft cap
 
 
 def forward(
@@ -34,7 +34,7 @@ def forward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    Attention and the log-sum-exp of each row.
+    Attention and the log-sum-exp of each query.
 
     Args:
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
@@ -111,8 +111,8 @@ def backward(
 
 class _Heads:
     """
-    The tensors of one row of the batch as flash attention takes them: query heads of one kv head along the batch, so
-    that keys and values are shared by a stride of 0 and need no copies.
+    The tensors of one row of the batch in the layout for flash attention: the query heads of a kv head are along the
+    batch dimension, so that they share keys and values by a stride of 0 without copies.
     """
 
     def __init__(self, query_HTD: Tensor, key_KSD: Tensor, value_KSD: Tensor, plan: RowPlan) -> None:
@@ -125,16 +125,16 @@ class _Heads:
         )
 
     def take(self, tensor_HT: Tensor) -> Tensor:
-        """The planned rows of `[H, T, ...]` as `[G, K, rows, ...]`; a view if they are a slice."""
+        """The planned queries of `[H, T, ...]` as `[G, K, queries, ...]`; a view if they are a slice."""
         return self._grouped(tensor_HT)[:, :, self.index]
 
     def put(self, tensor_HT: Tensor, rows_GKT: Tensor) -> None:
-        """Writes rows that `take` gave and that were changed since."""
+        """Writes back the queries that `take` returned, after they were changed."""
         if isinstance(self.index, Tensor):
             self._grouped(tensor_HT)[:, :, self.index] = rows_GKT
 
     def operands(self, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a part."""
+        """Queries, keys and values of a rectangle."""
         rows, keys = slice(*part.rows), slice(*part.keys)
         return self.query_GKTD[:, :, rows], self.key_GKSD[:, :, keys], self.value_GKSD[:, :, keys]
 
@@ -145,7 +145,7 @@ class _Heads:
 def _part_forward(
     query: Tensor, key: Tensor, value: Tensor, part: Part, row: RowPlan, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the queries of a part over its keys."""
+    """Output and log-sum-exp of the queries of a rectangle over its keys."""
     if softcap:
         results = []
         for rows, visible in _by_hand(query, key, part, row):
@@ -172,10 +172,10 @@ def _part_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Contribution of a part to the gradients of its queries, keys and values."""
+    """Contribution of a rectangle to the gradients of its queries, keys and values."""
     if softcap:
         return _capped_backward(grad_out, out, lse, query, key, value, part, row, scale, softcap)
-    if query.dtype == torch.float16:  # torch's kernel takes ten times as long for it
+    if query.dtype == torch.float16:  # torch's float16 kernel is ten times slower
         grad_out, out, query, key, value = (tensor.float() for tensor in (grad_out, out, query, key, value))
     bias = _bias(_visible(part, row), query.dtype) if part.kind is Kind.MASKED else None
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -213,7 +213,7 @@ def _capped_backward(
 
 
 def _by_hand(query: Tensor, key: Tensor, part: Part, row: RowPlan) -> Iterator[tuple[slice, Tensor | None]]:
-    """The rows of a part, so few at a time that their scores may be kept, and what they see."""
+    """The queries of a rectangle, few enough at a time for their scores to fit into memory, and their visible keys."""
     total = query.shape[2]
     count = max(1, _MOST_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
     for begin in range(0, total, count):
@@ -228,7 +228,7 @@ def _by_hand(query: Tensor, key: Tensor, part: Part, row: RowPlan) -> Iterator[t
 
 
 def _capped(query: Tensor, key: Tensor, visible: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    """Scores under a soft cap, and their derivative by the scores without one."""
+    """Scores with a soft cap, and their derivative with respect to the uncapped scores."""
     exact = _exact(query.dtype)
     ratio = torch.tanh(query.to(exact) @ key.to(exact).transpose(-1, -2) * (scale / softcap))
     slope = 1 - ratio * ratio
@@ -237,7 +237,7 @@ def _capped(query: Tensor, key: Tensor, visible: Tensor | None, scale: float, so
 
 
 def _visible(part: Part, row: RowPlan) -> Tensor:
-    """Visible keys of the queries of a part, bool `[rows, keys]`."""
+    """Visible keys of the queries of a rectangle, bool `[queries, keys]`."""
     rows, keys = slice(*part.rows), slice(*part.keys)
     if row.mask is not None:
         words = (row.mask.query_words[rows], row.mask.query_positions[rows])

@@ -1,9 +1,9 @@
 """
-The calls that a mask takes on a CPU: the rectangles of the mask that are not empty.
+The calls for a mask on a CPU: the non-empty rectangles of the mask.
 
-Queries and keys are put in the order of their places, where a query that sees an interval of places sees a slice of
-the keys. Rows that see the same slice are one call without a mask, so are the rows of a causal sample; whatever else
-there is goes in chunks of few rows over the keys that some of them see, with a mask of the chunk.
+Queries and keys are sorted by position, so that a query that sees an interval of positions sees a slice of the keys.
+Queries that see the same slice are one call without a mask, and so are the queries of a causal sample. All other
+queries are computed in chunks of few queries over the keys that some of them see, with a mask for the chunk.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .intervals import row_bounds
 from .mask import BitfieldMask
 
 CHUNK_ROWS = 256
-_FEWEST_ROWS = 32  # shorter runs of rows are not worth a call of their own
+_FEWEST_ROWS = 32  # shorter runs of queries are not worth a separate call
 _CALL_PAIRS = 16384  # a call costs about as much as this many pairs of a query and a key
 
 
 class Kind(Enum):
-    """The kind of mask of a part."""
+    """The kind of mask of a rectangle."""
 
     FULL = "full"
     CAUSAL = "causal"  # query i sees the keys up to i
@@ -34,12 +34,12 @@ class Kind(Enum):
 @dataclass(frozen=True)
 class Part:
     """
-    Rows of queries against a slice of the keys, both in the order of their places.
+    A rectangle of the mask: a slice of the queries and a slice of the keys, both sorted by position.
 
     Args:
-        rows (`tuple[int, int]`): The first row and the one after the last.
-        keys (`tuple[int, int]`): The first key and the one after the last.
-        kind (`Kind`): What is seen.
+        rows (`tuple[int, int]`): The first query and one past the last.
+        keys (`tuple[int, int]`): The first key and one past the last.
+        kind (`Kind`): Which pairs are visible.
     """
 
     rows: tuple[int, int]
@@ -53,12 +53,12 @@ class RowPlan:
     The calls of one row of the batch.
 
     Args:
-        query_index (`slice` or `torch.Tensor`): The queries that see something, by place.
-        key_index (`slice` or `torch.Tensor`): The keys that are not padding, by place.
-        parts (`tuple[Part, ...]`): The calls, each of other rows.
-        bounds (`torch.Tensor` of shape `[2, rows]`): Of each query the first key and the one after the last.
-        mask (`BitfieldMask`, *optional*): The words in that order, where bounds do not say everything.
-        window (`int`): The window that goes with the words.
+        query_index (`slice` or `torch.Tensor`): The queries with visible keys, sorted by position.
+        key_index (`slice` or `torch.Tensor`): The keys that are not padding, sorted by position.
+        parts (`tuple[Part, ...]`): The calls, each for different queries.
+        bounds (`torch.Tensor` of shape `[2, rows]`): The first key and one past the last key of each query.
+        mask (`BitfieldMask`, *optional*): The words in that order, if bounds do not determine the mask.
+        window (`int`): The sliding window, used with the words.
     """
 
     query_index: slice | Tensor
@@ -71,7 +71,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class CpuPlan:
-    """The plan of each row of the batch, and whether each query sees something."""
+    """The plan of each row of the batch, and whether every query has a visible key."""
 
     rows: tuple[RowPlan, ...]
     complete: bool
@@ -115,7 +115,10 @@ def _plan_row(mask: BitfieldMask, first: Tensor, last: Tensor, has_holes: bool, 
 
 
 def _in_order(positions: Tensor, wanted: Tensor) -> slice | Tensor:
-    """The wanted rows by position: a slice when they lie like that already, which spares a copy."""
+    """
+    The indices of the wanted tokens, sorted by position: a slice if they are consecutive and sorted, which saves a
+    copy.
+    """
     index = wanted.nonzero()[:, 0]
     at = positions[index]
     if not bool((at[1:] > at[:-1]).all()):
@@ -128,8 +131,8 @@ def _in_order(positions: Tensor, wanted: Tensor) -> slice | Tensor:
 
 
 def _parts(start: Tensor, stop: Tensor, has_holes: bool) -> Iterator[Part]:
-    """The calls of rows whose slices of keys are given, in the order of rows."""
-    begin = 0  # of the rows that wait for a mask
+    """The calls for queries with given slices of keys, in the order of the queries."""
+    begin = 0  # of the queries that need a mask and are not covered yet
     for part in () if has_holes else _runs(start, stop):
         yield from _masked_parts(start, stop, begin, part.rows[0])
         yield part
@@ -138,7 +141,9 @@ def _parts(start: Tensor, stop: Tensor, has_holes: bool) -> Iterator[Part]:
 
 
 def _runs(start: Tensor, stop: Tensor) -> Iterator[Part]:
-    """Runs of rows that need no mask: all of them see the same keys, or the first sees one key and each one more."""
+    """
+    Runs of queries that need no mask: all see the same keys, or the first sees one key and each query one key more.
+    """
     step = torch.where(start[1:] == start[:-1], stop[1:] - stop[:-1], -1)
     steps, lengths = torch.unique_consecutive(step, return_counts=True)
     row, taken = 0, 0
@@ -154,13 +159,15 @@ def _runs(start: Tensor, stop: Tensor) -> Iterator[Part]:
 
 
 def _masked_parts(start: Tensor, stop: Tensor, first: int, end: int) -> Iterator[Part]:
-    """The rows `first` to `end` in chunks; rows without a common key share one only where that is little work."""
+    """
+    The queries `first` to `end` in chunks; queries without a common key share a chunk only if that adds little work.
+    """
     if first >= end:
         return
     low, high = start[first:end], stop[first:end]
     apart = low[1:] >= high.cummax(0).values[:-1]
     edges = [0, *(apart.nonzero()[:, 0] + 1).tolist(), end - first]
-    chunks: list[list[int]] = []  # first row, end, first key, end
+    chunks: list[list[int]] = []  # first query, end, first key, end
     for edge, following in zip(edges, edges[1:], strict=False):
         for row in range(edge, following, CHUNK_ROWS):
             until = min(row + CHUNK_ROWS, following)

@@ -1,8 +1,8 @@
 """
-Choice of the kernels, and a cache of the masks compiled for them.
+Choice of the kernels, and a cache of compiled masks.
 
-A mask is compiled once: every layer of a microbatch finds the compilation of the first one by the storage of the
-words. These functions are without autograd, for those who bring their own.
+A mask is compiled once: all layers of a microbatch find the mask that the first layer compiled, by the storage of the
+words. These functions do not use autograd; callers define the gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .tuning import Tuning
 
 BACKENDS = ("triton", "cpu", "reference")
-_RESULTS_KEPT = 64  # of masks: those of all microbatches in flight
+_RESULTS_KEPT = 64  # compiled masks, enough for all microbatches in flight
 
 _results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
 
@@ -81,7 +81,7 @@ def attention_backward(
     """
     Gradients of [`attention_forward`] with respect to queries, keys, values and sinks (`None` without sinks).
 
-    Rows of `out` and `lse` may be those of more keys than `key` holds: the result is then what these keys add.
+    `out` and `lse` may result from more keys than `key` contains: the result is then the contribution of these keys.
     """
     backend = _backend_of(query, key, backend)
     if backend == "reference":
@@ -96,7 +96,7 @@ def attention_backward(
 
 
 def _backend_of(query: Tensor, key: Tensor, backend: str | None) -> str:
-    """The backend of a call; without any pair of a query and a key there is nothing to launch kernels for."""
+    """The backend of a call; "reference" if there is no pair of a query and a key, so that no kernel is launched."""
     if not (query.numel() and key.numel()):
         return "reference"
     return default_backend(query) if backend is None else backend
@@ -104,7 +104,7 @@ def _backend_of(query: Tensor, key: Tensor, backend: str | None) -> str:
 
 @contextmanager
 def _plain(query: Tensor) -> Iterator[None]:
-    """Disables autograd, and autocast, which would round products within an operator."""
+    """Disables autograd, and autocast, which would round products inside an operator."""
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         yield
 
@@ -115,12 +115,12 @@ def lse_dtype(query: Tensor) -> torch.dtype:
 
 
 def whole_rows(words: Tensor) -> BitfieldMask:
-    """The mask of whole rows in their own order, the same tensors each time for the same words."""
+    """The mask of whole rows in their original order; the same tensors are returned for the same words."""
     return _once(("rows",), (words,), lambda: BitfieldMask.from_words(words))
 
 
 def _plan(backend: str, query: Tensor, mask: BitfieldMask, window: int) -> Any:
-    """The mask as it was compiled for a backend."""
+    """The mask, compiled for a backend."""
     if backend == "cpu":
         return _once(("cpu", window), mask.tensors, lambda: cpu.compile_mask(mask, window))
     from .mask_plan import compile_mask
@@ -136,7 +136,7 @@ def _plan(backend: str, query: Tensor, mask: BitfieldMask, window: int) -> Any:
 
 
 def _triton_form(query: Tensor, plan: MaskPlan, softcap: float, sinks: Tensor | None) -> tuple[Any, Tuning | None]:
-    """The module of the Triton kernels that take a call, and their tiles; the interpreter takes whole blocks."""
+    """The module of the Triton kernels for a call, and their tiles; in the interpreter, tiles are whole blocks."""
     from . import triton
 
     if not query.is_cuda:
@@ -157,8 +157,11 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _once(how: tuple, tensors: tuple[Tensor, ...], build: Callable[[], Any]) -> Any:
-    """The cached result of `build` for these tensors, which are kept alive so that their addresses are not reused."""
-    if any(tensor.is_inference() for tensor in tensors):  # these do not count how often they were written to
+    """
+    The cached result of `build` for these tensors, to which the cache holds references so that their addresses are not
+    reused.
+    """
+    if any(tensor.is_inference() for tensor in tensors):  # they have no version counter
         return build()
     key = (*how, *((t.data_ptr(), t.device, t.shape, t.stride(), t._version) for t in tensors))
     if key in _results:

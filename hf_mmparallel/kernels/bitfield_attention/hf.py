@@ -1,12 +1,12 @@
 """
 `"bitfield"` as an attention function of transformers.
 
-The words travel as the forward argument `attention_words`, which models hand through to every layer. A layer without
-words does what the mask says that the model asked for.
+The words are the forward argument `attention_words`, which models pass on to every layer. A layer without words uses
+the mask that the model requested.
 
-transformers builds that mask before any layer runs, where the words are not in sight. The function that it calls to
-build it returns a [`DeferredMask`], which is built when a layer without words reads it: with words, nothing quadratic
-in the length of the row is ever made.
+transformers builds this mask before any layer runs, without access to the words. The mask function registered here
+returns a [`DeferredMask`], which is built when a layer without words reads it: with words, no tensor that is quadratic
+in the length of the row is ever allocated.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _NEITHER = (
 
 
 def register() -> None:
-    """Makes `attn_implementation="bitfield"` known to transformers."""
+    """Registers `attn_implementation="bitfield"` with transformers."""
     modeling_utils.AttentionInterface.register(NAME, bitfield_attention_forward)
     masking_utils.AttentionMaskInterface.register(NAME, deferred_mask)
 
 
 class DeferredMask:
     """
-    A mask that a model asked for and that is built when it is first read.
+    A mask that a model requested and that is built when it is first read.
 
     Args:
         shape (`tuple[int, int, int, int]`): `(batch, 1, query_length, key_length)`.
-        arguments (`dict`): What transformers wants the mask to be, for `transformers.masking_utils.sdpa_mask`.
-        causal (`bool`): Whether the model asked for a causal mask, and not for one that looks both ways.
+        arguments (`dict`): Arguments of `transformers.masking_utils.sdpa_mask` that describe the mask.
+        causal (`bool`): Whether the model requested a causal mask, and not a bidirectional one.
     """
 
     ndim = 4
@@ -64,12 +64,12 @@ class DeferredMask:
 
     @property
     def is_default(self) -> bool:
-        """Whether the mask is causal only because nobody said anything about it."""
+        """Whether the mask is causal only by default, because no `attention_mask` was given."""
         return self.causal and self.arguments["attention_mask"] is None
 
     @property
     def num_seen(self) -> int:
-        """Tokens of the row up to the last query, those in a cache too."""
+        """Tokens of the row up to the last query, including those in a cache."""
         return self.arguments["q_offset"] + self.shape[2]
 
     @property
@@ -84,16 +84,16 @@ class DeferredMask:
 
         Args:
             may_skip (`bool`, *optional*, defaults to `False`):
-                Return `None` where the mask is the plain causal one, or hides nothing if it is not causal.
+                Return `None` if the mask is the plain causal mask, or if it is not causal and hides no pair.
         """
-        if torch.compiler.is_compiling():  # a graph may not write to what came into it, and merges what is equal
+        if torch.compiler.is_compiling():  # a graph may not write to its inputs, and merges equal expressions
             return self._build(may_skip)
         if may_skip not in self._built:
             self._built[may_skip] = self._build(may_skip)
         return self._built[may_skip]
 
     def contiguous(self) -> Tensor:
-        """The mask in memory, as generation with a cache of fixed size asks for it."""
+        """The mask as a contiguous tensor, which generation with a cache of fixed size requires."""
         mask = self.build()
         assert mask is not None
         return mask.contiguous()
@@ -119,8 +119,8 @@ def deferred_mask(
     The mask function of `"bitfield"`; its arguments are those of `transformers.masking_utils.sdpa_mask`.
 
     Returns:
-        [`DeferredMask`] or `torch.Tensor`: The one that was given, if a model around this one asked for it. A tensor
-        where `q_offset` is one: caches of fixed size count their tokens in place, so that it changes before any layer
+        [`DeferredMask`] or `torch.Tensor`: The given mask, if an enclosing model requested it already. A tensor if
+        `q_offset` is a tensor: caches of fixed size count their tokens in place, so that it changes before any layer
         reads the mask.
     """
     if isinstance(attention_mask, DeferredMask):
@@ -134,7 +134,7 @@ def deferred_mask(
         attention_mask=attention_mask,
         allow_is_bidirectional_skip=bool(allow_is_bidirectional_skip),
     )
-    # only the masks that look both ways come with this argument
+    # only bidirectional masks have this argument
     mask = DeferredMask((batch_size, 1, q_length, kv_length), arguments, causal=allow_is_bidirectional_skip is None)
     return mask.build() if isinstance(q_offset, Tensor) else mask
 
@@ -164,21 +164,21 @@ def bitfield_attention_forward(
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         attention_mask ([`DeferredMask`] or `torch.Tensor`, *optional*): The mask, if there are no words.
         dropout (`float`, *optional*, defaults to 0.0): Must be 0.
-        scaling (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
-        is_causal (`bool`, *optional*): What a layer without mask and words says about itself.
+        scaling (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
+        is_causal (`bool`, *optional*): Whether a layer without mask and words is causal, according to the layer.
         sliding_window (`int`, *optional*): The layer's window in tokens.
         softcap (`float`, *optional*): Scores become `softcap * tanh(score / softcap)`.
         s_aux (`torch.Tensor` of shape `[heads]`, *optional*): The sinks' logits.
         attention_words (*optional*):
             int64 words `[batch, length]` of all tokens up to the last query, a `SequenceShard` for a sequence that is
-            cut over ranks, or a dict of these by layer type. Only the layers of language models take them.
+            sharded over ranks, or a dict of these by layer type. Only the layers of language models use them.
 
     Returns:
         `tuple[torch.Tensor, None]`: The output `[batch, query_length, heads, head_dim]`.
 
     Raises:
-        `ValueError`: For what the kernels cannot do, for words that do not fit the keys, and for a language model that
-        trains with neither words nor a mask.
+        `ValueError`: For arguments that the kernels do not support, for words that do not match the keys, and for a
+            language model that trains with neither words nor a mask.
     """
     _refuse(module, dropout, attention_mask, kwargs)
     softcap = softcap or 0.0
@@ -227,8 +227,8 @@ def _is_language_layer(module: nn.Module) -> bool:
     """
     Whether a layer belongs to a language model: it has an index into a key-value cache.
 
-    Neither `module.is_causal`, which is `False` in PaliGemma, nor lengths, which may agree by chance, can tell the
-    layers of a tower from those of the text when a model hands the words to both.
+    Neither `module.is_causal`, which is `False` in PaliGemma, nor lengths, which may agree by chance, distinguish the
+    layers of a tower from those of the language model if a model passes the words to both.
     """
     return getattr(module, "layer_idx", None) is not None and hasattr(getattr(module, "config", None), "use_cache")
 
@@ -262,11 +262,11 @@ def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask |
 
 
 def _window_of_layer(module: nn.Module, sliding_window: int | None, mask: Tensor | DeferredMask | None) -> int:
-    """The window of a layer, which some models only pass to their mask and not to their layers; 0 for none."""
+    """The window of a layer, which some models pass only to the mask function and not to their layers; 0 for none."""
     if not isinstance(mask, DeferredMask):
         return sliding_window or 0
     size = None if mask.chunk is not None else mask.arguments.get("local_size")
-    looks_ahead = not mask.causal or (size is not None and mask.arguments.get("use_vmap"))  # the model adds to it
+    looks_ahead = not mask.causal or (size is not None and mask.arguments.get("use_vmap"))  # the model extends it
     if looks_ahead and (sliding_window or size):
         raise ValueError(
             f"The window of {sliding_window or size} tokens in layer {module.layer_idx} reaches ahead too; with "
@@ -278,14 +278,14 @@ def _window_of_layer(module: nn.Module, sliding_window: int | None, mask: Tensor
 def _mask_of_words(
     words: Tensor, query: Tensor, key: Tensor, window: int, num_seen: int | None
 ) -> Tensor | BitfieldMask:
-    """The words as they are, or those of the last queries and of the keys that a cache still holds."""
+    """The words unchanged, or the words of the last queries and of the keys that are still in a cache."""
     if words.dtype != torch.int64 or words.dim() != 2 or words.shape[0] != query.shape[0]:
         raise ValueError(
             f"`attention_words` is {words.dtype} of shape {tuple(words.shape)}; the batch has {query.shape[0]} rows. "
             "Give int64 words of shape `[batch, length]`."
         )
     num_words, num_queries, num_keys = words.shape[1], query.shape[2], key.shape[2]
-    last_keys_only = window and num_keys < num_words == num_seen  # a cache drops what the window has left behind
+    last_keys_only = window and num_keys < num_words == num_seen  # a cache drops keys that are outside of the window
     if num_words != num_keys and not last_keys_only:
         raise ValueError(
             f"`attention_words` covers {num_words} tokens; a layer has {num_queries} queries and {num_keys} keys. "
@@ -300,7 +300,7 @@ def _mask_of_words(
 
 
 def _cast_like_autocast(*tensors: Tensor) -> list[Tensor]:
-    """Casts inputs as autocast does for PyTorch's own attention."""
+    """Casts inputs as autocast does for PyTorch's attention."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
@@ -349,7 +349,7 @@ def _softmax_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with soft cap or sinks and a dense mask, which PyTorch's own function does not support."""
+    """Attention with a soft cap or sinks and a dense mask, which PyTorch's function does not support."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(-1, -2) * scaling

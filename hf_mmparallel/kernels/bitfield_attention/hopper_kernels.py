@@ -1,10 +1,10 @@
 """
-The kernels in the form that Hopper GPUs run best: tensor descriptors, persistent programs, one loop.
+The kernels in the form that suits Hopper GPUs: tensor descriptors, persistent programs, one loop.
 
-Everything that the inner loop reads comes through descriptors (TMA), programs stay on their multiprocessor and take
-tiles in snake order, and the mask is applied to every block: with row intervals it is a subtraction and a comparison,
-which hide under the matrix products. A single loop, fed by descriptors, is the only shape that the compiler splits
-into loading and computing warps (`SPECIALIZED`); the twin without that split is the same kernel.
+The inner loop reads only through descriptors (TMA), programs stay on their multiprocessor and take tiles in snake
+order, and the mask is applied to every block: with intervals it is a subtraction and a comparison, which overlap with
+the matrix products. A single loop with descriptors is the only form that the compiler splits into loading and
+computing warps (`SPECIALIZED`); without that split the kernel is the same.
 
 Letters of shapes: H query heads, K kv heads, T queries, S keys, D head dimension, Q and N queries and keys of a tile.
 """
@@ -16,27 +16,32 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# Finite, so that rows that have seen nothing yet never subtract infinities.
+# Finite, so that infinities are never subtracted for queries without visible keys so far.
 LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
 def _snake(i_round, num_programs):
-    """The tile of this program in a round; odd rounds run backwards, so that long and short tiles even out."""
+    """
+    The tile of this program in a round; odd rounds run backwards, so that programs get long and short tiles alike.
+    """
     i_program = tl.program_id(0)
     return i_round * num_programs + tl.where(i_round % 2 == 0, i_program, num_programs - 1 - i_program)
 
 
 @triton.jit
 def _num_rounds(num_tiles, num_programs):
-    """The tiles of this program; stores through descriptors have no mask, so none may be taken twice."""
+    """
+    The number of tiles of this program; stores through descriptors have no mask, so that no tile may be computed
+    twice.
+    """
     full = num_tiles // num_programs
     return full + (_snake(full, num_programs) < num_tiles).to(tl.int32)
 
 
 @triton.jit
 def _heads(data, num_heads, length, stride, rows, columns, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """All heads as one matrix: head `h` starts at row `h * rows`, column `h * columns`."""
+    """A descriptor of all heads as one matrix: head `h` starts at row `h * rows`, column `h * columns`."""
     return tl.make_tensor_descriptor(
         data,
         shape=[(num_heads - 1) * rows + length, (num_heads - 1) * columns + HEAD_DIM],
@@ -67,7 +72,9 @@ def _query_tile(
     STEPS_K: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
-    """Kv head, head, first row and range of steps of a tile: heads of one group side by side, kv heads slowest."""
+    """
+    Kv head, head, first query and range of steps of a tile: heads of one group are consecutive, kv heads outermost.
+    """
     i_kv = i_tile // (GROUPS * num_tiles)
     i_head = i_kv * GROUPS + i_tile % GROUPS
     i_part = (i_tile // GROUPS) % num_tiles
@@ -78,7 +85,7 @@ def _query_tile(
 
 @triton.jit
 def _key_block(columns, key_first, i_step, BLOCK_K: tl.constexpr, STEPS_K: tl.constexpr):
-    """First row and first position of the keys of a step."""
+    """Index and position of the first key of a step."""
     i_block = tl.load(columns + i_step // STEPS_K)
     o_part = i_step % STEPS_K * BLOCK_K
     return i_block * (BLOCK_K * STEPS_K) + o_part, tl.load(key_first + i_block) + o_part
@@ -86,7 +93,7 @@ def _key_block(columns, key_first, i_step, BLOCK_K: tl.constexpr, STEPS_K: tl.co
 
 @triton.jit
 def forward_kernel(
-    query,  # [H, T, D] in any of the layouts of `_heads`, as all below
+    query,  # [H, T, D] in any of the layouts of `_heads`, like all arguments below
     key,  # [K, S, D]
     value,  # [K, S, D]
     out,  # [H, T, D]
@@ -230,7 +237,7 @@ def dkdv_kernel(
         b_v = values.load([i_kv * v_rows + i_key, i_kv * v_columns])  # [N, D]
         b_dk = tl.zeros([BLOCK_K, HEAD_DIM], tl.float32)
         b_dv = tl.zeros([BLOCK_K, HEAD_DIM], tl.float32)
-        # Blocks, their parts and the heads of the group in one loop: the gradients need no sum over programs.
+        # Blocks, the tiles of a block and the heads of the group in one loop: the gradients need no sum over programs.
         for i_step in tl.range(begin, end):
             i_head = i_kv * GROUPS + i_step % GROUPS
             i_sub = i_step // GROUPS

@@ -1,7 +1,7 @@
 """
-The search of [`intervals`] as one kernel, in place of dozens of torch kernels.
+The search of [`intervals`] as one kernel instead of dozens of torch kernels.
 
-Names as in [`triton_common`]. Shape of all values of a tile: the queries of the tile.
+Names as in [`triton_common`]. All values of a tile have the shape of its queries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _BLOCK = 128
 
 @triton.jit
 def lower_bound(pointer, b_value, length, num_steps):
-    """How many of `length` ascending numbers lie below each value; `num_steps` halvings leave none of them open."""
+    """
+    The number of `length` ascending numbers that are below each value; `num_steps` halvings must suffice for `length`.
+    """
     b_low = tl.zeros_like(b_value)
     b_high = b_low + length
     for _ in range(num_steps):
@@ -35,7 +37,9 @@ def lower_bound(pointer, b_value, length, num_steps):
 
 @triton.jit
 def seen_of_group(pointer, b_group, b_lowest, b_end, num_keys, num_steps):
-    """How many keys of a group stand from `b_lowest` to before `b_end`, the first of them, and the end of the last."""
+    """
+    The number of keys of a group at positions `b_lowest` to `b_end - 1`, the first position, and one past the last.
+    """
     b_base = b_group << 31
     b_start = lower_bound(pointer, b_base + b_lowest, num_keys, num_steps)
     b_stop = lower_bound(pointer, b_base + b_end, num_keys, num_steps)
@@ -50,7 +54,7 @@ def bounds_kernel(
     words, positions, ordered, places, out, batch, length, num_keys, window, num_steps,
     SPANS: tl.constexpr, Q: tl.constexpr,
 ):  # fmt: skip
-    """First and last key of each query, and whether it has a hole; a program for each tile of queries."""
+    """First and last key of each query, and whether it has a hole; one program per tile of queries."""
     num_tiles = (length + Q - 1) // Q
     i_batch = (tl.program_id(0) // num_tiles).to(tl.int64)
     o_rows = (tl.program_id(0) % num_tiles) * Q + tl.arange(0, Q)
@@ -64,7 +68,7 @@ def bounds_kernel(
     b_end = tl.where(b_reach == 0, 0, tl.where(b_reach == 1, b_at + 1, 0x7FFFFFFF))
     b_count, b_first, b_stop = seen_of_group(keys, b_segment - 1, b_lowest, b_end, num_keys, num_steps)
     if SPANS:
-        # Only keys of a span are listed: without a span or a segment, a query has the number of no key.
+        # Only keys with a span are listed: the number of a query without a span or a segment equals that of no key.
         b_group = ((b_segment << 16) | b_span) - 1
         b_after = tl.maximum(b_lowest, b_end)
         b_more, b_span_first, b_span_stop = seen_of_group(
@@ -85,24 +89,24 @@ def bounds_kernel(
 
 def search_bounds(mask: BitfieldMask, ordered: Tensor, places: Tensor, window: int) -> Tensor:
     """
-    The bounds of queries among keys whose kinds do not matter.
+    The bounds of queries if kinds do not matter.
 
     Args:
-        mask (`BitfieldMask`): The words and places of the queries.
+        mask (`BitfieldMask`): The words and positions of the queries.
         ordered (`torch.Tensor` of shape `[batch, 1 or 2, key_length]`):
-            int64: numbers of the keys that sort by segment and place and, if there are spans, by span and place.
-        places (`torch.Tensor` of shape `[batch, key_length]`): int64: the places of the real keys in order.
+            int64: numbers that sort the keys by segment and position and, if there are spans, by span and position.
+        places (`torch.Tensor` of shape `[batch, key_length]`): int64: the positions of the real keys in order.
         window (`int`): The sliding window, 0 for none.
 
     Returns:
-        `torch.Tensor`: int32 `[3, batch, query_length]`: first and last place (0 and -1 for none), 1 for a hole.
+        `torch.Tensor`: int32 `[3, batch, query_length]`: first and last position (0 and -1 for none), 1 for a hole.
     """
     batch, length = mask.query_words.shape
     num_keys = places.shape[1]
     out = torch.empty(3, batch, length, dtype=torch.int32, device=places.device)
     if not out.numel():
         return out
-    # Kernels start on the current device, which need not be that of the mask.
+    # Kernels are launched on the current device, which may differ from the device of the mask.
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         bounds_kernel[(triton.cdiv(length, _BLOCK) * batch,)](
             mask.query_words.contiguous(), mask.query_positions.contiguous(), ordered, places, out,

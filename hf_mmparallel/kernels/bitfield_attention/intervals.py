@@ -1,13 +1,14 @@
 """
 Visible keys of each query as one interval of positions, for the masks for which that is exact.
 
-The keys that a query sees are those of its segment up to its own place (all of them for a global query) and those of
-its span after that, less what the window cuts off. Sorted by segment, or by segment and span, and then by place, each
-of the two parts is a slice, so two binary searches give its ends and its size. Together they are one interval exactly
-when no other key stands between the first and the last of them. Memory is linear in the number of tokens.
+A query sees the keys of its segment up to its own position (all keys of the segment if it is global) and the keys of
+its span after that, without the keys outside of the window. If keys are sorted by segment, or by segment and span, and
+then by position, each of these two sets is a slice, so that two binary searches give its ends and its size. Together
+they are one interval if and only if no other key is between the first and the last of them. Memory is linear in the
+number of tokens.
 
-On a GPU the launches take the time, not the tokens: both parts go through the same calls, side by side, and what
-decides about them is read from the device at once.
+On a GPU the time is spent on launches, not on tokens: both sets are computed by the same calls, and all values that
+decide between cases are read from the device at once.
 
 Axis letters: B batch, G groupings (by segment, by span, and all real tokens together), Q queries, K keys.
 """
@@ -41,12 +42,12 @@ _NON_NEGATIVE = 2**63 - 1
 @dataclass(frozen=True)
 class RowIntervals:
     """
-    Bounds of what each query sees, in places of the whole row. Keys that are padding have no place: whatever the
-    bounds, they are not seen.
+    The first and the last position that each query sees, in the whole row. Keys that are padding have no position:
+    they are not seen, whatever the bounds are.
 
     Args:
-        first (`torch.Tensor` of shape `[batch, query_length]`): int32, 0 for a query that sees nothing.
-        last (`torch.Tensor` of shape `[batch, query_length]`): int32, -1 for a query that sees nothing.
+        first (`torch.Tensor` of shape `[batch, query_length]`): int32, 0 for a query that sees no key.
+        last (`torch.Tensor` of shape `[batch, query_length]`): int32, -1 for a query that sees no key.
     """
 
     first: Tensor
@@ -55,15 +56,15 @@ class RowIntervals:
 
 def row_intervals(mask: BitfieldMask, window: int = 0) -> RowIntervals | None:
     """
-    The intervals of `mask`, or `None` when a query sees keys on both sides of a key that it does not see.
+    The intervals of `mask`, or `None` if a query sees keys on both sides of a key that it does not see.
 
     Args:
         mask (`BitfieldMask`): The words.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens, 0 for none.
 
     Returns:
-        `RowIntervals` or `None`: `None` only if some query really has such a hole, with one exception: where a key has
-        several kinds and a query does not look at all kinds, keys may be counted twice and `None` is the safe answer.
+        `RowIntervals` or `None`: `None` only if some query has such a hole, with one exception: if a key has several
+        kinds and a query does not see all kinds, keys may be counted twice, and `None` is the safe answer.
     """
     bounds, has_holes = row_bounds(mask, window)
     return None if bool(has_holes) else bounds
@@ -73,7 +74,7 @@ def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, Tenso
     """
     The first and the last key that each query sees, exact for every mask, and whether some query has a hole.
 
-    The latter is a bool tensor without dimensions, so that the caller may read it together with other numbers.
+    The latter is a bool tensor without dimensions, so that the caller can read it from the device with other numbers.
     """
     if not mask.key_words.numel():
         nothing = torch.zeros_like(mask.query_positions)
@@ -81,7 +82,7 @@ def row_bounds(mask: BitfieldMask, window: int = 0) -> tuple[RowIntervals, Tenso
     keys_BGK = _groups(mask.key_words)
     sort_keys_BGK = _sort_keys(keys_BGK, mask.key_positions)
     facts = torch.cat([_kinds_matter(mask)[None], (keys_BGK[:, 1] >= 0).any()[None], _in_order(sort_keys_BGK)])
-    kinds_matter, has_spans, *in_order = facts.tolist()  # the only wait for the device where kinds do not matter
+    kinds_matter, has_spans, *in_order = facts.tolist()  # the only synchronization unless kinds matter
     num_groupings = 2 if has_spans else 1
     places_BK = _ordered(sort_keys_BGK[:, 2:], in_order[2:])[:, 0]
     if kinds_matter:
@@ -117,7 +118,7 @@ def _has_kernel(tensor: Tensor) -> bool:
 
 
 def _groups(words: Tensor) -> Tensor:
-    """The group of each token in each of the groupings, -1 for none: int64 `[batch, 3, length]`."""
+    """The group of each token in each grouping, -1 for none: int64 `[batch, 3, length]`."""
     segment, span = words & MAX_SEGMENTS, (words >> SPAN_SHIFT) & MAX_SPANS
     real = segment > 0
     in_span = (span > 0) & real
@@ -125,17 +126,17 @@ def _groups(words: Tensor) -> Tensor:
 
 
 def _sort_keys(groups_BGK: Tensor, places_BK: Tensor) -> Tensor:
-    """Numbers that sort by group and then by place, those of tokens without a group last."""
+    """Numbers that sort by group and then by position; tokens without a group are last."""
     return ((groups_BGK << _PLACE_BITS) & _NON_NEGATIVE) | places_BK[:, None]
 
 
 def _in_order(values_BGK: Tensor) -> Tensor:
-    """Of each grouping whether all rows ascend already: bool `[groupings]`."""
+    """Whether all rows are in ascending order already, for each grouping: bool `[groupings]`."""
     return (values_BGK[..., 1:] >= values_BGK[..., :-1]).transpose(0, 1).flatten(1).all(dim=1)
 
 
 def _ordered(values_BGK: Tensor, in_order: Sequence[bool]) -> Tensor:
-    """The numbers of each grouping in ascending order; what is in order is left alone."""
+    """The numbers of each grouping in ascending order; groupings that are in order are not sorted."""
     rows = [
         values if fine else values.sort().values for values, fine in zip(values_BGK.unbind(1), in_order, strict=False)
     ]
@@ -143,7 +144,7 @@ def _ordered(values_BGK: Tensor, in_order: Sequence[bool]) -> Tensor:
 
 
 def _kinds_matter(mask: BitfieldMask) -> Tensor:
-    """Whether some query does not look at all kinds, or some key is of none: bool without dimensions."""
+    """Whether some query does not see all kinds, or some key has no kind: bool without dimensions."""
     all_seen, all_kinds = ALL_KINDS << SEES_SHIFT, ALL_KINDS << KIND_SHIFT
     blind = ((mask.query_words & all_seen) != all_seen) & ((mask.query_words & MAX_SEGMENTS) != 0)
     hidden = ((mask.key_words & all_kinds) == 0) & ((mask.key_words & MAX_SEGMENTS) != 0)
@@ -151,7 +152,7 @@ def _kinds_matter(mask: BitfieldMask) -> Tensor:
 
 
 def _by_kind(mask: BitfieldMask, queries_BGQ: Tensor, keys_BGK: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The groups of queries and keys of one kind after the other: among these, kinds do not matter."""
+    """The groups of queries and keys, one kind after another: within a kind, kinds do not matter."""
     bits = torch.stack([((mask.key_words >> bit) & 1).any() for bit in range(KIND_SHIFT, KIND_SHIFT + KIND_BITS)])
     for bit in bits.nonzero()[:, 0].tolist() or [0]:
         looking = (mask.query_words >> (SEES_SHIFT + bit)) & 1
@@ -163,17 +164,19 @@ def _search(
     mask: BitfieldMask, queries_BGQ: Tensor, ordered_BGK: Tensor, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
-    What each query sees of its segment up to its own place and, with two groupings, of its span after that.
+    The keys that each query sees in its segment up to its own position and, with two groupings, in its span after
+    that.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: int64 `[batch, groupings, query_length]`: how many keys, the
-        place of the first, and the one after the last; where there are none, a place beyond all others and 0.
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: int64 `[batch, groupings, query_length]`: number of
+        keys, position of the first, and one past the position of the last; if there are none, a position beyond all
+        others, and 0.
     """
     batch, num_groupings, num_keys = ordered_BGK.shape
     at = mask.query_positions
     lowest = (at - (window - 1)).clamp(min=0) if window else torch.zeros_like(at)
-    # The bits of causal and global on top of a word are 0 for a query that looks at its span only, 1 for a causal
-    # and more for a global one: it sees the keys before 0, before the place after its own, and everywhere.
+    # The highest bits of a word, causal and global, are 0 for a query that sees its span only, 1 for a causal query,
+    # and more for a global one. Such a query sees the keys before 0, up to its own position, or everywhere.
     reach = mask.query_words >> CAUSAL_SHIFT
     end = (torch.add(at, reach, alpha=_NOWHERE) + (1 - _NOWHERE)).clamp(0, _NOWHERE)
     edges = [lowest, end]
@@ -184,7 +187,7 @@ def _search(
     index = torch.searchsorted(ordered_BGK, values.flatten(2))
     start, stop = index.unflatten(2, (2, -1)).unbind(dim=2)
     count = (stop - start).clamp_(min=0)
-    stop.sub_(1)  # the last key that is seen
+    stop.sub_(1)  # the last visible key
     ends = ordered_BGK.gather(-1, index.clamp_(0, num_keys - 1)) & _NOWHERE
     first, last = ends.unflatten(2, (2, -1)).unbind(dim=2)
     none = count == 0

@@ -11,16 +11,16 @@ from torch import Tensor
 @dataclass(frozen=True)
 class BitfieldMask:
     """
-    Words and places of the rows of queries and of keys.
+    Words and positions of the queries and of the keys.
 
-    A place is the index of a token in its row before anything was permuted or cut; no two keys of a row that are not
-    padding stand at one place. Rows may come in any order, and keys that no query sees may be missing.
+    A position is the index of a token in its row before the row was permuted or sharded; no two keys of a row that are
+    not padding have the same position. Tokens may be in any order, and keys that no query sees may be missing.
 
     Args:
         query_words (`torch.Tensor` of shape `[batch, query_length]`): int64.
-        query_positions (`torch.Tensor` of shape `[batch, query_length]`): int32 places.
+        query_positions (`torch.Tensor` of shape `[batch, query_length]`): int32 positions.
         key_words (`torch.Tensor` of shape `[batch, key_length]`): int64.
-        key_positions (`torch.Tensor` of shape `[batch, key_length]`): int32 places.
+        key_positions (`torch.Tensor` of shape `[batch, key_length]`): int32 positions.
     """
 
     query_words: Tensor
@@ -30,7 +30,7 @@ class BitfieldMask:
 
     @classmethod
     def from_words(cls, words: Tensor) -> BitfieldMask:
-        """The mask of whole rows in their own order; `words` is int64 `[batch, length]`."""
+        """The mask of whole rows in their original order; `words` is int64 `[batch, length]`."""
         positions = torch.arange(words.shape[-1], dtype=torch.int32, device=words.device).expand_as(words)
         return cls(words, positions, words, positions)
 

@@ -1,6 +1,6 @@
 """
-A mask compiled for the kernels: values to test for each pair, and the blocks of keys that each block of queries
-visits.
+A mask compiled for the kernels: the values that they test for each pair, and the blocks of keys that each block of
+queries visits.
 
 Axis letters: B batch, Q queries, K keys, M blocks of queries, N blocks of keys.
 """
@@ -25,13 +25,14 @@ _NO_START = -(2**31)
 @dataclass(frozen=True)
 class BlockLists:
     """
-    The work of one kernel: tiles, longest first, and the blocks that each of them visits.
+    The work of one kernel: tiles, longest first, and the blocks that each tile visits.
 
     Args:
         tiles (`torch.Tensor` of shape `[num_tiles, 5]`):
             int32: row of the batch, block of this side, `begin`, `middle` and `end` of its list in `blocks`. The
-            partial blocks stand at `begin:middle`, the full ones at `middle:end`.
-        blocks (`torch.Tensor` of shape `[size]`): int32 blocks of the other side; what no tile points at is undefined.
+            partial blocks are `begin:middle`, the full blocks `middle:end`.
+        blocks (`torch.Tensor` of shape `[size]`):
+            int32 blocks of the other side; entries outside of all lists are undefined.
     """
 
     tiles: Tensor
@@ -43,7 +44,7 @@ class MaskPlan:
     """
     A [`BitfieldMask`] and a window, compiled for one pair of block sizes.
 
-    In the interval form each query sees the keys at places `first` to `first + length - 1`; in the general form the
+    In the interval form each query sees the keys at positions `first` to `first + length - 1`; in the general form the
     kernels test the words themselves.
 
     Args:
@@ -51,13 +52,15 @@ class MaskPlan:
         block_q (`int`): Queries of a block.
         block_k (`int`): Keys of a block.
         query_rows (`torch.Tensor` of shape `[batch, 2 or 5, query_length]`):
-            int32. Interval form: first place and length (0 sees nothing). General form: low half of the word, kinds it
-            sees, last place it may look back to, low half that a key of its span has, place before its window.
+            int32. Interval form: first position and length (0 if it sees no key). General form: low half of the word,
+            kinds that it sees, last position that it sees causally, low half of the words of its span, position
+            before its window.
         key_rows (`torch.Tensor` of shape `[batch, 1 or 3, key_length]`):
-            int32: place (-1 for padding); in the general form also the low half of the word, and the kinds.
-        by_query (`BlockLists`): Of the forward kernel and the gradient of the queries.
-        by_key (`BlockLists`): Of the gradients of keys and values.
-        split (`SplitTiles`, *optional*): The forward tiles when some queries' keys are cut over several programs.
+            int32: position (-1 for padding); in the general form also the low half of the word, and the kinds.
+        by_query (`BlockLists`): Lists for the forward kernel and the gradient of the queries.
+        by_key (`BlockLists`): Lists for the gradients of keys and values.
+        split (`SplitTiles`, *optional*):
+            The forward tiles, if the keys of some queries are split over several programs.
     """
 
     interval: bool
@@ -71,31 +74,33 @@ class MaskPlan:
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch."""
+        """Batch size."""
         return self.query_rows.shape[0]
 
     @property
     def num_queries(self) -> int:
-        """Queries of each row of the batch."""
+        """Number of queries per row of the batch."""
         return self.query_rows.shape[2]
 
     @property
     def num_keys(self) -> int:
-        """Keys of each row of the batch."""
+        """Number of keys per row of the batch."""
         return self.key_rows.shape[2]
 
     @cached_property
     def key_block_starts(self) -> Tensor:
-        """The place of the first key of each block, counted back from its last real key: int32 `[batch, blocks]`."""
+        """
+        The position of the first key of each block, counted back from its last real key: int32 `[batch, blocks]`.
+        """
         return self._key_starts().amax(dim=-1)
 
     @cached_property
     def consecutive_keys(self) -> bool:
         """
-        Whether place `start + i` may stand for the place of key `i` of every block.
+        Whether `start + i` can be used as the position of key `i` of every block.
 
-        So it is when the real keys of a block stand at consecutive places, and no query of the interval form looks
-        at a place that only padding would then take.
+        This holds if the real keys of a block have consecutive positions, and no query of the interval form sees a
+        position that would only be that of padding.
         """
         starts = self._key_starts()
         latest = self.key_block_starts[..., None]
@@ -107,7 +112,9 @@ class MaskPlan:
         return self.interval and bool(torch.where(starts == _NO_START, outside, starts == latest).all())
 
     def _key_starts(self) -> Tensor:
-        """The place that each key gives to the first of its block: int32 `[batch, blocks, block_k]`."""
+        """
+        The position of the first key of the block as implied by each of its keys: int32 `[batch, blocks, block_k]`.
+        """
         places = self.key_rows[:, 0]
         padded = torch.nn.functional.pad(places, (0, -places.shape[-1] % self.block_k), value=-1)
         blocks = padded.unflatten(-1, (-1, self.block_k))
@@ -125,16 +132,17 @@ def compile_mask(
     num_programs: int | None = None,
 ) -> MaskPlan:
     """
-    Compiles a mask to row metadata and block lists.
+    Compiles a mask to values per query and key, and block lists.
 
     Args:
         mask (`BitfieldMask`): The words, on the device of the kernels.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
         block_q (`int`, *optional*, defaults to 128): Queries of a block.
         block_k (`int`, *optional*, defaults to 128): Keys of a block.
-        num_heads (`int`, *optional*, defaults to 1): Query heads that run each tile: few heads may need split tiles.
+        num_heads (`int`, *optional*, defaults to 1):
+            Query heads that run each tile: with few heads, tiles may be split.
         num_programs (`int`, *optional*):
-            Programs that run at once; the multiprocessors of the mask's device when left out, 1 on a CPU.
+            Programs that run at once; by default the multiprocessors of the mask's device, 1 on a CPU.
 
     Returns:
         `MaskPlan`: Tensors on the device of the mask.
@@ -143,8 +151,8 @@ def compile_mask(
     places = real_places(mask)
     states = interval_states(bounds, places, block_q, block_k)
     work = _Work.of(states)
-    *sizes, general = torch.stack([*work.sizes(), has_holes]).tolist()  # the only wait for the device in this function
-    if general:  # it waits once more
+    *sizes, general = torch.stack([*work.sizes(), has_holes]).tolist()  # the only synchronization with the device
+    if general:  # a second synchronization
         states = general_states(states, mask, window, block_q, block_k)
         work = _Work.of(states)
         sizes = torch.stack(work.sizes()).tolist()
@@ -165,11 +173,13 @@ def compile_mask(
 @dataclass(frozen=True)
 class _Work:
     """
-    What the tiles of both sides visit: those of the blocks of queries, and behind them those of the blocks of keys.
+    Visited blocks of the tiles of both sides: first the tiles of the blocks of queries, then those of the blocks of
+    keys.
 
     Args:
-        visits (`torch.Tensor` of shape `[2, num_tiles]`): int32: how many blocks, and how many of them in part.
-        costs (`torch.Tensor` of shape `[num_tiles]`): int32, of [`step_costs`].
+        visits (`torch.Tensor` of shape `[2, num_tiles]`):
+            int32: number of visited blocks, and of partial blocks among them.
+        costs (`torch.Tensor` of shape `[num_tiles]`): int32, from [`step_costs`].
         num_rows (`int`): Tiles of the blocks of queries.
     """
 
@@ -184,13 +194,15 @@ class _Work:
         return cls(visits, step_costs(visits[1], visits[0]), states_BMN[..., 0].numel())
 
     def sizes(self) -> list[Tensor]:
-        """The longest list of each side, and the largest and the sum of the costs of the blocks of queries."""
+        """The longest list of each side, and the largest cost and the total cost of the blocks of queries."""
         by_query, by_key = self.visits[0].tensor_split([self.num_rows])
         costs = self.costs[: self.num_rows]
         return [by_query.amax(), by_key.amax(), costs.amax(), costs.sum()]
 
     def lists(self, states_BMN: Tensor, widths: Sequence[int]) -> tuple[BlockLists, BlockLists]:
-        """The lists of the blocks of queries and of those of keys; `widths` are the longest of each side."""
+        """
+        The lists of the blocks of queries and of the blocks of keys; `widths` are the longest lists of each side.
+        """
         visits, costs = (tensor.tensor_split([self.num_rows], dim=-1) for tensor in (self.visits, self.costs))
         return (
             _lists(states_BMN, visits[0], costs[0], widths[0]),
@@ -199,7 +211,7 @@ class _Work:
 
 
 def _lists(states_BMN: Tensor, visits: Tensor, costs: Tensor, width: int) -> BlockLists:
-    """Tiles of one side, longest first, over lists of `width` blocks each: partial ones, then full ones."""
+    """Tiles of one side, longest first, with lists of `width` blocks each: partial blocks, then full blocks."""
     num_blocks = states_BMN.shape[1]
     longest_first = costs.argsort(descending=True, stable=True)
     rows = longest_first.to(torch.int32)
@@ -207,7 +219,7 @@ def _lists(states_BMN: Tensor, visits: Tensor, costs: Tensor, width: int) -> Blo
     seen_end, partial_end = (visits[:, longest_first] + begin).unbind()
     columns = [rows // num_blocks, rows % num_blocks, begin, partial_end, seen_end]
     order = states_BMN.sort(dim=-1, descending=True, stable=True).indices
-    # Without any pair, a list of one block stands for nothing, so that kernels have an address to load from.
+    # Without any pair there is one unused entry, so that kernels have an address to load from.
     blocks = order[..., : max(width, 1)].to(torch.int32).flatten()
     return BlockLists(tiles=torch.stack(columns, dim=1), blocks=blocks)
 

@@ -44,16 +44,16 @@ def reference_attention(
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         mask (`BitfieldMask`): The mask.
-        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores; `head_dim ** -0.5` by default.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         window (`int`, *optional*, defaults to 0): The layer's sliding window in tokens; 0 for none.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*):
             An additional logit per head, which takes part in the softmax but has no value.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and the log-sum-exp of each row
+        `tuple[torch.Tensor, torch.Tensor]`: The output, of the shape of `query`, and the log-sum-exp of each query
         `[batch, heads, query_length]` (natural logarithm, with the sink). A query without visible keys gets 0 and
-        `-inf` (the sink's logit when there are sinks).
+        `-inf` (the sink's logit if there are sinks).
     """
     scores, _ = _scores(query, key, mask, scale, softcap, window)
     if sinks is not None:
@@ -78,10 +78,10 @@ def reference_backward(
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """
-    What these keys add to the gradients of [`reference_attention`], without autograd.
+    Contribution of these keys to the gradients of [`reference_attention`], without autograd.
 
-    `out` and `lse` may be those of more keys than `key` holds; the gradients of all parts then add up. The gradient of
-    the sinks depends on `out` and `lse` alone.
+    `out` and `lse` may result from more keys than `key` contains; the gradients of several calls with different keys
+    then add up. The gradient of the sinks depends on `out` and `lse` only.
 
     Args:
         grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
@@ -109,11 +109,11 @@ def reference_backward(
 
 def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """
-    Gradient of the sinks, which take weight from values and give none.
+    Gradient of the sinks, which take part in the softmax but have no value.
 
     Args:
-        delta (`torch.Tensor` of shape `[batch, heads, query_length]`): Sum of output times gradient of each row.
-        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Log-sum-exp of each row, with the sink.
+        delta (`torch.Tensor` of shape `[batch, heads, query_length]`): Sum of output times gradient for each query.
+        lse (`torch.Tensor` of shape `[batch, heads, query_length]`): Log-sum-exp of each query, with the sink.
         sinks (`torch.Tensor` of shape `[heads]`): The sinks' logits.
 
     Returns:
@@ -138,11 +138,11 @@ def _scores(
 
 def known_weights(scores: Tensor, lse: Tensor) -> Tensor:
     """
-    The softmax of scores whose log-sum-exp is known; 0 in rows that see nothing.
+    The softmax of scores whose log-sum-exp is known; 0 for queries without visible keys.
 
     Args:
-        scores (`torch.Tensor` of shape `[..., rows, keys]`): Scores, -inf where nothing is seen.
-        lse (`torch.Tensor` of shape `[..., rows]`): Log-sum-exp of each row.
+        scores (`torch.Tensor` of shape `[..., rows, keys]`): Scores, -inf for invisible pairs.
+        lse (`torch.Tensor` of shape `[..., rows]`): Log-sum-exp of each query.
 
     Returns:
         `torch.Tensor`: Of the shape of `scores`.
@@ -151,10 +151,10 @@ def known_weights(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _for_each_query_head(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values, once for each query head that they serve."""
+    """Keys or values, repeated for each query head that reads them."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
 def last_dim_dense(tensor: Tensor) -> Tensor:
-    """The tensor with columns side by side, as kernels take them to be: copied if they have gaps or are expanded."""
+    """The tensor with a last stride of 1, as the kernels need it: copied if its columns have gaps or are expanded."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -17,10 +17,10 @@ from .triton_backward import dkdv_kernel, dq_kernel, row_stats_kernel
 from .triton_forward import combine_kernel, forward_kernel
 from .tuning import Tile, Tuning, portable_tuning
 
-# Keys and values up to this size stay in the L2 cache; tiles then run longest first over all heads at once. What is
-# larger runs one head after another.
+# Keys and values up to this size stay in the L2 cache; tiles then run longest first over all heads at once. For larger
+# keys and values, one head runs after another.
 L2_BYTES = 16 * 2**20
-ROWS_TILE = 64  # of the kernels that only add up rows
+ROWS_TILE = 64  # of the kernels without matrix products
 
 
 def forward(
@@ -41,15 +41,15 @@ def forward(
         key (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Keys; `kv_heads` divides `heads`.
         value (`torch.Tensor` of shape `[batch, kv_heads, key_length, head_dim]`): Values.
         plan (`MaskPlan`): The mask and the window.
-        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` by default.
         softcap (`float`, *optional*, defaults to 0.0): Scores become `softcap * tanh(score / softcap)`; 0 for none.
         sinks (`torch.Tensor` of shape `[heads]`, *optional*): An additional logit per head, without a value.
-        tuning (`Tuning`, *optional*): Tiles; those of the table when left out.
+        tuning (`Tuning`, *optional*): Tiles; by default those of the table.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The output, with the shape and the strides of `query`, and the natural
-        log-sum-exp of each row, float32 `[batch, heads, query_length]`. A query without visible keys gets 0 and `-inf`
-        (the sink's logit when there are sinks).
+        log-sum-exp of each query, float32 `[batch, heads, query_length]`. A query without visible keys gets 0 and
+        `-inf` (the sink's logit when there are sinks).
     """
     query, key, value = (last_dim_dense(tensor) for tensor in (query, key, value))
     batch, num_heads, num_queries, head_dim = query.shape
@@ -95,7 +95,7 @@ def backward(
     tuning: Tuning | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """
-    Gradients of [`forward`], the same bits each time.
+    Gradients of [`forward`], bitwise deterministic.
 
     Args:
         grad_out (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Gradient of the output.
@@ -148,7 +148,8 @@ def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     out, grad_out, lse = last_dim_dense(out), last_dim_dense(grad_out), lse.contiguous()
     stats = torch.empty(2, *lse.shape, dtype=torch.float32, device=out.device)
     with _device_of(out):
-        # One dimension: the second one of a grid ends at 65535, which many short rows of a tower exceed.
+        # One dimension, because the second dimension of a grid is limited to 65535, which many short rows of a tower
+        # exceed.
         row_stats_kernel[(triton.cdiv(num_queries, ROWS_TILE) * batch * num_heads,)](
             out, grad_out, lse, stats, *out.stride()[:3], *grad_out.stride()[:3],
             num_queries, num_heads, lse.numel(), **head_parts(head_dim), TILE_Q=ROWS_TILE,
@@ -158,7 +159,10 @@ def row_stats(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
 
 @cache
 def head_parts(head_dim: int) -> dict[str, int]:
-    """The head dimension as the kernels hold it: a power of two, and a second part of at least 16 columns or none."""
+    """
+    The head dimension for the kernels: a slice whose width is a power of two, and a second one of 16 or more columns
+    or none.
+    """
     first = max(16, 2 ** (head_dim.bit_length() - 1))
     rest = max(0, head_dim - first)
     return {"D": head_dim, "PART_0": first, "PART_1": max(16, triton.next_power_of_2(rest)) if rest else 0}
@@ -181,13 +185,13 @@ def _constants(query: Tensor, key: Tensor, plan: MaskPlan, tile: Tile, softcap: 
 
 
 def _order(num_tiles: int, key: Tensor) -> tuple[int, int]:
-    """Strides of tiles and of heads of keys in the order of the programs."""
+    """Strides of tiles and of kv heads in the order of the programs."""
     fits_cache = 2 * key.numel() * key.element_size() <= L2_BYTES
     return (key.shape[1], 1) if fits_cache else (1, num_tiles)
 
 
 def _tile(kernel: str, query: Tensor, plan: MaskPlan, tuning: Tuning | None) -> Tile:
-    """The tile of a kernel; on a CPU the whole blocks of the plan."""
+    """The tile of a kernel; on a CPU a tile is a whole block of the plan."""
     if tuning is not None:
         return getattr(tuning, kernel)
     if query.device.type != "cuda":
@@ -197,7 +201,10 @@ def _tile(kernel: str, query: Tensor, plan: MaskPlan, tuning: Tuning | None) -> 
 
 
 def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[float, float, float]:
-    """The scale, and what takes scores to powers of two: one factor, or one inside and one outside of the soft cap."""
+    """
+    The scale, and the factors that convert scores to powers of two: one factor, or one inside and one outside of the
+    soft cap.
+    """
     scale = head_dim**-0.5 if scale is None else scale
     if scale <= 0:  # the running maximum is taken before scores are scaled
         raise ValueError(f"`scale={scale}` is not above 0, which the kernels need. Scale `query` instead.")
@@ -206,5 +213,5 @@ def _score_scales(scale: float | None, head_dim: int, softcap: float) -> tuple[f
 
 
 def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the device of a tensor current, on which kernels are launched."""
+    """Makes the device of a tensor the current one, on which kernels are launched."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """
 The kernels of the backward pass. They use no atomics, so gradients are bitwise deterministic.
 
-One kernel sums the gradient of a tile of keys over all queries and all heads of its group, another one the gradient
+One kernel sums the gradient of a tile of keys over all queries and all heads of its group, another kernel the gradient
 of a tile of queries over all keys; both recompute the weights from the log-sum-exp.
 """
 
@@ -30,7 +30,9 @@ def row_stats_kernel(
     num_queries, num_heads, num_rows,
     D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, TILE_Q: tl.constexpr,
 ):  # fmt: skip
-    """Log-sum-exp in powers of two, and after all of these `delta`, the sum over the row of output times gradient."""
+    """
+    Log-sum-exp of each query in powers of two, followed by `delta`, the sum of output times gradient of each query.
+    """
     num_tiles = tl.cdiv(num_queries, TILE_Q)
     i_row = tl.program_id(0) // num_tiles
     i_head = i_row % num_heads
@@ -57,8 +59,8 @@ def weights_and_slope(b_s, b_lse, m_visible, score_scale, cap, SOFTCAP: tl.const
     """
     Weights of the softmax, and the slope of the soft cap at the scores (1 without a cap).
 
-    A query that sees nothing is in partial blocks only, where the mask makes 0 of its infinite weights; past the end
-    the log-sum-exp is `inf`, which makes 0 of them in full blocks, too.
+    A query without visible keys is in partial blocks only, where the mask sets its infinite weights to 0; past the end
+    the log-sum-exp is `inf`, which gives weights of 0 in full blocks as well.
     """
     if SOFTCAP:
         b_capped = capped(b_s, score_scale)
@@ -110,11 +112,11 @@ def dkdv_kernel(
         b_dk1 = tl.zeros([TILE_K, PART_1], tl.float32)
         b_dv1 = tl.zeros([TILE_K, PART_1], tl.float32)
     STEPS: tl.constexpr = BLOCK_Q // TILE_Q
-    for STAGE in tl.static_range(2):  # partial blocks with the mask, then full ones without
+    for STAGE in tl.static_range(2):  # partial blocks with the mask, then full blocks without
         i_from = tl.load(tiles + 2 + STAGE)
         num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS
         i_query = listed_row(blocks + i_from, 0, num_steps, BLOCK_Q, TILE_Q)
-        for i_step in tl.range(0, num_steps * GROUP):  # heads of the group fastest: one loop, which can be pipelined
+        for i_step in tl.range(0, num_steps * GROUP):  # heads innermost: one loop, which can be pipelined
             o_query = i_query + o_q
             i_query = listed_row(blocks + i_from, (i_step + 1) // GROUP, num_steps, BLOCK_Q, TILE_Q)
             m_q = o_query < num_queries
@@ -166,7 +168,7 @@ def dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     GENERAL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of `TILE_Q` queries of one head; the heads of a group run side by side."""
+    """Gradient of `TILE_Q` queries of one head; the programs of the heads of a group are consecutive."""
     INNER: tl.constexpr = GROUP * (BLOCK_Q // TILE_Q)
     i_tile, i_kv, i_inner = program_tile(num_tiles, num_kv_heads, tile_stride, head_stride, INNER)
     i_head = (i_kv * GROUP + i_inner % GROUP).to(tl.int64)
@@ -194,7 +196,7 @@ def dq_kernel(
     if PART_1 > 0:
         b_dq1 = tl.zeros([TILE_Q, PART_1], tl.float32)
     STEPS: tl.constexpr = BLOCK_K // TILE_K
-    for STAGE in tl.static_range(2):  # partial blocks with the mask, then full ones without
+    for STAGE in tl.static_range(2):  # partial blocks with the mask, then full blocks without
         i_from = tl.load(tiles + 2 + STAGE)
         num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS
         i_key = listed_row(blocks + i_from, 0, num_steps, BLOCK_K, TILE_K)

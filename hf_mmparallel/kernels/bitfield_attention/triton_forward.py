@@ -25,7 +25,7 @@ def softmax_step(
     b_q0, b_q1, b_k0, b_k1, b_v0, b_v1, b_o0, b_o1, b_max, b_sum, m_visible, score_scale, cap,
     PART_1: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds one tile of keys to the running softmax, which uses powers of two."""
+    """Adds one tile of keys to the running softmax, in powers of two."""
     b_s = dot_parts(b_q0, b_q1, b_k0, b_k1, PART_1)  # [Q, K]
     if SOFTCAP:
         b_s = capped(b_s, score_scale)
@@ -35,7 +35,7 @@ def softmax_step(
     if MASKED:
         b_s = tl.where(m_visible, b_s, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s, 1) * factor)  # [Q]
-    # A query that has seen nothing yet: -inf minus -inf.
+    # Avoids -inf minus -inf for a query without visible keys so far.
     b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max) if MASKED else b_new_max
     b_p = tl.exp2(b_s * factor - b_base[:, None])  # [Q, K]
     b_fade = tl.exp2(b_max - b_base)
@@ -52,14 +52,15 @@ def store_result(
     D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, SINK: tl.constexpr, IS_PART: tl.constexpr,
 ):  # fmt: skip
     """
-    Divides by the sum and writes the output and the log-sum-exp, that of a part in powers of two.
+    Divides by the sum and writes the output and the log-sum-exp; the log-sum-exp of a share of a split tile is in
+    powers of two.
 
-    A query that has seen nothing gets 0 and `-inf`.
+    A query without visible keys gets 0 and `-inf`.
     """
     if SINK:  # a logit without a value
         b_sink = tl.load(sink).to(tl.float32) * LOG2E
         b_new_max = tl.maximum(b_max, b_sink)
-        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # nothing seen, and a sink that takes nothing
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)  # no visible key, and a sink of -inf
         b_fade = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_fade + tl.exp2(b_sink - b_base)
         b_max = b_new_max
@@ -89,8 +90,8 @@ def forward_kernel(
     """
     Output and log-sum-exp of `TILE_Q` queries of one head.
 
-    The heads of a group run side by side, so that they find their keys in the cache. A tile that was cut writes its
-    part to the workspace instead, with the logarithm in powers of two.
+    The programs of the heads of a group are consecutive, so that their keys are in the cache. A share of a split tile
+    is written to the workspace instead, with the logarithm in powers of two.
     """
     INNER: tl.constexpr = GROUP * (BLOCK_Q // TILE_Q)
     i_tile, i_kv, i_inner = program_tile(num_tiles, num_kv_heads, tile_stride, head_stride, INNER)
@@ -99,7 +100,7 @@ def forward_kernel(
     COLUMNS: tl.constexpr = 6 if SPLIT else 5
     tiles += i_tile * COLUMNS
     i_batch = tl.load(tiles).to(tl.int64)
-    o_inside = (i_inner // GROUP) * TILE_Q + tl.arange(0, TILE_Q)  # rows of the block
+    o_inside = (i_inner // GROUP) * TILE_Q + tl.arange(0, TILE_Q)  # queries of the block
     o_q = tl.load(tiles + 1) * BLOCK_Q + o_inside
     o_k = tl.arange(0, TILE_K)
     m_q = o_q < num_queries
@@ -117,7 +118,7 @@ def forward_kernel(
     b_o0 = tl.zeros([TILE_Q, PART_0], tl.float32)
     b_o1 = tl.zeros([TILE_Q, PART_1], tl.float32) if PART_1 > 0 else b_sum
     STEPS: tl.constexpr = BLOCK_K // TILE_K
-    for STAGE in tl.static_range(2):  # partial blocks with the mask, then full ones without
+    for STAGE in tl.static_range(2):  # partial blocks with the mask, then full blocks without
         i_from = tl.load(tiles + 2 + STAGE)
         num_steps = (tl.load(tiles + 3 + STAGE) - i_from) * STEPS
         i_key = listed_row(blocks + i_from, 0, num_steps, BLOCK_K, TILE_K)
@@ -146,7 +147,7 @@ def forward_kernel(
     lse += (i_batch * num_heads + i_head) * num_queries
     if SPLIT:
         i_slot = tl.load(tiles + 5)
-        if i_slot >= 0:  # one part; the sink comes in when the parts are combined
+        if i_slot >= 0:  # one share; the sink is added when the shares are combined
             i_row = (i_slot.to(tl.int64) * num_heads + i_head) * BLOCK_Q
             part_out += i_row * D
             part_lse += i_row
@@ -169,9 +170,9 @@ def combine_kernel(
     D: tl.constexpr, PART_0: tl.constexpr, PART_1: tl.constexpr, BLOCK_Q: tl.constexpr, TILE_Q: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of `TILE_Q` queries of one head whose keys were cut over several programs."""
+    """Output and log-sum-exp of `TILE_Q` queries of one head whose keys were split over several programs."""
     i_row = tl.program_id(0) // (BLOCK_Q // TILE_Q)
-    o_inside = (tl.program_id(0) % (BLOCK_Q // TILE_Q)) * TILE_Q + tl.arange(0, TILE_Q)  # rows of the block
+    o_inside = (tl.program_id(0) % (BLOCK_Q // TILE_Q)) * TILE_Q + tl.arange(0, TILE_Q)  # queries of the block
     i_head = tl.program_id(1)
     i_batch = tl.load(rows + i_row * 4).to(tl.int64)
     o_q = tl.load(rows + i_row * 4 + 1) * BLOCK_Q + o_inside

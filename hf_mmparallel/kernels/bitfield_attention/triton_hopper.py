@@ -30,7 +30,7 @@ class _Heads(NamedTuple):
 
 
 def _as_matrix(tensor: Tensor) -> _Heads:
-    """Heads one below the other or side by side, as they come; anything else is copied."""
+    """A view in which heads are stacked or side by side, if the strides allow it; otherwise a copy."""
     _, num_heads, length, head_dim = tensor.shape
     _, head, row, last = tensor.stride()
     aligned = tensor.data_ptr() % 16 == 0 and row * tensor.element_size() % 16 == 0
@@ -55,18 +55,18 @@ def forward(
     num_programs: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """
-    Attention of one row, whose inputs [`tuning.hopper_refusal`] lets pass.
+    Attention of one row, for inputs that [`tuning.hopper_refusal`] accepts.
 
     Args:
         query (`torch.Tensor` of shape `[1, heads, query_length, head_dim]`): Queries.
         key (`torch.Tensor` of shape `[1, kv_heads, key_length, head_dim]`): Keys.
         value (`torch.Tensor` of shape `[1, kv_heads, key_length, head_dim]`): Values.
         plan (`MaskPlan`): The compiled mask, in its interval form.
-        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` by default.
         softcap (`float`, *optional*, defaults to 0.0): Must be 0.
         sinks (`torch.Tensor`, *optional*): Must be None.
         tuning (`Tuning`): Tiles of the Hopper form.
-        num_programs (`int`, *optional*): Persistent programs; one for each multiprocessor when left out.
+        num_programs (`int`, *optional*): Persistent programs; by default one for each multiprocessor.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: The output, like `query`, and the log-sum-exp `[1, heads, query_length]`.
@@ -109,21 +109,22 @@ def backward(
     num_programs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, None]:
     """
-    Gradients of [`forward`], without atomics and so bitwise deterministic.
+    Gradients of [`forward`], without atomics and therefore bitwise deterministic.
 
     Args:
         grad_out (`torch.Tensor` of shape `[1, heads, query_length, head_dim]`): Gradient of the output.
-        query (`torch.Tensor` of shape `[1, heads, query_length, head_dim]`): As in the forward pass, like all below.
+        query (`torch.Tensor` of shape `[1, heads, query_length, head_dim]`):
+            As in the forward pass, like all arguments below.
         key (`torch.Tensor` of shape `[1, kv_heads, key_length, head_dim]`): Keys.
         value (`torch.Tensor` of shape `[1, kv_heads, key_length, head_dim]`): Values.
         out (`torch.Tensor` of shape `[1, heads, query_length, head_dim]`): The output.
         lse (`torch.Tensor` of shape `[1, heads, query_length]`): The log-sum-exp.
         plan (`MaskPlan`): The compiled mask.
-        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` when left out.
+        scale (`float`, *optional*): Factor of the scores, above 0; `head_dim ** -0.5` by default.
         softcap (`float`, *optional*, defaults to 0.0): Must be 0.
         sinks (`torch.Tensor`, *optional*): Must be None.
         tuning (`Tuning`): Tiles of the Hopper form.
-        num_programs (`int`, *optional*): Persistent programs; one for each multiprocessor when left out.
+        num_programs (`int`, *optional*): Persistent programs; by default one for each multiprocessor.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]`: The gradients of query, key and value.
@@ -166,9 +167,9 @@ def backward(
 @contextmanager
 def _starting_on(device: torch.device) -> Iterator[None]:
     """
-    Kernels start on this device, and their descriptors live in memory of it.
+    Launches kernels on this device, with their descriptors in its memory.
 
-    Who provides that memory is a setting of the thread, and backward passes run in a thread of their own.
+    The allocator of this memory is a setting of the thread, and backward passes run in another thread.
     """
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -176,7 +177,7 @@ def _starting_on(device: torch.device) -> Iterator[None]:
 
 
 def _grid(num_tiles: int, device: torch.device, num_programs: int | None) -> tuple[int]:
-    """One program for each multiprocessor, but no more than tiles."""
+    """One program for each multiprocessor, but not more than there are tiles."""
     if num_programs is None:
         on_gpu = device.type == "cuda"
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
@@ -184,7 +185,7 @@ def _grid(num_tiles: int, device: torch.device, num_programs: int | None) -> tup
 
 
 def _mask_arguments(plan: MaskPlan, lists: BlockLists) -> tuple[Tensor, ...]:
-    """First place and length of each query, tiles, their blocks, and the first place of each block of keys."""
+    """First position and length of each query, tiles, their blocks, and the first position of each block of keys."""
     first, length = plan.query_rows[0].unbind(0)
     return first, length, lists.tiles, lists.blocks, plan.key_block_starts[0]
 

@@ -1,8 +1,8 @@
 """
 Choice of kernels and tile sizes: a table by device and head dimension, and a predicate for the Hopper form.
 
-The tiles were chosen by the machine code of each kernel (registers, shared memory, spills). Where a form was also
-timed on a device, `MEASURED` names the device; the Hopper form is chosen only where it was timed and won.
+The tiles were chosen by the machine code of each kernel (registers, shared memory, spills). If a form was also timed
+on a device, `MEASURED` names the device; the Hopper form is chosen only where it was timed and was faster.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Tile:
     The tile of one kernel and how it is compiled.
 
     Args:
-        block_q (`int`): Queries of a tile; divides the plan's.
-        block_k (`int`): Keys of a tile; divides the plan's.
-        num_warps (`int`): Warps of a program; a specialised program gets more from the compiler.
+        block_q (`int`): Queries of a tile; divides `block_q` of the plan.
+        block_k (`int`): Keys of a tile; divides `block_k` of the plan.
+        num_warps (`int`): Warps of a program; the compiler adds more to a specialised program.
         num_stages (`int`): Tiles of the inner loop in flight.
         specialized (`bool`, *optional*, defaults to `False`): Whether warps are split into loaders and consumers.
     """
@@ -61,13 +61,13 @@ class Tuning:
     dq: Tile
 
 
-# Devices on which the Hopper form was timed, by compute capability and head dimension, and was the faster one: the
-# entry is the device's name and whether specialised warps won, such as `((9, 0), 128): ("NVIDIA H200", True)`.
-# Nothing was timed yet, so the portable form runs everywhere.
+# Devices on which the Hopper form was timed and was faster, by compute capability and head dimension: the entry is the
+# device's name and whether specialised warps were faster, such as `((9, 0), 128): ("NVIDIA H200", True)`. No device
+# was timed yet, so that the portable form runs everywhere.
 MEASURED: dict[tuple[Capability, int], tuple[str, bool]] = {}
 
 HOPPER_HEAD_DIMS = (64, 128)
-# Both halves of the Hopper form: with specialised warps (4 warps of loads become 12), and its twin without.
+# Both variants of the Hopper form: with specialised warps (the compiler makes 12 warps of 4), and without.
 _HOPPER = {
     (64, True): (Tile(128, 128, 4, 2, True), Tile(64, 128, 4, 2, True), Tile(128, 64, 4, 2, True)),
     (64, False): (Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(128, 64, 8, 2)),
@@ -78,7 +78,7 @@ _HOPPER = {
 
 @dataclass(frozen=True)
 class _Row:
-    """The portable form's tiles on one class of devices, up to one head dimension."""
+    """The tiles of the portable form on one class of devices, up to one head dimension."""
 
     blocks: tuple[int, int]
     forward: Tile
@@ -89,9 +89,9 @@ class _Row:
     dq_general: Tile | None = None
 
 
-# By device: sm_90 stands for what multiplies from 227 KiB of shared memory, sm_80 for tensor cores that read their
-# registers, sm_86 for those with 99 KiB only. Then by the largest head dimension of the row. The kernels of the
-# general form need more registers.
+# By class of devices: sm_90 multiplies from 227 KiB of shared memory, sm_80 has tensor cores that read registers,
+# sm_86 is like sm_80 with only 99 KiB of shared memory. Then by the largest head dimension of the entry. The kernels
+# of the general form need more registers.
 _PORTABLE: dict[str, dict[int, _Row]] = {
     "sm_90": {
         64: _Row(
@@ -138,12 +138,12 @@ _PORTABLE: dict[str, dict[int, _Row]] = {
         256: _Row((64, 64), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2)),
     },
 }
-# float32 goes through plain multiply-adds, whose operands fill the registers.
+# float32 uses plain multiply-adds, whose operands need many registers.
 _WIDE = _Row((64, 64), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1))
 
 
 def _row(capability: Capability | None, head_dim: int, wide: bool) -> _Row:
-    """The table entry of a device; that of sm_80 without a device (the interpreter)."""
+    """The table entry of a device; the entry of sm_80 for the interpreter."""
     if wide:
         return _WIDE
     table = _PORTABLE[_device_class(capability)]
@@ -159,10 +159,10 @@ def _device_class(capability: Capability | None) -> str:
 
 def plan_blocks(capability: Capability | None, head_dim: int, wide: bool = False) -> tuple[int, int]:
     """
-    Block sizes of the plan, which serves both forms and all kernels of a call.
+    Block sizes of the plan, which are the same for both forms and all kernels of a call.
 
     Args:
-        capability (`tuple[int, int]`, *optional*): Compute capability; None for the interpreter.
+        capability (`tuple[int, int]`, *optional*): Compute capability; `None` for the interpreter.
         head_dim (`int`): Head dimension, up to 256.
         wide (`bool`, *optional*, defaults to `False`): Whether the inputs are float32.
 
@@ -177,13 +177,13 @@ def portable_tuning(capability: Capability | None, head_dim: int, interval: bool
     The tiles of the portable form.
 
     Args:
-        capability (`tuple[int, int]`, *optional*): Compute capability; None for the interpreter.
+        capability (`tuple[int, int]`, *optional*): Compute capability; `None` for the interpreter.
         head_dim (`int`): Head dimension, up to 256.
         interval (`bool`): Whether the plan is in its interval form.
         wide (`bool`, *optional*, defaults to `False`): Whether the inputs are float32.
 
     Returns:
-        `Tuning`: For plans of the blocks of [`plan_blocks`].
+        `Tuning`: For plans with the block sizes of [`plan_blocks`].
     """
     row = _row(capability, head_dim, wide)
     tiles = (row.forward, row.dkdv, row.dq)
@@ -220,9 +220,9 @@ def hopper_refusal(
     Args:
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
         plan (`MaskPlan`): The compiled mask.
-        softcap (`float`, *optional*, defaults to 0.0): Of the scores.
+        softcap (`float`, *optional*, defaults to 0.0): Soft cap of the scores; 0 for none.
         sinks (`torch.Tensor`, *optional*): Extra logits.
-        tuning (`Tuning`, *optional*): Its tiles; left out, those of [`hopper_tuning`].
+        tuning (`Tuning`, *optional*): The tiles; by default those of [`hopper_tuning`].
 
     Returns:
         `str` or None: The reason; `None` if it is supported.
@@ -258,10 +258,10 @@ def choose_tuning(
     Form and tiles of a call: the Hopper form if it supports the call and is faster according to measurements.
 
     Args:
-        capability (`tuple[int, int]`, *optional*): Compute capability; None for the interpreter.
+        capability (`tuple[int, int]`, *optional*): Compute capability; `None` for the interpreter.
         query (`torch.Tensor` of shape `[batch, heads, query_length, head_dim]`): Queries.
         plan (`MaskPlan`): The compiled mask.
-        softcap (`float`, *optional*, defaults to 0.0): Of the scores.
+        softcap (`float`, *optional*, defaults to 0.0): Soft cap of the scores; 0 for none.
         sinks (`torch.Tensor`, *optional*): Extra logits.
 
     Returns:

@@ -5,19 +5,19 @@ Bits of a word, from the lowest:
 
 | bits | field | meaning |
 |---|---|---|
-| 0..15 | segment | the sample in its row, from 1; 0 is padding |
-| 16..31 | span | a group of tokens of the sample that see each other both ways; 0 is none |
-| 32..45 | kinds | what the token is as a key, one bit for each kind |
+| 0..15 | segment | the sample within the row, from 1; 0 is padding |
+| 16..31 | span | a group of tokens of the sample that see each other in both directions; 0 is none |
+| 32..45 | kinds | the kinds of the token as a key, one bit for each kind |
 | 46..59 | sees | the kinds that it sees as a query |
 | 60 | causal | it sees itself and earlier tokens |
 | 61 | global | it sees its whole sample |
 
-A query sees a key when both are of one segment, `sees` of the query and `kinds` of the key share a bit, and the key is
+A query sees a key if both are in one segment, `sees` of the query and `kinds` of the key share a bit, and the key is
 not later (causal), is in the same span, or the query is global. A layer's sliding window is not in the word: with a
-window `w`, a key must also be less than `w` places before the query. The word of padding is 0; it sees nothing and
-nothing sees it. [`dense_mask`] is this definition as code.
+window `w`, a key must also be less than `w` positions before the query. The word of padding is 0; padding sees no key
+and no query sees it. [`dense_mask`] is this definition as code.
 
-"Later" is by the place in the row, not by the position ids of rotary embeddings, which may repeat.
+"Later" refers to the position in the row, not to the position ids of rotary embeddings, which may repeat.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ALL_KINDS = 2**KIND_BITS - 1
 
 
 class Kind(IntFlag):
-    """The kinds of tokens with a name; the bits above are free."""
+    """The named kinds of tokens; the higher bits are free."""
 
     TEXT = 1
     IMAGE = 2
@@ -87,10 +87,11 @@ def encode_words(
     Args:
         segment (`torch.Tensor` of any shape, integers): The sample of each token, from 1; 0 is padding.
         span (`torch.Tensor` or `int`, *optional*, defaults to 0): The bidirectional group of each token, 0 for none.
-        kinds (`torch.Tensor` or `int`, *optional*, defaults to text): What each token is.
-        sees (`torch.Tensor` or `int`, *optional*, defaults to all kinds): What each token may look at.
-        causal (`torch.Tensor` or `bool`, *optional*, defaults to `True`): Whether each token looks back.
-        sees_all (`torch.Tensor` or `bool`, *optional*, defaults to `False`): Whether it sees its whole sample.
+        kinds (`torch.Tensor` or `int`, *optional*, defaults to text): The kinds of each token.
+        sees (`torch.Tensor` or `int`, *optional*, defaults to all kinds): The kinds that each token sees.
+        causal (`torch.Tensor` or `bool`, *optional*, defaults to `True`):
+            Whether each token sees itself and earlier tokens.
+        sees_all (`torch.Tensor` or `bool`, *optional*, defaults to `False`): Whether each token sees its whole sample.
 
     Returns:
         `torch.Tensor`: int64 words of the shape of `segment`, 0 where the segment is 0.

@@ -1,10 +1,10 @@
 """
-Cutting the longest tiles of the forward pass over several programs.
+Splits the longest tiles of the forward pass over several programs.
 
-Longest first is nearly the ideal order while every program has several tiles to run (within 3 % on the masks of
-training). With few tiles, as in generation, in short batches or with one very long row, the longest of them alone
-decides when the last program ends. Then its list of blocks is cut, each part writes its own softmax, and a second
-kernel combines the parts.
+Longest first is nearly the ideal order if every program has several tiles to run (within 3 % on the masks of
+training). With few tiles, as in generation, in short batches or with one very long row, the longest tile alone
+determines when the last program ends. Then its list of blocks is split, each share writes its own softmax, and a
+second kernel combines the shares.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Costs in tenths of a step over a full block: a partial block evaluates the mask, too; every tile loads its queries
-# and stores its output; a part of a tile stores float32 and is read again; the second kernel is launched.
+# Costs in tenths of a step over a full block: a partial block also evaluates the mask; every tile loads its queries
+# and stores its output; a share of a tile stores float32, which is read again; the second kernel has to be launched.
 FULL_COST, PARTIAL_COST = 10, 13
 TILE_COST = 20
 PART_COST = 30
@@ -25,15 +25,16 @@ COMBINE_COST = 30
 @dataclass(frozen=True)
 class SplitTiles:
     """
-    Forward tiles of which some are parts, and how the parts belong together.
+    Forward tiles, some of which are shares of a split tile, and the tile to which each share belongs.
 
     Args:
         tiles (`torch.Tensor` of shape `[num_tiles, 6]`):
-            int32: the five columns of [`BlockLists`], and the slot of the workspace that the part is written to; -1
-            for a tile that is whole.
+            int32: the five columns of [`BlockLists`], and the index in the workspace to which the share is written; -1
+            for a tile that is not split.
         rows (`torch.Tensor` of shape `[num_rows, 4]`):
-            int32 of each block of queries that was cut: row of the batch, block, first slot, number of slots.
-        num_slots (`int`): Slots of the workspace.
+            int32 for each block of queries that is split: row of the batch, block, first index in the workspace,
+            number of shares.
+        num_slots (`int`): Size of the workspace in shares.
     """
 
     tiles: Tensor
@@ -42,26 +43,29 @@ class SplitTiles:
 
 
 def step_costs(partial: Tensor, seen: Tensor) -> Tensor:
-    """Cost of the steps of tiles that visit `seen` blocks, `partial` of which are partial; integers of their shape."""
+    """
+    Cost of the steps of tiles that visit `seen` blocks, `partial` of which are partial; integers of the same shape.
+    """
     return torch.add(seen * FULL_COST, partial, alpha=PARTIAL_COST - FULL_COST)
 
 
 def split_tiles(tiles: Tensor, longest: int, total: int, num_heads: int, num_programs: int) -> SplitTiles | None:
     """
-    Cuts tiles when that is sure to end earlier.
+    Splits tiles if the kernel is then certain to end earlier.
 
-    A tile is cut only if the upper bound of any list schedule of the parts (their mean load and the longest of them)
-    lies below the lower bound without cutting (the mean load, or the longest tile), so that it cannot end later.
+    A tile is split only if the upper bound for any list schedule of the shares (their mean load plus the longest
+    share) is below the lower bound without splitting (the mean load, or the longest tile), so that it cannot end
+    later.
 
     Args:
         tiles (`torch.Tensor` of shape `[num_tiles, 5]`): The tiles of [`BlockLists`].
-        longest (`int`): The largest cost of a tile's steps.
-        total (`int`): The cost of all tiles' steps.
+        longest (`int`): Largest cost of the steps of a tile.
+        total (`int`): Cost of the steps of all tiles.
         num_heads (`int`): Heads that run each tile.
         num_programs (`int`): Programs that run at once.
 
     Returns:
-        `SplitTiles` or None: None when no cut is sure to pay.
+        `SplitTiles` or `None`: `None` if no split is certain to be faster.
     """
     share = num_heads / num_programs
     mean = (total + tiles.shape[0] * TILE_COST) * share
@@ -82,7 +86,7 @@ def split_tiles(tiles: Tensor, longest: int, total: int, num_heads: int, num_pro
 
 
 def _cut(tiles: Tensor, parts: Tensor, device: torch.device) -> SplitTiles:
-    """Cuts each tile of a CPU tensor in so many parts, longest first; the result is on `device`."""
+    """Splits each tile of a CPU tensor into `parts` shares, longest first; the result is on `device`."""
     tile = torch.repeat_interleave(parts)
     part = torch.arange(len(tile)) - (parts.cumsum(0) - parts)[tile]
     batch, block, begin, middle, end = tiles[tile].unbind(dim=1)

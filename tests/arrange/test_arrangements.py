@@ -45,24 +45,24 @@ def odd_workloads(plan: ParallelPlan, kind: str) -> Workloads:
     return workloads_of(plan, **work)
 
 
-@pytest.mark.parametrize("method", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("kind", ["none", "one", "few", "text", "nothing to do", "giant", "little text"])
 @pytest.mark.parametrize("name", PLANS)
-def test_odd_batches(name, kind, method):
+def test_odd_batches(name, kind, arrangement):
     plan = PLANS[name]
     work = odd_workloads(plan, kind)
-    step = arrange_step(plan, range(work.num_samples), work, 2, method)
-    if method in ("hierarchical", "tapered"):
+    step = arrange_step(plan, range(work.num_samples), work, 2, arrangement)
+    if arrangement in ("hierarchical", "tapered"):
         check(plan, work, step)
-    assert step == arrange_step(plan, range(work.num_samples), work, 2, method)
+    assert step == arrange_step(plan, range(work.num_samples), work, 2, arrangement)
 
 
-@pytest.mark.parametrize("method", ARRANGEMENTS)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0])
 @pytest.mark.parametrize("module", ["vision", LANGUAGE_MODEL])
-def test_workloads_that_are_none_are_refused_with_sample_and_module(module, value, method):
+def test_workloads_that_are_none_are_refused_with_sample_and_module(module, value, arrangement):
     plan = PLANS["3 and 2"]
     work = odd_workloads(plan, "any")
     work.forward_ms[module][3] = value
     with pytest.raises(ValueError, match=re.escape(f"Sample 103 has a workload of {value} ms in `{module}`")):
-        arrange_step(plan, range(100, 124), work, 2, method)
+        arrange_step(plan, range(100, 124), work, 2, arrangement)

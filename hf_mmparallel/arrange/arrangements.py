@@ -1,4 +1,4 @@
-"""Arrangements of a global batch, by name."""
+"""Arrangements of a global batch, by name: the names that the argument `microbatch_assignment` takes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARRANGEMENTS: Mapping[str, Arrangement] = {
     "contiguous": contiguous,
     "sub_microbatches": sub_microbatches,
 }
-"""Name in [`ASSIGNMENTS`] -> function."""
+"""Name in [`ARRANGEMENT_POLICIES`] -> function."""
 
 
 def arrange_step(
@@ -35,13 +35,13 @@ def arrange_step(
     samples: Sequence[int],
     workloads: Workloads,
     microbatch_size: int,
-    method: str | Arrangement = "hierarchical",
+    arrangement: str | Arrangement = "hierarchical",
     epoch: int = 0,
 ) -> StepPlan:
     """
-    Arranges a global batch. Its samples and its gradient do not depend on the method, only the order does.
+    Arranges a global batch. Its samples and its gradient do not depend on the arrangement, only the order does.
 
-    The method arranges encoders and the language model; generators have the language model's microbatches, see
+    The function arranges encoders and the language model; generators have the language model's microbatches, see
     [`generated`].
 
     Args:
@@ -49,7 +49,7 @@ def arrange_step(
         samples (`Sequence[int]`): Dataset indices of the global batch, in the sampler's order.
         workloads (`Workloads`): Workloads of the samples.
         microbatch_size (`int`): Mean samples of a microbatch of one language model replica.
-        method (`str` or `Callable`, *optional*, defaults to `"hierarchical"`):
+        arrangement (`str` or `Callable`, *optional*, defaults to `"hierarchical"`):
             A name in [`ARRANGEMENTS`], or a function with the same signature.
         epoch (`int`, *optional*, defaults to 0): Epoch of the samples.
 
@@ -57,7 +57,7 @@ def arrange_step(
         `ValueError`: If a workload is negative or not finite.
     """
     _check_workloads(samples, workloads)
-    arrange = ARRANGEMENTS[method] if isinstance(method, str) else method
+    arrange = ARRANGEMENTS[arrangement] if isinstance(arrangement, str) else arrangement
     arranged = arrange(plan, workloads, microbatch_size)
     arranged = {**arranged, **generated(plan, workloads, arranged[LANGUAGE_MODEL])}
     microbatches = {name: _with_work(arranged[name], workloads.forward_ms[name], name) for name in plan.modules}

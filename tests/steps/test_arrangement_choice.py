@@ -11,8 +11,8 @@ from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.plan.assignments import ASSIGNMENT_CANDIDATES, KEEPING_LIMITS
-from hf_mmparallel.steps.method_choice import MethodChoice, choose_method
+from hf_mmparallel.plan.arrangement_policies import ARRANGEMENT_CANDIDATES, KEEPING_LIMITS
+from hf_mmparallel.steps.arrangement_choice import ArrangementChoice, choose_arrangement
 from hf_mmparallel.steps.step_planner import StepPlanner
 
 SPEC = PUBLISHED_MODELS["llama3-1b"].spec
@@ -27,9 +27,9 @@ def planner(packing: bool, size: int = 4, **settings: Any) -> StepPlanner:
     return StepPlanner(costs, plan, sync_groups(SPEC, plan), size, **settings)
 
 
-def simulated(own: StepPlanner, method: str, sizes: SampleSizes) -> float:
+def simulated(own: StepPlanner, arrangement: str, sizes: SampleSizes) -> float:
     """The step with all ranks, as the report has it."""
-    own = replace(own, method=method, sizes=sizes.take)
+    own = replace(own, arrangement=arrangement, sizes=sizes.take)
     return own.predict(own(GlobalBatch(tuple(range(sizes.num_samples))))).step_ms
 
 
@@ -37,38 +37,40 @@ def simulated(own: StepPlanner, method: str, sizes: SampleSizes) -> float:
 @pytest.mark.parametrize("size", [4, 8])
 def test_the_choice_is_at_least_as_good_as_every_other(packing: bool, size: int):
     own = planner(packing, size)
-    choice = choose_method(own, BATCHES[:1])
-    steps = {method: simulated(own, method, BATCHES[0]) for method in ASSIGNMENT_CANDIDATES}
+    choice = choose_arrangement(own, BATCHES[:1])
+    steps = {arrangement: simulated(own, arrangement, BATCHES[0]) for arrangement in ARRANGEMENT_CANDIDATES}
     assert choice.step_ms == pytest.approx(steps)
-    assert steps[choice.method] <= min(steps.values()) * (1 + 1e-6)
+    assert steps[choice.arrangement] <= min(steps.values()) * (1 + 1e-6)
     assert choice_repeats(own, choice)
-    baselines = [simulated(own, method, BATCHES[1]) for method in ("contiguous", "batch_rebalance", "disttrain")]
-    assert simulated(own, choice.method, BATCHES[1]) <= min(baselines)
+    baselines = [
+        simulated(own, arrangement, BATCHES[1]) for arrangement in ("contiguous", "batch_rebalance", "disttrain")
+    ]
+    assert simulated(own, choice.arrangement, BATCHES[1]) <= min(baselines)
 
 
-def choice_repeats(own: StepPlanner, choice: MethodChoice) -> bool:
+def choice_repeats(own: StepPlanner, choice: ArrangementChoice) -> bool:
     """Whether the same question has the same answer."""
-    return choose_method(own, BATCHES[:1]) == choice
+    return choose_arrangement(own, BATCHES[:1]) == choice
 
 
 def test_limits_leave_only_what_keeps_to_them():
     limits: list[dict[str, Any]] = [{"max_tokens": 20_000}, {"memory_bytes": 80 * 2.0**30}]
     for settings in limits:
-        assert choose_method(planner(True, **settings), BATCHES[:1]).step_ms.keys() == set(KEEPING_LIMITS)
+        assert choose_arrangement(planner(True, **settings), BATCHES[:1]).step_ms.keys() == set(KEEPING_LIMITS)
 
 
 def test_the_reason_names_the_others():
-    text = str(MethodChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5}))
+    text = str(ArrangementChoice("tapered", {"hierarchical": 14.0, "tapered": 12.5}))
     assert text == "predicted to be fastest, 12.5 ms a step (`hierarchical` 14)"
 
 
 def test_equally_fast_ones_are_no_winner():
-    every = MethodChoice("tapered", {"hierarchical": 8.3201, "tapered": 8.32, "disttrain": 8.3221})
+    every = ArrangementChoice("tapered", {"hierarchical": 8.3201, "tapered": 8.32, "disttrain": 8.3221})
     assert str(every) == (
         "all are predicted to take 8.32 ms a step within 0.1 %, so that it hardly matters which (`hierarchical` 8.32, "
         "`disttrain` 8.322)"
     )
-    some = MethodChoice("tapered", {"hierarchical": 8.3201, "tapered": 8.32, "contiguous": 9.5})
+    some = ArrangementChoice("tapered", {"hierarchical": 8.3201, "tapered": 8.32, "contiguous": 9.5})
     assert str(some) == (
         "predicted to be fastest, 8.32 ms a step, `hierarchical` as fast within 0.1 % (`contiguous` 9.5)"
     )

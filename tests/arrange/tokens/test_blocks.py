@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from hf_mmparallel.arrange import block_counts, block_workloads, distribute
-from tests.arrange.rows import packed_row
+from hf_mmparallel.arrange.tokens import block_counts, block_workloads, distribute
+from tests.arrange.tokens.rows import packed_row
 
 METHODS = ["lpt", "zigzag", "contiguous", "random"]
 

@@ -1,14 +1,14 @@
-"""Predictions with one representative of all ranks that run the same program."""
+"""Predictions on representatives: one rank stands for all ranks that run the same actions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..cost import StepCost, eager_caps, memory_per_rank
+from ..cost import StepCost, fitting_in_flight, memory_per_rank
 from ..cost.optimizer import optimizer_ms
 from ..plan import ParallelPlan, SampleSizes
-from ..schedule import Condensed, Replay, Simulation, Span, SumSpan, condensed_ranks, default_cost, simulate_parts
+from ..schedule import Replay, Simulation, Span, SumSpan, default_cost, representative_ranks, simulate_parts
 from .step_planner import PlannedStep, Prediction, StepPlanner
 
 
@@ -17,7 +17,7 @@ def on_all_ranks(prediction: Prediction) -> Prediction:
     Expands a prediction of representative ranks to all ranks.
 
     Args:
-        prediction ([`Prediction`]): Result of [`predict_condensed`].
+        prediction ([`Prediction`]): Result of [`predict_batch`].
     """
     return replace(prediction, simulation=_on_all_ranks(prediction.simulation, prediction.plan))
 
@@ -31,8 +31,12 @@ def _on_all_ranks(simulation: Simulation, plan: ParallelPlan) -> Simulation:
         for rank in plan.stage(*task.stage_key).all_ranks
     ]
     ordered = tuple(sorted(spans, key=lambda span: (span.start_ms, span.rank, span.end_ms)))
-    few = _by_rank(simulation.sums)
-    sums = [replace(span, rank=rank) for rank, number in condensed_ranks(plan).items() for span in few.get(number, ())]
+    by_representative = _by_rank(simulation.sums)
+    sums = [
+        replace(span, rank=rank)
+        for rank, number in representative_ranks(plan).items()
+        for span in by_representative.get(number, ())
+    ]
     sums.sort(key=lambda span: (span.start_ms, span.rank))
     return replace(simulation, spans=ordered, num_ranks=plan.world_size, sums=tuple(sums))
 
@@ -45,35 +49,31 @@ def _by_rank(sums: Sequence[SumSpan]) -> dict[int, list[SumSpan]]:
     return result
 
 
-def predict_condensed(planner: StepPlanner, condensed: Condensed, sizes: SampleSizes) -> Prediction:
+def predict_batch(planner: StepPlanner, sizes: SampleSizes) -> Prediction:
     """
-    [`StepPlanner.predict`] for a batch with one representative of all ranks that run the same program: many times
-    faster, and without a program. Its spans are those of the representatives; its memory is that of all ranks.
+    [`StepPlanner.predict`] for a batch, on representatives: many times faster, and without a program. Its
+    spans are those of the representatives; its memory is that of all ranks.
 
     Args:
         planner ([`StepPlanner`]): Planner of the whole plan.
-        condensed ([`Condensed`]): Its condensed plan.
         sizes (`SampleSizes`): Sizes of the batch's samples.
     """
-    return predict_arranged(planner, condensed, planner.arrange(range(sizes.num_samples), sizes))
+    return predict_arranged(planner, planner.arrange(range(sizes.num_samples), sizes))
 
 
-def predict_arranged(
-    planner: StepPlanner, condensed: Condensed, arranged: PlannedStep, sizes: SampleSizes | None = None
-) -> Prediction:
+def predict_arranged(planner: StepPlanner, arranged: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
     """
-    [`predict_condensed`] for a step with a given arrangement.
+    [`predict_batch`] for a step with a given arrangement.
 
     Args:
         planner ([`StepPlanner`]): Planner of the whole plan.
-        condensed ([`Condensed`]): Its condensed plan.
         arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`].
         sizes (`SampleSizes`, *optional*): Sizes of its samples if it was arranged without them, in which case the
             program does not depend on them.
     """
     known, sizes = arranged.sizes, arranged.sizes if sizes is None else sizes
     assert sizes is not None
-    simulation = _replayed(planner, condensed, arranged, sizes, known).simulation()
+    simulation = _replayed(planner, arranged, sizes, known).simulation()
     memory = memory_per_rank(planner.costs, planner.plan, arranged.step, sizes, simulation.peak_in_flight)
     update_ms = optimizer_ms(planner.costs, planner.plan) if planner.training else 0.0
     utilisation = planner.utilisation(sizes, simulation.iteration_ms + update_ms)
@@ -89,18 +89,16 @@ def iteration_ms(planner: StepPlanner, arranged: PlannedStep) -> float:
         arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`], with sizes.
     """
     assert arranged.sizes is not None
-    return _replayed(planner, planner.condensed, arranged, arranged.sizes, arranged.sizes).iteration_ms
+    return _replayed(planner, arranged, arranged.sizes, arranged.sizes).iteration_ms
 
 
-def _replayed(
-    planner: StepPlanner, condensed: Condensed, arranged: PlannedStep, sizes: SampleSizes, known: SampleSizes | None
-) -> Replay:
+def _replayed(planner: StepPlanner, arranged: PlannedStep, sizes: SampleSizes, known: SampleSizes | None) -> Replay:
     """Replays a step with the costs of `sizes`, ordered by those of the sizes known in advance, if any."""
     costs, plan, step = planner.costs, planner.plan, arranged.step
-    cost = StepCost(costs, plan, step, sizes, condensed.whole_groups, planner.stage_costs)
-    caps = None
+    cost = StepCost(costs, plan, step, sizes, planner.representatives.first_represented, planner.stage_costs)
+    fitting = None
     if known is not None and plan.policy.fills_memory and planner.training:
-        caps = eager_caps(costs, plan, step, known, planner.memory_bytes)
+        fitting = fitting_in_flight(costs, plan, step, known, planner.memory_bytes)
     order_cost = (
         default_cost
         if known is None
@@ -109,14 +107,14 @@ def _replayed(
         else StepCost(costs, plan, step, known, (), planner.stage_costs)
     )
     return simulate_parts(
-        condensed,
+        planner.representatives,
         step,
         cost,
         cost.messages_ms,
         cost.sync_ms,
         order_cost=order_cost,
         training=planner.training,
-        caps=caps,
+        fitting_in_flight=fitting,
     )
 
 
@@ -128,6 +126,5 @@ def simulate_arranged(planner: StepPlanner, arranged: PlannedStep) -> Simulation
         planner ([`StepPlanner`]): Planner of the whole plan.
         arranged ([`PlannedStep`]): Result of [`~StepPlanner.arrange`].
     """
-    condensed = planner.condensed
-    replay = simulate_parts(condensed, arranged.step, training=planner.training)
+    replay = simulate_parts(planner.representatives, arranged.step, training=planner.training)
     return _on_all_ranks(replay.simulation(), planner.plan)

@@ -12,7 +12,7 @@ from hf_mmparallel.drawing.timeline import gantt_text
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.planner.tables import plan_cells
 from hf_mmparallel.schedule import Simulation, simulate
-from hf_mmparallel.steps.condensed import on_all_ranks, predict_arranged, simulate_arranged
+from hf_mmparallel.steps.representatives import on_all_ranks, predict_arranged, simulate_arranged
 from hf_mmparallel.steps.step_planner import StepPlanner
 from tests.cost.models import h100, model
 from tests.search.test_search import sizes_of
@@ -45,11 +45,11 @@ def assert_same(few: Simulation, whole: Simulation, plan: ParallelPlan) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager", "gpipe"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_report_of_condensed_ranks_is_that_of_all(layout: str, schedule: str):
+def test_the_report_of_representatives_is_that_of_all_ranks(layout: str, schedule: str):
     sizes = sizes_of(SAMPLES, 1)
     planner, draw = planner_of(layout, schedule, sizes), GlobalBatch(tuple(range(SAMPLES)), epoch=2)
     whole = planner.predict(planner(draw))
-    found = on_all_ranks(predict_arranged(planner, planner.condensed, planner.arrange_batch(draw)))
+    found = on_all_ranks(predict_arranged(planner, planner.arrange_batch(draw)))
     assert found.planned.step == whole.planned.step and found.planned.step.epoch == 2
     assert_same(found.simulation, whole.simulation, planner.plan)
     assert found.memory == whole.memory and found.step_ms == whole.step_ms
@@ -59,12 +59,12 @@ def test_the_report_of_condensed_ranks_is_that_of_all(layout: str, schedule: str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_of_unknown_sizes_are_condensed_as_well(layout: str):
+def test_samples_of_unknown_sizes_are_predicted_on_representatives_as_well(layout: str):
     planner, draw = planner_of(layout, "eager", None), GlobalBatch(tuple(range(SAMPLES)))
     assumed = SampleSizes.uniform({"vision": 64, LANGUAGE_MODEL: 200}, SAMPLES)
     planned, arranged = planner(draw), planner.arrange_batch(draw)
     whole = planner.predict(planned, assumed)
-    found = on_all_ranks(predict_arranged(planner, planner.condensed, arranged, assumed))
+    found = on_all_ranks(predict_arranged(planner, arranged, assumed))
     assert_same(found.simulation, whole.simulation, planner.plan)
     assert found.memory == whole.memory
     plain = simulate(planner.plan, planned.program)
@@ -76,6 +76,6 @@ def test_limits_of_a_run_count_when_a_draw_is_arranged():
     planner = planner_of("a common divisor", "1f1b", sizes)
     draw = GlobalBatch(tuple(range(SAMPLES)))
     limit = int(np.median(sizes.tokens[LANGUAGE_MODEL]))
-    few = replace(planner, limits={LANGUAGE_MODEL: limit}).arrange_batch(draw).step
-    own = planner.arrange_batch(replace(draw, limits={LANGUAGE_MODEL: limit})).step
+    few = replace(planner, token_limits={LANGUAGE_MODEL: limit}).arrange_batch(draw).step
+    own = planner.arrange_batch(replace(draw, token_limits={LANGUAGE_MODEL: limit})).step
     assert few == own != planner.arrange_batch(draw).step

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange import (
+from hf_mmparallel.arrange.tokens import (
     ContextAssignment,
     ContextCosts,
     assign_context,
@@ -23,7 +23,7 @@ from hf_mmparallel.arrange.tokens.segment_bins import SegmentBins
 from hf_mmparallel.kernels.bitfield_attention.mask import BitfieldMask
 from hf_mmparallel.kernels.bitfield_attention.reference import dense_mask
 from hf_mmparallel.kernels.bitfield_attention.words import decode_words, encode_words
-from tests.arrange.rows import causal_row, packed_row
+from tests.arrange.tokens.rows import causal_row, packed_row
 
 
 def random_words(rng: np.random.Generator) -> torch.Tensor:
@@ -35,6 +35,14 @@ def random_words(rng: np.random.Generator) -> torch.Tensor:
     kinds, sees = 2 ** rng.integers(0, 2, len(ids)), rng.integers(1, 4, len(ids))
     fields = (torch.from_numpy(field) for field in (span, kinds, sees, rng.random(len(ids)) < 0.7))
     return encode_words(torch.from_numpy(ids), *fields, sees_all=torch.from_numpy(rng.random(len(ids)) < 0.1))
+
+
+def index_in_order(found: ContextAssignment) -> np.ndarray:
+    """Index of each token of the row in `order`, its inverse."""
+    used = np.flatnonzero(found.order >= 0)
+    result = np.empty(found.num_tokens, np.int64)
+    result[found.order[used]] = used
+    return result
 
 
 def cut(words: torch.Tensor, **options) -> ContextAssignment:
@@ -54,7 +62,7 @@ def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks,
     assert found.order.shape == found.positions.shape == (num_ranks * found.tokens_per_rank,)
     assert found.tokens_per_rank % block == 0 and len(found.order) == found.padded_length
     assert sorted(found.order[found.order >= 0]) == list(range(len(words)))
-    assert (found.order[found.places] == np.arange(len(words))).all()
+    assert (found.order[index_in_order(found)] == np.arange(len(words))).all()
     starts = found.positions.reshape(-1, block)[:, :1]
     assert (found.positions.reshape(-1, block) == starts + np.arange(block)).all() and not (starts % block).any()
     assert sorted(starts.reshape(-1)) == list(range(0, found.padded_length, block))
@@ -65,7 +73,7 @@ def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks,
     for window in (0, 9):
         before = dense_mask(BitfieldMask.from_words(words[None]), window)[0]
         after = dense_mask(BitfieldMask(moved, places, moved, places), window)[0]
-        held = torch.from_numpy(found.places)
+        held = torch.from_numpy(index_in_order(found))
         assert (after[held][:, held] == before).all() and after.sum() == before.sum()
 
     # What a rank sees of another rank, that one gives.
@@ -83,7 +91,7 @@ def test_ranks_have_all_tokens_once_and_the_mask_stays_the_same(mode, num_ranks,
 
 def split_segments(found: ContextAssignment, ids: np.ndarray) -> list[int]:
     """Segments with tokens on several ranks."""
-    owner = found.places // found.tokens_per_rank
+    owner = index_in_order(found) // found.tokens_per_rank
     return [int(i) for i in np.unique(ids[ids > 0]) if len(np.unique(owner[ids == i])) > 1]
 
 
