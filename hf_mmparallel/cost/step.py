@@ -182,7 +182,10 @@ class StepCost:
         return self._crossing[key]
 
     def sync_ms(self, index: int) -> float:
-        """Time of a gradient all-reduce."""
+        """
+        Time of a gradient all-reduce; under ZeRO of the reduce-scatter, and of the all-gather of weights that follows
+        the optimizer's step and takes as long.
+        """
         group = self.sync_groups[index]
         module = group.stages[0][0]
         gradient_bytes = _gradient_bytes(self.costs, module, self.plan.modules[module].tp_size)

@@ -26,7 +26,8 @@ AUTO = "auto"
 ZERO_STAGES = (0, 1)
 SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
 CHOSEN_BY_SEARCH = ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block")
-HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, "activation_checkpointing", "zero_stage", "shard_size")
+NOT_SEARCHED = ("zero_stage", "shard_size")
+HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *NOT_SEARCHED, "activation_checkpointing")
 """Settings that a finished plan contains; the others are written beside the plan."""
 
 
@@ -278,13 +279,22 @@ class MultimodalParallelPlugin:
         for name in ("plan", "num_microbatches"):
             if getattr(self, name) is not None:
                 raise ValueError(f"`{name}` is given, but `auto=True` chooses it. Leave one of them out.")
+        self.check_searched("leave `auto=True` out and lay out all modules")
+
+    def check_searched(self, remedy: str) -> None:
+        """
+        Raises `ValueError` for a setting of a module that a search chooses by itself or knows nothing of.
+
+        Args:
+            remedy (`str`): What to do to keep the setting.
+        """
         default = ModulePlugin()
         for name, module in self.modules.items():
-            for key in CHOSEN_BY_SEARCH:
+            for key in (*CHOSEN_BY_SEARCH, *NOT_SEARCHED):
                 if getattr(module, key) != getattr(default, key):
+                    cause = "is chosen by the search" if key in CHOSEN_BY_SEARCH else "is not known to the search yet"
                     raise ValueError(
-                        f"`{key}={getattr(module, key)}` of `{name}` is chosen by the search, `auto=True`. Leave it "
-                        "out, or lay out all modules without `auto`."
+                        f"`{key}={getattr(module, key)}` of `{name}` {cause}. Leave it out, or {remedy}."
                     )
 
     @property

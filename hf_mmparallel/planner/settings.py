@@ -329,11 +329,4 @@ def has_all_sizes(settings: Settings, spec: ModelSpec, num_ranks: int) -> bool:
 
 def check_searchable(settings: Settings) -> None:
     """Raises `ValueError` for settings of modules that a search can't respect."""
-    plain = ModulePlugin()
-    for name, module in settings.plugin.modules.items():
-        for key in ("layers_per_stage", "colocate_with", "cp_method", "cp_mode", "cp_block"):
-            if getattr(module, key) != getattr(plain, key):
-                raise ValueError(
-                    f"`{key}={getattr(module, key)}` of `{name}` is chosen by the search. Leave it out, or give the "
-                    f"sizes of all modules, for {settings.gpus} ranks together."
-                )
+    settings.plugin.check_searched(f"give the sizes of all modules, for {settings.gpus} ranks together")

@@ -131,12 +131,12 @@ class GradientSync:
     @torch.no_grad()
     def _reduce_scatter(self, bucket: list[nn.Parameter], group: dist.ProcessGroup, started: _StartedSum) -> Any:
         """Starts the sums of the slices of a bucket; what this rank does not update is freed."""
-        parts = by_slice(_gradients(bucket), dist.get_world_size(group))
+        slices = by_slice(_gradients(bucket), dist.get_world_size(group))
         for parameter in bucket:
             parameter.grad = None
-        mine = torch.empty_like(parts[0])
+        mine = torch.empty_like(slices[0])
         started.slices.append((bucket, mine))
-        return dist.reduce_scatter_single(mine, parts.view(-1), group=group, async_op=True)
+        return dist.reduce_scatter_single(mine, slices.view(-1), group=group, async_op=True)
 
     def finish(self) -> None:
         """Waits for all started sums, after which the gradients of what the optimizer updates hold them."""
