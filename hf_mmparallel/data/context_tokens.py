@@ -20,7 +20,7 @@ from ..kernels.bitfield_attention.intervals import row_bounds
 from ..modeling.loss import IGNORE_INDEX
 from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
 
-BatchKey = tuple[str, int, int, int]
+ChunkKey = tuple[str, int, int, int]
 WORDS = "attention_words"
 
 
@@ -115,7 +115,7 @@ class ContextSharder:
     def settings(self) -> ContextSettings:
         return self.plan.modules[LANGUAGE_MODEL].context
 
-    def keys(self, step: StepPlan) -> dict[BatchKey, tuple[int, ...]]:
+    def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
         """
         (module, replica, microbatch, chunk) -> batch indices, for each microbatch whose distribution this rank needs:
         its own, and those for which its encoders compute features.

@@ -53,7 +53,7 @@ class ModuleStage:
     Args:
         model ([`~transformers.PreTrainedModel`]): The pruned model of this rank.
         spec ([`ModelSpec`]): Description of the whole model.
-        module (`str`): Name of the module.
+        module_name (`str`): Name of the module.
         layers (`tuple[int, int]`): First layer, and one past the last layer.
         parts (`dict[str, ModulePart]`, *optional*): The parts of the model, see [`module_parts`].
 
@@ -66,13 +66,13 @@ class ModuleStage:
         self,
         model: PreTrainedModel,
         spec: ModelSpec,
-        module: str,
+        module_name: str,
         layers: tuple[int, int],
         parts: dict[str, ModulePart] | None = None,
     ):
         self.model = model
         self.spec = spec
-        self.module = module
+        self.module_name = module_name
         self.layers = layers
         self.parts = module_parts(model) if parts is None else parts
         is_whole = self.is_first and self.is_last
@@ -84,7 +84,7 @@ class ModuleStage:
 
     @property
     def module_spec(self) -> ModuleSpec:
-        return self.spec.modules[self.module]
+        return self.spec.modules[self.module_name]
 
     @property
     def is_first(self) -> bool:
@@ -97,7 +97,7 @@ class ModuleStage:
     @cached_property
     def input_dtype(self) -> torch.dtype:
         """Dtype of the hidden states that are sent between the stages of this module."""
-        return hidden_dtype(self.spec, self.module)
+        return hidden_dtype(self.spec, self.module_name)
 
     def widen(self, dtype: torch.dtype) -> None:
         """Makes `input_dtype` also represent the values of `dtype`, to which the model was cast."""
@@ -115,7 +115,7 @@ class ModuleStage:
         num_layers = self.module_spec.num_layers
         for name, used_at in self.spec.used_at.items():
             if name in owned and any(
-                module == self.module and stage_holds(self.layers, num_layers, layer) for module, layer in used_at
+                module == self.module_name and stage_holds(self.layers, num_layers, layer) for module, layer in used_at
             ):
                 yield name, owned[name]
 
@@ -132,7 +132,7 @@ class ModuleStage:
         """
         if self.is_first:
             return []
-        if self.module == LANGUAGE_MODEL:
+        if self.module_name == LANGUAGE_MODEL:
             batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
             return [torch.Size((batch, length, self.module_spec.hidden_size))]
         shapes = []
@@ -167,13 +167,13 @@ class ModuleStage:
         Raises:
             `ValueError`: If features that enter at this stage are missing.
         """
-        if self.module == LANGUAGE_MODEL:
+        if self.module_name == LANGUAGE_MODEL:
             return self._run_language_model(inputs, hidden, features or {})
         return self._run_encoder(inputs, hidden or [])
 
     def present(self, inputs: Mapping[str, Any]) -> list[str]:
         """Modalities of this encoder for which a batch has inputs."""
-        part = self.parts[self.module]
+        part = self.parts[self.module_name]
         result = []
         for modality in part.modalities:
             value = inputs.get(part.input_names(modality)[0])
@@ -183,7 +183,7 @@ class ModuleStage:
 
     def _encode(self, modality: str, inputs: Mapping[str, Any], run: StageRun) -> Any:
         """The encoder's output for one modality, or the exception that left its stack of layers."""
-        part = self.parts[self.module]
+        part = self.parts[self.module_name]
         names = part.input_names(modality)
         kwargs = {name: inputs[name] for name in names if inputs.get(name) is not None}
         if self._interceptor is None:
@@ -193,7 +193,7 @@ class ModuleStage:
                 output = part.features[modality](**kwargs)
             except StageExit as exit_:
                 return exit_
-        assert run.entered or self.is_first, f"{self.module} never reached layer {run.first}"
+        assert run.entered or self.is_first, f"{self.module_name} never reached layer {run.first}"
         return output
 
     def _run_encoder(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor]) -> list[Tensor]:
@@ -224,9 +224,9 @@ class ModuleStage:
             wrong = any(t.isnan().all() for t in outputs if t.numel())
         if wrong:
             raise ValueError(
-                f"The output of layers {self.layers} of `{self.module}` depends on parameters of other stages, for "
-                f"example a hidden state selected by index or a norm registered before the layers. Use `pp_size=1` "
-                f"or, for a hidden state, `layers_per_stage` with a longer last stage."
+                f"The output of layers {self.layers} of `{self.module_name}` depends on parameters of other stages, "
+                f"for example a hidden state selected by index or a norm registered before the layers. Use "
+                f"`pp_size=1` or, for a hidden state, `layers_per_stage` with a longer last stage."
             )
         return outputs
 
@@ -237,14 +237,14 @@ class ModuleStage:
         """
         if torch.promote_types(hidden.dtype, self.input_dtype) != self.input_dtype:
             raise ValueError(
-                f"The hidden states between the layers of `{self.module}` are {hidden.dtype}, which does not fit in "
-                f"the {self.input_dtype} of its weights. Use `pp_size=1` for it."
+                f"The hidden states between the layers of `{self.module_name}` are {hidden.dtype}, which does not fit "
+                f"in the {self.input_dtype} of its weights. Use `pp_size=1` for it."
             )
         if hidden.dtype != entry_dtype:
             raise ValueError(
-                f"The hidden states of `{self.module}` are {entry_dtype} before its layers and {hidden.dtype} between "
-                f"them, so that the next stage would cast them. Give its embeddings and norms one dtype, or use "
-                f"`pp_size=1` for it."
+                f"The hidden states of `{self.module_name}` are {entry_dtype} before its layers and {hidden.dtype} "
+                f"between them, so that the next stage would cast them. Give its embeddings and norms one dtype, or "
+                f"use `pp_size=1` for it."
             )
         return hidden.to(self.input_dtype)
 

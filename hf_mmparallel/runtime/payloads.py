@@ -56,7 +56,7 @@ class Payload:
         """The outputs of the producer that cross the edge."""
         return list(outputs) if self.outputs is None else [outputs[index] for index in self.outputs]
 
-    def place_tensors(self, tensors: Sequence[Any]) -> list[Any]:
+    def among_outputs(self, tensors: Sequence[Any]) -> list[Any]:
         """All outputs of the producer: the tensors that crossed the edge, and `None` for the others."""
         if self.outputs is None:
             return list(tensors)

@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_datasets_available
 from ..callbacks import EngineCallback, LossProgressCallback, ParallelMetricsCallback, PredictionCallback
 from ..data.defaults import DefaultCollator
 from ..data.packing import PackingCollator
-from ..data.step_dataset import StepBatch
+from ..data.step_batch import StepBatch
 from ..modeling.whole import check_gatherable, whole_model
 from ..plan import LANGUAGE_MODEL, ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime.engine import ParallelEngine
@@ -126,8 +126,9 @@ class EngineTrainer(Trainer):
         elif plugin.plan is not None and args.microbatch_assignment is None:
             args = build.arguments_of_plan(args, plugin.plan)
             self.args = build.planned_arguments(args)
-        self.engine, self.global_batch_size = build.build_engine(prepared, args, plugin, self.world)
-        self.engine.executor.forward_context = self._forward_context
+        self.engine, self.global_batch_size = build.build_engine(
+            prepared, args, plugin, self.world, self._forward_context
+        )
         self._pack(self.rows.packed or self.engine.plan.modules[LANGUAGE_MODEL].cp_size > 1)
         self._steps = TrainingSteps(self.engine, args, self.global_batch_size)
         self._evaluation_samples = SampleAgreement(args.on_bad_sample == "skip", self.world, "evaluation dataset")

@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from ..data.context_tokens import WORDS
 from ..data.packing import unpack
-from ..data.step_dataset import StepBatch
+from ..data.step_batch import StepBatch
 from ..modeling.loss import IGNORE_INDEX
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
@@ -197,11 +197,7 @@ class Evaluator:
     def _step(self, batch: StepBatch, collector: _Collector | None) -> list[tuple[list, list]]:
         """Rank -> its losses, see [`_step_losses`], and its collected microbatches; only rank 0 has them."""
         engine = self.engine
-        engine.executor.on_logits = collector
-        try:
-            result = engine.evaluate_step(batch)
-        finally:
-            engine.executor.on_logits = None
+        result = engine.evaluate_step(batch, collector)
         mine = (_step_losses(engine, result.losses), collector.microbatches if collector else [])
         with doing("gathering predictions"):
             gathered = engine.world.gather_tensors(mine)
