@@ -46,6 +46,20 @@ class OwnLoss:
     of_batch: bool
 
 
+@dataclass(frozen=True)
+class _Encoded:
+    """
+    The result of an encoder's layers for one modality.
+
+    Args:
+        output (`ModelOutput` or `torch.Tensor`, *optional*): The output of the encoder, if its last layer was run.
+        hidden (`torch.Tensor`, *optional*): Otherwise the hidden state that leaves the layers.
+    """
+
+    output: Any = None
+    hidden: Tensor | None = None
+
+
 class ModuleStage:
     """
     Consecutive layers of one module, run by the model's own forward. Created by [`prepare_stages`].
@@ -138,9 +152,9 @@ class ModuleStage:
         shapes = []
         with torch.no_grad():
             for modality in self.present(inputs):
-                exit_ = self._encode(modality, inputs, StageRun(*self.layers, probe=True))
-                assert isinstance(exit_, StageExit)
-                shapes.append(exit_.hidden.shape)
+                encoded = self._encode(modality, inputs, StageRun(*self.layers, probe=True))
+                assert encoded.hidden is not None
+                shapes.append(encoded.hidden.shape)
         return shapes
 
     def __call__(
@@ -181,31 +195,34 @@ class ModuleStage:
                 result.append(modality)
         return result
 
-    def _encode(self, modality: str, inputs: Mapping[str, Any], run: StageRun) -> Any:
-        """The encoder's output for one modality, or the exception that left its stack of layers."""
+    def _encode(self, modality: str, inputs: Mapping[str, Any], run: StageRun) -> _Encoded:
+        """Runs the layers of a range on one modality of a batch."""
         part = self.parts[self.module_name]
         names = part.input_names(modality)
         kwargs = {name: inputs[name] for name in names if inputs.get(name) is not None}
         if self._interceptor is None:
-            return part.features[modality](**kwargs)
+            return _Encoded(output=part.features[modality](**kwargs))
         with self._interceptor.running(run):
             try:
                 output = part.features[modality](**kwargs)
             except StageExit as exit_:
-                return exit_
+                return _Encoded(hidden=exit_.hidden)
         assert run.entered or self.is_first, f"{self.module_name} never reached layer {run.first}"
-        return output
+        return _Encoded(output=output)
 
     def _run_encoder(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor]) -> list[Tensor]:
         outputs: dict[str, Any] = {}
+        sent: list[Tensor] = []
         for number, modality in enumerate(self.present(inputs)):
             received = None if self.is_first else hidden[number]
             run = StageRun(*self.layers, hidden=received)
-            outputs[modality] = self._encode(modality, inputs, run)
-            if not self.is_last:
-                outputs[modality] = self._to_wire_dtype(outputs[modality].hidden, run.dtype)
+            encoded = self._encode(modality, inputs, run)
+            if encoded.hidden is None:
+                outputs[modality] = encoded.output
+            else:
+                sent.append(self._to_wire_dtype(encoded.hidden, run.dtype))
         if not self.is_last:
-            return self._checked_once(list(outputs.values()), hidden)
+            return self._checked_once(sent, hidden)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
         return self._checked_once(features, hidden) if outputs else features
 
