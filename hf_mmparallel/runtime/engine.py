@@ -205,8 +205,8 @@ class ParallelEngine(nn.Module):
         self.counted = [
             (named[name], cuts)
             for name, shards in self.shards.items()
-            if named[name].requires_grad
             for cuts in owned_cuts(shards, self.rank)
+            if named[name].requires_grad
         ]
         replicated = replicated_parameters(self.sharded, self.stages, self.process_groups, self.partial)
         self._equal_gradients = EqualGradients(replicated)
@@ -388,6 +388,7 @@ class ParallelEngine(nn.Module):
         """Sums a step's numbers over the ranks."""
         numbers = torch.zeros(4, dtype=torch.float64)
         for task, (loss, count) in result.losses.items():
+            assert task.module == LANGUAGE_MODEL  # the target tokens of another loss would not be comparable
             if self.leads_cp_rank(task):
                 numbers[0] += loss.double().cpu()
                 numbers[1] += float(count)
@@ -398,7 +399,7 @@ class ParallelEngine(nn.Module):
                 words = inputs.get(WORDS)
                 mask = inputs.get("attention_mask") if words is None else words != 0
                 numbers[3] += ids.numel() if mask is None or mask.dim() != 2 else float(mask.sum())
-        loss, targets, tokens, real = self.world.all_reduce(numbers, what="adding up the step").tolist()
+        loss, targets, tokens, real = self.world.all_reduce(numbers, activity="adding up the step").tolist()
         return StepTotals(loss, int(targets), int(tokens), int(real))
 
     def gradient_norm(self) -> torch.Tensor:
