@@ -91,8 +91,8 @@ class EngineTrainer(Trainer):
         check_arguments(args)
         check_launcher(args)
         check_trainer(model, given)
+        self.args = args  # for `world`; the stock constructor sets those of its own loop
         with shared_failure("preparing the model"):
-            self.world = World(args.device)
             check_output_folder(args, self.world)
             prepared = build.prepare_model(model, args, plugin, self.world)
             self.model_spec = prepared.spec
@@ -145,13 +145,17 @@ class EngineTrainer(Trainer):
             report_search(self.search, Path(self.args.output_dir))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """
+        Refuses a method of the Trainer that is assigned to the instance (`trainer.training_step = ...`) where
+        [`check_overrides`] refuses it in a subclass: a plan would not call it.
+        """
         if vars(self).get("is_planned"):
             check_assignment(type(self), name, value)
         super().__setattr__(name, value)
 
     @functools.cached_property
     def world(self) -> World:
-        """The ranks, which all of them ask for at the same point."""
+        """The ranks. Collective on first access, which under a plan is in the constructor."""
         return World(self.args.device)
 
     @property

@@ -176,7 +176,7 @@ class StepLoaders:
         ranks = MeasuringRanks(
             engine.rank,
             engine.plan.world_size,
-            functools.partial(self.context.world.all_gather, what="exchanging the sizes of samples"),
+            functools.partial(self.context.world.all_gather, activity="exchanging the sizes of samples"),
             keeps=args.local_process_index == 0,
         )
         unknown = sizes.median or SampleSizes.uniform(dict.fromkeys(engine.plan.modules, 1), 1)

@@ -74,11 +74,11 @@ def sample_tokens(
     batch = collator([dataset[index] for index in indices])
     if "input_ids" not in batch:
         return None
-    rows = count_feature_tokens(batch, spec) if spec.placeholders else {}
+    num_feature_tokens = count_feature_tokens(batch, spec) if spec.placeholders else {}
     tokens = {LANGUAGE_MODEL: max(1, batch["input_ids"].numel() // samples)}  # of a packed row the mean
     for name in spec.encoders:
         modalities = {feature.modality for feature in spec.modules[name].features}
-        tokens[name] = max(1, round(sum(sum(rows[m]) for m in modalities) / samples))
+        tokens[name] = max(1, round(sum(sum(num_feature_tokens[m]) for m in modalities) / samples))
     return tokens
 
 

@@ -213,11 +213,11 @@ def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
     """
     replicas = step.microbatches[LANGUAGE_MODEL]
     asked = num_microbatches(len(step.samples), planner.microbatch_size, len(replicas))
-    most = max(len(microbatches) for microbatches in replicas)
-    if 2 * most < asked:
+    max_count = max(len(microbatches) for microbatches in replicas)
+    if 2 * max_count < asked:
         logger.warning(
-            f"`microbatch_assignment={planner.method!r}` makes {most} microbatches or fewer for each replica of the "
-            f"language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It has "
-            "at most as many as the encoders' work is times that of the largest sample, few where most samples are "
-            'text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
+            f"`microbatch_assignment={planner.method!r}` makes {max_count} microbatches or fewer for each replica of "
+            f"the language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It "
+            "has at most as many as the encoders' work is times that of the largest sample, few where most samples "
+            'are text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
         )
