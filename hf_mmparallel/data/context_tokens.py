@@ -183,10 +183,10 @@ class ContextSharder:
 def _owners_of(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """For each wanted token of a row its cp rank, and its index among the wanted tokens on that rank."""
     present = wanted[order.clamp_min(0)] & (order >= 0)
-    owners, places = (torch.empty(len(wanted), dtype=torch.int64) for _ in range(2))
+    owners, indices = (torch.empty(len(wanted), dtype=torch.int64) for _ in range(2))
     owners[order[present]] = torch.arange(len(order))[:, None].expand_as(order)[present]
-    places[order[present]] = (present.cumsum(1) - 1)[present]
-    return owners[wanted], places[wanted]
+    indices[order[present]] = (present.cumsum(1) - 1)[present]
+    return owners[wanted], indices[wanted]
 
 
 def _token_dim(value: Tensor, shape: torch.Size) -> int | None:

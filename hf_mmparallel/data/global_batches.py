@@ -36,12 +36,12 @@ class GlobalBatch:
 
     def without(self, batch_indices: Collection[int]) -> GlobalBatch:
         """The global batch without the samples at some batch indices, which still count as drawn."""
-        kept = [batch_index for batch_index in range(len(self.samples)) if batch_index not in batch_indices]
+        remaining = [batch_index for batch_index in range(len(self.samples)) if batch_index not in batch_indices]
         return replace(
             self,
-            samples=tuple(self.samples[batch_index] for batch_index in kept),
-            sizes=None if self.sizes is None else self.sizes.take(kept),
-            bad={new: self.bad[batch_index] for new, batch_index in enumerate(kept) if batch_index in self.bad},
+            samples=tuple(self.samples[batch_index] for batch_index in remaining),
+            sizes=None if self.sizes is None else self.sizes.take(remaining),
+            bad={new: self.bad[batch_index] for new, batch_index in enumerate(remaining) if batch_index in self.bad},
         )
 
 

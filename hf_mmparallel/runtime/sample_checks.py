@@ -23,13 +23,13 @@ def check_features_computed(inputs: StepInputs, task: Task) -> None:
     for edge in inputs.plan.edges:
         if edge.target != task.module or task.stage not in inputs.plan.edge_stages(edge, task.replica):
             continue
-        absent = [place for place, sample in enumerate(samples) if (edge.source, sample) not in inputs.step.places]
+        absent = [index for index, sample in enumerate(samples) if (edge.source, sample) not in inputs.step.places]
         for feature in inputs.spec.modules[edge.source].features:
-            for place in absent:
-                count = inputs.num_feature_tokens(task)[feature.modality][place]
+            for index in absent:
+                count = inputs.num_feature_tokens(task)[feature.modality][index]
                 if count:
                     raise ValueError(
-                        f"Sample {inputs.step.samples[samples[place]]} has {count} placeholders of "
+                        f"Sample {inputs.step.samples[samples[index]]} has {count} placeholders of "
                         f"`{feature.modality}` in `input_ids`, but the sizes of samples give it no tokens in "
                         f"`{edge.source}`, so that nothing computes their features. Correct its size in the "
                         "column or the function that they come from."

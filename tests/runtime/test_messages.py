@@ -206,7 +206,7 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
     loss = sum(
         float(loss)
         for task, (loss, _) in result.losses.items()
-        if rank in [row[0] for row in case.plan.stage(*task.stage_key).ranks]
+        if rank in [tp_group[0] for tp_group in case.plan.stage(*task.stage_key).ranks]
     )
     return loss, seen, {key: leaf.grad for key, leaf in leaves.items()}
 
