@@ -50,7 +50,7 @@ from hf_mmparallel.arrange.entrain import entrain
 from hf_mmparallel.arrange.greedy import fill_bins
 from hf_mmparallel.arrange.replicas import assign_replicas
 from hf_mmparallel.cost import activation_peaks, analytic_costs, find_device
-from hf_mmparallel.data.fingerprint import fingerprint
+from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import (
@@ -324,8 +324,8 @@ def slept_steps(engine: ParallelEngine, variant: Variant, sizes: Sizes) -> dict[
     program = build_program(plan, step, engine.sync_groups, times)
     tasks = {action.task for actions in program.actions.values() for action in actions if action.task is not None}
     costs = {task: scale / TP_SIZE * times(task) for task in tasks}
-    batch = StepDataset(Reader(tiny_samples(sizes.slept, [VISION]), collate), engine.keys, 0).read(step)
-    batch.program, batch.fingerprint = program.of_rank(engine.rank), fingerprint(step, program, batch.shardings)
+    data = StepDataset(Reader(tiny_samples(sizes.slept, [VISION]), collate), engine.inputs, 0).read(step)
+    batch = StepBatch.of(data, program, engine.rank)
     sleep_instead(engine, costs)
     measured, deviations = [], []
     for index in range(1 + sizes.repeats):

@@ -14,7 +14,8 @@ from torch.nn.utils import get_total_norm
 
 from ..cost import GRADIENT_BUCKET_BYTES
 from ..modeling.dtensors import from_shard, local
-from ..plan import SyncGroup
+from ..plan import ParameterShards, SyncGroup
+from ..plan.ownership import Cut
 from ..world import World
 
 
@@ -66,6 +67,8 @@ class GradientSync:
         parameters (`Mapping[str, nn.Parameter]`): The parameters of this rank.
         rank (`int`): This rank.
         process_groups (`Mapping[tuple[int, ...], ProcessGroup]`): By ranks.
+        before_sum (`Callable[[Sequence[nn.Parameter]], None]`, *optional*):
+            Called with the parameters of a group before their gradients are summed.
     """
 
     def __init__(
@@ -74,18 +77,19 @@ class GradientSync:
         parameters: Mapping[str, nn.Parameter],
         rank: int,
         process_groups: Mapping[tuple[int, ...], dist.ProcessGroup],
+        before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None,
     ):
-        self.groups = {
+        self.sums = {
             index: (process_groups[group.ranks], [parameters[name] for name in group.parameters])
             for index, group in enumerate(groups)
             if rank in group.ranks
         }
-        self.before_sum: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
+        self.before_sum = before_sum
         self._started: list[_StartedSum] = []
 
     def start(self, index: int) -> None:
-        """Starts the sum of group `index`; every rank of the group calls this in the program's order."""
-        group, parameters = self.groups[index]
+        """Starts the sum `index` of the plan; its ranks call this in the program's order."""
+        group, parameters = self.sums[index]
         self.before_sum(parameters)
         device = local(parameters[0]).device
         used = torch.tensor([float(p.grad is not None) for p in parameters], device=device)
@@ -149,19 +153,57 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Te
         torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]
 
 
-def gradient_norm(counted: Sequence[nn.Parameter], world: World) -> torch.Tensor:
+def owned_cuts(shards: ParameterShards, rank: int) -> list[tuple[Cut, ...]]:
+    """
+    The slices of a parameter that a rank counts in the gradient norm, as cuts of the tensor that it holds.
+
+    Args:
+        shards (`ParameterShards`): Where the parameter lives.
+        rank (`int`): The rank. What it holds is the parameter after the cuts that all of its shards begin with: one
+            shard, or several if all holders have each of them, as where only the optimizer's state is sharded.
+    """
+    held = shards.on_rank(rank)
+    num_made = 0
+    for cuts in zip(*(shard.cuts for shard in held), strict=False):
+        if len(set(cuts)) > 1:
+            break
+        num_made += 1
+    return [shard.cuts[num_made:] for shard in held if shard.owner == rank]
+
+
+def narrow(tensor: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
+    """
+    A slice of a tensor.
+
+    Args:
+        tensor (`torch.Tensor`): The tensor.
+        cuts (`Sequence[Cut]`): Each cuts what the ones before leave; the last part may be smaller than the others.
+    """
+    for cut in cuts:
+        dim = cut.dim
+        if dim is None:
+            tensor, dim = tensor.reshape(-1), 0
+        blocks = tensor.unflatten(dim, (cut.num_blocks, tensor.shape[dim] // cut.num_blocks))
+        size = -(-blocks.shape[dim + 1] // cut.num_parts)
+        start = min(cut.index * size, blocks.shape[dim + 1])
+        tensor = blocks.narrow(dim + 1, start, min(size, blocks.shape[dim + 1] - start)).flatten(dim, dim + 1)
+    return tensor
+
+
+def gradient_norm(counted: Sequence[tuple[nn.Parameter, tuple[Cut, ...]]], world: World) -> torch.Tensor:
     """
     The 2-norm of the gradient of the whole model.
 
     Args:
-        counted (`Sequence[nn.Parameter]`):
-            The parameters (or shards) that this rank counts; over all ranks each element is counted once.
+        counted (`Sequence[tuple[nn.Parameter, tuple[Cut, ...]]]`):
+            The parameters (or shards) that this rank counts, each with the cuts of what it holds to what it counts;
+            over all ranks each element is counted once.
         world ([`World`]): All ranks.
 
     Returns:
         `torch.Tensor`: A float32 scalar on the device, equal on all ranks.
     """
-    gradients = [local(p.grad).float() for p in counted if p.grad is not None]
+    gradients = [narrow(local(p.grad), cuts).float() for p, cuts in counted if p.grad is not None]
     square = get_total_norm(gradients).double().square() if gradients else torch.zeros(())
     square = square.to(device=world.device, dtype=torch.float64)
     return world.all_reduce(square).sqrt().float()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from ..cost.profile import LayerProfile
 from ..data.packing import ATTENTION
 from ..data.randomness import seeded
 from ..modeling import build_model_spec
-from ..modeling.checkpointing import Recomputation, enable_checkpointing
+from ..modeling.checkpointing import Recomputation
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_owned
 from ..plan import (
     LANGUAGE_MODEL,
@@ -37,7 +39,7 @@ from ..plan import (
 from ..plan.plugin import reject_unknown_keys
 from ..planner.possible_sizes import check_context, check_matrices
 from ..profiling.device_detection import device_of_ranks, tf32_is_on
-from ..runtime.engine import ParallelEngine
+from ..runtime.engine import EngineOptions, ParallelEngine
 from ..world import World
 from .arguments import MultimodalTrainingArguments
 from .start_checks import check_model
@@ -293,7 +295,11 @@ def prepare_model(
 
 
 def build_engine(
-    prepared: PreparedModel, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, world: World
+    prepared: PreparedModel,
+    args: MultimodalTrainingArguments,
+    plugin: MultimodalParallelPlugin,
+    world: World,
+    forward_context: Callable[[], AbstractContextManager],
 ) -> tuple[ParallelEngine, int]:
     """
     Prepares this rank's part of a model, in place. Collective.
@@ -303,6 +309,7 @@ def build_engine(
         args (`MultimodalTrainingArguments`): The arguments.
         plugin (`MultimodalParallelPlugin`): The layout.
         world ([`World`]): The ranks.
+        forward_context (`Callable[[], AbstractContextManager]`): Context of each forward, such as autocast.
 
     Returns:
         The engine, and the samples of a global batch.
@@ -314,23 +321,17 @@ def build_engine(
     _check_same_plan(plan, world)
     check_matrices(spec, plan)
     global_batch_size = resolve_batch(args, plan.modules[LANGUAGE_MODEL].dp_size)
-    engine = ParallelEngine(
-        prepared.model,
-        spec,
-        plan,
-        world,
+    options = EngineOptions(
         label_smoothing=args.label_smoothing_factor,
         seed=args.seed,
         load=None if source is None else lambda pruned: load_owned(pruned, source, world.device),
         costs=prepared.costs,
+        adapter=prepared.adapter,
+        recomputation=checkpointing_settings(args),
+        forward_context=forward_context,
+        module_settings=plugin.modules,
     )
-    engine.sharded.adapter = prepared.adapter
-    engine.settings = plugin.modules
-    recomputing = {name for name, _, _ in engine.stages if plan.modules[name].activation_checkpointing}
-    for name in recomputing:  # of all layers; the arguments may choose some
-        module = spec.modules[name]
-        enable_checkpointing(engine.module, module.tower, module.stack, checkpointing_settings(args))
-    return engine, global_batch_size
+    return ParallelEngine(prepared.model, spec, plan, world, options), global_batch_size
 
 
 def value_bytes(spec: ModelSpec, args: MultimodalTrainingArguments) -> int:

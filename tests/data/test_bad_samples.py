@@ -1,7 +1,6 @@
 """Samples that can't be read: who finds them, what is said of them, and that the others are read as ever."""
 
 import errno
-import functools
 import pickle
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.media import readers
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
@@ -52,7 +51,7 @@ def collate(samples):
 def make(rank, dataset, vision=None, sizes=None):
     readers = {LANGUAGE_MODEL: Reader(dataset, collate), "vision": Reader(vision or dataset, collate)}
     planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, sizes=sizes)
-    return StepDataset(readers, functools.partial(keys_of_rank, PLAN, rank=rank), 0, planner=planner, rank=rank)
+    return StepDataset(readers, RankInputs(PLAN, rank), 0, planner)
 
 
 DRAW = GlobalBatch(tuple(range(20, 32)), 1, 24)

@@ -1,6 +1,5 @@
 """Streams through a window: the same samples on every rank and in every worker, decoded only where they are read."""
 
-import functools
 import io
 import itertools
 import pickle
@@ -20,7 +19,7 @@ from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.data.bad_samples import BadSampleError
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
 from hf_mmparallel.data.sample_sizes import size_source
-from hf_mmparallel.data.step_dataset import Reader, StepDataset, as_is, keys_of_rank
+from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
 from hf_mmparallel.steps.step_planner import StepPlanner
@@ -60,8 +59,7 @@ def collate(samples):
 
 def make(window, rank=0, collator=collate, **settings):
     planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, **settings)
-    keys = functools.partial(keys_of_rank, PLAN, rank=rank)
-    return StepDataset(Reader(window, collator), keys, 0, planner=planner, rank=rank, window=window)
+    return StepDataset(Reader(window, collator), RankInputs(PLAN, rank), 0, planner, window)
 
 
 def draw(start, size=8, epoch=0):

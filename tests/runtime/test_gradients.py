@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from hf_mmparallel.plan import SyncGroup
+from hf_mmparallel.plan import ParameterShards, SyncGroup
+from hf_mmparallel.plan.ownership import Cut, Shard
 from hf_mmparallel.runtime import gradients
 from hf_mmparallel.runtime.gradients import (
     GradientSync,
     accumulate_in_float32,
     clip_gradients,
     gradient_norm,
+    narrow,
+    owned_cuts,
     round_gradients,
     scale_gradients,
 )
@@ -55,13 +61,18 @@ def sum_rank() -> tuple[dict[str, Any], list[float]]:
     return mine, again
 
 
+def whole(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, tuple[Cut, ...]]]:
+    """Parameters of which everything is counted."""
+    return [(parameter, ()) for parameter in parameters]
+
+
 def norm_rank() -> float:
     """Each rank counts one value; the last rank counts nothing."""
     rank = dist.get_rank()
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([3.0 + rank])
     counted = [parameter, nn.Parameter(torch.zeros(1))] if rank < 2 else []
-    return float(gradient_norm(counted, World()))
+    return float(gradient_norm(whole(counted), World()))
 
 
 @pytest.mark.distributed
@@ -81,7 +92,7 @@ def test_the_norm_is_over_all_ranks():
 def test_the_norm_is_that_of_torch():
     own = parameters(1)
     expected = nn.utils.get_total_norm([p.grad.float() for p in own.values() if p.grad is not None])
-    norm = gradient_norm(list(own.values()), World())
+    norm = gradient_norm(whole(own.values()), World())
     assert norm.dtype == torch.float32
     torch.testing.assert_close(norm, expected)
     assert gradient_norm([], World()) == 0
@@ -90,14 +101,65 @@ def test_the_norm_is_that_of_torch():
 def test_small_gradients_do_not_vanish_in_the_norm():
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.full((2,), 1e-25)
-    assert float(gradient_norm([parameter], World())) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
+    assert float(gradient_norm(whole([parameter]), World())) == pytest.approx(2**0.5 * 1e-25, rel=1e-5)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[tuple[int, int], ParameterShards]:
+    """
+    A shape, and where a parameter of it lives: cut by tp or whole, and then on all dp ranks, cut over them, or cut
+    with all slices on each of them. Ranks are numbered dp rank by dp rank.
+    """
+    num_blocks, tp_size, dp_size = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = (draw(st.integers(1, 5)), num_blocks * draw(st.integers(1, 5)))
+    by_tp = [(Cut("tp", 1, i, tp_size, num_blocks),) for i in range(tp_size)] if draw(st.booleans()) else [()]
+    zero, dim = draw(st.sampled_from(["none", "moments", "weights"])), draw(st.sampled_from([None, 0]))
+    copies = []
+    for index, cuts in enumerate(by_tp):
+        columns = range(tp_size) if len(by_tp) == 1 else [index]
+        ranks = [tuple(dp * tp_size + column for column in columns) for dp in range(dp_size)]
+        holders = tuple(sorted(rank for group in ranks for rank in group))
+        if zero == "none":
+            copies.append(Shard(cuts, holders, draw(st.sampled_from(holders))))
+        else:
+            for dp, group in enumerate(ranks):
+                on = holders if zero == "moments" else group
+                copies.append(Shard((*cuts, Cut("dp", dim, dp, dp_size)), on, draw(st.sampled_from(on))))
+    return shape, ParameterShards((), tuple(copies))
+
+
+@given(tables())
+def test_every_element_is_counted_once_whoever_holds_it(table):
+    shape, shards = table
+    gradient = torch.arange(1, 1 + shape[0] * shape[1]).double().view(shape)
+    counted = torch.zeros_like(gradient)
+    for rank in range(9):
+        held = shards.on_rank(rank)
+        indices = torch.arange(gradient.numel()).view(shape)
+        for cuts in owned_cuts(shards, rank):
+            made = held[0].cuts[: len(held[0].cuts) - len(cuts)]  # before anything is counted: what the rank holds
+            assert all(shard.cuts[: len(made)] == made for shard in held)
+            assert len(held) == 1 or len(cuts) == 1
+            counted.view(-1)[narrow(narrow(indices, made), cuts).reshape(-1)] += 1
+    assert torch.equal(counted, torch.ones_like(counted))
+
+
+def test_the_norm_counts_the_owned_slice_of_what_a_rank_holds_whole():
+    parameter = nn.Parameter(torch.zeros(2, 4))
+    parameter.grad = torch.arange(8.0).view(2, 4)
+    shards = ParameterShards((), tuple(Shard((Cut("dp", None, i, 3),), (0, 1, 2), i) for i in range(3)))
+    squares = [
+        float(gradient_norm([(parameter, cuts) for cuts in owned_cuts(shards, rank)], World())) ** 2
+        for rank in range(3)
+    ]
+    assert squares == pytest.approx([0 + 1 + 4, 9 + 16 + 25, 36 + 49])
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 3.0, 1e9])
 def test_clipping_is_that_of_torch(max_norm):
     own, other = parameters(1), parameters(1)
     del own["half"], other["half"]  # whose norm torch rounds to bfloat16
-    norm = gradient_norm(list(own.values()), World())
+    norm = gradient_norm(whole(own.values()), World())
     clip_gradients(list(own.values()), norm, max_norm)
     nn.utils.clip_grad_norm_(list(other.values()), max_norm, foreach=False)
     for name, parameter in own.items():

@@ -76,7 +76,7 @@ def _step(parallel: dict[str, Any]) -> dict[str, Any]:
         size = want.abs().max()
         errors["kept"] = max(errors["kept"], float((callback.found[name] * scale - want).abs().max() / size))
         errors["narrow"] = max(errors["narrow"], float((narrow[name].double() - want).abs().max() / size))
-    counted = [name for name, p in trainer.model.named_parameters() if any(p is own for own in engine.counted)]
+    counted = [name for name, p in trainer.model.named_parameters() if any(p is own for own, _ in engine.counted)]
     squares = sum((exact[name].square().sum() for name in counted), torch.zeros((), dtype=torch.float64))
     dist.all_reduce(squares)
     (log,) = runs.step_logs(trainer)
