@@ -168,9 +168,9 @@ def test_ranks_that_make_features_know_the_cuts_of_those_who_take_them():
                 assert batch.shardings.keys() == {(LANGUAGE_MODEL, *place, 0) for place in fed}
 
 
-def test_nothing_is_cut_for_one_row_of_ranks():
+def test_nothing_is_cut_for_one_cp_rank():
     plan = plan_of(tp_size=2)
-    assert sharder_of(plan, 2).keys(contiguous_step(plan, range(4), 2)) == {}
+    assert sharder_of(plan, 2).chunks(contiguous_step(plan, range(4), 2)) == {}
 
 
 def test_sliding_windows_count_in_the_work_of_a_block():

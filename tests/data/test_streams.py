@@ -260,7 +260,7 @@ def test_a_bad_sample_of_a_stream_is_left_out_without_reading_the_stream_again(n
     again = dataset.again(batch, list(batch.bad))
     assert not again.bad and again.step.samples == (4, 6, 7) and again.global_batch.position == 8
     assert sum(len(chunk["size"]) for chunk in again.batches.values()) == 3
-    assert again.digest == batch.digest
+    assert again.stream.digest == batch.stream.digest
 
 
 def test_digests_tell_other_rows_apart():
