@@ -184,7 +184,7 @@ def narrow(tensor: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:
         if dim is None:
             tensor, dim = tensor.reshape(-1), 0
         blocks = tensor.unflatten(dim, (cut.num_blocks, tensor.shape[dim] // cut.num_blocks))
-        size = -(-blocks.shape[dim + 1] // cut.num_parts)
+        size = -(-blocks.shape[dim + 1] // cut.num_slices)
         start = min(cut.index * size, blocks.shape[dim + 1])
         tensor = blocks.narrow(dim + 1, start, min(size, blocks.shape[dim + 1] - start)).flatten(dim, dim + 1)
     return tensor
