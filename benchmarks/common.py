@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -180,6 +181,19 @@ def launch(script: str, world_size: int, arguments: Sequence[str] = (), timeout_
             tails = "\n".join(f"{log.parent.name} {log.name}:\n{log.read_text()[-6000:]}" for log in logs)
             raise RuntimeError(f"The ranks of {Path(script).name} failed:\n{tails}") from error
         return json.loads(file.read_text())
+
+
+def in_processes(function: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    """
+    Results of the calls with the n-th of all `arguments`, each in a process of its own, one for each core at a time.
+
+    Processes are forked from the server of the ranks.
+    """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("forkserver")
+    workers = min(len(arguments[0]), len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=1) as pool:
+        return list(pool.map(function, *arguments))
 
 
 def _run_script(script: str, arguments: Sequence[str], timeout_s: int) -> None:
