@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -199,6 +200,7 @@ def in_processes(function: Callable[..., Any], *arguments: Sequence[Any]) -> lis
 def _run_script(script: str, arguments: Sequence[str], timeout_s: int) -> None:
     """Body of a rank: runs a benchmark as a command does, for `timeout_s` seconds at most."""
     signal.alarm(timeout_s)
+    gc.freeze()  # else each collection walks, and so copies, all that the server has imported
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(ROOT))
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, contextlib.chdir(folder):
