@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tests.distributed import server_context
 
@@ -42,7 +43,7 @@ def run_script(script: Path, arguments: Sequence[str], timeout: float = 380) -> 
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         output, errors = Path(folder, "stdout"), Path(folder, "stderr")
         multiprocessing.forkserver.ensure_running()
-        server = multiprocessing.forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+        server = vars(multiprocessing.forkserver)["_forkserver"]._forkserver_address
         words = (str(script), list(arguments), str(output), str(errors), dict(os.environ), server, timeout)
         process = context.Process(target=_script_main, args=words, name=script.stem)
         process.start()
@@ -76,7 +77,7 @@ def _script_main(
     gc.freeze()  # else each collection walks, and so copies, all that the server has imported
     os.environ.clear()
     os.environ.update(environment)
-    forkserver = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    forkserver: Any = vars(multiprocessing.forkserver)["_forkserver"]
     forkserver._forkserver_address = server
     forkserver.ensure_running = multiprocessing.resource_tracker.ensure_running  # the server is not a child of this
     sys.argv = [script, *arguments]
