@@ -143,7 +143,8 @@ def freeze(model: Any, what: Sequence[str]) -> None:
 
 
 def write_profile(shapes: common.Shapes, sizes: Sizes, path: Path) -> None:
-    """Times the layers of the model on this process alone, whole and in halves."""
+    """Times the layers of the model on one thread of this process alone, whole and in halves."""
+    torch.set_num_threads(1)
     settings = ProfileSettings(tp_sizes=(1, 2), lengths=(64, 256, 1024), budget_s=sizes.budget_s)
     profile_layers(common.build_model(shapes).config, settings).save(path)
 

@@ -78,12 +78,14 @@ def apply_module_settings(model: PreTrainedModel, plugin: MultimodalParallelPlug
     spec = build_model_spec(model)
     reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
     _set_attention(model, spec, plugin.modules)
+    is_changed = any(module.attn_implementation is not None for module in plugin.modules.values())
     parameters, adapters = dict(model.named_parameters()), adapter_names(spec)
     for name, module in frozen_as_planned(spec, plugin).modules.items():
         for parameter in module.with_frozen(plugin.modules.get(name, ModulePlugin()).freeze).parameters:
             if not parameter.trainable and parameter.name not in adapters:
                 parameters[parameter.name].requires_grad_(False)
-    return build_model_spec(model)
+                is_changed = True
+    return build_model_spec(model) if is_changed else spec
 
 
 def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, Any]:
