@@ -217,7 +217,8 @@ def warn_of_few_microbatches(planner: StepPlanner, step: StepPlan) -> None:
     if 2 * max_count < asked:
         logger.warning(
             f"`microbatch_assignment={planner.arrangement!r}` makes {max_count} microbatches or fewer for each "
-            f"replica of the language model, where `per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It "
+            "replica of the language model, where "
+            f"`per_device_train_batch_size={planner.microbatch_size}` asks for {asked}. It "
             "has at most as many as the encoders' work is times that of the largest sample, few where most samples "
             'are text. Stages then idle, and microbatches take more memory. Use "hierarchical" for such samples.'
         )
